@@ -1,0 +1,47 @@
+# Everything a newcomer needs: each target makes .venv and installs what it uses.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format zoo bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[demo,dev,zoo]'
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo ## set up, then split, train, fuse and score the digits CNN
+	$(BIN)/python examples/digits/demo.py
+
+test: $(VENV)/.dev ## set up, then run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## formatting, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: $(VENV)/.dev ## rewrite the files the way check wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+zoo: $(VENV)/.dev ## split every model of the zoo into 2, 3 and 4 stages; writes docs/zoo.md
+	$(BIN)/python benchmarks/zoo.py $(ARGS)
+
+bench: $(VENV)/.dev ## measure cost, memory and planning; writes docs/benchmarks.md
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean: ## remove the environment and caches; keeps your results
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build

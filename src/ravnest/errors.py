@@ -1,0 +1,56 @@
+"""Every error that Ravnest raises on purpose.
+
+RavnestError
+├── SplitError (ValueError)          the model cannot be split as asked
+│   ├── CaptureError                 its forward cannot be captured as a graph
+│   ├── OperatorError                a graph uses an operator outside the allow-list
+│   └── ExactnessError               the stages compute something else than the model
+├── StageFormatError (ValueError)    a stage on disk is damaged, forged or of another format
+├── StageInputError (ValueError)     a stage was given inputs or parameters that do not fit it
+├── NodeConfigError (ValueError)     node_configs.json has a mistake
+├── PlanError (ValueError)           the nodes cannot hold or run the model
+└── FusionError (ValueError)         the saved stages do not add up to one model
+
+A message says what happened, why, and what to do. User mistakes are ``ValueError``; a failing
+``assert`` is a bug of ours.
+"""
+
+
+class RavnestError(Exception):
+    """Base of all errors that Ravnest raises on purpose."""
+
+
+class SplitError(RavnestError, ValueError):
+    """The model cannot be split as asked."""
+
+
+class CaptureError(SplitError):
+    """The model's forward cannot be captured as a graph."""
+
+
+class OperatorError(SplitError):
+    """A graph uses an operator outside the allow-list."""
+
+
+class ExactnessError(SplitError):
+    """The stages compute something else than the model."""
+
+
+class StageFormatError(RavnestError, ValueError):
+    """A stage on disk is damaged, forged or of another format."""
+
+
+class StageInputError(RavnestError, ValueError):
+    """A stage was given inputs or parameters that do not fit it."""
+
+
+class NodeConfigError(RavnestError, ValueError):
+    """The node configuration file has a mistake."""
+
+
+class PlanError(RavnestError, ValueError):
+    """The nodes cannot hold or run the model."""
+
+
+class FusionError(RavnestError, ValueError):
+    """The saved stages do not add up to one model."""
