@@ -1,0 +1,1 @@
+"""Train PyTorch models that one machine cannot hold, on idle, unequal machines."""

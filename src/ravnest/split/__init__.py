@@ -1,0 +1,8 @@
+"""From a PyTorch model to stages that are data, and back to modules that train."""
+
+from ravnest.split.chain import Chain
+from ravnest.split.module import StageModule
+from ravnest.split.splitter import PreparedModel, Split, Stage, prepare, split
+from ravnest.split.verify import Verdict, verify
+
+__all__ = ["Chain", "PreparedModel", "Split", "Stage", "StageModule", "Verdict", "prepare", "split", "verify"]

@@ -1,0 +1,226 @@
+"""Cut a captured graph into the graphs of its stages.
+
+Stages form a chain: all that a later stage needs passes through the stages between. Gradients then
+come back along the same chain and are summed in the order in which autograd sums them in the unsplit
+model, so that the split is exact to the last bit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ravnest.errors import CaptureError, OperatorError
+from ravnest.split.aliases import Aliases, find_aliases
+from ravnest.split.cuts import Layout
+from ravnest.split.dimensions import Dimensions
+from ravnest.split.graph import (
+    Argument,
+    Operation,
+    OutputSpec,
+    Ref,
+    StageDevice,
+    StageGraph,
+    StateUse,
+    ValueSpec,
+)
+from ravnest.split.measure import Measurement
+from ravnest.split.normalise import NO_GRAD, is_size
+from ravnest.split.operators import name_of
+from ravnest.split.source import line_of_trace_text
+
+aten = torch.ops.aten
+
+
+def assemble(layout: Layout, measurement: Measurement, cuts: Sequence[int]) -> list[StageGraph]:
+    """Graphs of the stages between ``cuts``, which ascend; a stage between equal cuts is empty."""
+    cutter = _Cutter(layout, measurement, cuts)
+    graphs: list[StageGraph] = []
+    wanted: list[fx.Node] = []
+    for index in reversed(range(len(cuts) + 1)):
+        stage = _Stage(cutter, index)
+        graphs.append(stage.build(wanted))
+        wanted = stage.asked_for
+    graphs.reverse()
+    return graphs
+
+
+class _Cutter:
+    """What all stages of one graph share."""
+
+    def __init__(self, layout: Layout, measurement: Measurement, cuts: Sequence[int]) -> None:
+        self.layout = layout
+        self.measurement = measurement
+        self.bounds = [0, *cuts, len(layout.operations)]
+        self.aliases: Aliases = find_aliases(layout.capture.graph)
+        self.dimensions = Dimensions(layout.capture)
+        self.written: list[set[fx.Node]] = [set() for _ in range(len(cuts) + 1)]
+        for writer, root in self.aliases.writes:
+            self.written[self.stage_at(layout.position[writer])].add(root)
+
+    def stage_at(self, position: int) -> int:
+        """Stage of the operation at a position; empty stages have none."""
+        return bisect_right(self.bounds, position) - 1
+
+    def entering(self, index: int) -> list[fx.Node]:
+        """Values that enter a stage, in program order."""
+        if index > 0:
+            return list(self.layout.crossing(self.bounds[index]))
+        capture = self.layout.capture
+        return [n for n in capture.graph.nodes if n.name in capture.inputs and n.users]
+
+    def leaving(self, index: int) -> list[fx.Node]:
+        """Values that leave a stage, in program order."""
+        return self.entering(index + 1)
+
+    @property
+    def last(self) -> int:
+        """Index of the last stage."""
+        return len(self.bounds) - 2
+
+
+class _Stage:
+    def __init__(self, cutter: _Cutter, index: int) -> None:
+        self._cutter = cutter
+        self._capture = cutter.layout.capture
+        self._index = index
+        self._names: dict[fx.Node, str] = {}
+        self._inputs: list[fx.Node] = []
+        self._state: list[StateUse] = []
+        self._operations: list[Operation] = []
+        self.asked_for: list[fx.Node] = []
+        """Sizes that this stage cannot compute and wants from the stage before it."""
+
+    def build(self, wanted: list[fx.Node]) -> StageGraph:
+        """The stage's graph; ``wanted`` are sizes that the next stage asked for."""
+        for node in self._cutter.entering(self._index):
+            self._enter(node)
+        begin, end = self._cutter.bounds[self._index : self._index + 2]
+        for node in self._cutter.layout.operations[begin:end]:
+            self._emit(node)
+        last = self._index == self._cutter.last
+        outputs = self._model_outputs() if last else self._outputs(wanted)
+        return StageGraph(
+            inputs=tuple(self._describe(node) for node in self._inputs),
+            state=tuple(self._state),
+            operations=tuple(self._operations),
+            outputs=tuple(outputs),
+            structure=self._capture.structure if last else None,
+            symbols=self._cutter.dimensions.ranges(),
+        )
+
+    def _enter(self, node: fx.Node) -> None:
+        self._inputs.append(node)
+        self._names[node] = node.name
+        if self._cutter.aliases.root[node] in self._cutter.written[self._index]:
+            own = f"{node.name}__own"  # a tensor that was received must not be written to
+            self._operations.append(Operation(own, name_of(aten.clone.default), (Ref(node.name),)))
+            self._names[node] = own
+
+    def _emit(self, node: fx.Node) -> None:
+        try:
+            operation = Operation(
+                name=node.name,
+                target=name_of(node.target),  # type: ignore[arg-type]
+                args=tuple(self._argument(argument) for argument in node.args),
+                kwargs=tuple((k, self._argument(v)) for k, v in node.kwargs.items()),
+                no_grad=bool(node.meta.get(NO_GRAD)),
+            )
+        except OperatorError as error:
+            line = line_of_trace_text(node.meta.get("stack_trace"))
+            raise OperatorError(f"{line}\n{error}" if line else str(error)) from error
+        self._operations.append(operation)
+        self._names[node] = node.name
+
+    def _argument(self, value: Any) -> Argument:
+        match value:
+            case fx.Node():
+                return self._reference(value)
+            case None | bool() | int() | float() | str():
+                return value
+            case torch.dtype() | torch.layout() | torch.memory_format():
+                return value
+            case torch.device():
+                return StageDevice()
+            case list() | tuple():
+                return tuple(self._argument(item) for item in value)
+        raise CaptureError(f"an operator takes a {type(value).__name__}, which stages cannot hold")
+
+    def _reference(self, node: fx.Node) -> Argument:
+        if node in self._names:
+            return Ref(self._names[node])
+        if node.op == "placeholder":
+            key = self._capture.state_of.get(node.name)
+            assert key is not None, f"input {node} does not reach stage {self._index}"
+            self._state.append(StateUse(node.name, key))
+            self._names[node] = node.name
+            return Ref(node.name)
+        assert is_size(node), f"{node} does not reach stage {self._index}"
+        return self._size(node)
+
+    def _size(self, node: fx.Node) -> Argument:
+        """A size: known, computed here, read off a tensor at hand, or asked of the stage before."""
+        value = node.meta["val"]
+        known = value if isinstance(value, int | float) else value.node.maybe_as_int()
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        if self._can_compute(node):
+            self._emit(node)
+        elif (at_hand := self._find_dimension(value)) is not None:
+            tensor, dim = at_hand
+            args = (Ref(self._names[tensor]), dim)
+            self._operations.append(Operation(node.name, name_of(aten.sym_size.int), args))
+            self._names[node] = node.name
+        else:
+            self._inputs.append(node)
+            self._names[node] = node.name
+            self.asked_for.append(node)
+        return Ref(self._names[node])
+
+    def _can_compute(self, node: fx.Node) -> bool:
+        return all(
+            argument in self._names
+            or (is_size(argument) and self._can_find(argument))
+            or argument.name in self._capture.state_of
+            for argument in node.all_input_nodes
+        )
+
+    def _can_find(self, node: fx.Node) -> bool:
+        return self._can_compute(node) or self._find_dimension(node.meta["val"]) is not None
+
+    def _find_dimension(self, value: Any) -> tuple[fx.Node, int] | None:
+        if not isinstance(value, torch.SymInt):
+            return None
+        for node in self._inputs:
+            tensor = node.meta["val"]
+            if isinstance(tensor, torch.Tensor):
+                for dim, size in enumerate(tensor.shape):
+                    if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
+                        return node, dim
+        return None
+
+    def _outputs(self, wanted: list[fx.Node]) -> list[OutputSpec]:
+        nodes = [*self._cutter.leaving(self._index), *wanted]
+        return [OutputSpec(node.name, self._reference(node)) for node in nodes]
+
+    def _model_outputs(self) -> list[OutputSpec]:
+        output = next(node for node in self._capture.graph.nodes if node.op == "output")
+        leaves = output.args[0]
+        assert isinstance(leaves, list | tuple)
+        paths = self._capture.structure.leaf_paths("output")
+        values = [self._argument(leaf) for leaf in leaves]
+        return [OutputSpec(path, value) for path, value in zip(paths, values, strict=True)]
+
+    def _describe(self, node: fx.Node) -> ValueSpec:
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return ValueSpec(node.name, None)
+        cut = self._cutter.bounds[self._index]
+        gradient = self._cutter.measurement.carries_gradient(node, cut)
+        return ValueSpec(
+            node.name, value.dtype, self._cutter.dimensions.of(value.shape), gradient
+        )

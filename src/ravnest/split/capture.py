@@ -1,0 +1,391 @@
+"""Capture a model as two ATen graphs, one for training and one for evaluation.
+
+``torch.export`` in its non-strict form runs the user's forward once with symbolic batch size. Two
+captures share the parameters, because flipping flags afterwards is not the same program (stochastic
+depth, auxiliary heads). Its training IR keeps composite operators, so that kernels, saved tensors
+and the use of random numbers are those of the eager model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+
+from ravnest.errors import CaptureError, SplitError
+from ravnest.split.graph import MODES, Mode
+from ravnest.split.source import line_of_stack, line_of_traceback
+from ravnest.split.state import ModelState, read_state
+from ravnest.split.structure import LEAF, Structure, flatten, map_tensors
+from ravnest.split.torchscript import from_torchscript
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class Example:
+    """The example inputs, bound to forward's signature and taken apart."""
+
+    names: tuple[str, ...]
+    structures: tuple[Structure, ...]
+    tensors: tuple[torch.Tensor, ...]
+    positional: int
+    """How many of the names are passed by position; the others go by keyword."""
+    batch_size: int | None
+    batch_dim: int
+
+    def leaf_paths(self) -> list[str]:
+        """Dotted name of each tensor."""
+        pairs = zip(self.names, self.structures, strict=True)
+        return [path for name, structure in pairs for path in structure.leaf_paths(name)]
+
+    def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of forward with these tensors in place of the example's."""
+        leaves = iter(tensors)
+        values = [structure.build(leaves) for structure in self.structures]
+        args = tuple(values[: self.positional])
+        return args, dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
+
+    def narrowed(self, batch_size: int) -> Example:
+        """The same example with the first ``batch_size`` samples only."""
+        tensors = tuple(
+            t.narrow(self.batch_dim, 0, batch_size) if self.has_batch(t) else t for t in self.tensors
+        )
+        return replace(self, tensors=tensors, batch_size=batch_size)
+
+    def has_batch(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's batch dimension has the batch's size."""
+        dim = self.batch_dim
+        return tensor.dim() > dim and self.batch_size == tensor.shape[dim]
+
+
+@dataclass
+class ModeCapture:
+    """One captured program. ``graph`` belongs to the splitter, which rewrites it."""
+
+    mode: Mode
+    program: ExportedProgram
+    graph: fx.Graph
+    state_of: dict[str, str]
+    """Placeholder name to state key."""
+    inputs: dict[str, int]
+    """Placeholder name to position among the example's tensors."""
+    structure: Structure
+    """How the graph's outputs form the model's output."""
+    fixed_batch: tuple[str, ...]
+    """Inputs whose batch size the capture could not keep open."""
+
+
+@dataclass
+class Capture:
+    """A model as data: two graphs over one state."""
+
+    model: nn.Module
+    example: Example
+    state: ModelState
+    modes: dict[Mode, ModeCapture]
+
+    @property
+    def fixed_batch(self) -> tuple[str, ...]:
+        """Inputs whose batch size is fixed to the example's in either mode."""
+        names = dict.fromkeys(name for mode in self.modes.values() for name in mode.fixed_batch)
+        return tuple(names)
+
+
+def capture(
+    model: nn.Module,
+    example_args: Sequence[Any] | torch.Tensor = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch_dim: int = 0,
+) -> Capture:
+    """Capture ``model`` in both modes. The model is left as it was.
+
+    Raises ``CaptureError`` naming the line of the user's code that cannot be captured.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        model = from_torchscript(model)
+    if not isinstance(model, nn.Module):
+        raise SplitError(f"expected a torch.nn.Module to split, got {type(model).__name__}")
+    args = (example_args,) if isinstance(example_args, torch.Tensor) else tuple(example_args)
+    example = bind_example(model, args, dict(example_kwargs or {}), batch_dim)
+    state = read_state(model)
+    modes = {mode: _capture_mode(model, example, state, mode) for mode in MODES}
+    result = Capture(model, example, state, modes)
+    if result.fixed_batch:
+        logger.warning(
+            "the batch size %d is fixed in the captured model (inputs: %s): forward uses it as a plain "
+            "number. Batches of another size will be refused; use drop_last=True in the DataLoader, "
+            "or replace int(x.shape[0]), len(x) or a constant in view/reshape by x.shape[0] or -1",
+            example.batch_size,
+            ", ".join(result.fixed_batch),
+        )
+    return result
+
+
+def bind_example(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int = 0
+) -> Example:
+    """Give every example input the name that forward has for it."""
+    names, values, positional = _bind(model, args, kwargs)
+    leaves: list[torch.Tensor] = []
+    structures = []
+    for name, value in zip(names, values, strict=True):
+        plain = map_tensors(value, torch.Tensor.detach)
+        found, structure = flatten(plain, name)
+        leaves += found
+        structures.append(structure)
+        if not found and value is not None:
+            logger.info("input %s is not a tensor: its value %r is fixed in the stages", name, value)
+    if not leaves:
+        raise SplitError(
+            "the model cannot be captured without example inputs: give example_args=(tensor, ...) or "
+            "example_kwargs={name: tensor, ...}"
+        )
+    sizes = Counter(t.shape[batch_dim] for t in leaves if t.dim() > batch_dim)
+    batch = sizes.most_common(1)[0][0] if sizes else None
+    if batch == 0:
+        raise SplitError("the example inputs hold no sample: their batch size is 0")
+    if batch == 1:
+        leaves = [_doubled(t, batch_dim) for t in leaves]
+        batch = 2
+    return Example(
+        tuple(names), tuple(structures), tuple(leaves), positional, batch, batch_dim
+    )
+
+
+def _doubled(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """A batch of one repeated to two: a size of 1 would be captured as a constant."""
+    if tensor.dim() > dim and tensor.shape[dim] == 1:
+        return torch.cat([tensor, tensor], dim)
+    return tensor
+
+
+def _bind(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[str], list[Any], int]:
+    """Names and values in the order of the signature; the first ``positional`` go by position."""
+    try:
+        signature = inspect.signature(model.forward)
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise SplitError(f"the example inputs do not fit the model's forward: {error}") from error
+    names: list[str] = []
+    values: list[Any] = []
+    keyword: list[tuple[str, Any]] = []
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}_{position}" for position in range(len(value))]
+            values += value
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            keyword += value.items()
+        elif name in kwargs:
+            keyword.append((name, value))
+        else:
+            names.append(name)
+            values.append(value)
+    positional = len(names)
+    return names + [name for name, _ in keyword], values + [v for _, v in keyword], positional
+
+
+class _Flat(nn.Module):
+    """The model with tensors in and tensors out, so that export meets no user class at its edges."""
+
+    def __init__(self, model: nn.Module, example: Example) -> None:
+        super().__init__()
+        self.model = model
+        self._example = example
+        self.structure: Structure = LEAF
+        self.opaque: dict[str, str] = {}
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        args, kwargs = self._example.rebuild(tensors)
+        output = self.model(*args, **kwargs)
+        leaves, self.structure = flatten(output, "output", self._note_opaque)
+        return tuple(leaves)
+
+    def _note_opaque(self, path: str, value: object) -> None:
+        self.opaque[path] = type(value).__name__
+
+
+def _capture_mode(
+    model: nn.Module, example: Example, state: ModelState, mode: Mode
+) -> ModeCapture:
+    flat = _Flat(model, example)
+    with mode_of(model, mode):
+        program, fixed = _export(flat, example)
+    for path, kind in flat.opaque.items():
+        logger.info("%s is a %s, which stages cannot return: it is left out", path, kind)
+    if not any(node.op == "call_function" for node in program.graph.nodes):
+        raise SplitError("forward computes nothing that could be split")
+    graph = fx.Graph()
+    output = graph.graph_copy(program.graph, val_map := {}, return_output_node=True)
+    assert isinstance(output, tuple)
+    graph.output(output[0])
+    for old, new in val_map.items():
+        new.meta = old.meta
+    specs = program.graph_signature.input_specs
+    inputs = [spec.arg.name for spec in specs if spec.kind.name == "USER_INPUT"]
+    state_of = {
+        spec.arg.name: state.key_of(spec.target.removeprefix(_PREFIX), spec.kind.name, program, mode)
+        for spec in specs
+        if spec.kind.name != "USER_INPUT" and spec.target is not None
+    }
+    return ModeCapture(
+        mode=mode,
+        program=program,
+        graph=graph,
+        state_of=state_of,
+        inputs={name: position for position, name in enumerate(inputs)},
+        structure=flat.structure,
+        fixed_batch=fixed,
+    )
+
+
+def _export(flat: _Flat, example: Example) -> tuple[ExportedProgram, tuple[str, ...]]:
+    program = _try_export(flat, example, strict=False)
+    fixed = _fixed_batch(program, example)
+    if not fixed:
+        return program, fixed
+    structure = flat.structure
+    try:  # the strict tracer keeps int(x.shape[0]) symbolic where the other one cannot
+        retry = _try_export(flat, example, strict=True)
+    except CaptureError:
+        return program, fixed
+    flat.structure = structure
+    still_fixed = _fixed_batch(retry, example)
+    return (retry, still_fixed) if len(still_fixed) < len(fixed) else (program, fixed)
+
+
+def _try_export(flat: _Flat, example: Example, *, strict: bool) -> ExportedProgram:
+    dims = tuple({example.batch_dim: Dim.AUTO} if example.has_batch(t) else None for t in example.tensors)
+    try:
+        with _refuse_custom_autograd(), warnings.catch_warnings(), _quiet_torch():
+            warnings.simplefilter("ignore")
+            return torch.export.export(
+                flat, example.tensors, dynamic_shapes={"tensors": dims}, strict=strict
+            )
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever the user's forward or the tracer raises, translated once
+        raise _translate(error) from error
+
+
+def _fixed_batch(program: ExportedProgram, example: Example) -> tuple[str, ...]:
+    user_inputs = set(program.graph_signature.user_inputs)
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
+    fixed = []
+    for node, tensor, path in zip(nodes, example.tensors, example.leaf_paths(), strict=True):
+        if not example.has_batch(tensor):
+            continue
+        size = node.meta["val"].shape[example.batch_dim]
+        if not isinstance(size, torch.SymInt) or size.node.maybe_as_int() is not None:
+            fixed.append(path)
+    return tuple(fixed)
+
+
+@contextlib.contextmanager
+def mode_of(model: nn.Module, mode: Mode) -> Iterator[None]:
+    """Put the model in a mode and back; submodules that the user froze in eval() stay there."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        for module, training in before.items():
+            frozen = model.training and not training
+            module.training = mode == "train" and not frozen
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+@contextlib.contextmanager
+def _refuse_custom_autograd() -> Iterator[None]:
+    """Export would inline the forward of a ``torch.autograd.Function`` and lose its backward.
+
+    ``apply`` may have been bound long before (``swish = Swish.apply``), so this hooks a function
+    that ``apply`` calls by its global name.
+    """
+    namespace = torch.autograd.function
+    original = namespace._is_setup_context_defined
+
+    def refuse(setup_context: Any) -> Any:
+        owner = sys._getframe(1).f_locals.get("cls")
+        if owner is not None and owner.__module__.partition(".")[0] != "torch":
+            raise CaptureError(
+                f"{line_of_stack()}\n{owner.__qualname__} is a custom torch.autograd.Function: its "
+                "backward cannot be captured, and without it the gradients would be wrong. Write "
+                "the operation with ordinary torch functions, which differentiate themselves"
+            )
+        if owner is not None and owner.__name__ == "CheckpointFunction":
+            raise CaptureError(
+                f"{line_of_stack()}\nreentrant checkpointing cannot be captured: pass "
+                "use_reentrant=False, or switch checkpointing off; Ravnest recomputes by itself"
+            )
+        return original(setup_context)
+
+    namespace._is_setup_context_defined = refuse
+    try:
+        yield
+    finally:
+        namespace._is_setup_context_defined = original
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Export logs whole tracebacks before it raises; the user gets our message instead."""
+    noisy = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo")]
+    levels = [log.level for log in noisy]
+    for log in noisy:
+        log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for log, level in zip(noisy, levels, strict=True):
+            log.setLevel(level)
+
+
+_REMEDIES = (
+    (
+        ("GuardOnDataDependent", "data-dependent", "DataDependent", "PendingUnbackedSymbol"),
+        "forward decides by the value of a tensor (if, while, int(), float(), .item() or a shape that "
+        "depends on data). A graph cannot: use torch.where or masks, or decide outside the model",
+    ),
+    (
+        ("numpy", "can't convert", "Cannot convert", "data_ptr", "tolist"),
+        "forward leaves torch (numpy, a list, a raw pointer). Use torch functions on tensors",
+    ),
+    (
+        ("packed_sequence", "PackedSequence"),
+        "packed sequences have sizes that depend on data: pass padded tensors and a mask",
+    ),
+)
+
+
+def _translate(error: Exception) -> CaptureError:
+    """Say which line of the user's code cannot be captured, why, and what to do."""
+    if isinstance(error.__cause__, CaptureError):
+        return error.__cause__
+    line = line_of_traceback(error.__traceback__)
+    text = f"{type(error).__name__}: {error}"
+    remedy = next(
+        (advice for signs, advice in _REMEDIES if any(sign in text for sign in signs)),
+        "check that forward runs on the example inputs, and that it uses torch operators only",
+    )
+    first = next((row.strip() for row in str(error).splitlines() if row.strip()), "")
+    where = f"{line}\n" if line else ""
+    return CaptureError(
+        f"{where}this line cannot be captured: {remedy}\n({type(error).__name__}: {first[:300]})"
+    )

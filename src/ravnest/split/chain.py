@@ -1,0 +1,201 @@
+"""The stages of a model run one after the other in this process, joined as a network joins them.
+
+It is the reference that distributed training is compared with, the self-check of the splitter, and
+a way to look at a split model without any provider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ravnest.errors import StageInputError
+from ravnest.split.graph import InputEntry, StageSpec
+from ravnest.split.module import StageModule
+
+if TYPE_CHECKING:
+    from ravnest.split.splitter import Split
+
+
+@dataclass
+class StagePass:
+    """One micro-batch on its way through one stage: what its backward needs."""
+
+    module: StageModule
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    def backward(
+        self, outputs: Sequence[tuple[Any, torch.Tensor | None]], seeds: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
+        """Gradients of the inputs and of the trainable parameters by key.
+
+        ``outputs`` pairs tensors with their gradients. ``seeds`` are gradients that later stages found
+        for parameters held here too; starting from them keeps autograd's order of summation.
+        """
+        parameters = {k: p for k, p in self.module.parameters_by_key().items() if p.requires_grad}
+        wanted = [value for value in self.inputs if _needs_gradient(value)]
+        ends = [(t, g) for t, g in outputs if _needs_gradient(t)]
+        ends += [(parameters[key], seed) for key, seed in seeds.items() if key in parameters]
+        leaves = [*wanted, *parameters.values()]
+        if not ends or not leaves:
+            return [None] * len(self.inputs), {}
+        found = iter(
+            torch.autograd.grad(
+                [tensor for tensor, _ in ends],
+                leaves,
+                [gradient for _, gradient in ends],
+                allow_unused=True,
+            )
+        )
+        for_inputs = [next(found) if _needs_gradient(value) else None for value in self.inputs]
+        for_parameters = {key: g for key, g in zip(parameters, found, strict=True) if g is not None}
+        return for_inputs, for_parameters
+
+
+class Chain:
+    """Stages chained in one process, with a boundary between them that no autograd graph crosses."""
+
+    def __init__(self, modules: Iterable[StageModule]) -> None:
+        self.modules = tuple(modules)
+        if [m.spec.index for m in self.modules] != list(range(self.modules[0].spec.count)):
+            raise StageInputError("a chain needs all the stages of one model, in order")
+        self._passes: list[StagePass] = []
+
+    @classmethod
+    def of(cls, split: Split) -> Chain:
+        """A chain with weights of its own; the split model's stay as they are."""
+        copies = (
+            StageModule(stage.spec, {key: t.clone() for key, t in stage.tensors.items()})
+            for stage in split.stages
+        )
+        return cls(copies)
+
+    def train(self, mode: bool = True) -> Chain:
+        """Switch all stages to training."""
+        for module in self.modules:
+            module.train(mode)
+        return self
+
+    def eval(self) -> Chain:
+        """Switch all stages to evaluation."""
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for its inputs, given by position or by name."""
+        values = bind_inputs(self.modules[0].spec.signature, args, kwargs)
+        self._passes = []
+        for module in self.modules:
+            inputs = tuple(_receive(values[spec.name], spec.gradient) for spec in module.graph.inputs)
+            outputs = module(*inputs)
+            if torch.is_grad_enabled():
+                self._passes.append(StagePass(module, inputs, outputs))
+            names = (output.name for output in module.graph.outputs)
+            values = dict(zip(names, outputs, strict=True))
+        structure = self.modules[-1].graph.structure
+        assert structure is not None
+        return structure.build(iter(outputs))
+
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Set ``.grad`` of every trainable parameter from a loss of the last output."""
+        self.set_gradients(self.gradients([(loss, gradient)]))
+
+    def gradients(
+        self, ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> dict[str, torch.Tensor]:
+        """Gradients of all trainable parameters by key; frees the chain's last forward."""
+        outputs: Sequence[tuple[Any, torch.Tensor | None]] = ends
+        total: dict[str, torch.Tensor] = {}
+        while self._passes:
+            step = self._passes.pop()
+            of_inputs, of_parameters = step.backward(outputs, total)
+            total.update(of_parameters)
+            arrived = {
+                spec.name: gradient
+                for spec, gradient in zip(step.module.graph.inputs, of_inputs, strict=True)
+            }
+            if self._passes:
+                before = self._passes[-1]
+                names = [output.name for output in before.module.graph.outputs]
+                outputs = [
+                    (tensor, arrived[name])
+                    for name, tensor in zip(names, before.outputs, strict=True)
+                    if arrived.get(name) is not None
+                ]
+        return total
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients to ``.grad`` as ``loss.backward()`` does; replicas share the sum."""
+        for module in self.modules:
+            for key, parameter in module.parameters_by_key().items():
+                if key in gradients:
+                    new = gradients[key]
+                    parameter.grad = new.clone() if parameter.grad is None else parameter.grad + new
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of all stages; one that several stages hold comes once for each."""
+        for module in self.modules:
+            yield from module.parameters_by_key().items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of all stages, replicas included, for an optimizer."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's ``state_dict``, with its keys in its order."""
+        return fuse((module.spec, module.state_tensors()) for module in self.modules)
+
+
+def fuse(
+    stages: Iterable[tuple[StageSpec, Mapping[str, torch.Tensor]]],
+) -> dict[str, torch.Tensor]:
+    """One ``state_dict`` from stages and their tensors by key; of replicas the owner's counts."""
+    placed: dict[int, tuple[str, torch.Tensor]] = {}
+    for spec, tensors in stages:
+        for entry in spec.state:
+            if entry.persistent and entry.stages[0] == spec.index:
+                for position, name in zip(entry.positions, entry.names, strict=True):
+                    placed[position] = (name, tensors[entry.key].detach())
+    placed.pop(-1, None)
+    return {name: tensor for _, (name, tensor) in sorted(placed.items())}
+
+
+def bind_inputs(
+    signature: Sequence[InputEntry], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Values by graph name from the model's arguments, by position or by name."""
+    names = [entry.name for entry in signature]
+    if len(args) > len(names):
+        raise StageInputError(f"the model takes {len(names)} inputs ({', '.join(names)}), got {len(args)}")
+    given = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in names:
+            raise StageInputError(f"the model has no input {name!r}; it was split with {', '.join(names)}")
+        if name in given:
+            raise StageInputError(f"input {name!r} is given by position and by name")
+        given[name] = value
+    values: dict[str, Any] = {}
+    for entry in signature:
+        if entry.name in given:
+            leaves = entry.structure.take_apart(given[entry.name], entry.name)
+            values.update(zip(entry.values, leaves, strict=True))
+        elif entry.values:
+            raise StageInputError(f"the model's input {entry.name!r} is missing")
+    return values
+
+
+def _receive(value: Any, gradient: bool) -> Any:
+    """A value as the next stage gets it: cut off from the graph of the stage before."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    received = value.detach()
+    return received.requires_grad_(gradient and torch.is_grad_enabled())
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

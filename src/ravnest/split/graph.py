@@ -1,0 +1,225 @@
+"""A stage as data: the values that the stage format (docs/stage-format.md) is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ravnest.errors import StageFormatError
+from ravnest.split.structure import Structure
+
+Mode = Literal["train", "eval"]
+MODES: tuple[Mode, ...] = ("train", "eval")
+Kind = Literal["parameter", "buffer", "constant"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value that an input, a state tensor or an operation of this name gives."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class StageDevice:
+    """A device argument: whichever device the stage is loaded on."""
+
+
+Argument = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | Ref
+    | StageDevice
+    | torch.dtype
+    | torch.layout
+    | torch.memory_format
+    | tuple["Argument", ...]
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of an allow-listed operator."""
+
+    name: str
+    target: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    no_grad: bool = False
+    """The model runs it under ``torch.no_grad()``."""
+
+    def refs(self) -> Iterator[str]:
+        """Names of the values it reads."""
+        yield from _refs_in(self.args)
+        yield from _refs_in(tuple(value for _, value in self.kwargs))
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A size: ``factor`` times a named size that may differ between micro-batches, or a number."""
+
+    factor: int
+    symbol: str = ""
+    """Empty: the size is ``factor``. ``?``: any size."""
+
+    def __str__(self) -> str:
+        if not self.symbol or self.symbol == "?":
+            return self.symbol or str(self.factor)
+        return self.symbol if self.factor == 1 else f"{self.factor}*{self.symbol}"
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """A value that enters a stage."""
+
+    name: str
+    dtype: torch.dtype | None
+    """None: a plain number (a size that a later stage needs)."""
+    shape: tuple[Dimension, ...] = ()
+    gradient: bool = False
+    """A gradient flows back along it."""
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """A value that leaves a stage under ``name``: a reference, or a constant of the model."""
+
+    name: str
+    value: Argument
+
+
+@dataclass(frozen=True)
+class StateUse:
+    """The graph knows the state tensor ``key`` as ``name``."""
+
+    name: str
+    key: str
+
+
+@dataclass(frozen=True)
+class SymbolRange:
+    """A size that may differ between micro-batches, and the bounds that the capture found for it."""
+
+    name: str
+    minimum: int
+    maximum: int | None
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """What a stage computes in one mode."""
+
+    inputs: tuple[ValueSpec, ...]
+    state: tuple[StateUse, ...]
+    operations: tuple[Operation, ...]
+    outputs: tuple[OutputSpec, ...]
+    structure: Structure | None = None
+    """How the outputs form the model's output; only the last stage has it."""
+    symbols: tuple[SymbolRange, ...] = ()
+    """Sizes that may differ between micro-batches."""
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A parameter, buffer or constant of the model that this stage holds."""
+
+    key: str
+    kind: Kind
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    trainable: bool
+    persistent: bool
+    """It is part of the model's ``state_dict``."""
+    names: tuple[str, ...]
+    """All names the model gives it; more than one for tied weights. The first is the key."""
+    positions: tuple[int, ...]
+    """Where each name stands in the model's ``state_dict``; -1 for one that is not in it."""
+    stages: tuple[int, ...]
+    """Stages that hold it, ascending. The first owns it; the others hold replicas."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's data."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class InputEntry:
+    """One argument of the model's forward, and its structure."""
+
+    name: str
+    structure: Structure
+    values: tuple[str, ...]
+    """Names of the graph values of its leaves."""
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Everything about a stage but its weights."""
+
+    index: int
+    count: int
+    state: tuple[StateSpec, ...]
+    graphs: dict[Mode, StageGraph]
+    signature: tuple[InputEntry, ...]
+    """The model's inputs in the order of forward's signature; the same in every stage."""
+
+    def check(self) -> None:
+        """Refuse a stage that does not hang together, before anything runs."""
+        if not 0 <= self.index < self.count:
+            raise StageFormatError(f"stage {self.index} of {self.count} does not exist")
+        keys = [state.key for state in self.state]
+        if len(set(keys)) != len(keys):
+            raise StageFormatError("a state tensor is listed twice")
+        if set(self.graphs) != set(MODES):
+            raise StageFormatError(f"a stage needs the graphs {MODES}, has {sorted(self.graphs)}")
+        for mode, graph in self.graphs.items():
+            _check_graph(mode, graph, set(keys), self.index == self.count - 1)
+
+
+def _refs_in(argument: Argument) -> Iterator[str]:
+    if isinstance(argument, Ref):
+        yield argument.name
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from _refs_in(item)
+
+
+def _check_graph(mode: Mode, graph: StageGraph, keys: set[str], last: bool) -> None:
+    known: set[str] = set()
+
+    def define(name: str) -> None:
+        if not name.isidentifier() or name in known:
+            raise StageFormatError(f"{mode} graph: {name!r} is not a new, plain name")
+        known.add(name)
+
+    for value in graph.inputs:
+        define(value.name)
+    for use in graph.state:
+        define(use.name)
+        if use.key not in keys:
+            raise StageFormatError(f"{mode} graph: {use.key!r} is not in the stage's state")
+    for operation in graph.operations:
+        for name in operation.refs():
+            if name not in known:
+                raise StageFormatError(
+                    f"{mode} graph: {operation.name} reads {name!r}, which nothing before it gives"
+                )
+        define(operation.name)
+    for output in graph.outputs:
+        for name in _refs_in(output.value):
+            if name not in known:
+                raise StageFormatError(f"{mode} graph: output {name!r} is not computed")
+    if last != (graph.structure is not None):
+        raise StageFormatError(f"{mode} graph: only the last stage says how outputs are put together")
+    if graph.structure is not None and len(list(graph.structure.leaf_paths(""))) != len(graph.outputs):
+        raise StageFormatError(f"{mode} graph: the outputs do not fill the output structure")

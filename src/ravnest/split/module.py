@@ -1,0 +1,164 @@
+"""A stage as a module that trains: loaded from data, with the original parameter names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ravnest.errors import StageInputError
+from ravnest.split.graph import Dimension, Mode, StageGraph, StageSpec, StateSpec, ValueSpec
+from ravnest.split.program import Program
+
+
+class StageModule(nn.Module):
+    """One stage of a model.
+
+    ``state_dict()`` has the names of the original model; ``train()`` and ``eval()`` switch between
+    the two captured graphs. ``forward`` runs on the module's own parameters, or on those it is given,
+    so that several versions of the weights can be in flight.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``tensors`` are used as they are: clone them first if someone else trains them too."""
+        super().__init__()
+        self.spec = spec
+        target = torch.device(device)
+        for entry in spec.state:
+            _attach(self, entry, _checked(entry, tensors).to(target))
+        programs = {mode: Program(graph, target) for mode, graph in spec.graphs.items()}
+        self._programs: dict[Mode, Program] = programs
+
+    @property
+    def graph(self) -> StageGraph:
+        """The graph of the current mode."""
+        return self.spec.graphs[self._mode]
+
+    @property
+    def _mode(self) -> Mode:
+        return "train" if self.training else "eval"
+
+    def forward(
+        self,
+        *inputs: Any,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+    ) -> tuple[Any, ...]:
+        """Outputs in the order of ``graph.outputs``.
+
+        ``parameters`` and ``buffers`` replace the module's own, by key; a recomputation passes clones
+        of the buffers, so that running statistics are not updated twice.
+        """
+        graph = self.graph
+        check_inputs(graph, inputs)
+        own = self.state_tensors()
+        state = []
+        for use in graph.state:
+            if parameters is not None and use.key in parameters:
+                state.append(parameters[use.key])
+            elif buffers is not None and use.key in buffers:
+                state.append(buffers[use.key])
+            else:
+                state.append(own[use.key])
+        return self._programs[self._mode](inputs, state)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """The module's current parameters, buffers and constants by key."""
+        return {entry.key: _find(self, entry.key) for entry in self.spec.state}
+
+    def parameters_by_key(self) -> dict[str, nn.Parameter]:
+        """The module's parameters, tied ones once."""
+        found = {e.key: _find(self, e.key) for e in self.spec.state if e.kind == "parameter"}
+        return {key: value for key, value in found.items() if isinstance(value, nn.Parameter)}
+
+
+def check_inputs(graph: StageGraph, inputs: Sequence[Any]) -> None:
+    """Refuse inputs that the stage was not made for, before anything runs."""
+    if len(inputs) != len(graph.inputs):
+        raise StageInputError(f"the stage takes {len(graph.inputs)} inputs, got {len(inputs)}")
+    sizes: dict[str, int] = {}
+    for spec, value in zip(graph.inputs, inputs, strict=True):
+        if spec.dtype is None:
+            if not isinstance(value, int | float):
+                raise StageInputError(f"input {spec.name} is a number, got {type(value).__name__}")
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise StageInputError(f"input {spec.name} is a tensor, got {type(value).__name__}")
+        if value.dtype != spec.dtype:
+            raise StageInputError(f"input {spec.name} has dtype {value.dtype}, expected {spec.dtype}")
+        if not _fits(spec, value, sizes):
+            raise StageInputError(
+                f"input {spec.name} has shape {list(value.shape)}, expected "
+                f"[{', '.join(map(str, spec.shape))}]" + _explain_sizes(sizes)
+            )
+    for bound in graph.symbols:
+        size = sizes.get(bound.name)
+        upper = bound.maximum
+        if size is not None and (size < bound.minimum or (upper is not None and size > upper)):
+            raise StageInputError(
+                f"the batch size {size} is outside the range that the model was captured for: "
+                f"{bound.minimum} to {'any' if upper is None else upper}"
+            )
+
+
+def _fits(spec: ValueSpec, value: torch.Tensor, sizes: dict[str, int]) -> bool:
+    return len(spec.shape) == value.dim() and all(
+        _dimension_fits(dimension, size, sizes)
+        for dimension, size in zip(spec.shape, value.shape, strict=True)
+    )
+
+
+def _dimension_fits(dimension: Dimension, size: int, sizes: dict[str, int]) -> bool:
+    if dimension.symbol == "?":
+        return True
+    if not dimension.symbol:
+        return size == dimension.factor
+    whole, rest = divmod(size, dimension.factor)
+    return rest == 0 and sizes.setdefault(dimension.symbol, whole) == whole
+
+
+def _explain_sizes(sizes: Mapping[str, int]) -> str:
+    known = ", ".join(f"{name} is {size}" for name, size in sizes.items())
+    return f", where {known}" if known else ""
+
+
+def _checked(entry: StateSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if entry.key not in tensors:
+        raise StageInputError(f"the weights of the stage lack {entry.key}")
+    tensor = tensors[entry.key]
+    if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+        raise StageInputError(
+            f"{entry.key} has shape {list(tensor.shape)} and dtype {tensor.dtype}, "
+            f"expected {list(entry.shape)} and {entry.dtype}"
+        )
+    return tensor.detach()
+
+
+def _attach(module: nn.Module, entry: StateSpec, tensor: torch.Tensor) -> None:
+    """Register a tensor under all its names, below plain modules where names have dots."""
+    value = nn.Parameter(tensor, entry.trainable) if entry.kind == "parameter" else tensor
+    for name in entry.names:
+        *path, leaf = name.split(".")
+        owner = module
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        if isinstance(value, nn.Parameter):
+            owner.register_parameter(leaf, value)
+        else:
+            owner.register_buffer(leaf, value, persistent=entry.persistent)
+
+
+def _find(module: nn.Module, key: str) -> torch.Tensor:
+    path, _, leaf = key.rpartition(".")
+    value = getattr(module.get_submodule(path), leaf)
+    assert isinstance(value, torch.Tensor)
+    return value

@@ -1,0 +1,244 @@
+"""Rewrite a captured graph into one that can be cut and that means the same in every stage.
+
+Each pass is small and keeps the program's results, the order of its random numbers and its kernels.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ravnest.errors import CaptureError
+from ravnest.split.aliases import find_aliases
+from ravnest.split.capture import ModeCapture
+from ravnest.split.recurrent import expand_recurrent_layers
+from ravnest.split.source import line_of_trace_text
+
+aten = torch.ops.aten
+NO_GRAD = "ravnest_no_grad"
+"""Mark in a node's meta: the model runs it under ``torch.no_grad()``."""
+
+_ASSERTIONS = {
+    "_assert_async",
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+    "_functional_assert_scalar",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+}
+
+
+def normalise(capture: ModeCapture) -> None:
+    """Rewrite ``capture.graph`` in place."""
+    graph = capture.graph
+    while _inline_regions(graph, capture.program.graph_module):
+        pass
+    _drop_assertions(graph)
+    expand_recurrent_layers(graph)
+    _settle_buffer_writes(graph, capture)
+    _own_written_inputs(graph, capture)
+    _follow_in_place(graph, capture)
+    _reshape_instead_of_view(graph)
+    _gather_items(graph)
+    _drop_unused(graph)
+    graph.lint()
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is a number computed from sizes only, which any stage can recompute."""
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
+        return False
+    if node.target in (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return all(is_size(argument) for argument in node.all_input_nodes)
+
+
+def _inline_regions(graph: fx.Graph, owner: torch.nn.Module) -> bool:
+    """Inline the bodies of ``no_grad`` and disabled ``autocast`` blocks; refuse other regions."""
+    changed = False
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        no_grad = False
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, body, *arguments = node.args
+            no_grad = not enabled
+        elif node.target is torch.ops.higher_order.wrap_with_autocast:
+            _, _, enabled, _, body, *arguments = node.args
+            if enabled:
+                raise CaptureError(
+                    f"{_line_of_body(owner, body)}\nautocast inside forward cannot be captured: "
+                    "its casts depend on the machine. Remove the autocast block; choose the precision "
+                    "of the whole model instead (model.to(torch.bfloat16))"
+                )
+        else:
+            raise CaptureError(
+                f"{line_of_trace_text(node.meta.get('stack_trace'))}\n{node.target} is a control-flow "
+                "region, which stages cannot hold: use torch.where or plain Python"
+            )
+        _inline(graph, node, _body(owner, body), arguments, no_grad)
+        changed = True
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    return changed
+
+
+def _body(owner: torch.nn.Module, reference: Any) -> fx.GraphModule:
+    body = owner.get_submodule(reference.target)
+    assert isinstance(body, fx.GraphModule)
+    return body
+
+
+def _line_of_body(owner: torch.nn.Module, reference: Any) -> str:
+    lines = (line_of_trace_text(n.meta.get("stack_trace")) for n in _body(owner, reference).graph.nodes)
+    return next((line for line in lines if line), "")
+
+
+def _inline(
+    graph: fx.Graph, call: fx.Node, body: fx.GraphModule, arguments: list[Any], no_grad: bool
+) -> None:
+    values: dict[fx.Node, Any] = {}
+    given = iter(arguments)
+    results: Any = ()
+    with graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "output":
+                results = fx.map_arg(node.args[0], lambda n: values[n])
+            else:
+                copy = graph.node_copy(node, lambda n: values[n])
+                if no_grad:
+                    copy.meta[NO_GRAD] = True
+                if node.op == "get_attr":
+                    copy.target = _nested_target(call, node)
+                values[node] = copy
+    if isinstance(results, fx.Node):
+        call.replace_all_uses_with(results)
+    else:
+        for user in list(call.users):
+            assert user.target is operator.getitem
+            index = user.args[1]
+            assert isinstance(index, int)
+            user.replace_all_uses_with(results[index])
+            graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def _nested_target(call: fx.Node, node: fx.Node) -> str:
+    """A region inside a region: its body is looked up below the outer one."""
+    outer = next(a for a in call.args if isinstance(a, fx.Node) and a.op == "get_attr")
+    return f"{outer.target}.{node.target}"
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if isinstance(node.target, torch._ops.OpOverload):
+            base = node.target._schema.name.partition("::")[2]
+            if base in _ASSERTIONS:
+                graph.erase_node(node)
+
+
+def _settle_buffer_writes(graph: fx.Graph, capture: ModeCapture) -> None:
+    """Export writes reassigned buffers back at the very end, which would tie the end of the graph to
+    every such buffer. Write each as soon as its new value is there and its old one is no longer read.
+    """
+    for node in list(graph.nodes):
+        if node.target is not aten.copy_.default or node.users:
+            continue
+        target, source = node.args[0], node.args[1]
+        if not isinstance(target, fx.Node) or target.name not in capture.state_of:
+            continue
+        aliases = find_aliases(graph)
+        if isinstance(source, fx.Node) and aliases.root[source] is target:
+            graph.erase_node(node)
+            continue
+        sharing = set(aliases.sharing(target))
+        order = {n: position for position, n in enumerate(graph.nodes)}
+        waits = [n for n in graph.nodes if sharing & set(n.all_input_nodes) and n is not node]
+        waits += [source] if isinstance(source, fx.Node) else []
+        if waits:
+            max(waits, key=order.__getitem__).append(node)
+
+
+def _own_written_inputs(graph: fx.Graph, capture: ModeCapture) -> None:
+    """A model that writes to its input works on a copy: the caller's tensor is left alone."""
+    for root in find_aliases(graph).written():
+        if root.op != "placeholder" or root.name not in capture.inputs:
+            continue
+        with graph.inserting_before(_first_call(graph)):
+            copy = graph.call_function(aten.clone.default, (root,))
+        copy.meta = dict(root.meta)
+        root.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+
+def _follow_in_place(graph: fx.Graph, capture: ModeCapture) -> None:
+    """``y = x.relu_()`` makes y and x one tensor: read y from there on, so that one name crosses."""
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if not _returns_first_argument(node):
+            continue
+        first = node.args[0]
+        if isinstance(first, fx.Node) and first.name not in capture.state_of:
+            later = {user for user in first.users if order[user] > order[node]}
+            first.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
+
+
+def _returns_first_argument(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+        return False
+    schema = node.target._schema
+    if len(schema.returns) != 1:
+        return False
+    given, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info
+    return given is not None and returned is not None and given.is_write and returned.is_write
+
+
+def _first_call(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+
+
+def _reshape_instead_of_view(graph: fx.Graph) -> None:
+    """Export drops ``.contiguous()`` where fake strides make it look idle. A view of a tensor that
+    came over the wire or from another kernel may then fail; a reshape does not, and is the same
+    where a view works. Memory that is written must stay shared, so views of it remain.
+    """
+    aliases = find_aliases(graph)
+    written = aliases.written()
+    for node in graph.nodes:
+        if node.target is aten.view.default and aliases.root[node] not in written:
+            node.target = aten.reshape.default
+
+
+def _gather_items(graph: fx.Graph) -> None:
+    """Take the results of a multi-output operation apart right behind it, so that cuts are legal."""
+    for producer in list(graph.nodes):
+        behind = producer
+        for item in list(producer.users):
+            if item.target is operator.getitem and item.args[0] is producer:
+                if behind.next is not item:
+                    behind.append(item)
+                behind = item
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Remove what nobody reads; writes and draws of random numbers are effects and stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and _is_pure(node.target):
+            graph.erase_node(node)
+
+
+def _is_pure(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return False
+    return target._schema.name not in ("aten::batch_norm", "aten::instance_norm")

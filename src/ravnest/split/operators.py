@@ -1,0 +1,87 @@
+"""The operators that a stage may use, and nothing else.
+
+``operators.txt`` lists the ATen operators by base name, one a line. They compute tensors from
+tensors; none of them opens files, runs code, changes storage behind autograd's back or reaches a
+device queue. Python's own arithmetic on sizes is listed here.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from ravnest.errors import OperatorError
+
+_PYTHON: dict[str, Callable[..., Any]] = {
+    f"python::{name}": getattr(operator, name)
+    for name in (
+        "getitem add sub mul floordiv truediv mod neg pow abs eq ne lt le gt ge and_ or_ not_"
+    ).split()
+}
+_SIZES: dict[str, Callable[..., Any]] = {
+    f"size::{name}": getattr(torch, name)
+    for name in "sym_float sym_int sym_max sym_min sym_not sym_ite sym_sum sym_sqrt".split()
+    if hasattr(torch, name)
+}
+_MATH: dict[str, Callable[..., Any]] = {
+    f"math::{name}": getattr(math, name) for name in "ceil floor trunc sqrt".split()
+}
+_FUNCTIONS = _PYTHON | _SIZES | _MATH
+_NAMES = {function: name for name, function in _FUNCTIONS.items()} | {
+    round: "python::round",
+    getattr(torch, "_sym_sqrt", None): "size::sym_sqrt",
+}
+_FUNCTIONS["python::round"] = round
+_OUT_OVERLOADS = ("out", "_out")
+
+
+@cache
+def allowed_aten() -> frozenset[str]:
+    """Base names of the ATen operators that a stage may use."""
+    text = files("ravnest.split").joinpath("operators.txt").read_text(encoding="utf-8")
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return frozenset(line for line in lines if line)
+
+
+def name_of(target: Callable[..., Any]) -> str:
+    """Name of an operator in the stage format; ``OperatorError`` if it is outside the list."""
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, base = target._schema.name.split("::")
+        name = f"{namespace}::{base}.{target._overloadname}"
+        _check(name)
+        return name
+    if target in _NAMES:
+        return _NAMES[target]
+    raise OperatorError(f"the operator {target} is not one that stages can use")
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The operator of that name; ``OperatorError`` if it is outside the list."""
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    base, overload = _check(name)
+    packet = getattr(torch.ops.aten, base, None)
+    target = getattr(packet, overload, None)
+    if target is None:
+        raise OperatorError(f"this version of torch ({torch.__version__}) has no operator {name}")
+    return target  # type: ignore[no-any-return]
+
+
+def _check(name: str) -> tuple[str, str]:
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    plain = base.isidentifier() and overload.isidentifier()
+    if namespace != "aten":
+        raise OperatorError(
+            f"the operator {name} belongs to {namespace or 'nobody'}, not to PyTorch's own set (aten); "
+            "a provider could not run it"
+        )
+    if not plain or base not in allowed_aten() or overload.endswith(_OUT_OVERLOADS):
+        raise OperatorError(f"the operator {name} is not on the list of operators that stages can use")
+    return base, overload

@@ -1,0 +1,212 @@
+"""Split a model: from a capture and cut positions to stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ravnest.errors import SplitError
+from ravnest.split.assembly import assemble
+from ravnest.split.capture import Capture, capture
+from ravnest.split.cuts import Layout, lay_out
+from ravnest.split.evalcuts import follow_training, state_keys
+from ravnest.split.graph import MODES, InputEntry, Mode, StageGraph, StageSpec, StateSpec
+from ravnest.split.measure import Measurement, measure
+from ravnest.split.normalise import normalise
+from ravnest.split.verify import verify
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage and its weights, which are the model's own tensors."""
+
+    spec: StageSpec
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model in stages."""
+
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A captured model, measured and ready to be cut in any number of ways."""
+
+    capture: Capture
+    layouts: dict[Mode, Layout]
+    measurements: dict[Mode, Measurement]
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Positions where the training graph may be cut."""
+        return self.layouts["train"].legal
+
+    def cut(self, cuts: Sequence[int]) -> Split:
+        """Stages between these positions of the training graph."""
+        _check_cuts(cuts, self.cuts)
+        graphs = {"train": assemble(self.layouts["train"], self.measurements["train"], cuts)}
+        count = len(cuts) + 1
+        holders = _holders(graphs["train"])
+        state = self.capture.state
+        layout, measurement = self.layouts["eval"], self.measurements["eval"]
+        eval_cuts = follow_training(layout, measurement, state, holders, count)
+        graphs["eval"] = assemble(layout, measurement, eval_cuts)
+        for key, stages in _holders(graphs["eval"]).items():
+            holders.setdefault(key, set()).update(stages)
+        self._place_unused(holders)
+        return Split(tuple(self._stage(index, count, graphs, holders) for index in range(count)))
+
+    def _place_unused(self, holders: dict[str, set[int]]) -> None:
+        """State that no graph reads stays with its neighbour in the state_dict, so none is lost."""
+        stage = 0
+        for key, entry in self.capture.state.tensors.items():
+            if key in holders:
+                stage = min(holders[key])
+            elif entry.persistent:
+                holders[key] = {stage}
+
+    def _stage(
+        self,
+        index: int,
+        count: int,
+        graphs: Mapping[str, list[StageGraph]],
+        holders: Mapping[str, set[int]],
+    ) -> Stage:
+        state = self.capture.state
+        mine = [key for key in state.tensors if index in holders.get(key, ())]
+        spec = StageSpec(
+            index=index,
+            count=count,
+            state=tuple(self._state_spec(key, holders[key]) for key in mine),
+            graphs={mode: graphs[mode][index] for mode in MODES},
+            signature=self._signature(),
+        )
+        return Stage(spec, {key: state.tensors[key].tensor.detach() for key in mine})
+
+    def _state_spec(self, key: str, stages: set[int]) -> StateSpec:
+        entry = self.capture.state.tensors[key]
+        return StateSpec(
+            key=key,
+            kind=entry.kind,
+            dtype=entry.tensor.dtype,
+            shape=tuple(entry.tensor.shape),
+            trainable=entry.kind == "parameter" and entry.tensor.requires_grad,
+            persistent=entry.persistent,
+            names=entry.names,
+            positions=self.capture.state.positions(entry.names),
+            stages=tuple(sorted(stages)),
+        )
+
+    def _signature(self) -> tuple[InputEntry, ...]:
+        example = self.capture.example
+        values = iter(self.capture.modes["train"].inputs)
+        return tuple(
+            InputEntry(name, structure, tuple(next(values) for _ in structure.leaf_paths(name)))
+            for name, structure in zip(example.names, example.structures, strict=True)
+        )
+
+
+def prepare(
+    model: nn.Module,
+    example_args: Sequence[Any] | torch.Tensor = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch_dim: int = 0,
+    pass_data: bool = False,
+) -> PreparedModel:
+    """Capture and measure a model. ``pass_data`` measures with a real run on the example."""
+    captured = capture(model, example_args, example_kwargs, batch_dim=batch_dim)
+    layouts: dict[Mode, Layout] = {}
+    measurements: dict[Mode, Measurement] = {}
+    for mode in MODES:
+        normalise(captured.modes[mode])
+        layouts[mode] = lay_out(captured.modes[mode])
+        real = pass_data and mode == "train"
+        measurements[mode] = measure(captured, layouts[mode], real=real)
+    return PreparedModel(captured, layouts, measurements)
+
+
+def split(
+    model: nn.Module,
+    example_args: Sequence[Any] | torch.Tensor = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int | Sequence[float] = 2,
+    batch_dim: int = 0,
+    check: bool = True,
+) -> Split:
+    """Split a model into stages of about equal work, or in the proportions given.
+
+    For stages that fit given machines, see ``ravnest.clusterize``. ``check`` compares the stages
+    with the model on the example before returning, and raises ``ExactnessError`` if they differ.
+    """
+    prepared = prepare(model, example_args, example_kwargs, batch_dim=batch_dim)
+    shares = [1.0] * stages if isinstance(stages, int) else list(stages)
+    result = prepared.cut(balanced_cuts(prepared, shares))
+    if check:
+        verify(prepared.capture, result.stages)
+    return result
+
+
+def balanced_cuts(prepared: PreparedModel, shares: Sequence[float]) -> tuple[int, ...]:
+    """Cuts that bring each stage's work nearest to its share, by an exact dynamic program."""
+    if not shares or min(shares) <= 0:
+        raise SplitError(f"a model is split into one or more positive shares, not {list(shares)}")
+    layout, measurement = prepared.layouts["train"], prepared.measurements["train"]
+    cuts = np.array([0, *layout.legal, len(layout.operations)])
+    if len(cuts) - 1 < len(shares):
+        raise SplitError(
+            f"the model can be cut in {len(layout.legal)} places, which is too few for {len(shares)} stages"
+        )
+    total = np.cumsum([0.0, *_weights(prepared, layout, measurement)])
+    load = total[cuts] / total[-1]
+    best = np.full(len(cuts), np.inf)
+    best[0] = 0.0
+    choices: list[np.ndarray] = []
+    for share in np.array(shares) / sum(shares):
+        excess = ((load[None, :] - load[:, None]) / share) ** 2
+        cost = best[:, None] + share * np.where(np.tri(len(cuts), dtype=bool), np.inf, excess)
+        choices.append(cost.argmin(axis=0))
+        best = cost.min(axis=0)
+    chosen = [len(cuts) - 1]
+    for choice in reversed(choices):
+        chosen.append(int(choice[chosen[-1]]))
+    return tuple(int(cuts[index]) for index in reversed(chosen[1:-1]))
+
+
+def _weights(prepared: PreparedModel, layout: Layout, measurement: Measurement) -> list[float]:
+    """Weight of each operation: its work, and the memory of the parameters that it is first to use."""
+    seen: set[str] = set()
+    weights = []
+    for cost, keys in zip(measurement.costs, state_keys(layout), strict=True):
+        new = [key for key in keys if key not in seen]
+        seen.update(new)
+        tensors = [prepared.capture.state.tensors[key].tensor for key in new]
+        parameters = sum(t.numel() * t.element_size() for t in tensors)
+        weights.append(cost.flops + 8.0 * cost.output_bytes + 4.0 * parameters + 1.0)
+    return weights
+
+
+def _holders(graphs: Sequence[StageGraph]) -> dict[str, set[int]]:
+    """Stages whose graphs read each state key."""
+    holders: dict[str, set[int]] = {}
+    for index, graph in enumerate(graphs):
+        for use in graph.state:
+            holders.setdefault(use.key, set()).add(index)
+    return holders
+
+
+def _check_cuts(cuts: Sequence[int], legal: Sequence[int]) -> None:
+    if list(cuts) != sorted(set(cuts)):
+        raise SplitError(f"cuts must ascend, not {list(cuts)}")
+    wrong = [cut for cut in cuts if cut not in set(legal)]
+    if wrong:
+        raise SplitError(f"the graph cannot be cut at {wrong[0]}")

@@ -1,0 +1,93 @@
+"""The model's parameters, buffers and constants under stable keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from ravnest.errors import SplitError
+from ravnest.split.graph import Kind, Mode
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor that the model owns, with all the names it has for it."""
+
+    tensor: torch.Tensor
+    kind: Kind
+    persistent: bool
+    names: tuple[str, ...]
+
+
+class ModelState:
+    """Tensors by key. The key of a tied weight is the first of its names."""
+
+    def __init__(self, tensors: dict[str, StateTensor], order: tuple[str, ...]) -> None:
+        self.tensors = tensors
+        self.order = order
+        """The names in the model's ``state_dict``, in order."""
+        self._keys = {name: key for key, entry in tensors.items() for name in entry.names}
+
+    def key_of(self, name: str, kind: str, program: ExportedProgram, mode: Mode) -> str:
+        """Key of what a captured program calls ``name``; registers its constants on the way."""
+        if name in self._keys:
+            return self._keys[name]
+        if kind not in ("CONSTANT_TENSOR", "BUFFER"):
+            raise SplitError(f"the model uses {name}, a {kind.lower()} that stages cannot hold")
+        constant = program.constants[_constant_name(program, name)]
+        if not isinstance(constant, torch.Tensor):
+            raise SplitError(f"the model uses {name}, a {type(constant).__name__} and not a tensor")
+        key = f"constants.{mode}.{name.replace('.', '_')}"
+        self.tensors[key] = StateTensor(constant.detach(), "constant", False, (key,))
+        return key
+
+    def positions(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Where each name stands in the ``state_dict``; -1 for one that is not in it."""
+        index = {name: position for position, name in enumerate(self.order)}
+        return tuple(index.get(name, -1) for name in names)
+
+
+def _constant_name(program: ExportedProgram, name: str) -> str:
+    return name if name in program.constants else f"model.{name}"
+
+
+def read_state(model: nn.Module) -> ModelState:
+    """All parameters and buffers of a model, tied ones once."""
+    state_dict = model.state_dict(keep_vars=True)
+    odd = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise SplitError(f"the model's state_dict holds {odd[0]}, which is not a tensor")
+    named: dict[int, tuple[torch.Tensor, Kind, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        named.setdefault(id(parameter), (parameter, "parameter", []))[2].append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        named.setdefault(id(buffer), (buffer, "buffer", []))[2].append(name)
+    _refuse_shared_storage([entry[0] for entry in named.values() if entry[1] == "parameter"])
+    tensors = {
+        names[0]: StateTensor(tensor, kind, any(n in state_dict for n in names), tuple(names))
+        for tensor, kind, names in named.values()
+    }
+    known = {name for entry in tensors.values() for name in entry.names}
+    strange = [name for name in state_dict if name not in known]
+    if strange:
+        raise SplitError(
+            f"the model's state_dict names {strange[0]}, which is neither a parameter nor a buffer of "
+            "that name: a state_dict hook renames it; remove the hook before splitting"
+        )
+    return ModelState(tensors, tuple(state_dict))
+
+
+def _refuse_shared_storage(parameters: list[torch.Tensor]) -> None:
+    """Two parameters over the same memory train each other by accident; a tied one is one object."""
+    owners: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        pointer = parameter.data_ptr()
+        if pointer and parameter.numel() and owners.setdefault(pointer, parameter) is not parameter:
+            raise SplitError(
+                f"two parameters of shapes {tuple(owners[pointer].shape)} and {tuple(parameter.shape)} "
+                "share memory but are different objects; tie them by using one nn.Parameter twice"
+            )
