@@ -5,4 +5,14 @@ from ravnest.split.module import StageModule
 from ravnest.split.splitter import PreparedModel, Split, Stage, prepare, split
 from ravnest.split.verify import Verdict, verify
 
-__all__ = ["Chain", "PreparedModel", "Split", "Stage", "StageModule", "Verdict", "prepare", "split", "verify"]
+__all__ = [
+    "Chain",
+    "PreparedModel",
+    "Split",
+    "Stage",
+    "StageModule",
+    "Verdict",
+    "prepare",
+    "split",
+    "verify",
+]

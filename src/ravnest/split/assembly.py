@@ -221,6 +221,4 @@ class _Stage:
             return ValueSpec(node.name, None)
         cut = self._cutter.bounds[self._index]
         gradient = self._cutter.measurement.carries_gradient(node, cut)
-        return ValueSpec(
-            node.name, value.dtype, self._cutter.dimensions.of(value.shape), gradient
-        )
+        return ValueSpec(node.name, value.dtype, self._cutter.dimensions.of(value.shape), gradient)

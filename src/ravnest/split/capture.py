@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,12 +56,15 @@ class Example:
         leaves = iter(tensors)
         values = [structure.build(leaves) for structure in self.structures]
         args = tuple(values[: self.positional])
-        return args, dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
+        return args, dict(
+            zip(self.names[self.positional :], values[self.positional :], strict=True)
+        )
 
     def narrowed(self, batch_size: int) -> Example:
         """The same example with the first ``batch_size`` samples only."""
         tensors = tuple(
-            t.narrow(self.batch_dim, 0, batch_size) if self.has_batch(t) else t for t in self.tensors
+            t.narrow(self.batch_dim, 0, batch_size) if self.has_batch(t) else t
+            for t in self.tensors
         )
         return replace(self, tensors=tensors, batch_size=batch_size)
 
@@ -148,7 +151,9 @@ def bind_example(
         leaves += found
         structures.append(structure)
         if not found and value is not None:
-            logger.info("input %s is not a tensor: its value %r is fixed in the stages", name, value)
+            logger.info(
+                "input %s is not a tensor: its value %r is fixed in the stages", name, value
+            )
     if not leaves:
         raise SplitError(
             "the model cannot be captured without example inputs: give example_args=(tensor, ...) or "
@@ -161,9 +166,7 @@ def bind_example(
     if batch == 1:
         leaves = [_doubled(t, batch_dim) for t in leaves]
         batch = 2
-    return Example(
-        tuple(names), tuple(structures), tuple(leaves), positional, batch, batch_dim
-    )
+    return Example(tuple(names), tuple(structures), tuple(leaves), positional, batch, batch_dim)
 
 
 def _doubled(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -201,33 +204,41 @@ def _bind(
     return names + [name for name, _ in keyword], values + [v for _, v in keyword], positional
 
 
+@dataclass
+class _Seen:
+    """What the trace saw of the model's output. Export puts attributes of modules back as they were,
+    so it is kept beside the module.
+    """
+
+    structure: Structure = LEAF
+    opaque: dict[str, str] = field(default_factory=dict)
+
+    def note_opaque(self, path: str, value: object) -> None:
+        self.opaque[path] = type(value).__name__
+
+
 class _Flat(nn.Module):
     """The model with tensors in and tensors out, so that export meets no user class at its edges."""
 
-    def __init__(self, model: nn.Module, example: Example) -> None:
+    def __init__(self, model: nn.Module, example: Example, seen: _Seen) -> None:
         super().__init__()
         self.model = model
         self._example = example
-        self.structure: Structure = LEAF
-        self.opaque: dict[str, str] = {}
+        self._seen = seen
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         args, kwargs = self._example.rebuild(tensors)
         output = self.model(*args, **kwargs)
-        leaves, self.structure = flatten(output, "output", self._note_opaque)
+        leaves, self._seen.structure = flatten(output, "output", self._seen.note_opaque)
         return tuple(leaves)
 
-    def _note_opaque(self, path: str, value: object) -> None:
-        self.opaque[path] = type(value).__name__
 
-
-def _capture_mode(
-    model: nn.Module, example: Example, state: ModelState, mode: Mode
-) -> ModeCapture:
-    flat = _Flat(model, example)
+def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: Mode) -> ModeCapture:
+    seen = _Seen()
+    flat = _Flat(model, example, seen)
     with mode_of(model, mode):
         program, fixed = _export(flat, example)
-    for path, kind in flat.opaque.items():
+    for path, kind in seen.opaque.items():
         logger.info("%s is a %s, which stages cannot return: it is left out", path, kind)
     if not any(node.op == "call_function" for node in program.graph.nodes):
         raise SplitError("forward computes nothing that could be split")
@@ -240,7 +251,9 @@ def _capture_mode(
     specs = program.graph_signature.input_specs
     inputs = [spec.arg.name for spec in specs if spec.kind.name == "USER_INPUT"]
     state_of = {
-        spec.arg.name: state.key_of(spec.target.removeprefix(_PREFIX), spec.kind.name, program, mode)
+        spec.arg.name: state.key_of(
+            spec.target.removeprefix(_PREFIX), spec.kind.name, program, mode
+        )
         for spec in specs
         if spec.kind.name != "USER_INPUT" and spec.target is not None
     }
@@ -250,7 +263,7 @@ def _capture_mode(
         graph=graph,
         state_of=state_of,
         inputs={name: position for position, name in enumerate(inputs)},
-        structure=flat.structure,
+        structure=seen.structure,
         fixed_batch=fixed,
     )
 
@@ -260,18 +273,18 @@ def _export(flat: _Flat, example: Example) -> tuple[ExportedProgram, tuple[str, 
     fixed = _fixed_batch(program, example)
     if not fixed:
         return program, fixed
-    structure = flat.structure
     try:  # the strict tracer keeps int(x.shape[0]) symbolic where the other one cannot
         retry = _try_export(flat, example, strict=True)
     except CaptureError:
         return program, fixed
-    flat.structure = structure
     still_fixed = _fixed_batch(retry, example)
     return (retry, still_fixed) if len(still_fixed) < len(fixed) else (program, fixed)
 
 
 def _try_export(flat: _Flat, example: Example, *, strict: bool) -> ExportedProgram:
-    dims = tuple({example.batch_dim: Dim.AUTO} if example.has_batch(t) else None for t in example.tensors)
+    dims = tuple(
+        {example.batch_dim: Dim.AUTO} if example.has_batch(t) else None for t in example.tensors
+    )
     try:
         with _refuse_custom_autograd(), warnings.catch_warnings(), _quiet_torch():
             warnings.simplefilter("ignore")

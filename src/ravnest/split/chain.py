@@ -90,7 +90,9 @@ class Chain:
         values = bind_inputs(self.modules[0].spec.signature, args, kwargs)
         self._passes = []
         for module in self.modules:
-            inputs = tuple(_receive(values[spec.name], spec.gradient) for spec in module.graph.inputs)
+            inputs = tuple(
+                _receive(values[spec.name], spec.gradient) for spec in module.graph.inputs
+            )
             outputs = module(*inputs)
             if torch.is_grad_enabled():
                 self._passes.append(StagePass(module, inputs, outputs))
@@ -171,11 +173,15 @@ def bind_inputs(
     """Values by graph name from the model's arguments, by position or by name."""
     names = [entry.name for entry in signature]
     if len(args) > len(names):
-        raise StageInputError(f"the model takes {len(names)} inputs ({', '.join(names)}), got {len(args)}")
+        raise StageInputError(
+            f"the model takes {len(names)} inputs ({', '.join(names)}), got {len(args)}"
+        )
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
         if name not in names:
-            raise StageInputError(f"the model has no input {name!r}; it was split with {', '.join(names)}")
+            raise StageInputError(
+                f"the model has no input {name!r}; it was split with {', '.join(names)}"
+            )
         if name in given:
             raise StageInputError(f"input {name!r} is given by position and by name")
         given[name] = value

@@ -31,7 +31,9 @@ class Dimensions:
         result = []
         for symbol, name in self._names.items():
             bounds = self._ranges.get(symbol)
-            lower, upper = (1, None) if bounds is None else (_number(bounds.lower), _number(bounds.upper))
+            lower, upper = (
+                (1, None) if bounds is None else (_number(bounds.lower), _number(bounds.upper))
+            )
             result.append(SymbolRange(name, 1 if lower is None or lower <= 2 else lower, upper))
         return tuple(result)
 

@@ -220,6 +220,10 @@ def _check_graph(mode: Mode, graph: StageGraph, keys: set[str], last: bool) -> N
             if name not in known:
                 raise StageFormatError(f"{mode} graph: output {name!r} is not computed")
     if last != (graph.structure is not None):
-        raise StageFormatError(f"{mode} graph: only the last stage says how outputs are put together")
-    if graph.structure is not None and len(list(graph.structure.leaf_paths(""))) != len(graph.outputs):
+        raise StageFormatError(
+            f"{mode} graph: only the last stage says how outputs are put together"
+        )
+    if graph.structure is not None and len(list(graph.structure.leaf_paths(""))) != len(
+        graph.outputs
+    ):
         raise StageFormatError(f"{mode} graph: the outputs do not fill the output structure")

@@ -51,6 +51,8 @@ class Measurement:
     """Costs of all operations, and what is known of each value."""
 
     costs: tuple[OperationCost, ...]
+    measured: bool = False
+    """The run computed with real tensors, so that the times mean something."""
     value_bytes: dict[fx.Node, int] = field(default_factory=dict)
     gradient_from: dict[fx.Node, int] = field(default_factory=dict)
     """Cut from which on a value carries a gradient; absent where it never does."""
@@ -65,7 +67,9 @@ def measure(capture: Capture, layout: Layout, *, real: bool = False) -> Measurem
     if not real:
         try:
             return _Run(capture, layout, fake=True).measure()
-        except Exception as error:  # the run meets every operator there is; each fails in its own way
+        except (
+            Exception
+        ) as error:  # the run meets every operator there is; each fails in its own way
             logger.info("costs are measured with a real run: %s", error)
     return _Run(capture, layout, fake=False).measure()
 
@@ -81,7 +85,9 @@ class _Run:
         self._current: OperationCost | None = None
         self._counted: set[int] = set()
         self._kept: list[Any] = []
-        self._views = {n for n, root in find_aliases(self._mode.graph).root.items() if n is not root}
+        self._views = {
+            n for n, root in find_aliases(self._mode.graph).root.items() if n is not root
+        }
 
     def measure(self) -> Measurement:
         with contextlib.ExitStack() as stack:
@@ -94,7 +100,7 @@ class _Run:
             return self._run(lambda: _total(counter))
 
     def _run(self, flops: Callable[[], int]) -> Measurement:
-        result = Measurement(tuple(self._costs))
+        result = Measurement(tuple(self._costs), measured=self._fake is None)
         writers: dict[fx.Node, list[fx.Node]] = {}
         aliases = find_aliases(self._mode.graph)
         for writer, root in aliases.writes:

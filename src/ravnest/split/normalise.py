@@ -51,7 +51,9 @@ def is_size(node: fx.Node) -> bool:
     """Whether a node is a number computed from sizes only, which any stage can recompute."""
     if node.op != "call_function":
         return False
-    if not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
+    if not isinstance(
+        node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float
+    ):
         return False
     if node.target in (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int):
         return True
@@ -98,7 +100,9 @@ def _body(owner: torch.nn.Module, reference: Any) -> fx.GraphModule:
 
 
 def _line_of_body(owner: torch.nn.Module, reference: Any) -> str:
-    lines = (line_of_trace_text(n.meta.get("stack_trace")) for n in _body(owner, reference).graph.nodes)
+    lines = (
+        line_of_trace_text(n.meta.get("stack_trace")) for n in _body(owner, reference).graph.nodes
+    )
     return next((line for line in lines if line), "")
 
 
@@ -189,7 +193,9 @@ def _follow_in_place(graph: fx.Graph, capture: ModeCapture) -> None:
         first = node.args[0]
         if isinstance(first, fx.Node) and first.name not in capture.state_of:
             later = {user for user in first.users if order[user] > order[node]}
-            first.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
+            first.replace_all_uses_with(
+                node, delete_user_cb=lambda user, later=later: user in later
+            )
 
 
 def _returns_first_argument(node: fx.Node) -> bool:

@@ -38,7 +38,8 @@ _NAMES = {function: name for name, function in _FUNCTIONS.items()} | {
     getattr(torch, "_sym_sqrt", None): "size::sym_sqrt",
 }
 _FUNCTIONS["python::round"] = round
-_OUT_OVERLOADS = ("out", "_out")
+_UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+
 
 
 @cache
@@ -70,7 +71,17 @@ def resolve(name: str) -> Callable[..., Any]:
     target = getattr(packet, overload, None)
     if target is None:
         raise OperatorError(f"this version of torch ({torch.__version__}) has no operator {name}")
-    return target  # type: ignore[no-any-return]
+    return _cleared(target) if base in _UNINITIALISED else target  # type: ignore[no-any-return]
+
+
+def _cleared(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Fresh memory may hold what this process had there before: a stranger's graph gets zeros."""
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return target(*args, **kwargs).zero_()
+
+    return call
 
 
 def _check(name: str) -> tuple[str, str]:
@@ -82,6 +93,8 @@ def _check(name: str) -> tuple[str, str]:
             f"the operator {name} belongs to {namespace or 'nobody'}, not to PyTorch's own set (aten); "
             "a provider could not run it"
         )
-    if not plain or base not in allowed_aten() or overload.endswith(_OUT_OVERLOADS):
-        raise OperatorError(f"the operator {name} is not on the list of operators that stages can use")
+    if not plain or base not in allowed_aten() or overload == "out" or overload.endswith("_out"):
+        raise OperatorError(
+            f"the operator {name} is not on the list of operators that stages can use"
+        )
     return base, overload

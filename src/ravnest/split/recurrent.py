@@ -59,9 +59,7 @@ def _expand(graph: fx.Graph, node: fx.Node, layers: int, per_layer: int) -> None
             own = [call(aten.slice.Tensor, state, 0, begin, end) for state in states]
             mine = list(weights[layer * per_layer : (layer + 1) * per_layer])  # type: ignore[index]
             start = own if many else own[0]
-            out = call(
-                node.target, x, start, mine, bias, 1, 0.0, training, bidirectional, False
-            )
+            out = call(node.target, x, start, mine, bias, 1, 0.0, training, bidirectional, False)
             x = call(operator.getitem, out, 0)
             for position, column in enumerate(last):
                 column.append(call(operator.getitem, out, position + 1))

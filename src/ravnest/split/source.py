@@ -11,7 +11,9 @@ import torch
 
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent.parent
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.+)')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.+)'
+)
 
 
 def line_of_traceback(trace: TracebackType | None) -> str:

@@ -1,6 +1,6 @@
 """The splitter's check of itself: the stages against the model, on the example batch.
 
-Outputs in both modes and the gradients of every trainable parameter. Bitwise equality is expected;
+Outputs in both modes and, in training, the gradient of every parameter. Bitwise equality is expected;
 what is left is compared with the noise of the model against itself.
 """
 
@@ -96,12 +96,13 @@ def _compare_mode(
     capture: Capture, stages: Sequence[Stage], example: Example, mode: Mode
 ) -> dict[str, float]:
     def unsplit() -> Results:
-        with mode_of(capture.model, mode):
+        with mode_of(capture.model, mode), torch.set_grad_enabled(mode == "train"):
             return _run_model(capture, example)
 
     def chained() -> Results:
         chain = Chain(_module(stage) for stage in stages).train(mode == "train")
-        return _run_chain(capture, chain, example)
+        with torch.set_grad_enabled(mode == "train"):
+            return _run_chain(capture, chain, example)
 
     expected = _seeded(capture, unsplit)
     differences = _differences(expected, _seeded(capture, chained))
@@ -158,7 +159,9 @@ def _run_chain(capture: Capture, chain: Chain, example: Example) -> Results:
 def _named_outputs(output: Any) -> Results:
     leaves, structure = flatten(output, "output", lambda _path, _value: None)
     paths = structure.leaf_paths("output")
-    return {p: leaf for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+    return {
+        p: leaf for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)
+    }
 
 
 def _ends(outputs: Results) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -213,8 +216,10 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _seeded(capture: Capture, run: Callable[[], Results]) -> Results:
-    devices = sorted({e.tensor.device for e in capture.state.tensors.values()} - {torch.device("cpu")})
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    devices = sorted(
+        {e.tensor.device for e in capture.state.tensors.values()} - {torch.device("cpu")}
+    )
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(_SEED)
         return run()
 

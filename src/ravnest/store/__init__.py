@@ -1,0 +1,1 @@
+"""Stages, plans and trained weights on disk."""

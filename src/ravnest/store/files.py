@@ -1,0 +1,69 @@
+"""Writing that either happens or does not, and reading that trusts nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ravnest.errors import StageFormatError
+
+_CHUNK = 4 << 20
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Call ``write`` on a new file beside ``path``, then put it in place of ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: object, *, compact: bool = False) -> None:
+    """Write JSON atomically, for people (indented) or for machines (compact)."""
+    separators, indent = ((",", ":"), None) if compact else ((", ", ": "), 2)
+    text = json.dumps(data, indent=indent, separators=separators, allow_nan=False) + "\n"
+    write_atomically(path, lambda target: _write_text(target, text))
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """Read JSON of at most ``limit`` bytes; ``StageFormatError`` for anything else."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise StageFormatError(f"{path} does not exist") from None
+    if size > limit:
+        raise StageFormatError(f"{path} has {size} bytes, more than the {limit} that are allowed")
+    try:
+        return json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise StageFormatError(f"{path} is not valid JSON: {error}") from error
+
+
+def sha256_of(path: Path) -> str:
+    """Digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,84 @@
+"""Tensors in safetensors files, checked against what they should hold before any is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ravnest.errors import StageFormatError
+from ravnest.split.graph import StateSpec
+from ravnest.store.files import write_atomically
+
+_HEADER_LIMIT = 64 << 20
+
+
+def save_weights(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors under their keys."""
+    plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    write_atomically(path, lambda target: save_file(_apart(plain), str(target)))
+
+
+def load_weights(path: Path, state: tuple[StateSpec, ...]) -> dict[str, torch.Tensor]:
+    """Read exactly the tensors that ``state`` lists, with its shapes and dtypes."""
+    expected = {entry.key: entry for entry in state}
+    _check_size(path, expected)
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            _same_keys(path, set(file.keys()), set(expected))
+            tensors = {key: file.get_tensor(key) for key in expected}
+    except SafetensorError as error:
+        raise StageFormatError(f"{path} is damaged: {error}") from error
+    for key, entry in expected.items():
+        found = tensors[key]
+        if tuple(found.shape) != entry.shape or found.dtype != entry.dtype:
+            raise StageFormatError(
+                f"{path}: {key} has shape {list(found.shape)} and dtype {found.dtype}, the stage says "
+                f"{list(entry.shape)} and {entry.dtype}"
+            )
+    return tensors
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Constants may share storage, which safetensors refuses: give each its own."""
+    seen: set[int] = set()
+    result = {}
+    for key, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        result[key] = tensor if whole and storage not in seen else tensor.clone()
+        seen.add(storage)
+    return result
+
+
+def _check_size(path: Path, expected: Mapping[str, StateSpec]) -> None:
+    """The file must be as long as its header and the stage say, before it is opened."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise StageFormatError(f"{path} does not exist") from None
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+        if size < 8 or header > min(_HEADER_LIMIT, size - 8):
+            raise StageFormatError(f"{path} is truncated or not a safetensors file")
+        try:
+            json.loads(file.read(header))
+        except (UnicodeDecodeError, ValueError, RecursionError) as error:
+            raise StageFormatError(f"{path} has a damaged header: {error}") from error
+    data = sum(entry.nbytes for entry in expected.values())
+    if size != 8 + header + data:
+        verdict = "truncated" if size < 8 + header + data else "longer than it should be"
+        raise StageFormatError(
+            f"{path} is {verdict}: {size} bytes, expected {8 + header + data} for the stage's tensors"
+        )
+
+
+def _same_keys(path: Path, found: set[str], expected: set[str]) -> None:
+    if missing := sorted(expected - found):
+        raise StageFormatError(f"{path} lacks {missing[0]}")
+    if extra := sorted(found - expected):
+        raise StageFormatError(f"{path} holds {extra[0]}, which the stage does not have")
