@@ -1,1 +1,8 @@
-"""Train PyTorch models that one machine cannot hold, on idle, unequal machines."""
+"""Train PyTorch models that one machine cannot hold, on idle, unequal machines of many people."""
+
+from ravnest.formation import clusterize
+from ravnest.seed import set_seed
+from ravnest.store.trained import model_fusion
+from ravnest.version import __version__
+
+__all__ = ["__version__", "clusterize", "model_fusion", "set_seed"]

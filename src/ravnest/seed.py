@@ -16,7 +16,7 @@ def set_seed(seed: int = 42) -> None:
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise ValueError(f"the seed must be a whole number from 0 to 2**32 - 1, not {seed!r}")
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  # user code draws from the global generator
+    np.random.seed(seed)  # user code draws from the global generator
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

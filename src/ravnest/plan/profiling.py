@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
     backward = _gradient_bytes(layout, measurement)
     work = _work(measurement)
     units = []
-    for index, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (begin, end) in enumerate(pairwise(bounds)):
         costs = measurement.costs[begin:end]
         last = index == len(bounds) - 2
         units.append(
@@ -56,18 +57,15 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
 
 
 def unit_names(prepared: PreparedModel) -> list[str]:
-    """The user's module that each unit belongs to, for people."""
+    """The user's module that each unit belongs to, for people; glue goes with the module before it."""
     layout = prepared.layouts["train"]
-    bounds = [0, *layout.legal, len(layout.operations)]
-    return [
-        next((name for n in layout.operations[begin:end] if (name := _module_of(n))), "")
-        for begin, end in zip(bounds, bounds[1:], strict=False)
-    ]
-
-
-def cuts_of_stages(prepared: PreparedModel, starts: list[int]) -> tuple[int, ...]:
-    """Positions in the training graph of the stages that start at these units."""
-    return tuple(prepared.cuts[start - 1] for start in starts if start > 0)
+    named = [_module_of(node) for node in layout.operations]
+    current = next((name for name in named if name), "forward")
+    names = []
+    for begin, end in pairwise([0, *layout.legal, len(layout.operations)]):
+        current = next((name for name in named[begin:end] if name), current)
+        names.append(current)
+    return names
 
 
 def optimizer_state_factor(
@@ -80,7 +78,7 @@ def optimizer_state_factor(
     parameter = torch.nn.Parameter(torch.ones(64, 64))
     parameter.grad = torch.ones_like(parameter)
     try:
-        instance = (optimizer or torch.optim.AdamW)([parameter], **dict(params or {}))  # type: ignore[call-arg]
+        instance = (optimizer or torch.optim.AdamW)([parameter], **dict(params or {}))
         instance.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise PlanError(f"the optimizer cannot be used as given: {error}") from error
@@ -94,7 +92,8 @@ def _work(measurement: Measurement) -> np.ndarray:
     if not measurement.measured:
         return computed
     measured = np.array([cost.seconds * _passes(cost) for cost in measurement.costs])
-    return measured * (computed.sum() / measured.sum())
+    scaled: np.ndarray = measured * (computed.sum() / measured.sum())
+    return scaled
 
 
 def _operation_work(cost: OperationCost) -> float:

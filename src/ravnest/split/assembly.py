@@ -17,7 +17,7 @@ from torch import fx
 from ravnest.errors import CaptureError, OperatorError
 from ravnest.split.aliases import Aliases, find_aliases
 from ravnest.split.cuts import Layout
-from ravnest.split.dimensions import Dimensions
+from ravnest.split.dimensions import Dimensions, expression_of
 from ravnest.split.graph import (
     Argument,
     Operation,
@@ -167,7 +167,7 @@ class _Stage:
         value = node.meta["val"]
         known = value if isinstance(value, int | float) else value.node.maybe_as_int()
         if known is not None:
-            return known  # type: ignore[no-any-return]
+            return known
         if self._can_compute(node):
             self._emit(node)
         elif (at_hand := self._find_dimension(value)) is not None:
@@ -199,7 +199,7 @@ class _Stage:
             tensor = node.meta["val"]
             if isinstance(tensor, torch.Tensor):
                 for dim, size in enumerate(tensor.shape):
-                    if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
+                    if expression_of(size) == value.node.expr:
                         return node, dim
         return None
 

@@ -56,15 +56,12 @@ class Example:
         leaves = iter(tensors)
         values = [structure.build(leaves) for structure in self.structures]
         args = tuple(values[: self.positional])
-        return args, dict(
-            zip(self.names[self.positional :], values[self.positional :], strict=True)
-        )
+        return args, dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
 
     def narrowed(self, batch_size: int) -> Example:
         """The same example with the first ``batch_size`` samples only."""
         tensors = tuple(
-            t.narrow(self.batch_dim, 0, batch_size) if self.has_batch(t) else t
-            for t in self.tensors
+            t.narrow(self.batch_dim, 0, batch_size) if self.has_batch(t) else t for t in self.tensors
         )
         return replace(self, tensors=tensors, batch_size=batch_size)
 
@@ -151,9 +148,7 @@ def bind_example(
         leaves += found
         structures.append(structure)
         if not found and value is not None:
-            logger.info(
-                "input %s is not a tensor: its value %r is fixed in the stages", name, value
-            )
+            logger.info("input %s is not a tensor: its value %r is fixed in the stages", name, value)
     if not leaves:
         raise SplitError(
             "the model cannot be captured without example inputs: give example_args=(tensor, ...) or "
@@ -243,7 +238,8 @@ def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: M
     if not any(node.op == "call_function" for node in program.graph.nodes):
         raise SplitError("forward computes nothing that could be split")
     graph = fx.Graph()
-    output = graph.graph_copy(program.graph, val_map := {}, return_output_node=True)
+    val_map: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(program.graph, val_map, return_output_node=True)
     assert isinstance(output, tuple)
     graph.output(output[0])
     for old, new in val_map.items():
@@ -251,9 +247,7 @@ def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: M
     specs = program.graph_signature.input_specs
     inputs = [spec.arg.name for spec in specs if spec.kind.name == "USER_INPUT"]
     state_of = {
-        spec.arg.name: state.key_of(
-            spec.target.removeprefix(_PREFIX), spec.kind.name, program, mode
-        )
+        spec.arg.name: state.key_of(spec.target.removeprefix(_PREFIX), spec.kind.name, program, mode)
         for spec in specs
         if spec.kind.name != "USER_INPUT" and spec.target is not None
     }
@@ -347,7 +341,7 @@ def _refuse_custom_autograd() -> Iterator[None]:
                 f"{line_of_stack()}\nreentrant checkpointing cannot be captured: pass "
                 "use_reentrant=False, or switch checkpointing off; Ravnest recomputes by itself"
             )
-        return original(setup_context)
+        return original(setup_context)  # type: ignore[no-untyped-call]
 
     namespace._is_setup_context_defined = refuse
     try:

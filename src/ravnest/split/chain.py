@@ -90,9 +90,7 @@ class Chain:
         values = bind_inputs(self.modules[0].spec.signature, args, kwargs)
         self._passes = []
         for module in self.modules:
-            inputs = tuple(
-                _receive(values[spec.name], spec.gradient) for spec in module.graph.inputs
-            )
+            inputs = tuple(_receive(values[spec.name], spec.gradient) for spec in module.graph.inputs)
             outputs = module(*inputs)
             if torch.is_grad_enabled():
                 self._passes.append(StagePass(module, inputs, outputs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 import torch
 
@@ -49,5 +51,10 @@ class Dimensions:
         return Dimension(1, "?")
 
 
+def expression_of(size: Any) -> Any:
+    """The symbolic expression of a size; None for a plain number."""
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
 def _number(bound: object) -> int | None:
-    return int(bound) if isinstance(bound, sympy.Integer | int) else None  # type: ignore[call-overload]
+    return int(bound) if isinstance(bound, sympy.Integer | int) else None

@@ -36,7 +36,9 @@ _MAX_DIMENSION = 2**48
 
 T = TypeVar("T")
 _TORCH_NAMES: dict[str, dict[str, Any]] = {
-    "dtype": {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)},
+    "dtype": {
+        str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
+    },
     "layout": {"strided": torch.strided},
     "memory_format": {
         str(v).removeprefix("torch."): v
@@ -141,9 +143,7 @@ def _graph_to_json(graph: StageGraph) -> dict[str, Any]:
             }
             for value in graph.inputs
         ],
-        "symbols": [
-            {"name": s.name, "minimum": s.minimum, "maximum": s.maximum} for s in graph.symbols
-        ],
+        "symbols": [{"name": s.name, "minimum": s.minimum, "maximum": s.maximum} for s in graph.symbols],
         "state": [[use.name, use.key] for use in graph.state],
         "operations": [_operation_to_json(operation) for operation in graph.operations],
         "outputs": [[output.name, _argument_to_json(output.value)] for output in graph.outputs],
@@ -265,7 +265,7 @@ def _argument_from_json(data: object, depth: int = 0) -> Argument:
                 return StageDevice()
             case "float", "inf" | "-inf" | "nan":
                 return float(value)
-            case ("dtype" | "layout" | "memory_format"), str():
+            case (("dtype" | "layout" | "memory_format"), str()):
                 return _torch_value(tag, value)  # type: ignore[no-any-return]
     raise StageFormatError(f"{str(data)[:80]!r} is not an argument")
 

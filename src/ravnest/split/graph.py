@@ -195,35 +195,38 @@ def _refs_in(argument: Argument) -> Iterator[str]:
 
 
 def _check_graph(mode: Mode, graph: StageGraph, keys: set[str], last: bool) -> None:
+    try:
+        _check_names(graph, keys)
+        if last != (graph.structure is not None):
+            raise StageFormatError("only the last stage says how outputs are put together")
+        if graph.structure is not None:
+            leaves = list(graph.structure.leaf_paths(""))
+            if len(leaves) != len(graph.outputs):
+                raise StageFormatError("the outputs do not fill the output structure")
+    except StageFormatError as error:
+        raise StageFormatError(f"{mode} graph: {error}") from error
+
+
+def _check_names(graph: StageGraph, keys: set[str]) -> None:
+    """Every name is new and plain, and every value is made before it is read."""
     known: set[str] = set()
 
     def define(name: str) -> None:
         if not name.isidentifier() or name in known:
-            raise StageFormatError(f"{mode} graph: {name!r} is not a new, plain name")
+            raise StageFormatError(f"{name!r} is not a new, plain name")
         known.add(name)
 
-    for value in graph.inputs:
-        define(value.name)
-    for use in graph.state:
-        define(use.name)
-        if use.key not in keys:
-            raise StageFormatError(f"{mode} graph: {use.key!r} is not in the stage's state")
-    for operation in graph.operations:
-        for name in operation.refs():
+    def read(reader: str, names: Iterator[str]) -> None:
+        for name in names:
             if name not in known:
-                raise StageFormatError(
-                    f"{mode} graph: {operation.name} reads {name!r}, which nothing before it gives"
-                )
+                raise StageFormatError(f"{reader} reads {name!r}, which nothing before it gives")
+
+    for name in [value.name for value in graph.inputs] + [use.name for use in graph.state]:
+        define(name)
+    if unknown := {use.key for use in graph.state} - keys:
+        raise StageFormatError(f"{min(unknown)!r} is not in the stage's state")
+    for operation in graph.operations:
+        read(operation.name, operation.refs())
         define(operation.name)
     for output in graph.outputs:
-        for name in _refs_in(output.value):
-            if name not in known:
-                raise StageFormatError(f"{mode} graph: output {name!r} is not computed")
-    if last != (graph.structure is not None):
-        raise StageFormatError(
-            f"{mode} graph: only the last stage says how outputs are put together"
-        )
-    if graph.structure is not None and len(list(graph.structure.leaf_paths(""))) != len(
-        graph.outputs
-    ):
-        raise StageFormatError(f"{mode} graph: the outputs do not fill the output structure")
+        read(f"output {output.name}", _refs_in(output.value))

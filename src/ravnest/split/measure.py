@@ -67,9 +67,7 @@ def measure(capture: Capture, layout: Layout, *, real: bool = False) -> Measurem
     if not real:
         try:
             return _Run(capture, layout, fake=True).measure()
-        except (
-            Exception
-        ) as error:  # the run meets every operator there is; each fails in its own way
+        except Exception as error:  # the run meets every operator there is; each fails in its own way
             logger.info("costs are measured with a real run: %s", error)
     return _Run(capture, layout, fake=False).measure()
 
@@ -85,9 +83,7 @@ class _Run:
         self._current: OperationCost | None = None
         self._counted: set[int] = set()
         self._kept: list[Any] = []
-        self._views = {
-            n for n, root in find_aliases(self._mode.graph).root.items() if n is not root
-        }
+        self._views = {n for n, root in find_aliases(self._mode.graph).root.items() if n is not root}
 
     def measure(self) -> Measurement:
         with contextlib.ExitStack() as stack:
@@ -169,7 +165,7 @@ def _total(counter: FlopCounterMode) -> int:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes(value: Any) -> int:

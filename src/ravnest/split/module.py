@@ -92,9 +92,7 @@ def check_inputs(graph: StageGraph, inputs: Sequence[Any]) -> None:
         if not isinstance(value, torch.Tensor):
             raise StageInputError(f"input {spec.name} is a tensor, got {type(value).__name__}")
         if value.dtype != spec.dtype:
-            raise StageInputError(
-                f"input {spec.name} has dtype {value.dtype}, expected {spec.dtype}"
-            )
+            raise StageInputError(f"input {spec.name} has dtype {value.dtype}, expected {spec.dtype}")
         if not _fits(spec, value, sizes):
             raise StageInputError(
                 f"input {spec.name} has shape {list(value.shape)}, expected "

@@ -6,6 +6,7 @@ Each pass is small and keeps the program's results, the order of its random numb
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,9 +52,7 @@ def is_size(node: fx.Node) -> bool:
     """Whether a node is a number computed from sizes only, which any stage can recompute."""
     if node.op != "call_function":
         return False
-    if not isinstance(
-        node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float
-    ):
+    if not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
         return False
     if node.target in (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int):
         return True
@@ -100,9 +99,7 @@ def _body(owner: torch.nn.Module, reference: Any) -> fx.GraphModule:
 
 
 def _line_of_body(owner: torch.nn.Module, reference: Any) -> str:
-    lines = (
-        line_of_trace_text(n.meta.get("stack_trace")) for n in _body(owner, reference).graph.nodes
-    )
+    lines = (line_of_trace_text(n.meta.get("stack_trace")) for n in _body(owner, reference).graph.nodes)
     return next((line for line in lines if line), "")
 
 
@@ -181,7 +178,9 @@ def _own_written_inputs(graph: fx.Graph, capture: ModeCapture) -> None:
         with graph.inserting_before(_first_call(graph)):
             copy = graph.call_function(aten.clone.default, (root,))
         copy.meta = dict(root.meta)
-        root.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        for user in list(root.users):
+            if user is not copy:
+                user.replace_input_with(root, copy)
 
 
 def _follow_in_place(graph: fx.Graph, capture: ModeCapture) -> None:
@@ -192,10 +191,9 @@ def _follow_in_place(graph: fx.Graph, capture: ModeCapture) -> None:
             continue
         first = node.args[0]
         if isinstance(first, fx.Node) and first.name not in capture.state_of:
-            later = {user for user in first.users if order[user] > order[node]}
-            first.replace_all_uses_with(
-                node, delete_user_cb=lambda user, later=later: user in later
-            )
+            for user in list(first.users):
+                if order[user] > order[node]:
+                    user.replace_input_with(first, node)
 
 
 def _returns_first_argument(node: fx.Node) -> bool:
@@ -209,7 +207,8 @@ def _returns_first_argument(node: fx.Node) -> bool:
 
 
 def _first_call(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    nodes: Iterable[fx.Node] = graph.nodes
+    return next(node for node in nodes if node.op not in ("placeholder", "get_attr"))
 
 
 def _reshape_instead_of_view(graph: fx.Graph) -> None:

@@ -7,6 +7,7 @@ device queue. Python's own arithmetic on sizes is listed here.
 
 from __future__ import annotations
 
+import builtins
 import math
 import operator
 from collections.abc import Callable
@@ -18,28 +19,27 @@ import torch
 
 from ravnest.errors import OperatorError
 
-_PYTHON: dict[str, Callable[..., Any]] = {
-    f"python::{name}": getattr(operator, name)
-    for name in (
-        "getitem add sub mul floordiv truediv mod neg pow abs eq ne lt le gt ge and_ or_ not_"
-    ).split()
-}
-_SIZES: dict[str, Callable[..., Any]] = {
-    f"size::{name}": getattr(torch, name)
-    for name in "sym_float sym_int sym_max sym_min sym_not sym_ite sym_sum sym_sqrt".split()
-    if hasattr(torch, name)
-}
-_MATH: dict[str, Callable[..., Any]] = {
-    f"math::{name}": getattr(math, name) for name in "ceil floor trunc sqrt".split()
-}
-_FUNCTIONS = _PYTHON | _SIZES | _MATH
-_NAMES = {function: name for name, function in _FUNCTIONS.items()} | {
-    round: "python::round",
-    getattr(torch, "_sym_sqrt", None): "size::sym_sqrt",
-}
-_FUNCTIONS["python::round"] = round
-_UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
+def _named(prefix: str, module: Any, names: str) -> dict[str, Callable[..., Any]]:
+    return {f"{prefix}::{name}": getattr(module, name) for name in names.split(" ")}
+
+
+_FUNCTIONS = {
+    **_named("python", operator, "getitem add sub mul floordiv truediv mod neg pow abs"),
+    **_named("python", operator, "eq ne lt le gt ge and_ or_ not_"),
+    **_named("python", builtins, "round"),
+    **_named("math", math, "ceil floor trunc sqrt"),
+    **_named("size", torch, "sym_float sym_int sym_max sym_min sym_not sym_ite sym_sum _sym_sqrt"),
+}
+_NAMES = {function: name for name, function in _FUNCTIONS.items()}
+_UNINITIALISED = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
 
 
 @cache
@@ -71,7 +71,7 @@ def resolve(name: str) -> Callable[..., Any]:
     target = getattr(packet, overload, None)
     if target is None:
         raise OperatorError(f"this version of torch ({torch.__version__}) has no operator {name}")
-    return _cleared(target) if base in _UNINITIALISED else target  # type: ignore[no-any-return]
+    return _cleared(target) if base in _UNINITIALISED else target
 
 
 def _cleared(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -94,7 +94,5 @@ def _check(name: str) -> tuple[str, str]:
             "a provider could not run it"
         )
     if not plain or base not in allowed_aten() or overload == "out" or overload.endswith("_out"):
-        raise OperatorError(
-            f"the operator {name} is not on the list of operators that stages can use"
-        )
+        raise OperatorError(f"the operator {name} is not on the list of operators that stages can use")
     return base, overload

@@ -46,7 +46,7 @@ def _layers(node: fx.Node) -> tuple[int, int]:
 def _expand(graph: fx.Graph, node: fx.Node, layers: int, per_layer: int) -> None:
     x, hidden, weights, bias, _, dropout, training, bidirectional, batch_first = node.args
     many = STATES[node.target] > 1  # type: ignore[index]
-    states = list(hidden) if many else [hidden]  # type: ignore[arg-type]
+    states: list[Any] = list(hidden) if isinstance(hidden, list | tuple) else [hidden]
     directions = 2 if bidirectional else 1
     with ExitStack() as stack:
         stack.enter_context(graph.inserting_before(node))
@@ -57,7 +57,7 @@ def _expand(graph: fx.Graph, node: fx.Node, layers: int, per_layer: int) -> None
         for layer in range(layers):
             begin, end = layer * directions, (layer + 1) * directions
             own = [call(aten.slice.Tensor, state, 0, begin, end) for state in states]
-            mine = list(weights[layer * per_layer : (layer + 1) * per_layer])  # type: ignore[index]
+            mine = list(weights[layer * per_layer : (layer + 1) * per_layer])  # type: ignore[index, arg-type]
             start = own if many else own[0]
             out = call(node.target, x, start, mine, bias, 1, 0.0, training, bidirectional, False)
             x = call(operator.getitem, out, 0)

@@ -11,9 +11,7 @@ import torch
 
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent.parent
-_FRAME = re.compile(
-    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.+)'
-)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.+)')
 
 
 def line_of_traceback(trace: TracebackType | None) -> str:
@@ -43,6 +41,4 @@ def _describe(frame: traceback.FrameSummary) -> str:
 
 def _is_users(filename: str) -> bool:
     path = Path(filename)
-    return not (
-        path.is_relative_to(_TORCH) or path.is_relative_to(_OURS) or filename.startswith("<")
-    )
+    return not (path.is_relative_to(_TORCH) or path.is_relative_to(_OURS) or filename.startswith("<"))

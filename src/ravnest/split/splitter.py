@@ -152,7 +152,7 @@ def split(
     shares = [1.0] * stages if isinstance(stages, int) else list(stages)
     result = prepared.cut(balanced_cuts(prepared, shares))
     if check:
-        verify(prepared.capture, result.stages)
+        verify(prepared.capture, [result.stages])
     return result
 
 
@@ -164,7 +164,7 @@ def balanced_cuts(prepared: PreparedModel, shares: Sequence[float]) -> tuple[int
     cuts = np.array([0, *layout.legal, len(layout.operations)])
     if len(cuts) - 1 < len(shares):
         raise SplitError(
-            f"the model can be cut in {len(layout.legal)} places, which is too few for {len(shares)} stages"
+            f"the model can be cut in {len(layout.legal)} places, too few for {len(shares)} stages"
         )
     total = np.cumsum([0.0, *_weights(prepared, layout, measurement)])
     load = total[cuts] / total[-1]

@@ -240,4 +240,4 @@ def _are_field_names(names: Iterable[object]) -> bool:
 
 @lru_cache(maxsize=256)
 def _namedtuple_class(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)  # type: ignore[misc]  # noqa: PYI024
+    return namedtuple(name, fields)

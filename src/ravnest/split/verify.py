@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -53,8 +54,8 @@ class Verdict:
         return self.batch_size is not None and not self.differences
 
 
-def verify(capture: Capture, stages: Sequence[Stage], activation_bytes: int = 0) -> Verdict:
-    """Compare ``stages`` with the captured model; ``ExactnessError`` where they differ.
+def verify(capture: Capture, splits: Sequence[Sequence[Stage]], activation_bytes: int = 0) -> Verdict:
+    """Compare the stages of each split with the captured model; ``ExactnessError`` where they differ.
 
     The batch is the example's if ``activation_bytes`` and the gradients fit in memory, else 2, else
     the check is skipped with a warning.
@@ -65,7 +66,7 @@ def verify(capture: Capture, stages: Sequence[Stage], activation_bytes: int = 0)
     differences: dict[str, float] = {}
     with _fast_path_off(), _state_kept(capture):
         for mode in MODES:
-            differences |= _compare_mode(capture, stages, example, mode)
+            differences |= _compare_mode(capture, splits, example, mode)
     for name, difference in differences.items():
         logger.warning("split and unsplit model differ by %.1e (relative) in %s", difference, name)
     return Verdict(example.batch_size, differences)
@@ -93,31 +94,38 @@ def _fitting_example(capture: Capture, activation_bytes: int) -> Example | None:
 
 
 def _compare_mode(
-    capture: Capture, stages: Sequence[Stage], example: Example, mode: Mode
+    capture: Capture, splits: Sequence[Sequence[Stage]], example: Example, mode: Mode
 ) -> dict[str, float]:
     def unsplit() -> Results:
         with mode_of(capture.model, mode), torch.set_grad_enabled(mode == "train"):
             return _run_model(capture, example)
 
-    def chained() -> Results:
+    def chained(stages: Sequence[Stage]) -> Results:
         chain = Chain(_module(stage) for stage in stages).train(mode == "train")
         with torch.set_grad_enabled(mode == "train"):
             return _run_chain(capture, chain, example)
 
     expected = _seeded(capture, unsplit)
-    differences = _differences(expected, _seeded(capture, chained))
-    if not differences:
-        return {}
-    noise = _differences(expected, _seeded(capture, unsplit))
+    found: dict[str, float] = {}
+    for stages in splits:
+        differences = _differences(expected, _seeded(capture, partial(chained, stages)))
+        if differences:
+            noise = _differences(expected, _seeded(capture, unsplit))
+            _refuse_large(differences, noise, mode)
+        found |= {f"{name} ({mode})": difference for name, difference in differences.items()}
+    return found
+
+
+def _refuse_large(differences: dict[str, float], noise: dict[str, float], mode: Mode) -> None:
     for name, difference in differences.items():
         if difference > max(TOLERANCE, noise.get(name, 0.0)):
             raise ExactnessError(
-                f"the stages do not compute what the model computes: in {mode} mode {name} is the first "
-                f"tensor that differs, by {difference:.1e} relative to its largest value. Hooks on "
-                "tensors or modules, code that keeps state outside parameters and buffers, or random "
-                "numbers from another source than torch's default generator are possible reasons"
+                f"the stages do not compute what the model computes: in {mode} mode {name} is the "
+                f"first tensor that differs, by {difference:.1e} relative to its largest value. Hooks "
+                "on tensors or modules, code that keeps state outside parameters and buffers, or "
+                "random numbers from another source than torch's default generator are possible "
+                "reasons"
             )
-    return {f"{name} ({mode})": difference for name, difference in differences.items()}
 
 
 def _module(stage: Stage) -> StageModule:
@@ -159,9 +167,7 @@ def _run_chain(capture: Capture, chain: Chain, example: Example) -> Results:
 def _named_outputs(output: Any) -> Results:
     leaves, structure = flatten(output, "output", lambda _path, _value: None)
     paths = structure.leaf_paths("output")
-    return {
-        p: leaf for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)
-    }
+    return {p: leaf for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
 
 
 def _ends(outputs: Results) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -178,9 +184,7 @@ def _ends(outputs: Results) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _results(outputs: Results, gradients: Mapping[str, torch.Tensor | None]) -> Results:
     found = {name: tensor.detach() for name, tensor in outputs.items()}
     found |= {
-        f"the gradient of {key}": gradient
-        for key, gradient in gradients.items()
-        if gradient is not None
+        f"the gradient of {key}": gradient for key, gradient in gradients.items() if gradient is not None
     }
     return found
 
@@ -216,10 +220,8 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _seeded(capture: Capture, run: Callable[[], Results]) -> Results:
-    devices = sorted(
-        {e.tensor.device for e in capture.state.tensors.values()} - {torch.device("cpu")}
-    )
-    with torch.random.fork_rng(devices=devices):
+    devices = {e.tensor.device for e in capture.state.tensors.values()} - {torch.device("cpu")}
+    with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(_SEED)
         return run()
 

@@ -1,0 +1,1 @@
+"""The ``ravnest`` command: one module a subcommand; ``app`` only registers them."""

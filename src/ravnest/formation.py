@@ -1,0 +1,232 @@
+"""Cluster formation: from a model and a list of nodes to a plan and stages on disk."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ravnest.errors import SplitError
+from ravnest.plan.explain import clusterize_log, explain
+from ravnest.plan.nodes import NodeConfig, read_node_configs
+from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
+from ravnest.plan.planner import make_plan
+from ravnest.plan.profile import ModelProfile
+from ravnest.plan.profiling import optimizer_state_factor, profile_model, unit_names
+from ravnest.split.splitter import PreparedModel, Split, prepare
+from ravnest.split.verify import verify
+from ravnest.store.bundle import save_stage
+from ravnest.store.files import read_json, write_json
+from ravnest.store.nodefile import (
+    CertificateFiles,
+    Neighbour,
+    NodeFile,
+    RingEntry,
+    node_to_json,
+    write_node,
+)
+from ravnest.store.replace import Replacement
+from ravnest.transport.certificates import Authority
+
+logger = logging.getLogger(__name__)
+
+NODE_DATA = "node_data"
+NODE_CONFIGS = "node_configs.json"
+PLAN_FILE = "plan.json"
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Formation:
+    """A model, what it costs, and who will train which part of it."""
+
+    prepared: PreparedModel
+    profile: ModelProfile
+    plan: Plan
+
+    def explain(self) -> str:
+        """The plan in words."""
+        return explain(self.plan, self.profile, unit_names(self.prepared))
+
+    def split(self, cluster: ClusterPlan) -> Split:
+        """The stages of one cluster."""
+        starts = [stage.start for stage in cluster.stages[1:]]
+        return self.prepared.cut([self.prepared.cuts[start - 1] for start in starts])
+
+
+def clusterize(
+    model: nn.Module | None = None,
+    example_args: Sequence[Any] | torch.Tensor = (),
+    example_kwargs: Mapping[str, Any] = _NOTHING,
+    pass_data: bool = False,
+    *,
+    clusters: int | None = None,
+    optimizer: type[torch.optim.Optimizer] | None = None,
+    optimizer_params: Mapping[str, Any] = _NOTHING,
+    update_frequency: int = 1,
+    batch_dim: int = 0,
+    folder: str | Path = NODE_DATA,
+) -> Plan:
+    """Group the nodes of ``node_data/node_configs.json`` into clusters and split the model for them.
+
+    Writes ``node_data/nodes/node_<i>.json`` and ``node_data/cluster_<c>/node_<i>/``, replacing what
+    an earlier call wrote, and prints which node is in which cluster and role.
+
+    ``pass_data`` measures costs with a real forward instead of computing them. ``clusters`` sets
+    the number of clusters. Memory is planned for ``optimizer`` with ``optimizer_params`` (AdamW if
+    not given) and ``update_frequency`` micro-batches an update. ``batch_dim`` is the dimension of the
+    inputs that counts samples.
+
+    Raises ``ValueError`` if the model cannot be split or the nodes cannot hold it, and writes nothing.
+    """
+    target = Path(folder)
+    formation = form_clusters(
+        model,
+        example_args,
+        example_kwargs,
+        nodes=read_node_configs(target / NODE_CONFIGS),
+        pass_data=pass_data,
+        clusters=clusters,
+        optimizer_factor=optimizer_state_factor(optimizer, optimizer_params),
+        update_frequency=update_frequency,
+        batch_dim=batch_dim,
+    )
+    splits = _checked_splits(formation)
+    _write(target, formation.plan, splits)
+    sys.stdout.write(clusterize_log(formation.plan))
+    return formation.plan
+
+
+def form_clusters(
+    model: nn.Module | None,
+    example_args: Sequence[Any] | torch.Tensor,
+    example_kwargs: Mapping[str, Any],
+    *,
+    nodes: Sequence[NodeConfig],
+    pass_data: bool = False,
+    clusters: int | None = None,
+    optimizer_factor: float = 2.0,
+    update_frequency: int = 1,
+    batch_dim: int = 0,
+) -> Formation:
+    """Capture, profile and plan; writes nothing."""
+    if model is None:
+        raise SplitError("clusterize needs the model to split: clusterize(model=..., example_args=...)")
+    prepared = prepare(model, example_args, example_kwargs, batch_dim=batch_dim, pass_data=pass_data)
+    profile = profile_model(prepared, optimizer_factor=optimizer_factor)
+    plan = make_plan(
+        profile,
+        nodes,
+        clusters=clusters,
+        seed=torch.initial_seed() % 2**32,
+        update_frequency=update_frequency,
+    )
+    return Formation(prepared, profile, plan)
+
+
+def _checked_splits(formation: Formation) -> dict[int, Split]:
+    """The stages of each cluster, compared with the unsplit model."""
+    splits = {cluster.id: formation.split(cluster) for cluster in formation.plan.clusters}
+    units = formation.profile.units
+    memory = sum(u.activation_bytes for u in units) + max(u.workspace_bytes for u in units)
+    verify(formation.prepared.capture, [s.stages for s in splits.values()], activation_bytes=memory)
+    return splits
+
+
+def _write(target: Path, plan: Plan, splits: Mapping[int, Split]) -> None:
+    replacement = Replacement(target)
+    try:
+        nodes = []
+        for stage in plan.stages:
+            bundle = f"cluster_{stage.cluster}/node_{stage.node.id}"
+            digest = save_stage(replacement.staging / bundle, splits[stage.cluster].stages[stage.index])
+            nodes.append(_node_file(plan, stage, bundle, digest.sha256))
+        digest_of_plan = _digest(nodes)
+        for node in nodes:
+            write_node(replacement.staging, replace(node, plan=digest_of_plan))
+        _write_certificates(replacement.staging, plan, digest_of_plan)
+        files = [p.relative_to(replacement.staging) for p in replacement.staging.rglob("*")]
+        listing = sorted(f.as_posix() for f in files if (replacement.staging / f).is_file())
+        write_json(
+            replacement.staging / PLAN_FILE,
+            {"format": "ravnest-plan", "version": 1, "plan": digest_of_plan, "files": listing},
+        )
+        replacement.commit(_earlier_files(target))
+    except BaseException:
+        replacement.discard()
+        raise
+
+
+def _earlier_files(target: Path) -> list[str]:
+    """What the last call wrote here; other files are not ours."""
+    path = target / PLAN_FILE
+    if not path.exists():
+        return []
+    files = read_json(path, 64 << 20)["files"]
+    return [str(name) for name in files]
+
+
+def _node_file(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> NodeFile:
+    node = stage.node.id
+    cluster = plan.clusters[stage.cluster]
+    return NodeFile(
+        plan="",
+        node=node,
+        cluster=stage.cluster,
+        stage=stage.index,
+        stages=len(cluster.stages),
+        role=stage.role,
+        address=str(stage.node.address),
+        previous=_neighbour(plan.previous(node)),
+        next=_neighbour(plan.next(node)),
+        rings=tuple(
+            RingEntry(
+                ring.id, ring.names, tuple(Neighbour(m.node_id, str(m.address)) for m in ring.members)
+            )
+            for ring in plan.rings_of(node)
+        ),
+        bundle=bundle,
+        sha256=sha256,
+        seed=plan.seed,
+        in_flight=cluster.stages[0].in_flight,
+        update_frequency=plan.update_frequency,
+        certificates=CertificateFiles(
+            "certificates/authority.pem",
+            f"certificates/node_{node}.pem",
+            f"certificates/node_{node}.key",
+        ),
+    )
+
+
+def _neighbour(stage: StagePlan | None) -> Neighbour | None:
+    return None if stage is None else Neighbour(stage.node.id, str(stage.node.address))
+
+
+def _digest(nodes: Sequence[NodeFile]) -> str:
+    """Names the whole plan: who does what, with which stage."""
+    canonical = json.dumps([node_to_json(node) for node in nodes], sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _write_certificates(staging: Path, plan: Plan, digest: str) -> None:
+    authority = Authority(f"Ravnest plan {digest[:12]}", datetime.datetime.now(datetime.UTC))
+    folder = staging / "certificates"
+    folder.mkdir()
+    (folder / "authority.pem").write_bytes(authority.certificate)
+    for stage in plan.stages:
+        name = f"node_{stage.node.id}"
+        identity = authority.issue(name, [stage.node.address.host])
+        (folder / f"{name}.pem").write_bytes(identity.certificate)
+        key = folder / f"{name}.key"
+        key.touch(mode=0o600)
+        key.write_bytes(identity.key)

@@ -1,0 +1,1 @@
+"""Import paths of the documented API; the code is in ``ravnest.formation``."""

@@ -1,0 +1,5 @@
+"""``clusterize`` under its documented path."""
+
+from ravnest.formation import clusterize
+
+__all__ = ["clusterize"]

@@ -1,0 +1,126 @@
+"""Trained stages on disk, and their fusion into one ``state_dict``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ravnest.errors import FusionError, RavnestError, StageFormatError
+from ravnest.split.chain import fuse
+from ravnest.split.encoding import stage_from_json, stage_to_json
+from ravnest.split.graph import StageSpec
+from ravnest.split.module import StageModule
+from ravnest.store.files import read_json, sha256_of, write_atomically, write_json
+from ravnest.store.nodefile import NodeFile
+from ravnest.store.weights import load_weights, save_weights
+
+FORMAT = "ravnest-trained-stage"
+VERSION = 1
+FUSED_FILE = "trained_state_dict.pt"
+_LIMIT = 512 << 20
+
+
+@dataclass(frozen=True)
+class _Saved:
+    path: Path
+    node: int
+    plan: str
+    run: str
+    spec: StageSpec
+    sha256: str
+
+
+def save_trained(folder: Path, node: NodeFile, module: StageModule, run: str) -> None:
+    """Write a trained stage to ``folder/cluster_<c>/node_<i>.safetensors`` with its manifest.
+
+    ``run`` names the training run: stages of different runs do not make one model.
+    """
+    weights = folder / f"cluster_{node.cluster}" / f"node_{node.node}.safetensors"
+    save_weights(weights, module.state_tensors())
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "plan": node.plan,
+        "run": run,
+        "node": node.node,
+        "sha256": sha256_of(weights),
+        "stage": stage_to_json(module.spec),
+    }
+    write_json(weights.with_suffix(".json"), manifest, compact=True)
+
+
+def model_fusion(cluster_id: int = 0, *, folder: str | Path = "trained") -> Path:
+    """Combine a cluster's trained stages into ``<folder>/trained_state_dict.pt``.
+
+    The file holds the state_dict of the original model and loads with ``weights_only=True``.
+    ``FusionError`` says which stages are missing or do not belong together.
+    """
+    top = Path(folder)
+    source = top / f"cluster_{cluster_id}"
+    saved = _read_all(source, cluster_id)
+    _check_complete(source, saved)
+    stages = []
+    for stage in sorted(saved, key=lambda s: s.spec.index):
+        weights = stage.path.with_suffix(".safetensors")
+        try:
+            tensors = load_weights(weights, stage.spec.state)
+        except StageFormatError as error:
+            raise FusionError(str(error)) from error
+        if sha256_of(weights) != stage.sha256:
+            raise FusionError(f"{weights} is not the file that {stage.path.name} describes")
+        stages.append((stage.spec, tensors))
+    state_dict = fuse(stages)
+    target = top / FUSED_FILE
+    write_atomically(target, lambda path: torch.save(state_dict, path))
+    return target
+
+
+def _read_all(source: Path, cluster_id: int) -> list[_Saved]:
+    paths = [p for p in source.glob("node_*.json") if re.fullmatch(r"node_\d+", p.stem)]
+    if not paths:
+        raise FusionError(
+            f"{source} holds no trained stage of cluster {cluster_id}: train with Trainer(save=True), "
+            "or name the folder with the providers' files with folder="
+        )
+    return [_read(path) for path in sorted(paths)]
+
+
+def _read(path: Path) -> _Saved:
+    try:
+        data: Any = read_json(path, _LIMIT)
+        if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
+            raise FusionError(f"{path} is not the manifest of a trained stage")
+        spec = stage_from_json(data["stage"])
+        return _Saved(path, data["node"], data["plan"], data["run"], spec, data["sha256"])
+    except KeyError as error:
+        raise FusionError(f"{path} lacks {error}") from error
+    except RavnestError as error:
+        raise FusionError(f"{path}: {error}") from error
+
+
+def _check_complete(source: Path, saved: list[_Saved]) -> None:
+    first = saved[0]
+    for other in saved[1:]:
+        if (other.plan, other.run) != (first.plan, first.run):
+            raise FusionError(
+                f"{source} mixes stages of different trainings: node_{first.node} is of run "
+                f"{first.run}, node_{other.node} of run {other.run}; keep the files of one run"
+            )
+    by_index: dict[int, list[_Saved]] = {}
+    for stage in saved:
+        by_index.setdefault(stage.spec.index, []).append(stage)
+    missing = [str(index) for index in range(first.spec.count) if index not in by_index]
+    if missing:
+        raise FusionError(
+            f"{source} lacks stage {', '.join(missing)} of {first.spec.count}: it has "
+            + ", ".join(f"stage {s.spec.index} (node_{s.node})" for s in saved)
+            + "; copy the missing files from their providers"
+        )
+    double = next((stages for stages in by_index.values() if len(stages) > 1), None)
+    if double is not None:
+        names = " and ".join(f"node_{stage.node}" for stage in double)
+        raise FusionError(f"{source} has stage {double[0].spec.index} twice: {names}")

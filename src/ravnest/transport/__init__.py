@@ -1,0 +1,1 @@
+"""How nodes reach each other, and how they know whom they reached."""

@@ -1,0 +1,6 @@
+"""``model_fusion`` and ``set_seed`` under their documented path."""
+
+from ravnest.seed import set_seed
+from ravnest.store.trained import model_fusion
+
+__all__ = ["model_fusion", "set_seed"]
