@@ -223,9 +223,21 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         args, kwargs = self._example.rebuild(tensors)
+        before = [(m, dict(m._buffers)) for m in self.model.modules()]
         output = self.model(*args, **kwargs)
+        _write_reassigned_buffers(before)
         leaves, self._seen.structure = flatten(output, "output", self._seen.note_opaque)
         return tuple(leaves)
+
+
+def _write_reassigned_buffers(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Make ``self.mean = new`` a write to the buffer; export would forget it below the top module."""
+    for module, buffers in before:
+        for name, old in buffers.items():
+            new = module._buffers.get(name)
+            if new is not old and old is not None and new is not None:
+                old.copy_(new.detach())
+                module._buffers[name] = old
 
 
 def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: Mode) -> ModeCapture:

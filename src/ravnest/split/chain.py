@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import StageInputError
-from ravnest.split.graph import InputEntry, StageSpec
+from ravnest.split.graph import InputEntry, StageSpec, ValueSpec
 from ravnest.split.module import StageModule
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Chain:
         values = bind_inputs(self.modules[0].spec.signature, args, kwargs)
         self._passes = []
         for module in self.modules:
-            inputs = tuple(_receive(values[spec.name], spec.gradient) for spec in module.graph.inputs)
+            inputs = tuple(self._receive(values[spec.name], spec) for spec in module.graph.inputs)
             outputs = module(*inputs)
             if torch.is_grad_enabled():
                 self._passes.append(StagePass(module, inputs, outputs))
@@ -146,6 +146,15 @@ class Chain:
         for _, parameter in self.named_parameters():
             yield parameter
 
+    def transfer(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor as the next stage gets it, cut off from the graph of the stage before."""
+        return value.detach()
+
+    def _receive(self, value: Any, spec: ValueSpec) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return self.transfer(value).requires_grad_(spec.gradient and torch.is_grad_enabled())
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's ``state_dict``, with its keys in its order."""
         return fuse((module.spec, module.state_tensors()) for module in self.modules)
@@ -191,14 +200,6 @@ def bind_inputs(
         elif entry.values:
             raise StageInputError(f"the model's input {entry.name!r} is missing")
     return values
-
-
-def _receive(value: Any, gradient: bool) -> Any:
-    """A value as the next stage gets it: cut off from the graph of the stage before."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    received = value.detach()
-    return received.requires_grad_(gradient and torch.is_grad_enabled())
 
 
 def _needs_gradient(value: Any) -> bool:

@@ -31,8 +31,9 @@ class StageModule(nn.Module):
         super().__init__()
         self.spec = spec
         target = torch.device(device)
-        for entry in spec.state:
-            _attach(self, entry, _checked(entry, tensors).to(target))
+        self._places = {
+            entry.key: _attach(self, entry, _checked(entry, tensors).to(target)) for entry in spec.state
+        }
         programs = {mode: Program(graph, target) for mode, graph in spec.graphs.items()}
         self._programs: dict[Mode, Program] = programs
 
@@ -71,11 +72,11 @@ class StageModule(nn.Module):
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The module's current parameters, buffers and constants by key."""
-        return {entry.key: _find(self, entry.key) for entry in self.spec.state}
+        return {key: table[leaf] for key, (table, leaf) in self._places.items()}
 
     def parameters_by_key(self) -> dict[str, nn.Parameter]:
         """The module's parameters, tied ones once."""
-        found = {e.key: _find(self, e.key) for e in self.spec.state if e.kind == "parameter"}
+        found = self.state_tensors()
         return {key: value for key, value in found.items() if isinstance(value, nn.Parameter)}
 
 
@@ -141,24 +142,25 @@ def _checked(entry: StateSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
     return tensor.detach()
 
 
-def _attach(module: nn.Module, entry: StateSpec, tensor: torch.Tensor) -> None:
-    """Register a tensor under all its names, below plain modules where names have dots."""
+def _attach(
+    module: nn.Module, entry: StateSpec, tensor: torch.Tensor
+) -> tuple[dict[str, Any], str]:
+    """Register a tensor under all its names; returns where it lives, which stays true under ``to()``.
+
+    Straight into the modules' tables: a user's layer may be called like a method of ``nn.Module``.
+    """
     value = nn.Parameter(tensor, entry.trainable) if entry.kind == "parameter" else tensor
+    places: list[tuple[dict[str, Any], str]] = []
     for name in entry.names:
         *path, leaf = name.split(".")
         owner = module
         for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        if isinstance(value, nn.Parameter):
-            owner.register_parameter(leaf, value)
-        else:
-            owner.register_buffer(leaf, value, persistent=entry.persistent)
-
-
-def _find(module: nn.Module, key: str) -> torch.Tensor:
-    path, _, leaf = key.rpartition(".")
-    value = getattr(module.get_submodule(path), leaf)
-    assert isinstance(value, torch.Tensor)
-    return value
+            child = owner._modules.setdefault(part, nn.Module())
+            assert child is not None
+            owner = child
+        table: dict[str, Any] = owner._parameters if entry.kind == "parameter" else owner._buffers
+        table[leaf] = value
+        if entry.kind != "parameter" and not entry.persistent:
+            owner._non_persistent_buffers_set.add(leaf)
+        places.append((table, leaf))
+    return places[0]
