@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.functional import relu
 from zoo_models.exactness import Unsplit, compare, rehearse
 
 from ravnest.split import Chain, PreparedModel, prepare
@@ -34,7 +34,7 @@ class Skips(nn.Module):
         y = self.norm(self.layers[1](first) * first)
         y += first
         y[:, 0] = 0.5
-        y = F.relu(y, inplace=True)
+        y = relu(y, inplace=True)
         z = self.dropout(self.layers[2](y) + first * 2)
         return {"out": self.layers[3](z).masked_fill(mask, 0.0) + first, "early": first.sum(1)}
 

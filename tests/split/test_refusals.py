@@ -151,7 +151,7 @@ def test_wrong_example_inputs(args: tuple, kwargs: dict, words: str) -> None:
 
 
 def test_not_a_module() -> None:
-    with pytest.raises(SplitError, match="torch.nn.Module"):
+    with pytest.raises(SplitError, match=r"torch\.nn\.Module"):
         split(lambda x: x, (torch.ones(3, 4),))
 
 

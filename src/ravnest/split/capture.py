@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import logging
 import sys
 import warnings
@@ -364,13 +365,14 @@ def _refuse_custom_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Export logs whole tracebacks before it raises; the user gets our message instead."""
+    """Export logs advice and prints half a graph before it raises; the user gets our message."""
     noisy = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo")]
     levels = [log.level for log in noisy]
     for log in noisy:
         log.setLevel(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         for log, level in zip(noisy, levels, strict=True):
             log.setLevel(level)

@@ -102,7 +102,8 @@ class Chain:
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Set ``.grad`` of every trainable parameter from a loss of the last output."""
-        self.set_gradients(self.gradients([(loss, gradient)]))
+        kept = () if gradient is None else (gradient,)
+        self.set_gradients(self.gradients([(loss, gradient)]), kept)
 
     def gradients(
         self, ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
@@ -128,13 +129,27 @@ class Chain:
                 ]
         return total
 
-    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients to ``.grad`` as ``loss.backward()`` does; replicas share the sum."""
+    def set_gradients(
+        self, gradients: Mapping[str, torch.Tensor], kept: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Add gradients to ``.grad`` as ``loss.backward()`` does; replicas get the sum each.
+
+        The tensors become the parameters' own and the caller forgets them. Those that share memory
+        with each other or with one in ``kept``, which stays the caller's, are copied.
+        """
+        taken = {_memory(tensor) for tensor in kept}
         for module in self.modules:
             for key, parameter in module.parameters_by_key().items():
-                if key in gradients:
-                    new = gradients[key]
-                    parameter.grad = new.clone() if parameter.grad is None else parameter.grad + new
+                new = gradients.get(key)
+                if new is None:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = new if _can_take(new, parameter, taken) else new.clone()
+                    taken.add(_memory(new))
+                elif parameter.grad.is_sparse or new.is_sparse:
+                    parameter.grad = parameter.grad + new
+                else:
+                    parameter.grad.add_(new)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of all stages; one that several stages hold comes once for each."""
@@ -204,3 +219,17 @@ def bind_inputs(
 
 def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
+
+
+def _can_take(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]) -> bool:
+    """Whether a gradient can become ``.grad`` as it is: nothing else uses its memory."""
+    return (
+        not gradient.is_sparse
+        and gradient.stride() == parameter.stride()
+        and gradient.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+        and _memory(gradient) not in taken
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+import reprlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-from ravnest.errors import StageFormatError
+from ravnest.errors import OperatorError, StageFormatError
 from ravnest.split.graph import (
     MODES,
     Argument,
@@ -33,8 +35,11 @@ FORMAT = "ravnest-stage"
 VERSION = 1
 _MAX_DEPTH = 16
 _MAX_DIMENSION = 2**48
+_MAX_INTEGER = 2**63
+"""What an operator can take."""
 
 T = TypeVar("T")
+_SYMBOLIC_SIZE = re.compile(r"(?:(?P<factor>[1-9][0-9]{0,14})\*)?(?P<symbol>\w+|\?)")
 _TORCH_NAMES: dict[str, dict[str, Any]] = {
     "dtype": {
         str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
@@ -89,7 +94,7 @@ def stage_from_json(data: object) -> StageSpec:
     spec.check()
     for graph in spec.graphs.values():
         for operation in graph.operations:
-            resolve(operation.target)
+            _check_operator(operation.target)
     return spec
 
 
@@ -114,11 +119,8 @@ def _state_from_json(data: object) -> StateSpec:
     key = _text(fields, "key")
     if not names or names[0] != key or len(positions) != len(names):
         raise StageFormatError(f"the names of {key!r} are malformed")
-    if not all(part.isidentifier() or part.isdigit() for name in names for part in name.split(".")):
+    if not all(_is_plain(part) for name in names for part in name.split(".")):
         raise StageFormatError(f"{key!r} is not the name of a parameter or buffer")
-    stages = _each(fields, "stages", _whole_item)
-    if not stages:
-        raise StageFormatError(f"no stage holds {key!r}")
     return StateSpec(
         key=key,
         kind=_kind(fields),
@@ -128,8 +130,13 @@ def _state_from_json(data: object) -> StateSpec:
         persistent=_flag(fields, "persistent"),
         names=names,
         positions=positions,
-        stages=stages,
+        stages=_each(fields, "stages", _whole_item),
     )
+
+
+def _is_plain(part: str) -> bool:
+    """Part of a state tensor's name; keys of an ``nn.ModuleDict`` need not be identifiers."""
+    return bool(part) and part.isprintable() and not part.startswith("__")
 
 
 def _graph_to_json(graph: StageGraph) -> dict[str, Any]:
@@ -177,10 +184,10 @@ def _value_from_json(data: object) -> ValueSpec:
 
 def _dimension_from_json(data: object) -> Dimension:
     if isinstance(data, str):
-        factor, star, symbol = data.rpartition("*")
-        if (not star or factor.isdecimal()) and (symbol.isidentifier() or symbol == "?"):
-            return Dimension(int(factor or 1), symbol)
-        raise StageFormatError(f"{data!r} is not a size")
+        found = _SYMBOLIC_SIZE.fullmatch(data)
+        if found and (found["symbol"].isidentifier() or data == "?"):
+            return Dimension(int(found["factor"] or 1), found["symbol"])
+        raise StageFormatError(f"{reprlib.repr(data)} is not a size")
     return Dimension(_size_item(data))
 
 
@@ -252,7 +259,9 @@ def _argument_to_json(value: Argument) -> Any:
 
 
 def _argument_from_json(data: object, depth: int = 0) -> Argument:
-    if data is None or isinstance(data, bool | int | float | str):
+    if data is None or isinstance(data, bool | float | str):
+        return data
+    if isinstance(data, int) and -_MAX_INTEGER <= data < _MAX_INTEGER:
         return data
     if isinstance(data, list) and depth < _MAX_DEPTH:
         return tuple(_argument_from_json(item, depth + 1) for item in data)
@@ -267,7 +276,21 @@ def _argument_from_json(data: object, depth: int = 0) -> Argument:
                 return float(value)
             case (("dtype" | "layout" | "memory_format"), str()):
                 return _torch_value(tag, value)  # type: ignore[no-any-return]
-    raise StageFormatError(f"{str(data)[:80]!r} is not an argument")
+    raise StageFormatError(f"{reprlib.repr(data)} is not an argument")
+
+
+def _check_operator(name: str) -> None:
+    """Refuse what is not listed, and what an ATen name finds beside operators: methods of the class
+    that holds the overloads, and overloads that write to an ``out`` tensor of another name.
+    """
+    resolve(name)
+    if name.startswith("aten::"):
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        target = getattr(getattr(torch.ops.aten, base), overload)
+        if not isinstance(target, torch._ops.OpOverload):
+            raise OperatorError(f"{name} is not an operator")
+        if any(argument.is_out for argument in target._schema.arguments):
+            raise OperatorError(f"the operator {name} writes to an out tensor; stages cannot use it")
 
 
 def _torch_name(value: object) -> str:
@@ -306,7 +329,7 @@ def _text(fields: dict[str, Any], name: str) -> str:
 
 def _text_item(data: object) -> str:
     if not isinstance(data, str):
-        raise StageFormatError(f"{str(data)[:80]!r} is not a name")
+        raise StageFormatError(f"{reprlib.repr(data)} is not a name")
     return data
 
 
@@ -316,7 +339,7 @@ def _whole(fields: dict[str, Any], name: str) -> int:
 
 def _whole_item(data: object) -> int:
     if not isinstance(data, int) or isinstance(data, bool):
-        raise StageFormatError(f"{str(data)[:80]!r} is not a whole number")
+        raise StageFormatError(f"{reprlib.repr(data)} is not a whole number")
     return data
 
 
@@ -342,7 +365,7 @@ def _kind(fields: dict[str, Any]) -> Kind:
             return "buffer"
         case "constant":
             return "constant"
-    raise StageFormatError(f"{str(fields['kind'])[:80]!r} is not a kind of state")
+    raise StageFormatError(f"{reprlib.repr(fields['kind'])} is not a kind of state")
 
 
 def _name_pair(data: object) -> tuple[str, str]:

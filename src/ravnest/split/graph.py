@@ -14,6 +14,8 @@ from ravnest.split.structure import Structure
 Mode = Literal["train", "eval"]
 MODES: tuple[Mode, ...] = ("train", "eval")
 Kind = Literal["parameter", "buffer", "constant"]
+MAX_STAGES = 10_000
+"""More than any pool has nodes; a forged count must not cost memory."""
 
 
 @dataclass(frozen=True)
@@ -175,15 +177,49 @@ class StageSpec:
 
     def check(self) -> None:
         """Refuse a stage that does not hang together, before anything runs."""
-        if not 0 <= self.index < self.count:
+        if not 0 <= self.index < self.count <= MAX_STAGES:
             raise StageFormatError(f"stage {self.index} of {self.count} does not exist")
-        keys = [state.key for state in self.state]
-        if len(set(keys)) != len(keys):
+        names = [name for entry in self.state for name in entry.names]
+        if len(set(names)) != len(names):
             raise StageFormatError("a state tensor is listed twice")
+        for entry in self.state:
+            self._check_state(entry)
         if set(self.graphs) != set(MODES):
             raise StageFormatError(f"a stage needs the graphs {MODES}, has {sorted(self.graphs)}")
+        given = self._check_signature()
         for mode, graph in self.graphs.items():
-            _check_graph(mode, graph, set(keys), self.index == self.count - 1)
+            _check_graph(mode, graph, {entry.key for entry in self.state}, self.index == self.count - 1)
+            if self.index == 0 and not {value.name for value in graph.inputs} <= given:
+                raise StageFormatError(f"{mode} graph: it takes an input that the model does not have")
+
+    def _check_state(self, entry: StateSpec) -> None:
+        exist = all(0 <= stage < self.count for stage in entry.stages)
+        ascend = list(entry.stages) == sorted(set(entry.stages))
+        if self.index not in entry.stages or not exist or not ascend:
+            raise StageFormatError(f"the stages that hold {entry.key!r} are malformed")
+        if entry.trainable and (entry.kind != "parameter" or not _differentiable(entry.dtype)):
+            raise StageFormatError(
+                f"{entry.key!r} cannot be trained: it is a {entry.dtype} {entry.kind}"
+            )
+        if min(entry.positions) < -1:
+            raise StageFormatError(f"{entry.key!r} has no such place in the state_dict")
+
+    def _check_signature(self) -> set[str]:
+        """The names of the values that the model's inputs give."""
+        entries = {entry.name for entry in self.signature}
+        values = [value for entry in self.signature for value in entry.values]
+        leaves = [len(list(entry.structure.leaf_paths(""))) for entry in self.signature]
+        if (
+            len(entries) != len(self.signature)
+            or len(set(values)) != len(values)
+            or leaves != [len(entry.values) for entry in self.signature]
+        ):
+            raise StageFormatError("the signature of the model is malformed")
+        return set(values)
+
+
+def _differentiable(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
 
 def _refs_in(argument: Argument) -> Iterator[str]:
@@ -197,6 +233,10 @@ def _refs_in(argument: Argument) -> Iterator[str]:
 def _check_graph(mode: Mode, graph: StageGraph, keys: set[str], last: bool) -> None:
     try:
         _check_names(graph, keys)
+        _check_inputs(graph)
+        outputs = {output.name for output in graph.outputs}
+        if not last and len(outputs) != len(graph.outputs):
+            raise StageFormatError("two outputs have the same name")
         if last != (graph.structure is not None):
             raise StageFormatError("only the last stage says how outputs are put together")
         if graph.structure is not None:
@@ -205,6 +245,17 @@ def _check_graph(mode: Mode, graph: StageGraph, keys: set[str], last: bool) -> N
                 raise StageFormatError("the outputs do not fill the output structure")
     except StageFormatError as error:
         raise StageFormatError(f"{mode} graph: {error}") from error
+
+
+def _check_inputs(graph: StageGraph) -> None:
+    for value in graph.inputs:
+        if value.gradient and not _differentiable(value.dtype):
+            raise StageFormatError(f"no gradient flows along {value.name!r}, a {value.dtype}")
+    if len({symbol.name for symbol in graph.symbols}) != len(graph.symbols):
+        raise StageFormatError("a size is listed twice")
+    for symbol in graph.symbols:
+        if symbol.minimum < 0 or (symbol.maximum is not None and symbol.maximum < symbol.minimum):
+            raise StageFormatError(f"no size lies within the bounds of {symbol.name!r}")
 
 
 def _check_names(graph: StageGraph, keys: set[str]) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -115,7 +117,8 @@ class Structure:
         if self.kind == "leaf":
             return "*"
         if self.kind == "constant":
-            return {"constant": self.constant}
+            odd = isinstance(self.constant, float) and not math.isfinite(self.constant)
+            return {"float": repr(self.constant)} if odd else {"constant": self.constant}
         data: dict[str, Any] = {self.kind: [child.to_json() for child in self.children]}
         if self.keys:
             data["keys"] = list(self.keys)
@@ -129,21 +132,23 @@ class Structure:
         if data == "*":
             return LEAF
         if depth > _MAX_DEPTH or not isinstance(data, dict):
-            raise StageFormatError("an output structure is malformed")
+            raise StageFormatError("a structure is malformed")
         if set(data) == {"constant"} and isinstance(data["constant"], _CONSTANT_TYPES):
             return cls("constant", constant=data["constant"])
+        if set(data) == {"float"} and data["float"] in ("inf", "-inf", "nan"):
+            return cls("constant", constant=float(data["float"]))
         kind = next((kind for kind in _CONTAINERS if kind in data), None)
         keys, name = data.get("keys", []), data.get("name", "")
         if (
             kind is None
+            or not set(data) <= {kind, "keys", "name"}
             or not isinstance(data[kind], list)
-            or not isinstance(keys, list)
-            or not all(isinstance(key, str | int) for key in keys)
+            or not _are_keys(keys)
             or not isinstance(name, str)
-            or (kind not in ("list", "tuple") and len(keys) != len(data[kind]))
-            or (kind == "namedtuple" and not _are_field_names([name, *keys]))
+            or len(keys) != (0 if kind in ("list", "tuple") else len(data[kind]))
+            or (kind == "namedtuple" and not _makes_namedtuple(name, keys))
         ):
-            raise StageFormatError("an output structure is malformed")
+            raise StageFormatError("a structure is malformed")
         children = tuple(cls.from_json(child, depth + 1) for child in data[kind])
         return cls(kind, children, tuple(keys), name=name)
 
@@ -234,8 +239,17 @@ def _same_constant(value: object, constant: object) -> bool:
     return bool(same)
 
 
-def _are_field_names(names: Iterable[object]) -> bool:
-    return all(isinstance(n, str) and n.isidentifier() and not n.startswith("_") for n in names)
+def _are_keys(keys: object) -> bool:
+    return (
+        isinstance(keys, list)
+        and all(isinstance(key, str | int) for key in keys)
+        and len(set(keys)) == len(keys)
+    )
+
+
+def _makes_namedtuple(name: str, fields: list[Any]) -> bool:
+    plain = all(isinstance(n, str) and n.isidentifier() and not iskeyword(n) for n in [name, *fields])
+    return plain and not any(field.startswith("_") for field in fields)
 
 
 @lru_cache(maxsize=256)

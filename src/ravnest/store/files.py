@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ravnest.errors import StageFormatError
@@ -33,23 +34,40 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json(path: Path, data: object, *, compact: bool = False) -> None:
     """Write JSON atomically, for people (indented) or for machines (compact)."""
-    separators, indent = ((",", ":"), None) if compact else ((", ", ": "), 2)
+    separators, indent = ((",", ":"), None) if compact else ((",", ": "), 2)
     text = json.dumps(data, indent=indent, separators=separators, allow_nan=False) + "\n"
     write_atomically(path, lambda target: _write_text(target, text))
 
 
 def read_json(path: Path, limit: int) -> Any:
     """Read JSON of at most ``limit`` bytes; ``StageFormatError`` for anything else."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise StageFormatError(f"{path} does not exist") from None
+    size = size_of(path)
     if size > limit:
         raise StageFormatError(f"{path} has {size} bytes, more than the {limit} that are allowed")
     try:
         return json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise StageFormatError(f"{path} is not valid JSON: {error}") from error
+
+
+def inside(name: str) -> str:
+    """The name itself, if it stays below the folder that it is joined to."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise StageFormatError(f"{name} leads out of its folder")
+    return name
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a regular file; ``StageFormatError`` for a pipe, a device, a folder or nothing."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"fails: {error.strerror}"
+        raise StageFormatError(f"{path} {reason}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise StageFormatError(f"{path} is not a file")
+    return status.st_size
 
 
 def sha256_of(path: Path) -> str:

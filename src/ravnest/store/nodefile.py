@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ravnest.errors import StageFormatError
-from ravnest.store.files import read_json, write_json
+from ravnest.store.files import inside, read_json, write_json
 from ravnest.types import Role
 
 FORMAT = "ravnest-node"
@@ -102,9 +102,12 @@ def read_node(folder: Path, name: str) -> NodeFile:
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise StageFormatError(f"{path} is not a node file of this version of Ravnest")
     try:
-        return _from_json(data)
+        node = _from_json(data)
     except (KeyError, TypeError, ValueError) as error:
         raise StageFormatError(f"{path} is malformed: {error}") from error
+    if node.name != f"node_{int(number)}":
+        raise StageFormatError(f"{path} is the file of {node.name}; it was copied to the wrong place")
+    return node
 
 
 def _from_json(data: dict[str, Any]) -> NodeFile:
@@ -119,4 +122,6 @@ def _from_json(data: dict[str, Any]) -> NodeFile:
         for ring in fields["rings"]
     )
     fields["certificates"] = CertificateFiles(**fields["certificates"])
+    for name in (fields["bundle"], *asdict(fields["certificates"]).values()):
+        inside(name)
     return NodeFile(**fields)

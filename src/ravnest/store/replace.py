@@ -10,12 +10,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from ravnest.errors import StageFormatError
-from ravnest.store.files import read_json, write_json
+from ravnest.store.files import inside, read_json, write_json
 
 _JOURNAL = ".replacing.json"
+_STAGING = ".ravnest-staging-"
 _JOURNAL_LIMIT = 16 << 20
 
 
@@ -26,7 +27,7 @@ class Replacement:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         finish_replacement(folder)
-        self.staging = Path(tempfile.mkdtemp(dir=folder, prefix=".new-"))
+        self.staging = Path(tempfile.mkdtemp(dir=folder, prefix=_STAGING))
 
     def commit(self, old: Iterable[str]) -> None:
         """Put all staged files in place and remove those of ``old`` that are not among them."""
@@ -35,10 +36,13 @@ class Replacement:
         journal = {"staging": self.staging.name, "new": new, "obsolete": obsolete}
         write_json(self._folder / _JOURNAL, journal)
         finish_replacement(self._folder)
+        for leftover in self._folder.glob(f"{_STAGING}*"):  # of calls that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
-        """Drop what was staged; the old files stay."""
-        shutil.rmtree(self.staging, ignore_errors=True)
+        """Drop what was staged; the old files stay. What a journal promises is kept."""
+        if not (self._folder / _JOURNAL).exists():
+            shutil.rmtree(self.staging, ignore_errors=True)
 
 
 def finish_replacement(folder: Path) -> None:
@@ -47,26 +51,20 @@ def finish_replacement(folder: Path) -> None:
     if not path.exists():
         return
     journal = read_json(path, _JOURNAL_LIMIT)
-    staging = folder / _inside(journal["staging"])
+    staging = folder / inside(journal["staging"])
+    if staging.parent != folder or not staging.name.startswith(_STAGING):
+        raise StageFormatError(f"{path} does not name a folder of new files; remove it")
     for name in journal["new"]:
-        source, target = staging / _inside(name), folder / _inside(name)
+        source, target = staging / inside(name), folder / inside(name)
         if source.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             source.replace(target)
     for name in journal["obsolete"]:
-        target = folder / _inside(name)
+        target = folder / inside(name)
         target.unlink(missing_ok=True)
         _remove_empty(target.parent, folder)
     shutil.rmtree(staging, ignore_errors=True)
     path.unlink()
-
-
-def _inside(name: str) -> str:
-    """A journal names files below its own folder only."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise StageFormatError(f"{name} does not belong to the folder that is being replaced")
-    return name
 
 
 def _files(folder: Path) -> Iterable[Path]:
@@ -74,6 +72,9 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 def _remove_empty(folder: Path, top: Path) -> None:
-    while folder != top and not any(folder.iterdir()):
-        folder.rmdir()
+    while folder != top:
+        if folder.is_dir():
+            if any(folder.iterdir()):
+                return
+            folder.rmdir()
         folder = folder.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,11 @@ def _read(path: Path) -> _Saved:
 def _check_complete(source: Path, saved: list[_Saved]) -> None:
     first = saved[0]
     for other in saved[1:]:
-        if (other.plan, other.run) != (first.plan, first.run):
+        if (other.plan, other.run, other.spec.count) != (first.plan, first.run, first.spec.count):
             raise FusionError(
                 f"{source} mixes stages of different trainings: node_{first.node} is of run "
-                f"{first.run}, node_{other.node} of run {other.run}; keep the files of one run"
+                f"{first.run} and plan {first.plan}, node_{other.node} of run {other.run} and plan "
+                f"{other.plan}; keep the files of one run"
             )
     by_index: dict[int, list[_Saved]] = {}
     for stage in saved:
@@ -124,3 +126,13 @@ def _check_complete(source: Path, saved: list[_Saved]) -> None:
     if double is not None:
         names = " and ".join(f"node_{stage.node}" for stage in double)
         raise FusionError(f"{source} has stage {double[0].spec.index} twice: {names}")
+    places = sorted(place for stage in saved for place in _owned_places(stage.spec))
+    if places != list(range(len(places))):
+        raise FusionError(f"the stages in {source} do not add up to one state_dict: names are lost")
+
+
+def _owned_places(spec: StageSpec) -> Iterator[int]:
+    """Where the tensors that a stage owns stand in the model's ``state_dict``."""
+    for entry in spec.state:
+        if entry.persistent and entry.stages[0] == spec.index:
+            yield from (place for place in entry.positions if place >= 0)

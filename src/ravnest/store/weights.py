@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ravnest.errors import StageFormatError
 from ravnest.split.graph import StateSpec
-from ravnest.store.files import write_atomically
+from ravnest.store.files import size_of, write_atomically
 
 _HEADER_LIMIT = 64 << 20
 
@@ -57,10 +57,7 @@ def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _check_size(path: Path, expected: Mapping[str, StateSpec]) -> None:
     """The file must be as long as its header and the stage say, before it is opened."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise StageFormatError(f"{path} does not exist") from None
+    size = size_of(path)
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
         if size < 8 or header > min(_HEADER_LIMIT, size - 8):
