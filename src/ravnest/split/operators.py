@@ -69,7 +69,7 @@ def resolve(name: str) -> Callable[..., Any]:
     base, overload = _check(name)
     packet = getattr(torch.ops.aten, base, None)
     target = getattr(packet, overload, None)
-    if target is None:
+    if not isinstance(target, torch._ops.OpOverload):
         raise OperatorError(f"this version of torch ({torch.__version__}) has no operator {name}")
     return _cleared(target) if base in _UNINITIALISED else target
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 Constant = None | bool | int | float | str
 _CONSTANT_TYPES = (type(None), bool, int, float, str)
 _CONTAINERS = ("list", "tuple", "dict", "record", "namedtuple")
+_KEYED = ("dict", "record")
 _MAX_DEPTH = 64
 
 
@@ -89,20 +90,27 @@ class Structure:
                         "with the new value"
                     )
             case _:
-                parts = _children_of(value)
-                if parts is None or len(parts[1]) != len(self.children):
-                    raise StageInputError(
-                        f"{path} does not look like the example given when the model was split: "
-                        f"expected a {self.kind} of {len(self.children)}, got {type(value).__name__}"
-                    )
-                keyed = self.kind not in ("list", "tuple") and parts[0].kind == "dict"
-                given = dict(zip(parts[0].keys, parts[1], strict=True)) if keyed else {}
-                for position, child in enumerate(self.children):
-                    key = self.keys[position] if self.keys else position
-                    if keyed and key not in given:
+                keys = self.keys or tuple(range(len(self.children)))
+                given = self._parts_of(value, path)
+                for key, child in zip(keys, self.children, strict=True):
+                    if key not in given:
                         raise StageInputError(f"{path} has no {key!r}, which the model needs")
-                    part = given[key] if keyed else parts[1][position]
-                    yield from child.take_apart(part, f"{path}.{key}")
+                    yield from child.take_apart(given[key], f"{path}.{key}")
+
+    def _parts_of(self, value: object, path: str) -> dict[str | int, Any]:
+        """Children of ``value`` by key; mappings and records fit each other, and sequences do."""
+        parts = _children_of(value)
+        if (
+            parts is None
+            or len(parts[1]) != len(self.children)
+            or (parts[0].kind in _KEYED) != (self.kind in _KEYED)
+        ):
+            raise StageInputError(
+                f"{path} does not look like the example given when the model was split: "
+                f"expected a {self.kind} of {len(self.children)}, got {type(value).__name__}"
+            )
+        keys = parts[0].keys if self.kind in _KEYED else self.keys or range(len(parts[1]))
+        return dict(zip(keys, parts[1], strict=True))
 
     def leaf_paths(self, path: str) -> Iterator[str]:
         """Dotted path of each leaf."""

@@ -1,0 +1,56 @@
+"""A handful of the zoo, checked as `make zoo` checks all of it: without the splitter's own code."""
+
+import copy
+
+import pytest
+from zoo_models import ZOO, find
+from zoo_models.exactness import Unsplit, compare, rehearse
+
+from ravnest.errors import SplitError
+from ravnest.split import Chain, split
+
+HANDFUL = [
+    ("tied-gpt", 2),
+    ("tied-gpt", 3),
+    ("tied-gpt", 4),
+    ("unet", 3),
+    ("lstm-tagger", 3),
+    ("vector-quantised", 3),
+    ("torchvision-vit", 3),
+    ("timm-convnext-atto", 3),
+    ("bert-classifier", 3),
+    ("t5", 3),
+    ("scripted-control-flow", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "stages"), HANDFUL)
+def test_stages_train_as_the_model_does_to_the_last_bit(name, stages):
+    model, args, kwargs = find(name).build()
+    expected = rehearse(Unsplit(copy.deepcopy(model)), args, kwargs)
+
+    chain = Chain.of(split(model, args, kwargs, stages=stages))
+    actual = rehearse(chain, args, kwargs)
+
+    assert compare(expected, actual) is None
+    assert list(chain.state_dict()) == list(model.state_dict())
+    model.load_state_dict(chain.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("name", ["data-dependent-branch", "custom-autograd-function"])
+def test_what_cannot_be_captured_is_refused_with_its_reason(name):
+    entry = find(name)
+    model, args, kwargs = entry.build()
+    with pytest.raises(SplitError) as refusal:
+        split(model, args, kwargs, stages=2)
+    assert entry.refusal in str(refusal.value)
+
+
+def test_every_model_of_the_zoo_has_a_name_of_its_own():
+    names = [model.name for model in ZOO]
+    assert len(names) == len(set(names))
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="no model is called 'resnet'"):
+        find("resnet")
