@@ -67,7 +67,7 @@ def test_a_small_difference_is_reported(caplog: pytest.LogCaptureFixture) -> Non
         verdict = verify(prepared.capture, [[stages[0], nearly]])
     assert not verdict.bitwise
     assert 0 < max(verdict.differences.values()) <= 1e-6
-    assert "differ by" in caplog.text
+    assert "differ in" in caplog.text
 
 
 @pytest.mark.parametrize(("free", "batch"), [(10**9, 6), (40_000, 2), (1_000, None)])

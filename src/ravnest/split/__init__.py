@@ -3,7 +3,7 @@
 from ravnest.split.chain import Chain
 from ravnest.split.module import StageModule
 from ravnest.split.splitter import PreparedModel, Split, Stage, prepare, split
-from ravnest.split.verify import Verdict, verify
+from ravnest.split.selfcheck import Verdict, verify
 
 __all__ = [
     "Chain",

@@ -18,7 +18,7 @@ from ravnest.split.evalcuts import follow_training, state_keys
 from ravnest.split.graph import MODES, InputEntry, Mode, StageGraph, StageSpec, StateSpec
 from ravnest.split.measure import Measurement, measure
 from ravnest.split.normalise import normalise
-from ravnest.split.verify import verify
+from ravnest.split.selfcheck import verify
 
 
 @dataclass(frozen=True)

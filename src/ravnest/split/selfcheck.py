@@ -67,8 +67,16 @@ def verify(capture: Capture, splits: Sequence[Sequence[Stage]], activation_bytes
     with _fast_path_off(), _state_kept(capture):
         for mode in MODES:
             differences |= _compare_mode(capture, splits, example, mode)
-    for name, difference in differences.items():
-        logger.warning("split and unsplit model differ by %.1e (relative) in %s", difference, name)
+    if differences:
+        worst = max(differences, key=lambda name: differences[name])
+        logger.warning(
+            "split and unsplit model differ in %d tensors, at most by %.1e (relative) in %s: within the "
+            "noise of float32. A library that takes another path while a model is captured is the "
+            "usual reason",
+            len(differences),
+            differences[worst],
+            worst,
+        )
     return Verdict(example.batch_size, differences)
 
 
