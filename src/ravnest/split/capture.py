@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 
 from ravnest.errors import CaptureError, SplitError
+from ravnest.split.decided import DecidedConditions
 from ravnest.split.graph import MODES, Mode
 from ravnest.split.source import line_of_stack, line_of_traceback
 from ravnest.split.state import ModelState, read_state
@@ -293,7 +294,7 @@ def _try_export(flat: _Flat, example: Example, *, strict: bool) -> ExportedProgr
         {example.batch_dim: Dim.AUTO} if example.has_batch(t) else None for t in example.tensors
     )
     try:
-        with _refuse_custom_autograd(), warnings.catch_warnings(), _quiet_torch():
+        with _refuse_custom_autograd(), warnings.catch_warnings(), _quiet_torch(), DecidedConditions():
             warnings.simplefilter("ignore")
             return torch.export.export(
                 flat, example.tensors, dynamic_shapes={"tensors": dims}, strict=strict
