@@ -85,3 +85,26 @@ def test_inputs_that_disagree_on_the_batch() -> None:
     )
     with pytest.raises(StageInputError, match="where b0 is 5"):
         chain(torch.randn(5, 3), torch.randn(4, 4))
+
+
+class AsksWhetherExported(Constant):
+    """What libraries do: another path, with other rounding, while the model is exported."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+            return self.second(self.first(x) * 1.001)
+        return self.second(self.first(x))
+
+
+class NeedsTheExportPath(Constant):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting() and x.isnan().any():
+            raise ValueError("not a number")
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("kind", [AsksWhetherExported, NeedsTheExportPath])
+def test_the_models_own_path_is_captured_if_it_can_be(kind: type[nn.Module]) -> None:
+    model, x = kind(), torch.randn(3, 4)
+    assert torch.equal(Chain.of(split(model, x))(x), model(x))
+    assert torch.compiler.is_exporting.__name__ == "is_exporting", "torch is left as it was"

@@ -15,7 +15,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -277,32 +277,86 @@ def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: M
 
 
 def _export(flat: _Flat, example: Example) -> tuple[ExportedProgram, tuple[str, ...]]:
-    program = _try_export(flat, example, strict=False)
-    fixed = _fixed_batch(program, example)
-    if not fixed:
-        return program, fixed
-    try:  # the strict tracer keeps int(x.shape[0]) symbolic where the other one cannot
-        retry = _try_export(flat, example, strict=True)
-    except CaptureError:
-        return program, fixed
-    still_fixed = _fixed_batch(retry, example)
-    return (retry, still_fixed) if len(still_fixed) < len(fixed) else (program, fixed)
+    """The first way of tracing that captures the model with an open batch, or the best there is.
+
+    The path that libraries take outside of export comes first, because that is the model's own; then
+    the one that they have for export; then the strict tracer, which keeps ``int(x.shape[0])`` open.
+    """
+    best: tuple[ExportedProgram, tuple[str, ...]] | None = None
+    first_error: CaptureError | None = None
+    for way in (_Way(hidden=True), _Way(hidden=False), _Way(strict=True)):
+        if way.strict and best is None:
+            break
+        try:
+            program = _try_export(flat, example, way)
+        except CaptureError as error:
+            first_error = first_error or error
+            continue
+        fixed = _fixed_batch(program, example)
+        if best is None or len(fixed) < len(best[1]):
+            best = program, fixed
+        if not fixed:
+            break
+    if best is None:
+        assert first_error is not None
+        raise first_error
+    return best
 
 
-def _try_export(flat: _Flat, example: Example, *, strict: bool) -> ExportedProgram:
+@dataclass(frozen=True)
+class _Way:
+    """A way of tracing."""
+
+    hidden: bool = False
+    """User code is told that nothing is being exported."""
+    strict: bool = False
+
+
+def _try_export(flat: _Flat, example: Example, way: _Way) -> ExportedProgram:
     dims = tuple(
         {example.batch_dim: Dim.AUTO} if example.has_batch(t) else None for t in example.tensors
     )
     try:
-        with _refuse_custom_autograd(), warnings.catch_warnings(), _quiet_torch(), DecidedConditions():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(_quiet_torch())
+            stack.enter_context(_refuse_custom_autograd())
+            stack.enter_context(DecidedConditions())
+            if way.hidden:
+                stack.enter_context(_hidden_export())
             warnings.simplefilter("ignore")
             return torch.export.export(
-                flat, example.tensors, dynamic_shapes={"tensors": dims}, strict=strict
+                flat, example.tensors, dynamic_shapes={"tensors": dims}, strict=way.strict
             )
     except CaptureError:
         raise
     except Exception as error:  # whatever the user's forward or the tracer raises, translated once
         raise _translate(error) from error
+
+
+@contextlib.contextmanager
+def _hidden_export() -> Iterator[None]:
+    """Answer "no" to libraries that ask whether they are being exported or compiled.
+
+    Some compute something slightly different then. Torch itself gets the true answer.
+    """
+    names = ("is_exporting", "is_compiling")
+    originals = {name: getattr(torch.compiler, name) for name in names}
+
+    def hide(original: Callable[[], bool]) -> Callable[[], bool]:
+        def answer() -> bool:
+            asker = str(sys._getframe(1).f_globals.get("__name__", ""))
+            return original() if asker.partition(".")[0] == "torch" else False
+
+        return answer
+
+    for name, original in originals.items():
+        setattr(torch.compiler, name, hide(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.compiler, name, original)
 
 
 def _fixed_batch(program: ExportedProgram, example: Example) -> tuple[str, ...]:

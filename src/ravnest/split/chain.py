@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import StageInputError
-from ravnest.split.graph import InputEntry, StageSpec, ValueSpec
+from ravnest.split.graph import InputEntry, StageSpec
 from ravnest.split.module import StageModule
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class StagePass:
         for parameters held here too; starting from them keeps autograd's order of summation.
         """
         parameters = {k: p for k, p in self.module.parameters_by_key().items() if p.requires_grad}
-        wanted = [value for value in self.inputs if _needs_gradient(value)]
+        needs = [_needs_gradient(value) for value in self.inputs]
+        wanted = [value for value, need in zip(self.inputs, needs, strict=True) if need]
         ends = [(t, g) for t, g in outputs if _needs_gradient(t)]
         ends += [(parameters[key], seed) for key, seed in seeds.items() if key in parameters]
         leaves = [*wanted, *parameters.values()]
@@ -52,7 +53,7 @@ class StagePass:
                 allow_unused=True,
             )
         )
-        for_inputs = [next(found) if _needs_gradient(value) else None for value in self.inputs]
+        for_inputs = [next(found) if need else None for need in needs]
         for_parameters = {key: g for key, g in zip(parameters, found, strict=True) if g is not None}
         return for_inputs, for_parameters
 
@@ -89,16 +90,16 @@ class Chain:
         """The model's output for its inputs, given by position or by name."""
         values = bind_inputs(self.modules[0].spec.signature, args, kwargs)
         self._passes = []
+        record = torch.is_grad_enabled()
         for module in self.modules:
-            inputs = tuple(self._receive(values[spec.name], spec) for spec in module.graph.inputs)
+            graph = module.graph
+            inputs = [self._receive(values[s.name], s.gradient and record) for s in graph.inputs]
             outputs = module(*inputs)
-            if torch.is_grad_enabled():
-                self._passes.append(StagePass(module, inputs, outputs))
-            names = (output.name for output in module.graph.outputs)
-            values = dict(zip(names, outputs, strict=True))
-        structure = self.modules[-1].graph.structure
-        assert structure is not None
-        return structure.build(iter(outputs))
+            if record:
+                self._passes.append(StagePass(module, tuple(inputs), outputs))
+            values = {spec.name: value for spec, value in zip(graph.outputs, outputs, strict=True)}
+        assert graph.structure is not None
+        return graph.structure.build(iter(outputs))
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Set ``.grad`` of every trainable parameter from a loss of the last output."""
@@ -165,10 +166,10 @@ class Chain:
         """A tensor as the next stage gets it, cut off from the graph of the stage before."""
         return value.detach()
 
-    def _receive(self, value: Any, spec: ValueSpec) -> Any:
+    def _receive(self, value: Any, gradient: bool) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return self.transfer(value).requires_grad_(spec.gradient and torch.is_grad_enabled())
+        return self.transfer(value).requires_grad_(gradient)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's ``state_dict``, with its keys in its order."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import StageInputError
-from ravnest.split.graph import Dimension, Mode, StageGraph, StageSpec, StateSpec, ValueSpec
+from ravnest.split.graph import Mode, StageGraph, StageSpec, StateSpec, ValueSpec
 from ravnest.split.program import Program
 
 
@@ -34,6 +34,9 @@ class StageModule(nn.Module):
         self._places = {
             entry.key: _attach(self, entry, _checked(entry, tensors).to(target)) for entry in spec.state
         }
+        self._parameter_places = {
+            entry.key: self._places[entry.key] for entry in spec.state if entry.kind == "parameter"
+        }
         programs = {mode: Program(graph, target) for mode, graph in spec.graphs.items()}
         self._programs: dict[Mode, Program] = programs
 
@@ -57,18 +60,15 @@ class StageModule(nn.Module):
         ``parameters`` and ``buffers`` replace the module's own, by key; a recomputation passes clones
         of the buffers, so that running statistics are not updated twice.
         """
-        graph = self.graph
+        mode = self._mode
+        graph = self.spec.graphs[mode]
         check_inputs(graph, inputs)
         own = self.state_tensors()
-        state = []
-        for use in graph.state:
-            if parameters is not None and use.key in parameters:
-                state.append(parameters[use.key])
-            elif buffers is not None and use.key in buffers:
-                state.append(buffers[use.key])
-            else:
-                state.append(own[use.key])
-        return self._programs[self._mode](inputs, state)
+        if buffers is not None:
+            own |= buffers
+        if parameters is not None:
+            own |= parameters
+        return self._programs[mode](inputs, [own[use.key] for use in graph.state])
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The module's current parameters, buffers and constants by key."""
@@ -76,8 +76,7 @@ class StageModule(nn.Module):
 
     def parameters_by_key(self) -> dict[str, nn.Parameter]:
         """The module's parameters, tied ones once."""
-        found = self.state_tensors()
-        return {key: value for key, value in found.items() if isinstance(value, nn.Parameter)}
+        return {key: table[leaf] for key, (table, leaf) in self._parameter_places.items()}
 
 
 def check_inputs(graph: StageGraph, inputs: Sequence[Any]) -> None:
@@ -110,19 +109,17 @@ def check_inputs(graph: StageGraph, inputs: Sequence[Any]) -> None:
 
 
 def _fits(spec: ValueSpec, value: torch.Tensor, sizes: dict[str, int]) -> bool:
-    return len(spec.shape) == value.dim() and all(
-        _dimension_fits(dimension, size, sizes)
-        for dimension, size in zip(spec.shape, value.shape, strict=True)
-    )
-
-
-def _dimension_fits(dimension: Dimension, size: int, sizes: dict[str, int]) -> bool:
-    if dimension.symbol == "?":
-        return True
-    if not dimension.symbol:
-        return size == dimension.factor
-    whole, rest = divmod(size, dimension.factor)
-    return rest == 0 and sizes.setdefault(dimension.symbol, whole) == whole
+    if len(spec.shape) != value.dim():
+        return False
+    for dimension, size in zip(spec.shape, value.shape, strict=True):
+        if not dimension.symbol:
+            if size != dimension.factor:
+                return False
+        elif dimension.symbol != "?":
+            whole, rest = divmod(size, dimension.factor)
+            if rest or sizes.setdefault(dimension.symbol, whole) != whole:
+                return False
+    return True
 
 
 def _explain_sizes(sizes: Mapping[str, int]) -> str:

@@ -90,8 +90,8 @@ def _check(name: str) -> tuple[str, str]:
     plain = base.isidentifier() and overload.isidentifier()
     if namespace != "aten":
         raise OperatorError(
-            f"the operator {name} belongs to {namespace or 'nobody'}, not to PyTorch's own set (aten), so "
-            "a provider could not run it. Write the operation with torch functions, or look for an "
+            f"the operator {name} belongs to {namespace or 'nobody'}, not to PyTorch's own set (aten), "
+            "so a provider could not run it. Write the operation with torch functions, or look for an "
             "option of its library that does (transformers: experts_implementation='batched_mm')"
         )
     if not plain or base not in allowed_aten() or overload == "out" or overload.endswith("_out"):
