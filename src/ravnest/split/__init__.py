@@ -2,8 +2,8 @@
 
 from ravnest.split.chain import Chain
 from ravnest.split.module import StageModule
-from ravnest.split.splitter import PreparedModel, Split, Stage, prepare, split
 from ravnest.split.selfcheck import Verdict, verify
+from ravnest.split.splitter import PreparedModel, Split, Stage, prepare, split
 
 __all__ = [
     "Chain",

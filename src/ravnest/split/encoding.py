@@ -280,17 +280,11 @@ def _argument_from_json(data: object, depth: int = 0) -> Argument:
 
 
 def _check_operator(name: str) -> None:
-    """Refuse what is not listed, and what an ATen name finds beside operators: methods of the class
-    that holds the overloads, and overloads that write to an ``out`` tensor of another name.
-    """
-    resolve(name)
-    if name.startswith("aten::"):
-        base, _, overload = name.removeprefix("aten::").partition(".")
-        target = getattr(getattr(torch.ops.aten, base), overload)
-        if not isinstance(target, torch._ops.OpOverload):
-            raise OperatorError(f"{name} is not an operator")
-        if any(argument.is_out for argument in target._schema.arguments):
-            raise OperatorError(f"the operator {name} writes to an out tensor; stages cannot use it")
+    """Refuse what is not listed, and overloads that write to an ``out`` tensor under another name."""
+    target = resolve(name)
+    schema = getattr(target, "_schema", None)
+    if schema is not None and any(argument.is_out for argument in schema.arguments):
+        raise OperatorError(f"the operator {name} writes to an out tensor, which stages cannot do")
 
 
 def _torch_name(value: object) -> str:

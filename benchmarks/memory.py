@@ -1,0 +1,300 @@
+"""The planned memory of stages against what training them takes.
+
+Each stage is loaded from disk in a process of its own, as on a provider, and trained for a few
+updates the way the runtime will: as many micro-batches in flight as its place in the pipeline asks
+for, each with its own version of the weights where there is more than one, AdamW, inputs and
+gradients that come in as fresh tensors, outputs that go once they are made.
+
+Two measures. **Tensors** is the peak of what torch's allocator holds, summed from every allocation
+and release that the profiler records: temporaries inside operators are in it, and it is the same in
+every run. **Process** is the growth of the resident set over what the process has after imports and
+a first step with one sample; the allocator has one arena and gives large blocks back at once, so
+that it is as near to "memory in use" as a process gets. It holds in addition what libraries allocate
+themselves (oneDNN, BLAS) and code pages that are touched late, about 10 to 30 MB, which hides small
+stages: it is shown from 64 MB on. Run as a script it prints its report.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.profiler import ProfilerActivity, profile
+
+from ravnest.plan.cost import ModelCosts
+from ravnest.plan.memory import StageMemory
+from ravnest.plan.profiling import optimizer_state_factor, profile_model
+from ravnest.split import Chain, StageModule, prepare
+from ravnest.split.splitter import balanced_cuts
+from ravnest.store.bundle import load_module, save_stage
+
+LIMITS = (0.8, 1.2)
+PIPELINES = (2, 3)
+UPDATES = 3
+SHOWN = 64e6
+"""Bytes from which on the growth of the process means something."""
+GIVE_BACK = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def subjects() -> tuple[Any, ...]:
+    """The models; made on demand because workers do without them."""
+    from subjects import Subject, bert, digits_cnn, gpt2, resnet  # noqa: PLC0415
+
+    return (
+        Subject("digits CNN, batch 64", partial(digits_cnn, 64)),
+        Subject("digits CNN, batch 512", partial(digits_cnn, 512)),
+        Subject("ResNet-18, batch 16 at 64 px", partial(resnet, 18, 16, 64)),
+        Subject("ResNet-50, batch 16 at 96 px", partial(resnet, 50, 16, 96)),
+        Subject("GPT-2, 4 layers of 256, batch 8 x 128", partial(gpt2, 8, 128)),
+        Subject("BERT, 4 layers of 256, batch 8 x 128", partial(bert, 8, 128)),
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes that a stage took at its peak."""
+
+    tensors: int
+    process: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One stage: planned and measured."""
+
+    stage: int
+    stages: int
+    planned: StageMemory[float]
+    measured: Measured
+
+
+# The side of the requester: plan, split and write the stages with what flows between them.
+
+
+def compare(subject: Any, stages: int) -> list[Comparison]:
+    """Plan and run every stage of a model."""
+    model, args, kwargs = subject.build()
+    prepared = prepare(model, args, kwargs)
+    cuts = balanced_cuts(prepared, [1.0] * stages)
+    profile_ = profile_model(prepared, optimizer_factor=optimizer_state_factor(torch.optim.AdamW))
+    costs = ModelCosts.of(profile_)
+    bounds = [0, *(prepared.cuts.index(cut) + 1 for cut in cuts), costs.units]
+    split = prepared.cut(cuts)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        flows = _Flows(Chain.of(split).modules)
+        flows(*args, **kwargs)
+        for index, stage in enumerate(split.stages):
+            place = Path(folder, str(index))
+            save_stage(place, stage)
+            torch.save(flows.inputs[index], place / "inputs.pt")
+            in_flight = stages - index
+            planned = costs.memory(bounds[index], bounds[index + 1], in_flight)
+            measured = Measured(
+                tensors=_worker(place, in_flight, "tensors"),
+                process=_worker(place, in_flight, "process"),
+            )
+            found.append(Comparison(index, stages, planned, measured))
+    return found
+
+
+class _Flows(Chain):
+    """A chain that notes what enters each stage."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            result = super().__call__(*args, **kwargs)
+        self.inputs = [[_detached(value) for value in step.inputs] for step in self._passes]
+        return result
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _worker(place: Path, in_flight: int, what: str) -> int:
+    done = subprocess.run(
+        [sys.executable, __file__, str(place), str(in_flight), what],
+        env={**os.environ, **GIVE_BACK},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return int(json.loads(done.stdout.splitlines()[-1]))
+
+
+# The side of the provider.
+
+
+def train(module: StageModule, inputs: Sequence[Any], in_flight: int, updates: int) -> None:
+    """Train a stage with as many micro-batches in flight, an update for each."""
+    trainer = _Trainer(module, in_flight)
+    while trainer.updates < updates:
+        if len(trainer.flying) < in_flight:
+            trainer.forward(inputs)
+        else:
+            trainer.backward()
+
+
+class _Trainer:
+    def __init__(self, module: StageModule, in_flight: int) -> None:
+        self.module = module.train()
+        self.updates = 0
+        self.flying: deque[_Flight] = deque()
+        parameters = module.parameters_by_key()
+        self._trained = {key: p for key, p in parameters.items() if p.requires_grad}
+        self._versions = in_flight > 1
+        self._optimizer = torch.optim.AdamW(self._trained.values()) if self._trained else None
+
+    def forward(self, inputs: Sequence[Any]) -> None:
+        specs = self.module.graph.inputs
+        received = [_received(v, s.gradient) for v, s in zip(inputs, specs, strict=True)]
+        version = self._trained
+        if self._versions:
+            version = {k: p.detach().clone().requires_grad_() for k, p in self._trained.items()}
+        outputs = self.module(*received, parameters=version)
+        leaves = [v for v in received if isinstance(v, torch.Tensor) and v.requires_grad]
+        ends = [
+            (get_gradient_edge(o), torch.empty_like(o, device="meta"))
+            for o in outputs
+            if isinstance(o, torch.Tensor) and o.requires_grad
+        ]
+        last = self.module.spec.index == self.module.spec.count - 1
+        self.flying.append(_Flight(leaves, version, ends, outputs if last else None))
+
+    def backward(self) -> None:
+        flight = self.flying.popleft()
+        gradients = flight.gradients()
+        for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
+            parameter.grad = gradient
+        del flight, gradients
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self.updates += 1
+
+
+@dataclass
+class _Flight:
+    """A micro-batch between its forward and its backward."""
+
+    leaves: list[torch.Tensor]
+    version: dict[str, torch.Tensor]
+    ends: list[tuple[GradientEdge, torch.Tensor]]
+    outputs: Any
+    """The Leaf keeps them for the loss and the metrics."""
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Gradients of the version's tensors; those of the inputs are on their way out."""
+        parameters = list(self.version.values())
+        found = torch.autograd.grad(
+            [edge for edge, _ in self.ends],
+            [*self.leaves, *parameters],
+            [torch.ones_like(shape, device="cpu") for _, shape in self.ends],
+            allow_unused=True,
+        )
+        return list(found[len(self.leaves) :])
+
+
+def _received(value: Any, gradient: bool) -> Any:
+    return value.clone().requires_grad_(gradient) if isinstance(value, torch.Tensor) else value
+
+
+def tensor_peak(place: Path, in_flight: int) -> int:
+    """Peak bytes of tensors while the stage is loaded and trained."""
+    inputs = torch.load(place / "inputs.pt", weights_only=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        train(_load(place), inputs, in_flight, UPDATES)
+    kineto = recorded.profiler.kineto_results
+    changes = [(e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]"]
+    peak = now = 0
+    for _, change in sorted(changes, key=lambda change: change[0]):
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def process_peak(place: Path, in_flight: int) -> int:
+    """Growth of the resident set from before the stage is loaded to its peak."""
+    inputs = torch.load(place / "inputs.pt", weights_only=True)
+    train(_load(place), [_narrow(value) for value in inputs], 1, 1)
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = psutil.Process().memory_info().rss
+    train(_load(place), inputs, in_flight, UPDATES)
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    peak = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(peak) * 1024 - before
+
+
+def _load(place: Path) -> StageModule:
+    """The stage with weights in memory of their own, not in pages of the file."""
+    module = load_module(place)
+    module.load_state_dict({k: t.clone() for k, t in module.state_dict().items()}, assign=True)
+    return module
+
+
+def _narrow(value: Any) -> Any:
+    return value[:2].clone() if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def measure() -> str:
+    """The whole report in Markdown."""
+    lines = [
+        "| model | stage | in flight | planned, MB | tensors, MB | planned / tensors | process, MB |"
+        " planned / process |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    ratios = []
+    for subject in subjects():
+        for stages in PIPELINES:
+            for found in compare(subject, stages):
+                planned, measured = found.planned.total, found.measured
+                ratios.append(planned / measured.tensors)
+                process = "-", "-"
+                if measured.process >= SHOWN:
+                    process = f"{measured.process / 1e6:.0f}", f"{planned / measured.process:.2f}"
+                lines.append(
+                    f"| {subject.name} | {found.stage + 1} of {found.stages} | "
+                    f"{found.stages - found.stage} | {planned / 1e6:.1f} | "
+                    f"{measured.tensors / 1e6:.1f} | {ratios[-1]:.2f} | {' | '.join(process)} |"
+                )
+                print(lines[-1], file=sys.stderr, flush=True)
+    return (
+        f"Planned training memory of each stage against a run of it with AdamW. The ratios to what "
+        f"tensors take lie between {min(ratios):.2f} and {max(ratios):.2f}; the aim is {LIMITS[0]} to "
+        f"{LIMITS[1]}.\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def _work(place: str, in_flight: str, what: str) -> None:
+    torch.set_num_threads(1)
+    peak = tensor_peak if what == "tensors" else process_peak
+    print(json.dumps(peak(Path(place), int(in_flight))))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    if len(sys.argv) > 1:
+        _work(*sys.argv[1:])
+    else:
+        print(measure())

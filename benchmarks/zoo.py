@@ -1,0 +1,182 @@
+"""Split every model of the zoo into 2, 3 and 4 stages and check each for exactness.
+
+    python benchmarks/zoo.py                          the whole zoo; writes docs/zoo.md
+    python benchmarks/zoo.py --only gpt2,t5           some models, nothing written
+    python benchmarks/zoo.py --stages 3               one number of stages, nothing written
+
+The stages are written to disk, read back and run in one process beside the unsplit model: two steps
+of SGD with momentum, evaluation, and both modes on a smaller batch, from the same seeds. Outputs,
+losses, gradients and the fused state must agree. Each model has a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+from zoo_models import ZOO, ZooModel, find
+from zoo_models.examination import BITWISE, ROOT, Finding, examine, plain
+
+REPORT = ROOT / "docs" / "zoo.md"
+STAGES = (2, 3, 4)
+TIMEOUT = 900
+"""Seconds after which a model counts as hanging."""
+
+
+def main() -> int:
+    """Run the sweep; 1 if a model does not do what the registry says."""
+    options = _options()
+    if options.worker:
+        return work(options.worker, options.stages)
+    models = [find(name) for name in options.only] or list(ZOO)
+    started = time.monotonic()
+    findings: list[Finding] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for finding in pool.map(lambda model: run_worker(model, options.stages), models):
+            findings.append(finding)
+            print(f"[{len(findings)}/{len(models)}] {describe(finding)}", flush=True)
+    minutes = (time.monotonic() - started) / 60
+    if not options.only and tuple(options.stages) == STAGES:
+        REPORT.write_text(render(findings, minutes), encoding="utf-8")
+    wrong = [finding.name for finding in findings if not finding.ok]
+    print(f"{len(findings) - len(wrong)} of {len(findings)} as expected in {minutes:.0f} minutes")
+    print(f"not as expected: {','.join(wrong)}" if wrong else "nothing unexpected")
+    return 1 if wrong else 0
+
+
+def work(name: str, stages: Sequence[int]) -> int:
+    """Examine one model in this process; its finding is the last line printed."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    print(json.dumps(asdict(examine(find(name), stages))))
+    return 0
+
+
+def run_worker(model: ZooModel, stages: Sequence[int]) -> Finding:
+    """Examine one model in a process of its own, so that a crash or a leak stays there."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",  # the sweep runs models side by side
+        "HF_HUB_OFFLINE": "1",  # nothing is downloaded; fail rather than wait
+    }
+    numbers = ",".join(map(str, stages))
+    command = [sys.executable, __file__, "--worker", model.name, "--stages", numbers]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=TIMEOUT,
+            check=True,
+        )
+        return Finding(**json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        note = f"no result within {TIMEOUT} s"
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        note = f"exit {error.returncode}: {plain(last)}"
+    return Finding(model.name, model.source, notes=[note])
+
+
+def render(findings: Sequence[Finding], minutes: float) -> str:
+    """The page docs/zoo.md."""
+    refused = [f for f in findings if f.refusal is not None]
+    split = [f for f in findings if f.refusal is None]
+    cells = [cell for f in split for cell in f.cells.values()]
+    wrong = [f for f in findings if not f.ok]
+    lines = [
+        "# The zoo",
+        "",
+        f"{len(split)} models, each split into {', '.join(map(str, STAGES[:-1]))} and {STAGES[-1]} "
+        f"stages: {cells.count(BITWISE)} of {len(STAGES) * len(split)} splits are equal to the unsplit "
+        f"model to the last bit. {len(refused)} more cannot be captured by nature and are refused with "
+        "a reason.",
+        "",
+        f"Reproduce it with `make zoo` ({minutes:.0f} minutes on {os.cpu_count()} cores). "
+        f"Last run: {datetime.now(UTC):%Y-%m-%d}, {_versions()}.",
+        "",
+        "What is compared, between the model and its stages written to disk and read back: outputs, "
+        "loss and all gradients of two training steps with SGD and momentum; outputs in evaluation; "
+        "both again on a smaller batch; the fused `state_dict`, which the model must load with "
+        "`strict=True`. All models have random weights and small sizes; batch 4 and 2, CPU, one "
+        "thread, the same seeds on both sides, torch's attention fast path off.",
+        "",
+        "Seconds are the processor's for one split: capture in both modes, measuring, cutting, "
+        "self-check.",
+        "",
+        f"| model | from | parameters | operations | {' | '.join(map(str, STAGES))} | seconds |",
+        f"|---|---|--:|--:|{'---|' * len(STAGES)}--:|",
+        *(_row(finding) for finding in split),
+        "",
+        "## Refused, with the message",
+        "",
+        "| model | from | message |",
+        "|---|---|---|",
+        *(f"| {f.name} | {f.source} | {_cell(f.refusal or '')} |" for f in refused),
+        "",
+    ]
+    if wrong:
+        lines += ["## Not as expected", "", *(f"- {describe(f)}" for f in wrong), ""]
+    return "\n".join(lines)
+
+
+def describe(finding: Finding) -> str:
+    """One line about one model."""
+    parts = [f"{count}: {cell}" for count, cell in finding.cells.items()]
+    if set(finding.cells.values()) == {BITWISE}:
+        parts = [f"{BITWISE} in {', '.join(finding.cells)}"]
+    if finding.refusal is not None:
+        parts.append(f"refused: {finding.refusal}")
+    parts += [*finding.notes, f"{finding.seconds:.1f} s"]
+    return f"{'ok  ' if finding.ok else 'FAIL'} {finding.name}: {'; '.join(parts)}"
+
+
+def _row(finding: Finding) -> str:
+    results = [_cell(finding.cells.get(str(count), "-")) for count in STAGES]
+    name = finding.name + "".join(f" ({note})" for note in finding.notes if finding.ok)
+    return (
+        f"| {name} | {finding.source} | {finding.parameters:,} | {finding.operations:,} | "
+        f"{' | '.join(results)} | {finding.seconds:.1f} |"
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _versions() -> str:
+    names = ("torch", "torchvision", "timm", "transformers")
+    return ", ".join(f"{name} {version(name)}" for name in names)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=_names, default=[], help="names of models, with commas")
+    parser.add_argument("--stages", type=_numbers, default=list(STAGES), help="numbers of stages")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="models side by side")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in _names(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

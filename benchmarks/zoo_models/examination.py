@@ -1,0 +1,131 @@
+"""What splitting one model of the zoo gives: exact stages, a difference, or a refusal."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ravnest.errors import SplitError
+from ravnest.split import Chain, Split, prepare, split, verify
+from ravnest.split.splitter import balanced_cuts
+from ravnest.store.bundle import load_module, save_stage
+from zoo_models.exactness import NOISE, Traces, Unsplit, compare, rehearse
+from zoo_models.registry import ZooModel
+
+ROOT = Path(__file__).resolve().parents[2]
+BITWISE = "bitwise"
+
+
+@dataclass
+class Finding:
+    """What the sweep found out about one model."""
+
+    name: str
+    source: str
+    parameters: int = 0
+    operations: int = 0
+    seconds: float = 0.0
+    """Processor time to split it once: capture, measure, cut and self-check."""
+    cells: dict[str, str] = field(default_factory=dict)
+    """Result by number of stages, as text: bitwise, the difference, or the error."""
+    refusal: str | None = None
+    """The message with which it was refused."""
+    notes: list[str] = field(default_factory=list)
+    ok: bool = False
+    """Whether the model did what the registry says."""
+
+
+def examine(model: ZooModel, stages: Sequence[int]) -> Finding:
+    """Split a model into each number of stages and compare, or see that it is refused."""
+    finding = Finding(model.name, model.source)
+    if model.refusal is not None:
+        _examine_refusal(model, model.refusal, finding)
+    else:
+        _examine_stages(model, stages, finding)
+    return finding
+
+
+def plain(message: str) -> str:
+    """A message without the places of this machine."""
+    message = re.sub(r"[^\s\"'(]*/(site-packages|lib/python[\d.]+)/", "", message)
+    return message.replace(f"{ROOT}/", "")
+
+
+def _examine_refusal(model: ZooModel, expected: str, finding: Finding) -> None:
+    module, args, kwargs = model.build()
+    try:
+        split(module, args, kwargs, stages=2)
+    except SplitError as error:
+        finding.refusal = plain(str(error))
+        finding.ok = expected in finding.refusal
+        if not finding.ok:
+            finding.notes.append(f"refused, but without the words {expected!r}")
+    except Exception as error:
+        finding.notes.append(f"not a SplitError: {_first_line(error)}")
+    else:
+        finding.notes.append("was split, though it should be refused")
+
+
+def _examine_stages(model: ZooModel, stages: Sequence[int], finding: Finding) -> None:
+    module, args, kwargs = model.build()
+    finding.parameters = sum(parameter.numel() for parameter in module.parameters())
+    reference = model.build()[0]
+    before = _state(reference)
+    started = time.process_time()
+    try:
+        prepared = prepare(module, args, kwargs)
+        preparing = time.process_time() - started
+        finding.operations = len(prepared.layouts["train"].operations)
+        whole = not prepared.capture.fixed_batch
+        if not whole:
+            finding.notes.append("batch size fixed")
+        expected = rehearse(Unsplit(reference), args, kwargs, small_batch=whole)
+    except Exception as error:
+        finding.notes.append(_first_line(error))
+        return
+
+    exact = True
+    for count in stages:
+        started = time.process_time()
+        try:
+            result = prepared.cut(balanced_cuts(prepared, [1.0] * count))
+            verify(prepared.capture, [result.stages])
+            seconds = preparing + time.process_time() - started
+            finding.seconds = round(max(finding.seconds, seconds), 1)
+            chain = _through_files(result)
+            actual = rehearse(chain, args, kwargs, small_batch=whole)
+            reference.load_state_dict(chain.state_dict(), strict=True)
+            worst = compare(expected, actual)
+        except Exception as error:
+            exact = False
+            finding.cells[str(count)] = _first_line(error)
+        else:
+            exact = exact and (worst is None or worst.relative <= NOISE)
+            finding.cells[str(count)] = str(worst or BITWISE)
+    changed = compare(before, _state(module))
+    if changed:
+        finding.notes.append(f"splitting changed the model's own {changed.name}")
+    finding.ok = exact and not changed
+
+
+def _through_files(result: Split) -> Chain:
+    """The stages as a provider gets them: written, read and checked."""
+    with tempfile.TemporaryDirectory() as folder:
+        places = [Path(folder, str(stage.spec.index)) for stage in result.stages]
+        for place, stage in zip(places, result.stages, strict=True):
+            save_stage(place, stage)
+        return Chain(load_module(place) for place in places)
+
+
+def _state(module: Any) -> Traces:
+    return {f"state {name}": t.detach().clone() for name, t in module.state_dict().items()}
+
+
+def _first_line(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return plain(f"{type(error).__name__}: {first}")[:300]

@@ -1,0 +1,152 @@
+"""A plan in words, and in the log format of ``clusterize``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ravnest.plan.cost import assumed_compute
+from ravnest.plan.memory import size
+from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
+from ravnest.plan.profile import ModelProfile
+from ravnest.plan.rings import Ring
+
+
+def explain(plan: Plan, profile: ModelProfile, unit_names: Sequence[str]) -> str:
+    """Who has which role and layers, memory against RAM, times, and the bottleneck.
+
+    ``unit_names`` has one name a unit, to show; neighbours may share one.
+    """
+    lines = [_headline(plan), *_assumption(plan)]
+    for cluster in plan.clusters:
+        lines += ["", _cluster_line(cluster)]
+        for stage in cluster.stages:
+            lines += _stage_lines(cluster, stage, profile, unit_names)
+    lines += ["", *_ring_lines(plan)]
+    return "\n".join(lines)
+
+
+def clusterize_log(plan: Plan) -> str:
+    """The documented log: a block a node in pipeline order, then the clusters, then the roles.
+
+    The spaces at the ends of lines belong to the format.
+    """
+    blocks = [_node_block(plan, stage) for cluster in plan.clusters for stage in cluster.stages]
+    clusters = [
+        f"Cluster {cluster.id} : " + " -> ".join(f"Node({stage.node.id})" for stage in cluster.stages)
+        for cluster in plan.clusters
+    ]
+    roles = [f"Node({stage.node.id}) -> {stage.role}" for stage in plan.stages]
+    return "\n\n\n".join([*blocks, "\n".join(clusters), "\n".join(roles)]) + "\n"
+
+
+def _node_block(plan: Plan, stage: StagePlan) -> str:
+    rings = plan.rings_of(stage.node.id)
+    ids = {ring.id: ring.names[0] for ring in rings}
+    return (
+        f"Node({stage.node.id}, Cluster({stage.cluster})) \n"
+        f"self.IP({stage.node.address}) \n"
+        f"Ring IDs({ids}) \n"
+        f"Address2Param({_next_members(rings, stage.node.id)})"
+    )
+
+
+def _next_members(rings: Sequence[Ring], node_id: int) -> dict[str, str | list[str]]:
+    names: dict[str, list[str]] = {}
+    for ring in rings:
+        successor = ring.successor(node_id)
+        if successor is not None:
+            names.setdefault(str(successor.address), []).append(ring.names[0])
+    return {address: own[0] if len(own) == 1 else own for address, own in names.items()}
+
+
+def _headline(plan: Plan) -> str:
+    nodes = _counted(len(plan.stages), "node")
+    clusters = _counted(len(plan.clusters), "cluster")
+    verb = "trains" if len(plan.stages) == 1 else "train"
+    return (
+        f"{nodes} in {clusters} {verb} about {_figure(plan.samples_per_second)} samples/s"
+        f" in micro-batches of {plan.batch_size}."
+    )
+
+
+def _assumption(plan: Plan) -> list[str]:
+    """Says where the times rest on a guess."""
+    nodes = [stage.node for stage in plan.stages]
+    silent = [f"Node({node.id})" for node in nodes if node.compute is None]
+    if not silent:
+        return []
+    assumed = f"{assumed_compute(nodes):g} GFLOP/s"
+    if len(silent) == len(nodes):
+        return [f"No node gives its compute figure: all are taken for equal, at {assumed}."]
+    return [f"Without a compute figure, taken for the median of {assumed}: {', '.join(silent)}."]
+
+
+def _cluster_line(cluster: ClusterPlan) -> str:
+    return (
+        f"Cluster {cluster.id}: about {_figure(cluster.samples_per_second)} samples/s, a"
+        f" micro-batch every {_time(cluster.seconds)}; the bottleneck is {cluster.bottleneck}."
+    )
+
+
+def _stage_lines(
+    cluster: ClusterPlan, stage: StagePlan, profile: ModelProfile, unit_names: Sequence[str]
+) -> Iterator[str]:
+    memory = stage.memory
+    share = memory.total / (stage.node.ram * 1e9)
+    yield (
+        f"  Node({stage.node.id}) at {stage.node.address} is the {stage.role}:"
+        f" {_layers(stage, unit_names)}, {_share_of_work(stage, profile)} of the work."
+    )
+    yield (
+        f"    Memory {size(memory.total)} of {stage.node.ram:g} GB ({share:.0%}): weights"
+        f" {size(memory.weights)}, older versions {size(memory.versions)}, gradients"
+        f" {size(memory.gradients)}, optimizer {size(memory.optimizer)}, activations of"
+        f" {stage.in_flight} in flight {size(memory.activations)}, transfer and workspace"
+        f" {size(memory.transfer + memory.workspace)}."
+    )
+    yield f"    Time {_time(stage.compute_seconds)} a micro-batch{_link(cluster, stage)}."
+
+
+def _link(cluster: ClusterPlan, stage: StagePlan) -> str:
+    if stage.index == len(cluster.stages) - 1:
+        return ""
+    receiver = cluster.stages[stage.index + 1].node
+    return f", and {_time(stage.link_seconds)} on the link to Node({receiver.id})"
+
+
+def _layers(stage: StagePlan, unit_names: Sequence[str]) -> str:
+    names = list(dict.fromkeys(unit_names[stage.start : stage.stop]))
+    units = _counted(stage.stop - stage.start, "unit")
+    if len(names) == 1:
+        return f"layer {names[0]} ({units})"
+    return f"layers {names[0]} to {names[-1]} ({units})"
+
+
+def _share_of_work(stage: StagePlan, profile: ModelProfile) -> str:
+    total = sum(unit.work for unit in profile.units)
+    own = sum(unit.work for unit in profile.units[stage.start : stage.stop])
+    return f"{own / total:.0%}" if total else "none"
+
+
+def _ring_lines(plan: Plan) -> Iterator[str]:
+    if len(plan.clusters) == 1:
+        yield "One cluster holds the only copy of the model: nothing is averaged."
+        return
+    yield f"{_counted(len(plan.rings), 'ring')} average the clusters:"
+    for ring in plan.rings:
+        members = ", ".join(f"Node({member.node_id})" for member in ring.members)
+        tensors = _counted(len(ring.names), "tensor")
+        yield f"  Ring {ring.id}: {tensors} from {ring.names[0]} on, by {members}."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _time(seconds: float) -> str:
+    return f"{_figure(seconds * 1e3)} ms" if seconds < 1 else f"{_figure(seconds)} s"
+
+
+def _figure(number: float) -> str:
+    """Three digits: more would pretend."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

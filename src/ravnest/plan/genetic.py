@@ -1,0 +1,201 @@
+"""Genetic search for the clusters of a large pool.
+
+An individual is a grouping. Its genes are whole clusters: a child takes some clusters from one
+parent, then from the other those that do not overlap with them, and the nodes that are left over
+are placed where they help most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from random import Random
+
+from ravnest.plan.grouping import Cluster, Grouping, Pool, Score
+from ravnest.plan.polish import halves
+
+POPULATION = 24
+CHILDREN = 240
+INSERT_TRIES = 6
+"""Clusters that a left-over node is tried in."""
+
+
+def evolved(pool: Pool, rng: Random, budget: int) -> list[Grouping]:
+    """The last generation, best first; some of its clusters may not fit where RAM is scarce."""
+    people = _ranked(pool, _founders(pool, rng, budget))[:POPULATION]
+    for _ in range(CHILDREN):
+        if pool.orders.effort >= budget or pool.is_ideal(people[0][0]):
+            break
+        one, other = _parent(people, rng), _parent(people, rng)
+        child = _mutated(pool, _child(pool, one, other, rng), rng)
+        score = pool.total(child)
+        if score > people[-1][0] and all(child != grouping for _, grouping in people):
+            people[-1] = (score, child)
+            people.sort(key=lambda item: item[0], reverse=True)
+    return [grouping for _, grouping in people]
+
+
+def _ranked(pool: Pool, groupings: Iterator[Grouping]) -> list[tuple[Score, Grouping]]:
+    different = list(dict.fromkeys(groupings))
+    scored = [(pool.total(grouping), grouping) for grouping in different]
+    return sorted(scored, key=lambda item: item[0], reverse=True)
+
+
+def _parent(people: Sequence[tuple[Score, Grouping]], rng: Random) -> Grouping:
+    """The better of two at random; they are sorted, best first."""
+    return people[min(rng.randrange(len(people)), rng.randrange(len(people)))][1]
+
+
+# The first generation: alike nodes together, or every cluster alike.
+
+
+def _founders(pool: Pool, rng: Random, budget: int) -> Iterator[Grouping]:
+    """At least one, and as many more as the budget allows; to be scored as they come."""
+    rankings = list(_rankings(pool, rng))
+    for ranked in rankings:
+        yield from _chunked(pool, ranked, budget)
+        if pool.orders.effort >= budget:
+            return
+    if pool.clusters is None:
+        for ranked in rankings:
+            yield _filled(pool, ranked, rng)
+            if pool.orders.effort >= budget:
+                return
+
+
+def _chunked(pool: Pool, ranked: list[int], budget: int) -> Iterator[Grouping]:
+    """From many clusters to few, as long as that helps: the fewer, the longer the pipelines."""
+    best: Score | None = None
+    for count in _cluster_counts(pool):
+        alike = _chunks(ranked, count)
+        mixed = _grouping([ranked[first::count] for first in range(count)])
+        yield alike
+        yield mixed
+        score = max(pool.total(alike), pool.total(mixed))
+        fits = score.placed == len(ranked)
+        if (best is not None and score < best) or (fits and pool.orders.effort >= budget):
+            return
+        best = score
+
+
+def _rankings(pool: Pool, rng: Random) -> Iterator[list[int]]:
+    nodes = range(len(pool.machines))
+    for keys in (("bandwidth", "flops"), ("flops", "ram"), ("ram", "bandwidth")):
+        yield sorted(nodes, key=lambda node: ([getattr(pool.machines[node], key) for key in keys], node))
+    yield rng.sample(nodes, len(nodes))
+
+
+def _cluster_counts(pool: Pool) -> list[int]:
+    if pool.clusters is not None:
+        return [pool.clusters]
+    counts = [max(1, len(pool.machines) // 2)]
+    while counts[-1] > 1:
+        counts.append(max(1, counts[-1] * 2 // 3))
+    return counts
+
+
+def _chunks(ranked: list[int], count: int) -> Grouping:
+    edges = [round(index * len(ranked) / count) for index in range(count + 1)]
+    return _grouping(ranked[edges[i] : edges[i + 1]] for i in range(count))
+
+
+def _filled(pool: Pool, ranked: Sequence[int], rng: Random) -> Grouping:
+    """Close each cluster as soon as it holds the model."""
+    done: list[Cluster] = []
+    growing: list[int] = []
+    for node in ranked:
+        growing.append(node)
+        if (len(growing) >= 2 or pool.orders.costs.units == 1) and pool.order(growing) is not None:
+            done.append(tuple(sorted(growing)))
+            growing = []
+    if not done:
+        return _grouping([growing])
+    return _placed(pool, done, growing, rng)
+
+
+# Crossover and mutation.
+
+
+def _child(pool: Pool, one: Grouping, other: Grouping, rng: Random) -> Grouping:
+    fitting = [cluster for cluster in one if pool.order(cluster) is not None]
+    kept = rng.sample(fitting, rng.randint(0, len(fitting)))
+    used = {node for cluster in kept for node in cluster}
+    for cluster in other:
+        if used.isdisjoint(cluster) and pool.order(cluster) is not None:
+            kept.append(cluster)
+            used.update(cluster)
+    left = [node for node in range(len(pool.machines)) if node not in used]
+    if not kept:
+        return one
+    if pool.clusters is None:
+        return _placed(pool, kept, left, rng)
+    return _with_count(pool, kept, left, rng)
+
+
+def _placed(pool: Pool, clusters: list[Cluster], left: Sequence[int], rng: Random) -> Grouping:
+    """Left-over nodes: clusters of their own where they hold the model, else into others."""
+    clusters = list(clusters)
+    growing: list[int] = []
+    for node in sorted(left, key=lambda node: (pool.machines[node].bandwidth, node)):
+        growing.append(node)
+        if len(growing) >= 2 and pool.order(growing) is not None:
+            clusters.append(tuple(sorted(growing)))
+            growing = []
+    for node in growing:
+        _insert(pool, clusters, node, rng)
+    return _grouping(clusters)
+
+
+def _insert(pool: Pool, clusters: list[Cluster], node: int, rng: Random) -> None:
+    """Put a node where it does most good, or least harm, of a few clusters at random."""
+    tried = rng.sample(range(len(clusters)), min(INSERT_TRIES, len(clusters)))
+
+    def gain(index: int) -> tuple[int, int, float, int]:
+        before, after = pool.score(clusters[index]), pool.score((*clusters[index], node))
+        placed, paired, worth = (new - old for new, old in zip(after, before, strict=True))
+        return int(placed), int(paired), worth, index
+
+    best = max(tried, key=gain)
+    clusters[best] = tuple(sorted((*clusters[best], node)))
+
+
+def _with_count(pool: Pool, kept: list[Cluster], left: Sequence[int], rng: Random) -> Grouping:
+    """As many clusters as asked: the surplus is dissolved, the lack made up by parting."""
+    clusters = sorted(kept, key=lambda cluster: (pool.score(cluster), cluster), reverse=True)
+    left = [*left, *(node for cluster in clusters[pool.clusters :] for node in cluster)]
+    clusters = clusters[: pool.clusters]
+    missing = (pool.clusters or 0) - len(clusters)
+    seeds = [tuple(sorted(left[first::missing])) for first in range(missing)]
+    if missing and all(seeds):
+        return _grouping([*clusters, *seeds])
+    for node in left:
+        _insert(pool, clusters, node, rng)
+    while len(clusters) < (pool.clusters or 0):
+        largest = max(clusters, key=lambda cluster: (len(cluster), cluster))
+        clusters.remove(largest)
+        clusters.extend(halves(pool, largest, rng))
+    return _grouping(clusters)
+
+
+def _mutated(pool: Pool, grouping: Grouping, rng: Random) -> Grouping:
+    clusters = list(grouping)
+    rng.shuffle(clusters)
+    if len(clusters) < 2:
+        return grouping
+    draw = rng.random()
+    first, second, *rest = clusters
+    if draw < 0.4:
+        one, other = rng.choice(first), rng.choice(second)
+        return _grouping([*rest, {*first, other} - {one}, {*second, one} - {other}])
+    if draw < 0.6 and len(first) > 1:
+        node = rng.choice(first)
+        return _grouping([*rest, {*first} - {node}, {*second, node}])
+    if draw < 0.7 and pool.clusters is None:
+        return _grouping([*rest, first + second])
+    if draw < 0.8 and pool.clusters is None and len(first) >= 4:
+        return _grouping([*rest, second, *halves(pool, first, rng)])
+    return grouping
+
+
+def _grouping(clusters: Iterable[Iterable[int]]) -> Grouping:
+    """In canonical form, so that equal groupings are equal values."""
+    return tuple(sorted(tuple(sorted(cluster)) for cluster in clusters))

@@ -1,0 +1,161 @@
+"""What a grouping of the nodes into clusters is worth, and the exact best one of a small pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ravnest.plan.cost import Machine
+from ravnest.plan.orders import Kinds, Order, Orders
+
+Cluster = tuple[int, ...]
+"""Nodes of a cluster, ascending, as indices into the pool."""
+Grouping = tuple[Cluster, ...]
+
+SIMILARITY = 1e-3
+"""Share of its rate that a cluster may lose to have nodes that are alike, for each factor e by
+which they differ; at most ten times that. Decides between groupings that are as good as equal."""
+BREVITY = 1e-4
+"""The same for each stage above two: the longer a pipeline, the older the weights it trains on."""
+
+IDEAL = 0.005
+"""A grouping this close to what the nodes could compute without waiting is good enough."""
+
+
+class Score(NamedTuple):
+    """How good a grouping is; the greater the better."""
+
+    placed: int
+    """Nodes in clusters that fit, less all others."""
+    paired: int
+    """Minus the clusters of one node, where a cluster should have a Root and a Leaf."""
+    worth: float
+    """Samples a second, less a trifle for unlike nodes and long pipelines."""
+
+    def plus(self, other: Score) -> Score:
+        """Score of two groups of clusters together."""
+        return Score(self.placed + other.placed, self.paired + other.paired, self.worth + other.worth)
+
+
+NOTHING = Score(0, 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The nodes with all that the search for clusters asks about them."""
+
+    machines: tuple[Machine, ...]
+    kinds: Kinds
+    """For each node the index of its machine among the different ones."""
+    orders: Orders
+    clusters: int | None
+    """How many clusters to make; None leaves it to the search."""
+
+    @classmethod
+    def of(cls, machines: Sequence[Machine], clusters: int | None, orders: Orders) -> Pool:
+        """Find each node's machine among the different ones that ``orders`` knows."""
+        number = {machine: index for index, machine in enumerate(orders.kinds)}
+        return cls(tuple(machines), tuple(number[m] for m in machines), orders, clusters)
+
+    def order(self, cluster: Sequence[int]) -> Order | None:
+        """Best order of a cluster's machines; None where they do not hold the model."""
+        return self.orders.best(tuple(self.kinds[node] for node in cluster))
+
+    def score(self, cluster: Sequence[int]) -> Score:
+        """Score of one cluster."""
+        single = -1 if len(cluster) == 1 and self.clusters is None else 0
+        order = self.order(cluster)
+        if order is None:
+            return Score(-len(cluster), single, 0.0)
+        rate = self.orders.costs.batch_size / max(order.seconds, 1e-9)
+        return Score(len(cluster), single, rate * (1 - self._drawback(cluster)))
+
+    def total(self, grouping: Sequence[Cluster]) -> Score:
+        """Score of several clusters."""
+        result = NOTHING
+        for cluster in grouping:
+            result = result.plus(self.score(cluster))
+        return result
+
+    def is_ideal(self, score: Score) -> bool:
+        """No search can gain more than a trifle: everyone is placed and nearly never waits."""
+        costs = self.orders.costs
+        work = float(costs.work.prefix[-1])
+        bound = costs.batch_size * sum(machine.flops for machine in self.machines)
+        everyone = score.placed == len(self.machines) and score.paired == 0
+        return everyone and score.worth * work >= (1 - IDEAL) * bound
+
+    def _drawback(self, cluster: Sequence[int]) -> float:
+        machines = [self.machines[node] for node in cluster]
+        spread = 0.0
+        for figures in zip(*((m.ram, m.bandwidth, m.flops) for m in machines), strict=True):
+            spread += math.log(max(figures) / min(figures)) / 3
+        return SIMILARITY * min(spread, 10.0) + BREVITY * max(0, len(cluster) - 2)
+
+
+def best_grouping(
+    nodes: Sequence[int], clusters: int | None, score: Callable[[Cluster], Score]
+) -> Grouping | None:
+    """The best of all groupings of a few nodes whose clusters all fit, or None if none does.
+
+    Weighs every subset as the cluster of its lowest node: 3^n steps for n nodes.
+    """
+    subsets = _Subsets(tuple(sorted(nodes)), score)
+    left, count = subsets.everyone, clusters
+    result: list[Cluster] = []
+    while left:
+        found = subsets.best(left, count)
+        if found is None:
+            return None
+        result.append(subsets.members(found[1]))
+        left, count = left ^ found[1], None if count is None else count - 1
+    return tuple(result)
+
+
+class _Subsets:
+    """Sets of nodes as bits of a number, each scored once."""
+
+    def __init__(self, nodes: Cluster, score: Callable[[Cluster], Score]) -> None:
+        self.nodes = nodes
+        self.everyone = (1 << len(nodes)) - 1
+        self._score = score
+        self._scores: dict[int, Score] = {}
+        self._best: dict[tuple[int, int | None], tuple[Score, int] | None] = {}
+
+    def members(self, chosen: int) -> Cluster:
+        return tuple(node for bit, node in enumerate(self.nodes) if chosen >> bit & 1)
+
+    def score(self, chosen: int) -> Score:
+        if chosen not in self._scores:
+            self._scores[chosen] = self._score(self.members(chosen))
+        return self._scores[chosen]
+
+    def best(self, left: int, count: int | None) -> tuple[Score, int] | None:
+        """Best score of the nodes ``left`` in ``count`` clusters, and the cluster of the lowest."""
+        if (left, count) not in self._best:
+            self._best[left, count] = self._weigh(left, count)
+        return self._best[left, count]
+
+    def _weigh(self, left: int, count: int | None) -> tuple[Score, int] | None:
+        if left == 0 or count == 0:
+            return (NOTHING, 0) if left == 0 and not count else None
+        best: tuple[Score, int] | None = None
+        for chosen in _subsets_with_lowest(left):
+            if self.score(chosen).placed > 0:
+                rest = self.best(left ^ chosen, None if count is None else count - 1)
+                if rest is not None:
+                    total = self.score(chosen).plus(rest[0])
+                    if best is None or total > best[0]:
+                        best = (total, chosen)
+        return best
+
+
+def _subsets_with_lowest(of: int) -> Iterator[int]:
+    lowest = of & -of
+    others = chosen = of ^ lowest
+    while chosen:
+        yield chosen | lowest
+        chosen = (chosen - 1) & others
+    yield lowest

@@ -1,0 +1,95 @@
+"""The plan: who holds which units, with what memory and time, and who averages with whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ravnest.plan.memory import StageMemory
+from ravnest.plan.nodes import NodeConfig
+from ravnest.plan.rings import Ring
+from ravnest.types import Role
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage on its node."""
+
+    node: NodeConfig
+    cluster: int
+    index: int
+    """Position in the pipeline; the Root is 0."""
+    role: Role
+    start: int
+    stop: int
+    """Holds the units ``start`` to ``stop - 1``."""
+    in_flight: int
+    """Micro-batches that have passed forward and not yet backward, at most."""
+    memory: StageMemory[float]
+    """Predicted."""
+    compute_seconds: float
+    """Predicted time of forward and backward for one micro-batch."""
+    link_seconds: float
+    """Predicted time of one micro-batch on the link to the next stage; 0 for the last."""
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """One pipeline that holds the whole model."""
+
+    id: int
+    stages: tuple[StagePlan, ...]
+    """In pipeline order, Root first."""
+    seconds: float
+    """Predicted time between micro-batches: that of the slowest stage or link."""
+    samples_per_second: float
+    bottleneck: str
+    """The slowest stage or link, in words."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Clusters, stages and rings for one model and one pool of nodes."""
+
+    clusters: tuple[ClusterPlan, ...]
+    """By ascending id. Cluster 0 has node 0; each next one has the lowest node of those left."""
+    rings: tuple[Ring, ...]
+    batch_size: int
+    update_frequency: int
+    seed: int
+
+    @property
+    def samples_per_second(self) -> float:
+        """Predicted, of all clusters together."""
+        return sum(cluster.samples_per_second for cluster in self.clusters)
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """All stages by ascending node id."""
+        stages = (stage for cluster in self.clusters for stage in cluster.stages)
+        return tuple(sorted(stages, key=lambda stage: stage.node.id))
+
+    def stage_of(self, node_id: int) -> StagePlan:
+        """The node's stage; ``KeyError`` if the plan does not have the node."""
+        for cluster in self.clusters:
+            for stage in cluster.stages:
+                if stage.node.id == node_id:
+                    return stage
+        raise KeyError(f"the plan has no node {node_id}")
+
+    def previous(self, node_id: int) -> StagePlan | None:
+        """The stage that sends activations to this node; None for a Root."""
+        return self._neighbour(node_id, -1)
+
+    def next(self, node_id: int) -> StagePlan | None:
+        """The stage that gets this node's activations; None for the last of its cluster."""
+        return self._neighbour(node_id, 1)
+
+    def rings_of(self, node_id: int) -> tuple[Ring, ...]:
+        """Rings that the node is a member of."""
+        return tuple(ring for ring in self.rings if ring.member(node_id) is not None)
+
+    def _neighbour(self, node_id: int, step: int) -> StagePlan | None:
+        stage = self.stage_of(node_id)
+        stages = self.clusters[stage.cluster].stages
+        index = stage.index + step
+        return stages[index] if 0 <= index < len(stages) else None

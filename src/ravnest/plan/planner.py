@@ -1,0 +1,137 @@
+"""From a profile and a pool of nodes to a plan. Pure: the same arguments give the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ravnest.errors import PlanError
+from ravnest.plan.cost import Machine, ModelCosts, machines_of
+from ravnest.plan.cuts import Cuts, best_cuts
+from ravnest.plan.nodes import NodeConfig
+from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
+from ravnest.plan.profile import ModelProfile
+from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
+from ravnest.plan.search import find_pipelines
+from ravnest.plan.shortage import why_nothing_fits
+from ravnest.types import Role
+
+
+def make_plan(
+    profile: ModelProfile,
+    nodes: Sequence[NodeConfig],
+    *,
+    clusters: int | None = None,
+    seed: int = 0,
+    update_frequency: int = 1,
+    source: str = "node_configs.json",
+) -> Plan:
+    """The plan with the highest predicted samples a second that uses every node.
+
+    Without ``clusters`` every cluster has a Root and a Leaf, unless some node can then not be
+    used: the pool has one node, the model cannot be cut, or nothing else fits the RAM. With
+    ``clusters`` there are exactly so many, of one node too. ``source`` names the pool in errors.
+    ``PlanError`` says why no plan exists.
+    """
+    _check(profile, nodes, clusters, update_frequency)
+    nodes = sorted(nodes, key=lambda node: node.id)
+    costs = ModelCosts.of(profile, update_frequency)
+    machines = machines_of(nodes)
+    pipelines = find_pipelines(costs, machines, clusters, seed)
+    if pipelines is None:
+        raise PlanError(why_nothing_fits(profile, nodes, clusters, update_frequency, source))
+    planned = tuple(
+        _cluster(number, costs, [nodes[i] for i in pipeline], [machines[i] for i in pipeline])
+        for number, pipeline in enumerate(pipelines)
+    )
+    return Plan(planned, _rings(profile, planned), profile.batch_size, update_frequency, seed)
+
+
+def _check(
+    profile: ModelProfile, nodes: Sequence[NodeConfig], clusters: int | None, update_frequency: int
+) -> None:
+    units, count = len(profile.units), len(nodes)
+    if not nodes:
+        raise PlanError("there are no nodes to plan for; list at least one in node_configs.json")
+    if len({node.id for node in nodes}) < count:
+        raise PlanError("two nodes have the same id")
+    if units == 0:
+        raise PlanError("the model has no operation to train")
+    if update_frequency < 1:
+        raise PlanError(f"update_frequency must be at least 1, is {update_frequency}")
+    if clusters is None:
+        return
+    if not 1 <= clusters <= count:
+        raise PlanError(f"clusters={clusters} is not possible with {_nodes(count)}: choose 1 to {count}")
+    if clusters * units < count:
+        raise PlanError(
+            f"clusters={clusters} is not possible: the model can be cut into at most {units}"
+            f" stages, so {_nodes(count)} need at least {-(-count // units)} clusters"
+        )
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node" if count == 1 else f"{count} nodes"
+
+
+def _cluster(
+    number: int, costs: ModelCosts, nodes: Sequence[NodeConfig], machines: Sequence[Machine]
+) -> ClusterPlan:
+    cuts = best_cuts(costs, machines)
+    if cuts is None:
+        raise AssertionError(f"cluster {number} fitted in the search and does not fit now")
+    stages = tuple(_stage(number, index, costs, cuts, (nodes, machines)) for index in range(len(nodes)))
+    rate = costs.batch_size / max(cuts.seconds, 1e-9)
+    return ClusterPlan(number, stages, cuts.seconds, rate, _bottleneck(stages))
+
+
+def _stage(
+    cluster: int,
+    index: int,
+    costs: ModelCosts,
+    cuts: Cuts,
+    pipeline: tuple[Sequence[NodeConfig], Sequence[Machine]],
+) -> StagePlan:
+    nodes, machines = pipeline
+    start, stop = cuts.bounds[index : index + 2]
+    last = index == len(nodes) - 1
+    return StagePlan(
+        node=nodes[index],
+        cluster=cluster,
+        index=index,
+        role=Role.at(index, len(nodes)),
+        start=start,
+        stop=stop,
+        in_flight=len(nodes) - index,
+        memory=costs.memory(start, stop, len(nodes) - index),
+        compute_seconds=costs.compute_seconds(start, stop, machines[index]),
+        link_seconds=0 if last else costs.link_seconds(stop, *machines[index : index + 2]),
+    )
+
+
+def _bottleneck(stages: Sequence[StagePlan]) -> str:
+    """The slowest part in words; of equal ones a stage rather than a link, and the first."""
+    computing = max(stages, key=lambda stage: stage.compute_seconds)
+    sending = max(stages, key=lambda stage: stage.link_seconds)
+    if computing.compute_seconds >= sending.link_seconds:
+        return f"the compute of Node({computing.node.id}), its {computing.role}"
+    receiver = stages[sending.index + 1]
+    slower = min(sending.node, receiver.node, key=lambda node: node.bandwidth)
+    return (
+        f"the link from Node({sending.node.id}) to Node({receiver.node.id})"
+        f" at the {slower.bandwidth:g} Mbps of Node({slower.id})"
+    )
+
+
+def _rings(profile: ModelProfile, clusters: Sequence[ClusterPlan]) -> tuple[Ring, ...]:
+    owned = [
+        [
+            OwnedUnits(
+                stage.start,
+                stage.stop,
+                RingMember(cluster.id, stage.node.id, stage.node.address),
+            )
+            for stage in cluster.stages
+        ]
+        for cluster in clusters
+    ]
+    return make_rings(profile.state, owned)

@@ -1,0 +1,105 @@
+"""Which nodes form a cluster, and in which order: exact for small pools, genetic for large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from ravnest.plan.cost import Machine, ModelCosts
+from ravnest.plan.genetic import evolved
+from ravnest.plan.grouping import Grouping, Pool, best_grouping
+from ravnest.plan.orders import Orders
+from ravnest.plan.polish import polished
+from ravnest.plan.positions import chosen_cuts
+from ravnest.plan.ranges import IntArray
+
+EXACT_NODES = 10
+"""Pools of at most so many nodes are searched completely."""
+EXACT_EFFORT = 100_000_000
+"""Effort that chooses how many cuts the complete search looks at."""
+MOST_CUTS = 1000
+"""Cuts that the complete search looks at before it finds that nothing fits."""
+LARGE_CUTS = 96
+"""Cuts that the search for a large pool looks at, or more for long pipelines."""
+LARGE_EFFORT = 500_000_000
+"""Effort that a large pool may take; a fifth of it breeds, the rest polishes."""
+POLISHED = 5
+"""So many of the last generation are polished, one after another, as far as the effort goes."""
+EXACT_LENGTH = 5
+"""Pipelines of a large pool up to this long get their order by a complete search."""
+
+Pipeline = tuple[int, ...]
+"""Nodes of a cluster in pipeline order, Root first, as indices into the pool."""
+
+
+def find_pipelines(
+    costs: ModelCosts,
+    machines: Sequence[Machine],
+    clusters: int | None,
+    seed: int,
+    *,
+    exact_nodes: int = EXACT_NODES,
+) -> tuple[Pipeline, ...] | None:
+    """Every node in one of the pipelines, for the most samples a second; None where nothing fits.
+
+    A cluster of one node is made only where no grouping without it fits, or where the number of
+    clusters is given. Pure: the same arguments give the same pipelines. Pools of more than
+    ``exact_nodes`` nodes are left to the genetic search.
+    """
+    small = len(machines) <= exact_nodes
+    count = _exact_cuts(len(machines)) if small else _large_cuts(costs, machines, clusters)
+    for cuts in _finer_and_finer(costs, count, MOST_CUTS if small else 2 * count):
+        exact_length = exact_nodes if small else EXACT_LENGTH
+        pool = Pool.of(machines, clusters, Orders(costs, machines, cuts, exact_length))
+        grouping = _exact(pool) if small else _genetic(pool, seed)
+        if grouping is not None:
+            return _pipelines(pool, grouping)
+    return None
+
+
+def _finer_and_finer(costs: ModelCosts, count: int, most: int) -> Iterator[IntArray]:
+    """Cuts to look at. Where RAM is scarce the only one that fits may not be among the first."""
+    yield chosen_cuts(costs, count)
+    while count <= min(costs.units, most // 2):
+        count *= 2
+        yield chosen_cuts(costs, count)
+
+
+def _exact_cuts(nodes: int) -> int:
+    tails = nodes * 2 ** (nodes - 1)
+    return max(64, int((EXACT_EFFORT / tails) ** 0.5))
+
+
+def _large_cuts(costs: ModelCosts, machines: Sequence[Machine], clusters: int | None) -> int:
+    """Several cuts for each stage of the longest pipelines to be expected."""
+    ram = sum(machine.ram for machine in machines) / len(machines)
+    length = costs.smallest_total / ram
+    if clusters is not None:
+        length = max(length, len(machines) / clusters)
+    return max(LARGE_CUTS, min(200, int(6 * length)))
+
+
+def _exact(pool: Pool) -> Grouping | None:
+    return best_grouping(range(len(pool.machines)), pool.clusters, pool.score)
+
+
+def _genetic(pool: Pool, seed: int) -> Grouping | None:
+    rng = Random(seed)  # noqa: S311 - a reproducible search, nothing secret
+    best = evolved(pool, rng, LARGE_EFFORT // 5)[:POLISHED]
+    grouping = max((polished(pool, one, rng, LARGE_EFFORT) for one in best), key=pool.total)
+    fits = all(pool.order(cluster) is not None for cluster in grouping)
+    return grouping if fits else None
+
+
+def _pipelines(pool: Pool, grouping: Grouping) -> tuple[Pipeline, ...]:
+    """Fix the order of each cluster; equal machines take their places by ascending id."""
+    waiting: dict[int, list[int]] = {}
+    for node in reversed(range(len(pool.machines))):
+        waiting.setdefault(pool.kinds[node], []).append(node)
+    result = []
+    for cluster in sorted(grouping):
+        order = pool.orders.refined(tuple(pool.kinds[node] for node in cluster))
+        if order is None:
+            raise AssertionError(f"cluster {cluster} of the result does not fit")
+        result.append(tuple(waiting[kind].pop() for kind in order.kinds))
+    return tuple(sorted(result, key=min))

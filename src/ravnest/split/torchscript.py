@@ -1,0 +1,146 @@
+"""Turn a TorchScript module into an ordinary ``nn.Module``, which ``torch.export`` can trace.
+
+``torch.export`` refuses a ``ScriptModule``. Here its tree of modules is mirrored, with the same
+tensors under the same names, and forward runs its graph in Python.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.jit._trace import TopLevelTracedModule
+
+from ravnest.errors import CaptureError
+from ravnest.split.torchscript_graph import Program, where
+from ravnest.split.torchscript_mirror import ModuleValue, ScriptMirror, mirror_of
+from ravnest.split.torchscript_schema import resolve
+
+logger = logging.getLogger(__name__)
+
+
+def from_torchscript(module: torch.jit.ScriptModule) -> nn.Module:
+    """Return a module that computes what ``module`` computes and that ``torch.export`` can trace.
+
+    Its parameters and buffers are those of ``module``, under the same names: nothing is copied. If
+    ``module`` is scripted, ``train()`` and ``eval()`` switch what depends on the mode; if it was
+    traced, it keeps the mode that it was traced in, which is logged as a warning.
+
+    Raises ``CaptureError`` if there is nothing to train. The new module's forward raises it, naming
+    the user's line, where the value of a tensor decides or an operator has no counterpart.
+    """
+    _check(module)
+    value = mirror_of(module)
+    graph = value.graph("forward")
+    _warn_of_baked_mode(module, graph)
+    value.mirror._script_value = value
+    value.mirror.forward = _forward(value, graph)
+    return value.mirror
+
+
+def _check(module: torch.jit.ScriptModule) -> None:
+    if next(module.parameters(), None) is None:
+        raise CaptureError(
+            "the TorchScript module has no parameters, so there is nothing to train. "
+            "torch.jit.freeze makes constants of them: pass the module from before freezing"
+        )
+    script: Any = module._c
+    if not script._has_method("forward"):
+        raise CaptureError(
+            "the TorchScript module has no method forward (torch.jit.script loses that of a bare "
+            "nn.LSTM or nn.GRU): put it into a module whose forward calls it, and script that"
+        )
+    if script._get_forward_hooks() or script._get_forward_pre_hooks():
+        raise CaptureError(
+            "the TorchScript module has forward hooks, which are no part of its graph: remove them "
+            "and do in forward what they do"
+        )
+
+
+def _forward(value: ModuleValue, graph: Any) -> MethodType:
+    """Return the forward of the mirror, with the signature of the script's."""
+    program = Program(graph)
+    signature = _signature(value.script._get_method("forward").schema)
+
+    def forward(self: ScriptMirror, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        _, *inputs = bound.arguments.values()
+        module = self._script_value
+        grad_enabled = torch.is_grad_enabled()
+        try:
+            output = program(module, *inputs)
+            module.finish_run()
+        finally:
+            module.forget_run()
+            if torch.is_grad_enabled() != grad_enabled:  # it failed inside torch.no_grad()
+                torch._C._set_grad_enabled(grad_enabled)
+        return output
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return MethodType(forward, value.mirror)
+
+
+def _signature(schema: torch._C.FunctionSchema) -> inspect.Signature:
+    parameters = [
+        inspect.Parameter(
+            argument.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=argument.default_value if argument.has_default_value() else inspect._empty,
+        )
+        for argument in schema.arguments
+    ]
+    return inspect.Signature(parameters)
+
+
+_MODE_FLAGS = ("train", "training", "use_input_stats")
+_IDLE_WITHOUT = ("p", "dropout", "running_mean")
+_MODE_DEPENDENT = tuple(
+    f"aten::{name}"
+    for name in (
+        *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"),
+        *("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_"),
+        *("lstm", "gru", "rnn_tanh", "rnn_relu", "batch_norm", "instance_norm", "rrelu", "rrelu_"),
+    )
+)
+
+
+def _warn_of_baked_mode(module: torch.jit.ScriptModule, graph: Any) -> None:
+    """Say so if train() and eval() will not switch everything, as in a traced module.
+
+    A module that was saved and loaded does not tell whether it was traced, but its graph does: the
+    flags that a script reads from ``self.training`` are constants.
+    """
+    baked = dict(_baked_flags(graph))
+    if not baked and not isinstance(module, TopLevelTracedModule):
+        return
+    modes = {"training" if flag else "evaluation" for flag in baked.values()}
+    logger.warning(
+        "the mode of the TorchScript model is fixed in its graph, as torch.jit.trace does%s: "
+        "train() and eval() do not switch it. Pass the Python model, or one made by "
+        "torch.jit.script, to train in the one mode and to evaluate in the other%s",
+        f" ({' and '.join(sorted(modes))} mode)" if modes else "",
+        f". First found at {next(iter(baked))}" if baked else "",
+    )
+
+
+def _baked_flags(graph: Any) -> Iterator[tuple[str, bool]]:
+    """Find the operators whose mode is a constant and matters: line, and whether it is training."""
+    for kind in _MODE_DEPENDENT:
+        for node in graph.findAllNodes(kind):
+            names = [argument.name for argument in resolve(node.schema()).arguments]
+            constants = dict(zip(names, map(_constant, node.inputs()), strict=False))
+            flag = next((constants[name] for name in _MODE_FLAGS if name in constants), None)
+            idle = any(constants.get(name, 1) in (None, 0) for name in _IDLE_WITHOUT)
+            if isinstance(flag, bool) and not idle:
+                yield where(node), flag
+
+
+def _constant(value: torch._C.Value) -> Any:
+    """Return the constant that a value of the graph is, or else the value itself."""
+    return value.toIValue() if value.node().kind() == "prim::Constant" else value

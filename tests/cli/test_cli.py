@@ -1,0 +1,328 @@
+"""The ``ravnest`` command: what it prints, that ``plan`` writes nothing, and how it ends."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from ravnest import __version__
+from ravnest.cli.app import app, main
+from ravnest.split import Split, StageModule, split
+from ravnest.store.nodefile import CertificateFiles, NodeFile
+from ravnest.store.trained import save_trained
+from ravnest.types import Role
+
+ROOT = Path(__file__).parents[2]
+
+TARGETS = """
+import torch
+from torch import nn
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x, *, scale=None):
+        y = self.last(torch.relu(self.second(torch.relu(self.first(x)))))
+        return y if scale is None else y * scale
+
+def args():
+    return Small(), (torch.rand(8, 4),)
+
+def tensor():
+    return Small(), torch.rand(8, 4)
+
+def keywords():
+    return Small(), {"x": torch.rand(8, 4)}
+
+def both():
+    return Small(), (torch.rand(8, 4),), {"scale": torch.rand(8, 3)}
+
+def model_only():
+    return Small()
+
+def nothing():
+    return None
+
+def number():
+    return Small(), 5
+
+def example_is_wrong():
+    return Small(), {"y": torch.rand(8, 4)}
+
+not_a_function = 5
+"""
+
+
+def entry(number: int, ram: float) -> dict[str, object]:
+    return {"IP": f"127.0.0.1:{8080 + number}", "benchmarks": {"ram": ram, "bandwidth": 100}}
+
+
+def configure(path: Path, count: int, ram: float = 1) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({str(number): entry(number, ram) for number in range(count)}))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with ``targets.py`` and four nodes; imports are undone afterwards."""
+    (tmp_path / "targets.py").write_text(TARGETS)
+    (tmp_path / "broken.py").write_text("import not_installed_anywhere\n")
+    configure(tmp_path / "node_data" / "node_configs.json", 4)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path
+    for name in ("targets", "broken"):
+        sys.modules.pop(name, None)
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def ravnest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """The command as the shell runs it, in this process."""
+
+    def run(*args: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["ravnest", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        return Ended(code if isinstance(code, int) else 0 if code is None else 1, *capsys.readouterr())
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"a folder"
+        for path in folder.rglob("*")
+    }
+
+
+def is_one_error(ended: Ended) -> bool:
+    """Exit code 1, nothing on stdout, and on stderr one message without a traceback."""
+    return (
+        ended.code == 1
+        and ended.out == ""
+        and ended.err.startswith("error: ")
+        and "Traceback" not in ended.err
+    )
+
+
+def check_explained(text: str) -> None:
+    """What a plan of the four nodes says."""
+    assert re.search(
+        r"^4 nodes in 2 clusters train about \S+ samples/s in micro-batches of 8\.$", text, re.M
+    )
+    for node in range(4):
+        assert re.search(
+            rf"^  Node\({node}\) at 127\.0\.0\.1:808{node} is the (Root|Stem|Leaf):", text, re.M
+        )
+    assert text.count(" is the Root: ") == 2
+    assert len(re.findall(r"^    Memory \S+ [kMG]B of 1 GB \(\d+%\): weights ", text, re.M)) == 4
+    assert len(re.findall(r"; the bottleneck is the (compute|link) ", text)) == 2
+    assert len(re.findall(r"^    Time \S+ ms a micro-batch", text, re.M)) == 4
+    assert re.search(r"^  Ring 0: \d+ tensors from first\.weight on, by Node", text, re.M)
+
+
+def test_plan_explains_and_writes_nothing(project: Path) -> None:
+    before = contents(project)
+    done = CliRunner().invoke(app, ["plan", "targets:args", "--clusters", "2"])
+    assert done.exit_code == 0, done.output
+    check_explained(done.stdout)
+    assert contents(project) == before
+
+
+def test_plan_as_a_process(project: Path) -> None:
+    before = contents(project)
+    script = "from ravnest.cli.app import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "plan", "targets:args", "--clusters", "2"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "40",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    check_explained(done.stdout)
+    assert contents(project) == before
+
+
+def test_the_script_is_registered() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert tomllib.load(file)["project"]["scripts"] == {"ravnest": "ravnest.cli.app:main"}
+
+
+@pytest.mark.parametrize("target", ["tensor", "keywords", "both"])
+def test_a_target_gives_its_example_in_any_form(
+    project: Path, ravnest: Callable[..., Ended], target: str
+) -> None:
+    configure(project / "two.json", 2)
+    ended = ravnest("plan", f"targets:{target}", "--nodes", "two.json")
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("2 nodes in 1 cluster train about ")
+
+
+@pytest.mark.usefixtures("project")
+def test_plan_takes_its_options(ravnest: Callable[..., Ended]) -> None:
+    ended = ravnest("plan", "targets:args", "--clusters", "4", "--pass-data", "--update-frequency", "2")
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("4 nodes in 4 clusters train about ")
+    assert ended.out.count("is the Root") == 4
+
+
+REFUSED = {
+    "no-colon": (["plan", "targets"], "'targets' is not of the form module:function"),
+    "no function": (["plan", "targets:"], "'targets:' is not of the form module:function"),
+    "no module": (["plan", ":args"], "':args' is not of the form module:function"),
+    "unknown module": (["plan", "nowhere:args"], "there is no module 'nowhere' here"),
+    "module with missing import": (["plan", "broken:args"], "no module 'not_installed_anywhere' here"),
+    "unknown function": (["plan", "targets:nobody"], "the module targets has no function nobody"),
+    "not a function": (["plan", "targets:not_a_function"], "has no function not_a_function"),
+    "returns a model": (["plan", "targets:model_only"], r"must return \(model, args\).*got Small"),
+    "returns nothing": (["plan", "targets:nothing"], r"must return \(model, args\).*got NoneType"),
+    "returns a number": (["plan", "targets:number"], "returns a int where example inputs belong"),
+    "missing node configs": (
+        ["plan", "targets:args", "--nodes", "none.json"],
+        r"none\.json does not exist",
+    ),
+    "malformed node configs": (
+        ["plan", "targets:args", "--nodes", "targets.py"],
+        r"targets\.py is not valid JSON",
+    ),
+    "too many clusters": (["plan", "targets:args", "--clusters", "9"], "clusters=9 is not possible"),
+    "too little RAM": (["plan", "targets:args", "--nodes", "tiny.json"], "the model needs .* offer"),
+    "wrong example": (["plan", "targets:example_is_wrong"], "example inputs do not fit .*'x'"),
+    "nothing to fuse": (["fuse"], "holds no trained stage of cluster 0"),
+    "no such cluster": (["fuse", "--cluster", "3"], "holds no trained stage of cluster 3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_one_message_and_exit_code_1(
+    project: Path, ravnest: Callable[..., Ended], name: str
+) -> None:
+    configure(project / "tiny.json", 2, ram=1e-6)
+    before = contents(project)
+    args, says = REFUSED[name]
+    ended = ravnest(*args)
+    assert is_one_error(ended), ended
+    assert re.search(says, ended.err.splitlines()[0]), ended.err
+    assert contents(project) == before
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize(
+    "args",
+    [["plan"], ["plan", "targets:args", "--clusters", "0"], ["fuse", "--cluster", "-1"], ["unknown"]],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_exit_code_2(ravnest: Callable[..., Ended], args: list[str]) -> None:
+    ended = ravnest(*args)
+    assert (ended.code, ended.out) == (2, "")
+    assert "Usage:" in ended.err
+
+
+@pytest.mark.usefixtures("project")
+def test_brackets_in_a_message_are_shown(ravnest: Callable[..., Ended]) -> None:
+    ended = ravnest("plan", "targets:args", "--nodes", "[bold]nodes[/].json")
+    assert is_one_error(ended), ended
+    assert ended.err.startswith("error: [bold]nodes[/].json does not exist")
+
+
+def test_version_and_help(ravnest: Callable[..., Ended]) -> None:
+    assert ravnest("--version") == (0, f"ravnest {__version__}\n", "")
+    for args in ([], ["--help"]):
+        shown = ravnest(*args)
+        assert re.search(r"\bplan\b", shown.out + shown.err)
+        assert re.search(r"\bfuse\b", shown.out + shown.err)
+
+
+# --- fuse ----------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+@pytest.fixture(scope="module")
+def stages() -> Split:
+    torch.manual_seed(0)
+    return split(Two(), torch.rand(4, 3), stages=2)
+
+
+def save(folder: Path, stages: Split, cluster: int) -> None:
+    for number, stage in enumerate(stages.stages):
+        node = NodeFile(
+            plan="plan",
+            node=number,
+            cluster=cluster,
+            stage=number,
+            stages=2,
+            role=Role.at(number, 2),
+            address=f"127.0.0.1:{8080 + number}",
+            previous=None,
+            next=None,
+            rings=(),
+            bundle="",
+            sha256="",
+            seed=0,
+            in_flight=2,
+            update_frequency=1,
+            certificates=CertificateFiles("", "", ""),
+        )
+        save_trained(folder, node, StageModule(stage.spec, stage.tensors), run="run")
+
+
+def test_fuse_writes_the_state_dict(project: Path, ravnest: Callable[..., Ended], stages: Split) -> None:
+    save(project / "trained", stages, cluster=0)
+    save(project / "copies", stages, cluster=3)
+    assert ravnest("fuse") == (0, "wrote trained/trained_state_dict.pt\n", "")
+    ended = ravnest("fuse", "--cluster", "3", "--folder", "copies")
+    assert ended == (0, "wrote copies/trained_state_dict.pt\n", "")
+    for folder in ("trained", "copies"):
+        fused = torch.load(project / folder / "trained_state_dict.pt", weights_only=True)
+        assert not any(Two().load_state_dict(fused, strict=True))
+
+
+def test_fuse_says_which_stage_is_missing(
+    project: Path, ravnest: Callable[..., Ended], stages: Split
+) -> None:
+    save(project / "trained", stages, cluster=0)
+    (project / "trained" / "cluster_0" / "node_1.json").unlink()
+    ended = ravnest("fuse")
+    assert is_one_error(ended), ended
+    assert "lacks stage 1 of 2: it has stage 0 (node_0)" in ended.err
+    assert len(ended.err.splitlines()) == 1
+    assert not (project / "trained" / "trained_state_dict.pt").exists()

@@ -1,0 +1,82 @@
+"""Models and pools that the planning tests share."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ravnest.plan.cost import Machine
+from ravnest.plan.nodes import NodeConfig
+from ravnest.plan.profile import ModelProfile, StateTensor, Unit
+from ravnest.types import Address
+
+
+def load_benchmark() -> ModuleType:
+    """``benchmarks/planning.py``: its brute force is the oracle of the tests too."""
+    path = Path(__file__).parents[2] / "benchmarks" / "planning.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_planning", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def unit(work: float = 1e9, activation: int = 0, workspace: int = 0, crossing: int = 0) -> Unit:
+    return Unit(work, activation, workspace, crossing, crossing)
+
+
+def chain(units: int, *, weight: int = 1000, **figures: Any) -> ModelProfile:
+    """Equal units with one weight each."""
+    return ModelProfile(
+        units=tuple(unit(**figures) for _ in range(units)),
+        state=tuple(
+            StateTensor(f"layer{u}.weight", weight, trainable=True, averaged=True, units=(u,))
+            for u in range(units)
+        ),
+        batch_size=32,
+        input_bytes=0,
+    )
+
+
+def node(number: int, ram: float = 8, bandwidth: float = 100, compute: float | None = 50) -> NodeConfig:
+    return NodeConfig(number, Address("10.0.0.1", 8080 + number), ram, bandwidth, compute)
+
+
+small_bytes = st.integers(0, 50)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, max_units: int = 7) -> ModelProfile:
+    """Any small model: frozen tensors, ties, cuts without a gradient."""
+    count = draw(st.integers(1, max_units))
+    units = tuple(
+        Unit(float(draw(st.integers(0, 20))), *(draw(small_bytes) for _ in range(4)))
+        for _ in range(count)
+    )
+    users = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted).map(tuple)
+    state = draw(st.lists(st.tuples(small_bytes, st.booleans(), users), max_size=6))
+    return ModelProfile(
+        units=units,
+        state=tuple(
+            StateTensor(f"t{index}", size, trainable, averaged=True, units=uses)
+            for index, (size, trainable, uses) in enumerate(state)
+        ),
+        batch_size=4,
+        input_bytes=draw(small_bytes),
+        optimizer_bytes_per_parameter_byte=draw(st.sampled_from((0.0, 1.0, 2.0))),
+    )
+
+
+machines = st.builds(
+    Machine,
+    ram=st.integers(50, 2000).map(float),
+    bandwidth=st.integers(1, 200).map(float),
+    flops=st.integers(1, 10).map(float),
+)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import chain, node, profiles
+
+from ravnest.plan.cost import NOMINAL_COMPUTE, ModelCosts, assumed_compute, machines_of
+from ravnest.plan.positions import chosen_cuts
+from ravnest.plan.profile import ModelProfile, StateTensor, Unit
+from ravnest.plan.ranges import DistinctBytes, RangeMax
+
+
+@given(profiles(max_units=9), st.data())
+def test_a_tensor_counts_once_in_any_run(profile: ModelProfile, data: st.DataObject) -> None:
+    count = len(profile.units)
+    distinct = DistinctBytes.of(profile.state, count)
+    some = st.lists(st.integers(0, count), min_size=1, unique=True).map(sorted)
+    starts, stops = data.draw(some), data.draw(some)
+    grid = distinct.grid(np.array(starts), np.array(stops))
+    for row, start in enumerate(starts):
+        for column, stop in enumerate(stops):
+            if start < stop:
+                held = [t.bytes for t in profile.state if any(start <= u < stop for u in t.units)]
+                assert grid[row, column] == sum(held)
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=20))
+def test_the_largest_value_of_any_run(values: list[int]) -> None:
+    every = np.arange(len(values) + 1)
+    grid = RangeMax.of(values).grid(every, every)
+    for start, stop in combinations(every.tolist(), 2):
+        assert grid[start, stop] == max(values[start:stop])
+
+
+def test_absent_compute_is_the_median_of_the_others() -> None:
+    nodes = [node(0, compute=10), node(1, compute=None), node(2, compute=30), node(3, compute=90)]
+    assert [machine.flops for machine in machines_of(nodes)] == [10e9, 30e9, 30e9, 90e9]
+
+
+def test_absent_everywhere_means_equal() -> None:
+    nodes = [node(0, compute=None), node(1, compute=None)]
+    assert assumed_compute(nodes) == NOMINAL_COMPUTE
+    assert {machine.flops for machine in machines_of(nodes)} == {NOMINAL_COMPUTE * 1e9}
+
+
+def test_units_of_the_nodes() -> None:
+    (machine,) = machines_of([node(0, ram=2, bandwidth=20, compute=5)])
+    assert (machine.ram, machine.bandwidth, machine.flops) == (2e9, 20e6, 5e9)
+
+
+def test_time_of_a_stage_and_of_a_link() -> None:
+    profile = ModelProfile(
+        units=(Unit(4e9, 0, 0, 1_000_000, 3_000_000), Unit(6e9, 0, 0, 0, 0)),
+        state=(),
+        batch_size=1,
+        input_bytes=0,
+    )
+    costs = ModelCosts.of(profile)
+    fast, slow = machines_of([node(0, compute=2, bandwidth=100), node(1, compute=1, bandwidth=12)])
+    assert costs.compute_seconds(0, 1, fast) == 2.0
+    assert costs.compute_seconds(0, 2, slow) == 10.0
+    assert costs.link_seconds(1, fast, slow) == costs.link_seconds(1, slow, fast) == 2.0
+
+
+def test_a_tie_over_a_cut_travels_once_an_update() -> None:
+    tied = StateTensor("tied", 400, trainable=True, averaged=True, units=(0, 2))
+    frozen = StateTensor("frozen", 9999, trainable=False, averaged=True, units=(0, 3))
+    profile = ModelProfile(chain(4, crossing=10).units, (tied, frozen), 1, 0)
+    assert ModelCosts.of(profile).link_bytes.tolist() == [0, 410, 410, 10, 0]
+    assert ModelCosts.of(profile, 4).link_bytes.tolist() == [0, 110, 110, 10, 0]
+
+
+def test_what_stands_behind_the_last_unit_crosses_nothing() -> None:
+    costs = ModelCosts.of(chain(3, crossing=10))
+    assert costs.link_bytes.tolist() == [0, 10, 10, 0]
+
+
+@pytest.mark.parametrize("count", [5, 16, 40])
+def test_chosen_cuts_keep_the_ends_and_the_least_traffic(count: int) -> None:
+    crossings = [100] * 199
+    crossings[76] = 1
+    profile = ModelProfile(
+        tuple(Unit(1e9, 10, 0, crossing, crossing) for crossing in [*crossings, 0]), (), 1, 0
+    )
+    cuts = chosen_cuts(ModelCosts.of(profile), count)
+    assert 3 <= len(cuts) <= count
+    assert (cuts[0], cuts[-1]) == (0, 200)
+    assert 77 in cuts
+    assert (np.diff(cuts) > 0).all()
+
+
+def test_few_cuts_are_all_chosen() -> None:
+    assert chosen_cuts(ModelCosts.of(chain(4)), 5).tolist() == [0, 1, 2, 3, 4]

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import profiles
+
+from ravnest.plan.cost import ModelCosts
+from ravnest.plan.memory import StageLoad, StageMemory, Training, older_versions, size, stage_memory
+from ravnest.plan.profile import ModelProfile
+
+LOAD: StageLoad[float] = StageLoad(
+    state=100, trainable=80, activations=10, incoming=5, transfer=7, workspace=3
+)
+
+
+def test_each_purpose_is_counted() -> None:
+    memory = stage_memory(LOAD, 3, Training(update_frequency=2, optimizer_factor=2.0))
+    assert memory == StageMemory(
+        weights=100,
+        versions=160,
+        gradients=80,
+        optimizer=160,
+        activations=45,
+        transfer=7,
+        workspace=3,
+    )
+    assert memory.total == 555
+
+
+def test_a_leaf_keeps_no_older_version() -> None:
+    assert stage_memory(LOAD, 1, Training(1, 2.0)).versions == 0
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "update_frequency", "versions"),
+    [(1, 1, 0), (2, 1, 2), (2, 4, 1), (5, 4, 2), (8, 4, 2)],
+)
+def test_older_versions(in_flight: int, update_frequency: int, versions: int) -> None:
+    assert older_versions(in_flight, update_frequency) == versions
+
+
+def test_sizes_read_well() -> None:
+    assert [size(n) for n in (900, 5e5, 2.4e7, 9.06e9)] == ["1 kB", "500 kB", "24 MB", "9.1 GB"]
+
+
+def by_hand(profile: ModelProfile, start: int, stop: int, in_flight: int, frequency: int) -> float:
+    """The formula again, straight from the profile."""
+    held = [t for t in profile.state if any(start <= u < stop for u in t.units)]
+    trainable = sum(t.bytes for t in held if t.trainable)
+    units = profile.units[start:stop]
+    last = stop == len(profile.units)
+    incoming = profile.units[start - 1].crossing_bytes if start else profile.input_bytes
+    return (
+        sum(t.bytes for t in held)
+        + (0 if in_flight == 1 else -(-in_flight // frequency)) * trainable
+        + trainable * (1 + profile.optimizer_bytes_per_parameter_byte)
+        + in_flight * (sum(u.activation_bytes for u in units) + incoming)
+        + (0 if last else units[-1].crossing_bytes + units[-1].gradient_bytes)
+        + (profile.units[start - 1].gradient_bytes if start else 0)
+        + max(u.workspace_bytes for u in units)
+    )
+
+
+@given(profiles(), st.integers(1, 9), st.integers(1, 4))
+def test_one_stage_and_a_grid_of_stages_agree_with_the_formula(
+    profile: ModelProfile, in_flight: int, frequency: int
+) -> None:
+    costs = ModelCosts.of(profile, frequency)
+    every = np.arange(costs.units + 1)
+    grid = costs.memory_grid(every, every, in_flight)
+    for start, stop in combinations(every.tolist(), 2):
+        expected = by_hand(profile, start, stop, in_flight, frequency)
+        assert costs.memory(start, stop, in_flight).total == expected
+        assert grid[start, stop] == expected
+    assert np.isinf(grid[np.tril_indices(len(every))]).all()
+
+
+@given(profiles(), st.integers(1, 5))
+def test_inner_memory_is_no_more_and_only_grows(profile: ModelProfile, in_flight: int) -> None:
+    costs = ModelCosts.of(profile)
+    every = np.arange(costs.units + 1)
+    inner = costs.inner_memory_grid(every, every, in_flight)
+    whole = costs.memory_grid(every, every, in_flight)
+    for start, stop in combinations(every.tolist(), 2):
+        assert inner[start, stop] <= whole[start, stop]
+        if stop < costs.units:
+            assert inner[start, stop] <= inner[start, stop + 1]
+        if start:
+            assert inner[start, stop] <= inner[start - 1, stop]

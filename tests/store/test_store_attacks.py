@@ -1,0 +1,718 @@
+"""Stages from a stranger: each of these is refused with a clear error, and nothing of it runs.
+
+An attacker controls both files and can make every digest inside them agree. Attacks on the weights
+are therefore signed again, unless the digest is what is attacked.
+"""
+
+import copy
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ravnest.errors import OperatorError, StageFormatError
+from ravnest.split.encoding import stage_from_json, stage_to_json
+from ravnest.split.program import Program
+from ravnest.store import bundle
+from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE, load_module
+from ravnest.store.files import sha256_of
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a stage ran while it was loaded")
+
+    monkeypatch.setattr(Program, "__call__", refuse)
+
+
+def read(folder: Path) -> Json:
+    return json.loads((folder / STAGE_FILE).read_bytes())  # type: ignore[no-any-return]
+
+
+def write(folder: Path, data: object) -> None:
+    (folder / STAGE_FILE).write_text(json.dumps(data))
+
+
+def sign(folder: Path) -> None:
+    """Make the stage's digest of the weights agree with the file."""
+    data = read(folder)
+    data["weights"]["sha256"] = sha256_of(folder / WEIGHTS_FILE)
+    write(folder, data)
+
+
+def test_the_stage_that_is_attacked_is_a_good_one(last: Path) -> None:
+    """Else the attacks below would prove nothing."""
+    data = read(last)
+    write(last, data)
+    sign(last)
+    assert load_module(last, sha256_of(last / STAGE_FILE)).spec.index == 2
+    assert data["graphs"]["train"]["structure"]["keys"] == ["logits", "hidden"]
+    assert len(data["graphs"]["train"]["operations"]) >= 2
+    assert state(data, "embed.weight")["stages"][0] == 0, "the last stage holds a replica"
+
+
+# --- the graph -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A change of ``stage.json``, and what the refusal says."""
+
+    name: str
+    change: Callable[[Json], object]
+    says: str
+    error: type[ValueError] = StageFormatError
+
+
+def train(data: Json) -> Json:
+    return data["graphs"]["train"]  # type: ignore[no-any-return]
+
+
+def operation(data: Json, index: int = 0) -> Json:
+    return train(data)["operations"][index]  # type: ignore[no-any-return]
+
+
+def state(data: Json, key: str) -> Json:
+    return next(entry for entry in data["state"] if entry["key"] == key)
+
+
+def rename(data: Json, key: str) -> None:
+    """Call the tied weight ``key``, wherever it is named."""
+    entry = state(data, "embed.weight")
+    entry["key"] = entry["names"][0] = key
+    for graph in data["graphs"].values():
+        graph["state"] = [[name, key if old == "embed.weight" else old] for name, old in graph["state"]]
+
+
+def nested(depth: int) -> list[Any]:
+    inner: list[Any] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+def structure(new: object) -> Callable[[Json], object]:
+    return lambda data: train(data).update(structure=new)
+
+
+def argument(new: object) -> Callable[[Json], object]:
+    return lambda data: operation(data)["args"].append(new)
+
+
+def use(target: str) -> Callable[[Json], object]:
+    return lambda data: operation(data).update(target=target)
+
+
+ATTACKS = [
+    Attack("another format", lambda d: d.update(format="pickle"), "not a Ravnest stage"),
+    Attack("no format", lambda d: d.pop("format"), "not a Ravnest stage"),
+    Attack("later version", lambda d: d.update(version=2), "format version 2"),
+    Attack("no version", lambda d: d.pop("version"), "format version None"),
+    Attack("negative stage", lambda d: d.update(stage=-1), "stage -1 of 3"),
+    Attack("stage beyond the last", lambda d: d.update(stage=3), "stage 3 of 3"),
+    Attack("stage is a flag", lambda d: d.update(stage=True), "not a whole number"),
+    Attack("stage is a fraction", lambda d: d.update(stage=2.0), "not a whole number"),
+    Attack("far too many stages", lambda d: d.update(stages=10**15), "does not exist"),
+    Attack("no graphs", lambda d: d.pop("graphs"), "'graphs' is missing"),
+    Attack("graphs in a list", lambda d: d.update(graphs=[]), "graphs is malformed"),
+    Attack("no graph for eval", lambda d: d["graphs"].pop("eval"), "'eval' is missing"),
+    Attack("graph is text", lambda d: d["graphs"].update(eval="x"), "a graph is malformed"),
+    Attack("no weights", lambda d: d.pop("weights"), "does not name its weights"),
+    Attack("weights elsewhere", lambda d: d["weights"].update(file="/etc/passwd"), "does not name"),
+    Attack("digest is no text", lambda d: d["weights"].update(sha256=None), "changed or damaged"),
+    # state
+    Attack("state is no list", lambda d: d.update(state={}), "'state' must be a list"),
+    Attack("state entry is text", lambda d: d["state"].append("x"), "a state tensor is malformed"),
+    Attack("state twice", lambda d: d["state"].append(d["state"][0]), "listed twice"),
+    Attack(
+        "two tensors of one name",
+        lambda d: state(d, "embed.weight").update(names=["embed.weight", "scale"]),
+        "listed twice",
+    ),
+    Attack("dunder", lambda d: rename(d, "__class__.x"), "not the name of a parameter"),
+    Attack("dunder leaf", lambda d: rename(d, "x.__dict__"), "not the name of a parameter"),
+    Attack("empty part", lambda d: rename(d, "a..b"), "not the name of a parameter"),
+    Attack("parent folder", lambda d: rename(d, "../../x"), "not the name of a parameter"),
+    Attack("empty name", lambda d: rename(d, ""), "not the name of a parameter"),
+    Attack("control character", lambda d: rename(d, "a\x1b[2J"), "not the name of a parameter"),
+    Attack("key is no text", lambda d: d["state"][0].update(key=5), "is not a name"),
+    Attack("key is not its name", lambda d: d["state"][0].update(key="y"), "names of 'y'"),
+    Attack("no names", lambda d: d["state"][0].update(names=[]), "are malformed"),
+    Attack("place too few", lambda d: d["state"][0].update(positions=[]), "are malformed"),
+    Attack("place below -1", lambda d: state(d, "scale").update(positions=[-2]), "no such place"),
+    Attack("unknown kind", lambda d: d["state"][0].update(kind="code"), "not a kind of state"),
+    Attack("kind is a list", lambda d: d["state"][0].update(kind=[]), "not a kind of state"),
+    Attack("unknown dtype", lambda d: d["state"][0].update(dtype="object"), "not a dtype"),
+    Attack("dtype is a function", lambda d: d["state"][0].update(dtype="load"), "not a dtype"),
+    Attack("other dtype", lambda d: state(d, "scale").update(dtype="int32"), "scale has shape"),
+    Attack("wider dtype", lambda d: state(d, "embed.weight").update(dtype="float64"), "truncated"),
+    Attack("other shape", lambda d: state(d, "embed.weight").update(shape=[6, 11]), "has shape"),
+    Attack("more elements", lambda d: state(d, "embed.weight").update(shape=[12, 6]), "truncated"),
+    Attack("huge shape", lambda d: state(d, "embed.weight").update(shape=[2**48] * 9), "truncated"),
+    Attack("huge size", lambda d: state(d, "embed.weight").update(shape=[2**63]), "not a size"),
+    Attack("negative size", lambda d: state(d, "embed.weight").update(shape=[-1]), "not a size"),
+    Attack("size is text", lambda d: state(d, "embed.weight").update(shape=["b0"]), "whole number"),
+    Attack("trainable is 1", lambda d: d["state"][0].update(trainable=1), "true or false"),
+    Attack("trainable buffer", lambda d: state(d, "scale").update(trainable=True), "cannot be trained"),
+    Attack(
+        "trainable integers",
+        lambda d: state(d, "embed.weight").update(dtype="int32"),
+        "cannot be trained",
+    ),
+    Attack("held by nobody", lambda d: d["state"][0].update(stages=[]), "stages that hold"),
+    Attack("held elsewhere", lambda d: d["state"][0].update(stages=[0]), "stages that hold"),
+    Attack("held twice", lambda d: d["state"][0].update(stages=[2, 2]), "stages that hold"),
+    Attack("held by stage 7", lambda d: d["state"][0].update(stages=[2, 7]), "stages that hold"),
+    Attack("held by stage -1", lambda d: d["state"][0].update(stages=[-1, 2]), "stages that hold"),
+    Attack("tensor too few", lambda d: d["state"].remove(state(d, "scale")), "'scale' is not in"),
+    Attack("use of unknown state", lambda d: train(d)["state"].append(["y", "z"]), "'z' is not in"),
+    Attack("use is no pair", lambda d: train(d)["state"].append(["y"]), "use of state is malformed"),
+    # inputs and sizes
+    Attack("inputs missing", lambda d: train(d).pop("inputs"), "'inputs' is missing"),
+    Attack("input is null", lambda d: train(d)["inputs"].append(None), "an input is malformed"),
+    Attack("input dtype", lambda d: train(d)["inputs"][0].update(dtype=7), "is not a name"),
+    Attack("size of nothing", lambda d: train(d)["inputs"][0].update(shape=["0*b0"]), "not a size"),
+    Attack("size of expression", lambda d: train(d)["inputs"][0].update(shape=["b0+1"]), "not a size"),
+    Attack(
+        "size of many digits",
+        lambda d: train(d)["inputs"][0].update(shape=["9" * 5000 + "*b0"]),
+        "not a size",
+    ),
+    Attack("size is a float", lambda d: train(d)["inputs"][0].update(shape=[1.5]), "whole number"),
+    Attack(
+        "gradient of integers",
+        lambda d: train(d)["inputs"][0].update(dtype="int64", gradient=True),
+        "no gradient flows",
+    ),
+    Attack(
+        "gradient of a number",
+        lambda d: train(d)["inputs"][0].update(dtype=None, gradient=True),
+        "no gradient flows",
+    ),
+    Attack("symbol is text", lambda d: train(d)["symbols"].append("b9"), "a symbol is malformed"),
+    Attack("symbol twice", lambda d: train(d)["symbols"].append(train(d)["symbols"][0]), "listed twice"),
+    Attack("empty bounds", lambda d: train(d)["symbols"][0].update(maximum=0), "no size lies within"),
+    Attack("signature missing", lambda d: d.pop("signature"), "'signature' is missing"),
+    Attack("signature twice", lambda d: d["signature"].append(d["signature"][0]), "signature"),
+    Attack("signature too short", lambda d: d["signature"][0].update(values=[]), "signature"),
+    # operations
+    Attack("operations missing", lambda d: train(d).pop("operations"), "'operations' is missing"),
+    Attack("operation is text", lambda d: train(d)["operations"].append("x"), "an operation is"),
+    Attack("no target", lambda d: operation(d).pop("target"), "'target' is missing"),
+    Attack("target is a list", lambda d: operation(d).update(target=[]), "is not a name"),
+    Attack("name is code", lambda d: operation(d).update(name="a;import os"), "not a new, plain name"),
+    Attack("name is empty", lambda d: operation(d).update(name=""), "not a new, plain name"),
+    Attack("name has a dot", lambda d: operation(d).update(name="a.b"), "not a new, plain name"),
+    Attack("name is null", lambda d: operation(d).update(name=None), "is not a name"),
+    Attack(
+        "name twice",
+        lambda d: train(d)["operations"].append(copy.deepcopy(operation(d))),
+        "not a new, plain name",
+    ),
+    Attack(
+        "name of an input",
+        lambda d: operation(d).update(name=train(d)["inputs"][0]["name"]),
+        "not a new, plain name",
+    ),
+    Attack("reads itself", lambda d: argument({"value": operation(d)["name"]})(d), "nothing before it"),
+    Attack(
+        "reads what comes later",
+        lambda d: argument({"value": operation(d, -1)["name"]})(d),
+        "nothing before it",
+    ),
+    Attack("reads nothing", argument({"value": "nobody"}), "nothing before it"),
+    Attack("reads nothing, nested", argument([[{"value": "nobody"}]]), "nothing before it"),
+    Attack(
+        "keyword reads nothing",
+        lambda d: operation(d).update(kwargs={"x": {"value": "nobody"}}),
+        "nothing before it",
+    ),
+    Attack("kwargs in a list", lambda d: operation(d).update(kwargs=[]), "kwargs is malformed"),
+    Attack("args in an object", lambda d: operation(d).update(args={}), "'args' must be a list"),
+    Attack("no_grad is text", lambda d: operation(d).update(no_grad="yes"), "true or false"),
+    Attack("unknown argument", argument({"code": "x"}), "is not an argument"),
+    Attack("argument of two", argument({"value": "x", "dtype": "int8"}), "is not an argument"),
+    Attack("argument is empty", argument({}), "is not an argument"),
+    Attack("value is a number", argument({"value": 1}), "is not an argument"),
+    Attack("another device", argument({"device": "cuda:0"}), "is not an argument"),
+    Attack("float is code", argument({"float": "1e5"}), "is not an argument"),
+    Attack("dtype is a module", argument({"dtype": "os"}), "not a dtype"),
+    Attack("layout is a function", argument({"layout": "load"}), "not a layout"),
+    Attack("dtype as layout", argument({"layout": "float32"}), "not a layout"),
+    Attack("integer of 65 bits", argument(2**63), "is not an argument"),
+    Attack("deep argument", argument(nested(17)), "is not an argument"),
+    Attack("very deep argument", argument(nested(500)), "is not an argument"),
+    Attack("deep name", lambda d: operation(d).update(name=nested(500)), "is not a name"),
+    # outputs
+    Attack(
+        "output of nothing", lambda d: train(d)["outputs"][0].__setitem__(1, {"value": "n"}), "reads"
+    ),
+    Attack("output is text", lambda d: train(d)["outputs"].append("x"), "an output is malformed"),
+    Attack("output too many", lambda d: train(d)["outputs"].append(["x", 1]), "do not fill"),
+    Attack("output too few", lambda d: train(d)["outputs"].pop(), "do not fill"),
+    Attack("no structure", structure(None), "only the last stage"),
+    Attack("structure missing", lambda d: train(d).pop("structure"), "'structure' is missing"),
+    Attack("structure is text", structure("os"), "structure is malformed"),
+    Attack("unknown structure", structure({"object": ["*", "*"]}), "structure is malformed"),
+    Attack("two structures", structure({"list": ["*", "*"], "tuple": []}), "structure is malformed"),
+    Attack("children in text", structure({"list": "**"}), "structure is malformed"),
+    Attack("keys of a list", structure({"list": ["*", "*"], "keys": [0]}), "structure is malformed"),
+    Attack("keys too few", structure({"dict": ["*", "*"], "keys": ["a"]}), "structure is malformed"),
+    Attack("keys alike", structure({"dict": ["*", "*"], "keys": ["a", "a"]}), "structure is malformed"),
+    Attack("keys nested", structure({"dict": ["*", "*"], "keys": [[], []]}), "structure is malformed"),
+    Attack(
+        "constant is a list",
+        structure({"tuple": ["*", "*", {"constant": []}]}),
+        "structure is malformed",
+    ),
+    Attack("structure of 100 levels", structure({"list": [nested(100)]}), "structure is malformed"),
+    *(
+        Attack(
+            f"namedtuple of {name} with {' and '.join(fields)}",
+            structure({"namedtuple": ["*", "*"], "keys": fields, "name": name}),
+            "structure is malformed",
+        )
+        for name, fields in [
+            ("Out", ["_x", "y"]),
+            ("Out", ["__class__", "y"]),
+            ("Out", ["x y", "y"]),
+            ("Out", ["def", "y"]),
+            ("Out", ["y", "y"]),
+            ("Out(object)", ["x", "y"]),
+            ("class", ["x", "y"]),
+            ("", ["x", "y"]),
+        ]
+    ),
+    # operators
+    *(
+        Attack(target or "no operator", use(target), target, OperatorError)
+        for target in [
+            "",
+            "add",
+            "aten::add",
+            "aten::add.",
+            "aten::nothing.default",
+            "aten::add.nothing",
+            "aten::from_file.default",
+            "aten::set_.source_Storage",
+            "aten::resize_.default",
+            "aten::record_stream.default",
+            "aten::data.default",
+            "aten::_print.default",
+            "aten::add.out",
+            "aten::normal.Tensor_float_out",
+            "aten::max.dim_max",
+            "aten::sort.values",
+            "aten::topk.values",
+            "aten::div.out_mode",
+            "aten::xlogy.OutTensor",
+            "aten::svd.U",
+            "aten::add.__class__",
+            "aten::add.__setattr__",
+            "aten::add.__getattribute__",
+            "aten::add._op",
+            "aten::add.op",
+            "aten::add.overloads",
+            "aten::__class__.__subclasses__",
+            "aten::add.Tensor.x",
+            "torch::anything",
+            "torch::load.default",
+            "prims::add.default",
+            "prim::Print.default",
+            "quantized::add.default",
+            "c10d::send.default",
+            "python::eval",
+            "python::exec",
+            "python::attrgetter",
+            "python::__import__",
+            "builtins::open",
+            "os::system",
+            "math::factorial",
+            "size::load",
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_a_forged_graph_is_refused(last: Path, attack: Attack) -> None:
+    data = read(last)
+    attack.change(data)
+    write(last, data)
+    with pytest.raises(attack.error) as caught:
+        load_module(last)
+    assert type(caught.value) is attack.error
+    assert attack.says in str(caught.value)
+    assert str(last / STAGE_FILE) in str(caught.value) or str(last / WEIGHTS_FILE) in str(caught.value)
+
+
+def test_an_input_that_the_model_does_not_have(saved: Path) -> None:
+    data = read(saved / "0")
+    data["graphs"]["eval"]["inputs"][0]["name"] = "nobody"
+    data["graphs"]["eval"]["operations"] = []
+    data["graphs"]["eval"]["outputs"] = [["x", 1]]
+    with pytest.raises(StageFormatError, match="eval graph: it takes an input"):
+        stage_from_json(data)
+
+
+def test_two_outputs_of_one_name(saved: Path) -> None:
+    data = read(saved / "0")
+    outputs = data["graphs"]["train"]["outputs"]
+    outputs.append(outputs[0])
+    with pytest.raises(StageFormatError, match="two outputs have the same name"):
+        stage_from_json(data)
+
+
+def test_an_operator_that_opens_files_opens_none(last: Path, tmp_path: Path) -> None:
+    target = tmp_path / "made by a stranger"
+    data = read(last)
+    operation(data).update(target="aten::from_file.default", args=[str(target), True, 8])
+    write(last, data)
+    with pytest.raises(OperatorError, match="aten::from_file"):
+        load_module(last)
+    assert not target.exists()
+
+
+# --- the files -----------------------------------------------------------------------------------
+
+
+def change_text(change: Callable[[str], str]) -> Callable[[Path], None]:
+    def attack(folder: Path) -> None:
+        path = folder / STAGE_FILE
+        path.write_text(change(path.read_text()))
+
+    return attack
+
+
+def replaced(content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / STAGE_FILE).write_bytes(content) and None
+
+
+def make_pipe(folder: Path) -> None:
+    (folder / STAGE_FILE).unlink()
+    os.mkfifo(folder / STAGE_FILE)
+
+
+def make_folder(folder: Path) -> None:
+    (folder / STAGE_FILE).unlink()
+    (folder / STAGE_FILE).mkdir()
+
+
+def make_device(folder: Path) -> None:
+    (folder / STAGE_FILE).unlink()
+    (folder / STAGE_FILE).symlink_to("/dev/zero")
+
+
+FILE_ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "empty": (replaced(b""), "not valid JSON"),
+    "truncated": (change_text(lambda text: text[: len(text) // 2]), "not valid JSON"),
+    "trailing bytes": (change_text(lambda text: text + "x"), "not valid JSON"),
+    "not UTF-8": (replaced(b'{"format": "\xff\xfe"}'), "not valid JSON"),
+    "a pickle": (replaced(b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00"), "not valid JSON"),
+    "a number": (replaced(b"5"), "the stage is malformed"),
+    "a list": (replaced(b"[]"), "the stage is malformed"),
+    "null": (replaced(b"null"), "the stage is malformed"),
+    "NaN": (change_text(lambda text: text.replace('"stage":2', '"stage":NaN')), "NaN is not JSON"),
+    "Infinity": (
+        change_text(lambda text: text.replace('"stage":2', '"stage":-Infinity')),
+        "-Infinity is not JSON",
+    ),
+    "lists in lists": (replaced(b"[" * 100_000 + b"]" * 100_000), "not valid JSON"),
+    "objects in objects": (replaced(b'{"a":' * 100_000), "not valid JSON"),
+    "a number of 10,000 digits": (
+        change_text(lambda text: text.replace('"stage":2', '"stage":' + "9" * 10_000)),
+        "not valid JSON",
+    ),
+    "a pipe": (make_pipe, "is not a file"),
+    "a folder": (make_folder, "is not a file"),
+    "a device": (make_device, "is not a file"),
+}
+
+
+@pytest.mark.parametrize("name", FILE_ATTACKS)
+def test_a_file_that_is_no_stage_is_refused(last: Path, name: str) -> None:
+    attack, says = FILE_ATTACKS[name]
+    before = (last / STAGE_FILE).read_bytes()
+    attack(last)
+    assert not (last / STAGE_FILE).is_file() or (last / STAGE_FILE).read_bytes() != before
+    with pytest.raises(StageFormatError) as caught:
+        load_module(last)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", range(850, 1000, 10))
+def test_nesting_near_the_recursion_limit_is_refused(last: Path, depth: int) -> None:
+    data = read(last)
+    operation(data)["args"].append("HERE")
+    text = json.dumps(data).replace('"HERE"', "[" * depth + "]" * depth)
+    (last / STAGE_FILE).write_text(text)
+    with pytest.raises(StageFormatError):
+        load_module(last)
+
+
+def test_a_large_file_is_refused_before_it_is_read(last: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (last / STAGE_FILE).stat().st_size
+    monkeypatch.setattr(bundle, "STAGE_LIMIT", size)
+    load_module(last)
+    monkeypatch.setattr(bundle, "STAGE_LIMIT", size - 1)
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the file was read"))
+    with pytest.raises(StageFormatError, match=f"{size} bytes, more than the {size - 1}"):
+        load_module(last)
+
+
+def test_the_digest_of_the_plan_must_match(last: Path) -> None:
+    digest = sha256_of(last / STAGE_FILE)
+    load_module(last, digest)
+    wrong = digest[:-1] + ("0" if digest[-1] != "0" else "1")
+    for sha256 in (wrong, "", digest.upper()):
+        with pytest.raises(StageFormatError, match="not the file that the plan describes"):
+            load_module(last, sha256)
+    write(last, read(last) | {"comment": "harmless"})
+    load_module(last)
+    with pytest.raises(StageFormatError, match="not the file that the plan describes"):
+        load_module(last, digest)
+
+
+# --- the weights ---------------------------------------------------------------------------------
+
+
+def split_weights(folder: Path) -> tuple[Json, bytes]:
+    """Header and data of the weights."""
+    content = (folder / WEIGHTS_FILE).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def put_weights(folder: Path, header: Json | bytes, data: bytes, length: int | None = None) -> None:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    size = len(raw) if length is None else length
+    (folder / WEIGHTS_FILE).write_bytes(struct.pack("<Q", size) + raw + data)
+
+
+def with_header(change: Callable[[Json], object]) -> Callable[[Path], None]:
+    def attack(folder: Path) -> None:
+        header, data = split_weights(folder)
+        change(header)
+        put_weights(folder, header, data)
+
+    return attack
+
+
+def with_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def attack(folder: Path) -> None:
+        path = folder / WEIGHTS_FILE
+        path.write_bytes(change(path.read_bytes()))
+
+    return attack
+
+
+def with_length(length: int) -> Callable[[Path], None]:
+    return lambda folder: put_weights(folder, *split_weights(folder), length=length)
+
+
+def with_raw_header(header: bytes) -> Callable[[Path], None]:
+    return lambda folder: put_weights(folder, header, split_weights(folder)[1])
+
+
+def _extra_tensor(header: Json) -> None:
+    end = max(entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__")
+    header["extra"] = {"dtype": "F32", "shape": [0], "data_offsets": [end, end]}
+
+
+def _hole(header: Json) -> None:
+    """A tensor that leaves out the first bytes of its place."""
+    entry = header["embed.weight"]
+    entry["shape"] = [10, 6]
+    entry["data_offsets"][0] += 24
+
+
+WEIGHT_ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "empty": (with_bytes(lambda content: b""), "truncated or not a safetensors file"),
+    "seven bytes": (with_bytes(lambda content: content[:7]), "truncated or not a safetensors file"),
+    "header only": (with_bytes(lambda content: content[:40]), "truncated"),
+    "truncated by one": (with_bytes(lambda content: content[:-1]), "is truncated"),
+    "truncated by half": (with_bytes(lambda content: content[: len(content) // 2]), "truncated"),
+    "trailing byte": (with_bytes(lambda content: content + b"x"), "longer than it should be"),
+    "trailing megabyte": (with_bytes(lambda content: content + bytes(1 << 20)), "longer than it"),
+    "header of 2**63 bytes": (with_length(2**63), "truncated or not a safetensors file"),
+    "header of 2**64 - 1 bytes": (with_length(2**64 - 1), "truncated or not a safetensors file"),
+    "header of the whole file": (with_length(200), "damaged header"),
+    "header of no bytes": (with_length(0), "damaged header"),
+    "header is no JSON": (with_raw_header(b"{'a': 1}"), "damaged header"),
+    "header is not UTF-8": (with_raw_header(b'{"\xff": 1}'), "damaged header"),
+    "header is nested": (with_raw_header(b"[" * 50_000 + b"]" * 50_000), "damaged header"),
+    "header is a list": (with_raw_header(b"[1, 2]"), "is damaged"),
+    "header is a number": (with_raw_header(b"5"), "is damaged"),
+    "tensor is a number": (with_header(lambda h: h.update({"embed.weight": 5})), "is damaged"),
+    "tensor missing": (with_header(lambda h: h.pop("embed.weight")), "is damaged"),
+    "tensor renamed": (
+        with_header(lambda h: h.update({"other": h.pop("embed.weight")})),
+        "lacks embed.weight",
+    ),
+    "extra tensor": (with_header(_extra_tensor), "holds extra"),
+    "shape": (with_header(lambda h: h["embed.weight"].update(shape=[6, 11])), "has shape [6, 11]"),
+    "shape of 2**63": (with_header(lambda h: h["embed.weight"].update(shape=[2**63])), "is damaged"),
+    "dtype": (with_header(lambda h: h["embed.weight"].update(dtype="I32")), "dtype torch.int32"),
+    "unknown dtype": (with_header(lambda h: h["embed.weight"].update(dtype="PY")), "is damaged"),
+    "dtype torch lacks": (
+        with_header(lambda h: h["embed.weight"].update(dtype="F6_E2M3", shape=[352])),
+        "is damaged",
+    ),
+    "offsets beyond the end": (
+        with_header(lambda h: h["embed.weight"].update(data_offsets=[0, 2**40])),
+        "is damaged",
+    ),
+    "negative offset": (
+        with_header(lambda h: h["embed.weight"].update(data_offsets=[-8, 256])),
+        "is damaged",
+    ),
+    "overlapping tensors": (
+        with_header(lambda h: h["scale"].update(data_offsets=[0, 4])),
+        "is damaged",
+    ),
+    "hole": (with_header(_hole), "is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_ATTACKS)
+def test_forged_weights_are_refused(last: Path, name: str) -> None:
+    attack, says = WEIGHT_ATTACKS[name]
+    before = sha256_of(last / WEIGHTS_FILE)
+    attack(last)
+    assert sha256_of(last / WEIGHTS_FILE) != before, "the attack changed nothing"
+    sign(last)
+    with pytest.raises(StageFormatError) as caught:
+        load_module(last)
+    assert says in str(caught.value)
+    assert str(last / WEIGHTS_FILE) in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [9, -1], ids=["header", "data"])
+def test_a_flipped_bit_is_found(last: Path, place: int) -> None:
+    content = bytearray((last / WEIGHTS_FILE).read_bytes())
+    content[place] ^= 1
+    (last / WEIGHTS_FILE).write_bytes(content)
+    with pytest.raises(StageFormatError, match=r"weights\.safetensors"):
+        load_module(last)
+
+
+def test_a_flipped_bit_in_a_number_is_found_by_the_digest(last: Path) -> None:
+    content = bytearray((last / WEIGHTS_FILE).read_bytes())
+    content[-1] ^= 1
+    (last / WEIGHTS_FILE).write_bytes(content)
+    with pytest.raises(StageFormatError, match="changed or damaged: its sha256"):
+        load_module(last)
+    sign(last)
+    load_module(last)
+
+
+def test_weights_of_another_stage_are_refused(last: Path, saved: Path) -> None:
+    (last / WEIGHTS_FILE).write_bytes((saved / "0" / WEIGHTS_FILE).read_bytes())
+    sign(last)
+    with pytest.raises(StageFormatError, match=r"weights\.safetensors"):
+        load_module(last)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_weights_that_are_no_file_are_refused(last: Path, kind: str) -> None:
+    path = last / WEIGHTS_FILE
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(StageFormatError, match="is not a file"):
+        load_module(last)
+
+
+# --- anything at all -----------------------------------------------------------------------------
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([-1, 2**31, 2**63, 2**64, 10**30]),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["*", "?", "b0", "0*b0", "__class__", "a..b", "float32", "int64", "parameter"]),
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+        ),
+        max_leaves=6,
+    ),
+)
+
+
+def places(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in ``data`` with each of its keys or indices."""
+    keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    for key in list(keys):
+        yield data, key
+        yield from places(data[key])
+
+
+def mutate(data: Json, draw: st.DataObject) -> None:
+    """Drop, replace, copy or swap something, anywhere."""
+    found = list(places(data))
+    box, key = found[draw.draw(st.integers(0, len(found) - 1), label="place")]
+    match draw.draw(st.sampled_from(["drop", "junk", "copy", "repeat"]), label="change"):
+        case "drop":
+            del box[key]
+        case "junk":
+            box[key] = draw.draw(JUNK, label="junk")
+        case "copy":
+            other, place = found[draw.draw(st.integers(0, len(found) - 1), label="from")]
+            box[key] = copy.deepcopy(other[place])
+        case "repeat" if isinstance(box, list):
+            box.append(copy.deepcopy(box[key]))
+        case _:
+            box[f"{key}x"] = copy.deepcopy(box[key])
+
+
+@pytest.fixture(scope="session")
+def scratch(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose ``stage.json`` may be overwritten, with the weights of the first stage."""
+    folder = tmp_path_factory.mktemp("mutated")
+    (folder / WEIGHTS_FILE).write_bytes((saved / "0" / WEIGHTS_FILE).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def originals(saved: Path) -> list[Json]:
+    return [read(saved / str(index)) for index in range(3)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(draw=st.data())
+def test_a_mutated_stage_loads_or_is_refused(
+    saved: Path, scratch: Path, originals: list[Json], draw: st.DataObject
+) -> None:
+    index = draw.draw(st.integers(0, 2), label="stage")
+    data = copy.deepcopy(originals[index])
+    for _ in range(draw.draw(st.integers(1, 3), label="mutations")):
+        mutate(data, draw)
+    (scratch / WEIGHTS_FILE).write_bytes((saved / str(index) / WEIGHTS_FILE).read_bytes())
+    write(scratch, data)
+    try:
+        module = load_module(scratch)
+    except (StageFormatError, OperatorError):
+        return
+    again = json.loads(json.dumps(stage_to_json(module.spec), allow_nan=False))
+    assert stage_from_json(again).index == module.spec.index
+    assert all(isinstance(tensor, torch.Tensor) for tensor in module.state_tensors().values())
