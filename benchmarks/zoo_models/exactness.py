@@ -5,6 +5,7 @@ Both are put through the same rehearsal, and every tensor that it leaves behind 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -79,9 +80,7 @@ def rehearse(
 ) -> Traces:
     """Two optimizer steps, evaluation, and both modes on a smaller batch; the state at the end."""
     traces: Traces = {}
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
+    with _plain_kernels():
         trainable = [p for _, p in trainee.named_parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
         for step in (1, 2):
@@ -94,8 +93,6 @@ def rehearse(
             traces |= _train(trainee, few, named, f"batch {SMALL_BATCH}")
             optimizer.step()
             traces |= _evaluate(trainee, few, named, f"batch {SMALL_BATCH} eval")
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
     traces |= {f"state {name}": t.detach().clone() for name, t in trainee.state_dict().items()}
     return traces
 
@@ -140,6 +137,22 @@ def loss_of(output: Any) -> Tensor:
             weights = torch.rand(real.shape, generator=generator).to(real.dtype) - 0.5
             total = total + (real * weights).sum()
     return total
+
+
+@contextlib.contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Without the shortcuts by which torch departs from its own results.
+
+    The attention fast path computes something else in evaluation; TorchScript rewrites a module's
+    backward once it has seen it a few times.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.jit.optimized_execution(False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

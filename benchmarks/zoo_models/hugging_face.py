@@ -140,20 +140,23 @@ add(
     padded,
 )
 add("electra", "ElectraForPreTraining", "ElectraConfig", {**SMALL, "embedding_size": 16}, padded)
+DEBERTA: dict[str, Any] = {
+    **SMALL,
+    "relative_attention": True,
+    "position_buckets": 8,
+    "pos_att_type": ["p2c", "c2p"],
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "type_vocab_size": 0,
+}
+add("deberta-v2", "DebertaV2ForSequenceClassification", "DebertaV2Config", DEBERTA, padded)
 add(
-    "deberta-v2",
+    "deberta-v2-labelled",
     "DebertaV2ForSequenceClassification",
     "DebertaV2Config",
-    {
-        **SMALL,
-        "relative_attention": True,
-        "position_buckets": 8,
-        "pos_att_type": ["p2c", "c2p"],
-        "norm_rel_ebd": "layer_norm",
-        "share_att_key": True,
-        "type_vocab_size": 0,
-    },
+    DEBERTA,
     padded_classes,
+    refusal="decides by the value of a tensor",
 )
 add(
     "xlnet",

@@ -1,0 +1,24 @@
+"""What the README shows runs as written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_first_python_block_runs() -> None:
+    block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+    names: dict[str, object] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    assert isinstance(names["loss"], torch.Tensor)
+
+
+def test_links_lead_somewhere() -> None:
+    root = Path(__file__).parent.parent
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    assert targets
+    assert not [target for target in targets if not (root / target).exists()]
