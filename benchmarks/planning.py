@@ -79,10 +79,14 @@ def random_profile(rng: random.Random, units: int, *, tied: bool) -> ModelProfil
 
 
 def random_nodes(
-    rng: random.Random, count: int, need: float, ram: tuple[float, float]
+    rng: random.Random,
+    count: int,
+    need: float,
+    ram: tuple[float, float],
+    speeds: Sequence[float] = (3.0, 30.0, 300.0),
 ) -> tuple[NodeConfig, ...]:
     """Unequal nodes whose RAM is ``need`` times a number in the range ``ram``."""
-    speed = rng.choice((3.0, 30.0, 300.0))
+    speed = rng.choice(speeds)
     mute = rng.random() < 0.15
     return tuple(
         NodeConfig(
@@ -273,9 +277,9 @@ class Setting:
 
 SETTINGS = (
     Setting("compute", (1.5, 6.0), 2.0),
-    Setting("links", (1.5, 6.0), 0.02),
+    Setting("links", (1.5, 6.0), 0.01),
     Setting("RAM", (0.1, 0.6), 2.0),
-    Setting("RAM and links", (0.1, 0.6), 0.02),
+    Setting("RAM and links", (0.1, 0.6), 0.01),
 )
 
 
@@ -307,7 +311,7 @@ def _timed(units: int, setting: Setting, count: int) -> tuple[Plan, float, float
     factor = setting.bandwidth * 3000 / units
     nodes = [
         replace(node, bandwidth=node.bandwidth * factor)
-        for node in random_nodes(rng, count, need, setting.ram)
+        for node in random_nodes(rng, count, need, setting.ram, speeds=(300.0,))
     ]
     begin = time.process_time()
     plan = make_plan(profile, nodes, update_frequency=4)

@@ -19,8 +19,8 @@ EXACT_EFFORT = 100_000_000
 """Effort that chooses how many cuts the complete search looks at."""
 MOST_CUTS = 1000
 """Cuts that the complete search looks at before it finds that nothing fits."""
-LARGE_CUTS = 96
-"""Cuts that the search for a large pool looks at, or more for long pipelines."""
+LARGE_CUTS, MOST_LARGE_CUTS, CUTS_PER_STAGE = 96, 200, 12
+"""Cuts that the search for a large pool looks at: more for long pipelines."""
 LARGE_EFFORT = 500_000_000
 """Effort that a large pool may take; a fifth of it breeds, the rest polishes."""
 POLISHED = 5
@@ -71,12 +71,14 @@ def _exact_cuts(nodes: int) -> int:
 
 
 def _large_cuts(costs: ModelCosts, machines: Sequence[Machine], clusters: int | None) -> int:
-    """Several cuts for each stage of the longest pipelines to be expected."""
+    """Several cuts for each stage of the pipelines to be expected."""
     ram = sum(machine.ram for machine in machines) / len(machines)
-    length = costs.smallest_total / ram
-    if clusters is not None:
-        length = max(length, len(machines) / clusters)
-    return max(LARGE_CUTS, min(200, int(6 * length)))
+    length = -(-len(machines) // clusters) if clusters else 2
+    while length * ram < costs.memory(0, costs.units, (length + 1) // 2).total:
+        if length >= len(machines):
+            break
+        length += 1
+    return max(LARGE_CUTS, min(MOST_LARGE_CUTS, CUTS_PER_STAGE * length))
 
 
 def _exact(pool: Pool) -> Grouping | None:
