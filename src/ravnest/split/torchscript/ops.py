@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ravnest.split.torchscript_schema import (
+from ravnest.split.torchscript.schema import (
     DTYPES,
     LAYOUTS,
     Function,

@@ -21,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ravnest.errors import CaptureError
-from ravnest.split.torchscript_mirror import ModuleValue
-from ravnest.split.torchscript_ops import DataDependentError, evaluate, shape_arithmetic
-from ravnest.split.torchscript_schema import UnsupportedOperatorError
+from ravnest.split.torchscript.mirror import ModuleValue
+from ravnest.split.torchscript.ops import DataDependentError, evaluate, shape_arithmetic
+from ravnest.split.torchscript.schema import UnsupportedOperatorError
 
 Node = torch._C.Node
 Graph = Any  # torch's stub of torch._C.Graph leaves out most of it

@@ -17,9 +17,9 @@ from torch import nn
 from torch.jit._trace import TopLevelTracedModule
 
 from ravnest.errors import CaptureError
-from ravnest.split.torchscript_graph import Program, where
-from ravnest.split.torchscript_mirror import ModuleValue, ScriptMirror, mirror_of
-from ravnest.split.torchscript_schema import resolve
+from ravnest.split.torchscript.graph import Program, where
+from ravnest.split.torchscript.mirror import ModuleValue, ScriptMirror, mirror_of
+from ravnest.split.torchscript.schema import resolve
 
 logger = logging.getLogger(__name__)
 
