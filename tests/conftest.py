@@ -4,5 +4,6 @@ import logging
 
 import torch
 
-logging.getLogger("torch.__trace").disabled = True  # torch writes down every capture where logs are caught
+# Torch writes down every capture in detail where logs are caught, and pytest catches them.
+logging.getLogger("torch.__trace").disabled = True
 torch.set_num_threads(1)

@@ -23,8 +23,8 @@ from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.profiling import optimizer_state_factor, profile_model, unit_names
-from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.split.selfcheck import verify
+from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.store.bundle import save_stage
 from ravnest.store.files import read_json, write_json
 from ravnest.store.nodefile import (
