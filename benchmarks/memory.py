@@ -160,6 +160,9 @@ class _Trainer:
         self.module = module.train()
         self.updates = 0
         self.flying: deque[_Flight] = deque()
+        self._leaving: list[Any] = []
+        self._returning: list[torch.Tensor | None] = []
+        """Outputs and gradients of the last micro-batch, on their way to the neighbours."""
         parameters = module.parameters_by_key()
         self._trained = {key: p for key, p in parameters.items() if p.requires_grad}
         self._versions = in_flight > 1
@@ -178,15 +181,14 @@ class _Trainer:
             for o in outputs
             if isinstance(o, torch.Tensor) and o.requires_grad
         ]
-        last = self.module.spec.index == self.module.spec.count - 1
-        self.flying.append(_Flight(leaves, version, ends, outputs if last else None))
+        self._leaving = [_detached(output) for output in outputs]
+        self.flying.append(_Flight(leaves, version, ends))
 
     def backward(self) -> None:
-        flight = self.flying.popleft()
-        gradients = flight.gradients()
+        self._returning, gradients = self.flying.popleft().backward()
         for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
             parameter.grad = gradient
-        del flight, gradients
+        del gradients
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -200,19 +202,16 @@ class _Flight:
     leaves: list[torch.Tensor]
     version: dict[str, torch.Tensor]
     ends: list[tuple[GradientEdge, torch.Tensor]]
-    outputs: Any
-    """The Leaf keeps them for the loss and the metrics."""
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Gradients of the version's tensors; those of the inputs are on their way out."""
-        parameters = list(self.version.values())
+    def backward(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the inputs and of the version's tensors."""
         found = torch.autograd.grad(
             [edge for edge, _ in self.ends],
-            [*self.leaves, *parameters],
+            [*self.leaves, *self.version.values()],
             [torch.ones_like(shape, device="cpu") for _, shape in self.ends],
             allow_unused=True,
         )
-        return list(found[len(self.leaves) :])
+        return list(found[: len(self.leaves)]), list(found[len(self.leaves) :])
 
 
 def _received(value: Any, gradient: bool) -> Any:
@@ -236,7 +235,7 @@ def tensor_peak(place: Path, in_flight: int) -> int:
 def process_peak(place: Path, in_flight: int) -> int:
     """Growth of the resident set from before the stage is loaded to its peak."""
     inputs = torch.load(place / "inputs.pt", weights_only=True)
-    train(_load(place), [_narrow(value) for value in inputs], 1, 1)
+    train(_load(place), inputs, in_flight, 1)
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = psutil.Process().memory_info().rss
@@ -251,10 +250,6 @@ def _load(place: Path) -> StageModule:
     module = load_module(place)
     module.load_state_dict({k: t.clone() for k, t in module.state_dict().items()}, assign=True)
     return module
-
-
-def _narrow(value: Any) -> Any:
-    return value[:2].clone() if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 def measure() -> str:

@@ -163,6 +163,10 @@ ATTACKS = [
     Attack("huge size", lambda d: state(d, "embed.weight").update(shape=[2**63]), "not a size"),
     Attack("negative size", lambda d: state(d, "embed.weight").update(shape=[-1]), "not a size"),
     Attack("size is text", lambda d: state(d, "embed.weight").update(shape=["b0"]), "whole number"),
+    Attack("strides overlap", lambda d: state(d, "embed.weight").update(strides=[0, 0]), "the strides"),
+    Attack("strides leap", lambda d: state(d, "embed.weight").update(strides=[2**40, 1]), "the strides"),
+    Attack("strides too few", lambda d: state(d, "embed.weight").update(strides=[1]), "the strides"),
+    Attack("negative stride", lambda d: state(d, "embed.weight").update(strides=[-6, 1]), "not a size"),
     Attack("trainable is 1", lambda d: d["state"][0].update(trainable=1), "true or false"),
     Attack("trainable buffer", lambda d: state(d, "scale").update(trainable=True), "cannot be trained"),
     Attack(

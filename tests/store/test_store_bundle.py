@@ -76,6 +76,21 @@ def test_a_stage_without_state_can_be_saved(tmp_path: Path) -> None:
     assert load_stage(tmp_path).spec == stage.spec
 
 
+def test_the_order_of_elements_in_memory_survives(tmp_path: Path) -> None:
+    """Kernels, and with them the last bits of a result, depend on it."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2))
+    model.to(memory_format=torch.channels_last)
+    weights = dict(model.named_parameters())
+    assert not weights["0.weight"].is_contiguous()
+    for stage in split(model, torch.rand(2, 2, 4, 4), stages=2).stages:
+        save_stage(tmp_path, stage)
+        loaded = load_module(tmp_path).parameters_by_key()
+        assert loaded
+        for key, parameter in loaded.items():
+            assert parameter.stride() == weights[key].stride(), key
+            assert torch.equal(parameter, weights[key]), key
+
+
 class _Private(NamedTuple):
     value: torch.Tensor
     bound: float

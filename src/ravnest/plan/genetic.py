@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
-from ravnest.plan.grouping import Cluster, Grouping, Pool, Score
+from ravnest.plan.grouping import Cluster, Grouping, Pool, Score, expected_length
 from ravnest.plan.polish import halves
 
 POPULATION = 24
 CHILDREN = 240
+COUNT_STEP = 0.85
+"""Ratio between the numbers of clusters that the first generation tries."""
+BAND = 5
+"""Clusters that share alike nodes out among them, in a third of the first generation."""
 INSERT_TRIES = 6
 """Clusters that a left-over node is tried in."""
 
@@ -64,17 +68,15 @@ def _founders(pool: Pool, rng: Random, budget: int) -> Iterator[Grouping]:
 
 def _chunked(pool: Pool, ranked: list[int], budget: int) -> Iterator[Grouping]:
     """From many clusters to few, as long as that helps: the fewer, the longer the pipelines."""
-    best: Score | None = None
+    best, worse = None, 0
     for count in _cluster_counts(pool):
-        alike = _chunks(ranked, count)
-        mixed = _grouping([ranked[first::count] for first in range(count)])
-        yield alike
-        yield mixed
-        score = max(pool.total(alike), pool.total(mixed))
-        fits = score.placed == len(ranked)
-        if (best is not None and score < best) or (fits and pool.orders.effort >= budget):
+        founders = [_banded(pool, ranked, count, width) for width in (1, BAND, count)]
+        yield from founders
+        score = max(pool.total(founder) for founder in founders)
+        worse = worse + 1 if best is not None and score < best else 0
+        best = score if best is None else max(best, score)
+        if worse == 2 or (best.placed == len(ranked) and pool.orders.effort >= budget):
             return
-        best = score
 
 
 def _rankings(pool: Pool, rng: Random) -> Iterator[list[int]]:
@@ -87,15 +89,30 @@ def _rankings(pool: Pool, rng: Random) -> Iterator[list[int]]:
 def _cluster_counts(pool: Pool) -> list[int]:
     if pool.clusters is not None:
         return [pool.clusters]
-    counts = [max(1, len(pool.machines) // 2)]
+    most = round(1.3 * len(pool.machines) / expected_length(pool.orders.costs, pool.machines))
+    counts = [max(1, min(len(pool.machines) // 2, most))]
     while counts[-1] > 1:
-        counts.append(max(1, counts[-1] * 2 // 3))
+        counts.append(min(counts[-1] - 1, round(counts[-1] * COUNT_STEP)))
     return counts
 
 
-def _chunks(ranked: list[int], count: int) -> Grouping:
-    edges = [round(index * len(ranked) / count) for index in range(count + 1)]
-    return _grouping(ranked[edges[i] : edges[i + 1]] for i in range(count))
+def _banded(pool: Pool, ranked: list[int], count: int, width: int) -> Grouping:
+    """Alike nodes in a band of ``width`` clusters, and inside a band the RAM shared out evenly.
+
+    Width 1 puts alike nodes together; one band over all makes every cluster alike.
+    """
+    clusters: list[list[int]] = []
+    for first in range(0, count, width):
+        last = min(first + width, count)
+        edges = [round(edge * len(ranked) / count) for edge in (first, last)]
+        band = sorted(ranked[slice(*edges)], key=lambda node: (-pool.machines[node].ram, node))
+        places = last - first
+        dealt: list[list[int]] = [[] for _ in range(places)]
+        for turn, node in enumerate(band):
+            place = turn % places
+            dealt[place if turn // places % 2 == 0 else places - 1 - place].append(node)
+        clusters += dealt
+    return _grouping(clusters)
 
 
 def _filled(pool: Pool, ranked: Sequence[int], rng: Random) -> Grouping:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ravnest.plan.cost import Machine
+from ravnest.plan.cost import Machine, ModelCosts
 from ravnest.plan.orders import Kinds, Order, Orders
 
 Cluster = tuple[int, ...]
@@ -93,6 +93,17 @@ class Pool:
         for figures in zip(*((m.ram, m.bandwidth, m.flops) for m in machines), strict=True):
             spread += math.log(max(figures) / min(figures)) / 3
         return SIMILARITY * min(spread, 10.0) + BREVITY * max(0, len(cluster) - 2)
+
+
+def expected_length(costs: ModelCosts, machines: Sequence[Machine]) -> int:
+    """About how many of these machines it takes to hold the model, two at least."""
+    ram = sum(machine.ram for machine in machines) / len(machines)
+    length = 2
+    while length < len(machines):
+        if length * ram >= costs.memory(0, costs.units, (length + 1) // 2).total:
+            break
+        length += 1
+    return length
 
 
 def best_grouping(

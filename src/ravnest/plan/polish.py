@@ -89,7 +89,7 @@ def _regrouped(pool: Pool, old: list[Cluster], rng: Random, budget: int) -> list
 def _changes(pool: Pool, old: list[Cluster], rng: Random) -> Iterator[list[Cluster]]:
     if len(old) > 1:
         for _ in range(max(2, TRIES // len(old[0] + old[1]))):
-            yield _swapped(old, rng)
+            yield _swapped(pool, old, rng)
             yield _moved(old, rng)
     if pool.clusters is None:
         if len(old) > 1:
@@ -98,8 +98,12 @@ def _changes(pool: Pool, old: list[Cluster], rng: Random) -> Iterator[list[Clust
             yield [*old[1:], *halves(pool, old[0], rng)]
 
 
-def _swapped(old: list[Cluster], rng: Random) -> list[Cluster]:
+def _swapped(pool: Pool, old: list[Cluster], rng: Random) -> list[Cluster]:
+    """Two nodes change places; every other time two with about the same RAM, so that it fits."""
     one, other = rng.choice(old[0]), rng.choice(old[1])
+    if rng.random() < 0.5:
+        ram = pool.machines[one].ram
+        other = min(old[1], key=lambda node: (abs(pool.machines[node].ram - ram), node))
     first = {*old[0], other} - {one}
     second = {*old[1], one} - {other}
     return [*old[2:], tuple(sorted(first)), tuple(sorted(second))]

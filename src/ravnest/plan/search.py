@@ -7,7 +7,7 @@ from random import Random
 
 from ravnest.plan.cost import Machine, ModelCosts
 from ravnest.plan.genetic import evolved
-from ravnest.plan.grouping import Grouping, Pool, best_grouping
+from ravnest.plan.grouping import Grouping, Pool, best_grouping, expected_length
 from ravnest.plan.orders import Orders
 from ravnest.plan.polish import polished
 from ravnest.plan.positions import chosen_cuts
@@ -21,7 +21,7 @@ MOST_CUTS = 1000
 """Cuts that the complete search looks at before it finds that nothing fits."""
 LARGE_CUTS, MOST_LARGE_CUTS, CUTS_PER_STAGE = 96, 200, 12
 """Cuts that the search for a large pool looks at: more for long pipelines."""
-LARGE_EFFORT = 500_000_000
+LARGE_EFFORT = 450_000_000
 """Effort that a large pool may take; a fifth of it breeds, the rest polishes."""
 POLISHED = 5
 """So many of the last generation are polished, one after another, as far as the effort goes."""
@@ -72,12 +72,9 @@ def _exact_cuts(nodes: int) -> int:
 
 def _large_cuts(costs: ModelCosts, machines: Sequence[Machine], clusters: int | None) -> int:
     """Several cuts for each stage of the pipelines to be expected."""
-    ram = sum(machine.ram for machine in machines) / len(machines)
-    length = -(-len(machines) // clusters) if clusters else 2
-    while length * ram < costs.memory(0, costs.units, (length + 1) // 2).total:
-        if length >= len(machines):
-            break
-        length += 1
+    length = expected_length(costs, machines)
+    if clusters is not None:
+        length = max(length, -(-len(machines) // clusters))
     return max(LARGE_CUTS, min(MOST_LARGE_CUTS, CUTS_PER_STAGE * length))
 
 

@@ -8,13 +8,13 @@ model, so that the split is exact to the last bit.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ravnest.errors import CaptureError, OperatorError
+from ravnest.errors import CaptureError, OperatorError, SplitError
 from ravnest.split.aliases import Aliases, find_aliases
 from ravnest.split.cuts import Layout
 from ravnest.split.dimensions import Dimensions, expression_of
@@ -36,9 +36,18 @@ from ravnest.split.source import line_of_trace_text
 aten = torch.ops.aten
 
 
-def assemble(layout: Layout, measurement: Measurement, cuts: Sequence[int]) -> list[StageGraph]:
-    """Graphs of the stages between ``cuts``, which ascend; a stage between equal cuts is empty."""
-    cutter = _Cutter(layout, measurement, cuts)
+def assemble(
+    layout: Layout,
+    measurement: Measurement,
+    cuts: Sequence[int],
+    homes: Mapping[str, int] | None = None,
+) -> list[StageGraph]:
+    """Graphs of the stages between ``cuts``, which ascend; a stage between equal cuts is empty.
+
+    ``homes`` names the stage that keeps a state tensor up to date. Later stages that read it get its
+    value over the chain.
+    """
+    cutter = _Cutter(layout, measurement, cuts, homes or {})
     graphs: list[StageGraph] = []
     wanted: list[fx.Node] = []
     for index in reversed(range(len(cuts) + 1)):
@@ -52,7 +61,13 @@ def assemble(layout: Layout, measurement: Measurement, cuts: Sequence[int]) -> l
 class _Cutter:
     """What all stages of one graph share."""
 
-    def __init__(self, layout: Layout, measurement: Measurement, cuts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        measurement: Measurement,
+        cuts: Sequence[int],
+        homes: Mapping[str, int],
+    ) -> None:
         self.layout = layout
         self.measurement = measurement
         self.bounds = [0, *cuts, len(layout.operations)]
@@ -61,6 +76,7 @@ class _Cutter:
         self.written: list[set[fx.Node]] = [set() for _ in range(len(cuts) + 1)]
         for writer, root in self.aliases.writes:
             self.written[self.stage_at(layout.position[writer])].add(root)
+        self.relayed = list(self._relays(homes))
 
     def stage_at(self, position: int) -> int:
         """Stage of the operation at a position; empty stages have none."""
@@ -69,13 +85,32 @@ class _Cutter:
     def entering(self, index: int) -> list[fx.Node]:
         """Values that enter a stage, in program order."""
         if index > 0:
-            return list(self.layout.crossing(self.bounds[index]))
+            relayed = [node for node, home, last in self.relayed if home < index <= last]
+            return [*self.layout.crossing(self.bounds[index]), *relayed]
         capture = self.layout.capture
         return [n for n in capture.graph.nodes if n.name in capture.inputs and n.users]
 
     def leaving(self, index: int) -> list[fx.Node]:
         """Values that leave a stage, in program order."""
         return self.entering(index + 1)
+
+    def _relays(self, homes: Mapping[str, int]) -> Iterator[tuple[fx.Node, int, int]]:
+        """State that is read outside of its home: the value, its home, and the last stage to read it."""
+        for node in self.layout.capture.graph.nodes:
+            key = self.layout.capture.state_of.get(node.name)
+            if node.op != "placeholder" or key is None or key not in homes:
+                continue
+            readers = [self._stage_of_user(user) for user in node.users]
+            if readers and min(readers) < homes[key]:
+                raise SplitError(
+                    f"evaluation reads the buffer {key} in stage {min(readers)}, before stage "
+                    f"{homes[key]}, which updates it in training: choose other cuts"
+                )
+            if readers and max(readers) > homes[key]:
+                yield node, homes[key], max(readers)
+
+    def _stage_of_user(self, user: fx.Node) -> int:
+        return self.last if user.op == "output" else self.stage_at(self.layout.position[user])
 
     @property
     def last(self) -> int:

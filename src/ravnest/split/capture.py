@@ -374,12 +374,16 @@ def _fixed_batch(program: ExportedProgram, example: Example) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def mode_of(model: nn.Module, mode: Mode) -> Iterator[None]:
-    """Put the model in a mode and back; submodules that the user froze in eval() stay there."""
+    """Put the model in a mode and back; submodules that the user froze in eval() stay there.
+
+    Through the model's own ``train()``, which some models override to keep parts in eval.
+    """
     before = {module: module.training for module in model.modules()}
+    frozen = [module for module, training in before.items() if model.training and not training]
     try:
-        for module, training in before.items():
-            frozen = model.training and not training
-            module.training = mode == "train" and not frozen
+        model.train(mode == "train")
+        for module in frozen:
+            module.training = False
         yield
     finally:
         for module, training in before.items():

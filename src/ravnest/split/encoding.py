@@ -27,6 +27,7 @@ from ravnest.split.graph import (
     StateUse,
     SymbolRange,
     ValueSpec,
+    is_dense,
 )
 from ravnest.split.operators import resolve
 from ravnest.split.structure import Structure
@@ -109,6 +110,7 @@ def _state_to_json(entry: StateSpec) -> dict[str, Any]:
         "names": list(entry.names),
         "positions": list(entry.positions),
         "stages": list(entry.stages),
+        **({"strides": list(entry.strides)} if entry.strides else {}),
     }
 
 
@@ -121,16 +123,21 @@ def _state_from_json(data: object) -> StateSpec:
         raise StageFormatError(f"the names of {key!r} are malformed")
     if not all(_is_plain(part) for name in names for part in name.split(".")):
         raise StageFormatError(f"{key!r} is not the name of a parameter or buffer")
+    shape = _each(fields, "shape", _size_item)
+    strides = _each(fields, "strides", _size_item) if "strides" in fields else ()
+    if strides and (len(strides) != len(shape) or not is_dense(shape, strides)):
+        raise StageFormatError(f"the strides of {key!r} do not fit its shape")
     return StateSpec(
         key=key,
         kind=_kind(fields),
         dtype=_torch_value("dtype", _text(fields, "dtype")),
-        shape=_each(fields, "shape", _size_item),
+        shape=shape,
         trainable=_flag(fields, "trainable"),
         persistent=_flag(fields, "persistent"),
         names=names,
         positions=positions,
         stages=_each(fields, "stages", _whole_item),
+        strides=strides,
     )
 
 

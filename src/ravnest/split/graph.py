@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -144,6 +144,8 @@ class StateSpec:
     """Where each name stands in the model's ``state_dict``; -1 for one that is not in it."""
     stages: tuple[int, ...]
     """Stages that hold it, ascending. The first owns it; the others hold replicas."""
+    strides: tuple[int, ...] = ()
+    """Order of its elements in memory, which decides on kernels (channels last); empty: row by row."""
 
     @property
     def nbytes(self) -> int:
@@ -220,6 +222,17 @@ class StageSpec:
 
 def _differentiable(dtype: torch.dtype | None) -> bool:
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether strides visit every element of a block of memory exactly once, in some order."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def _refs_in(argument: Argument) -> Iterator[str]:

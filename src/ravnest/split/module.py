@@ -139,9 +139,7 @@ def _checked(entry: StateSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
     return tensor.detach()
 
 
-def _attach(
-    module: nn.Module, entry: StateSpec, tensor: torch.Tensor
-) -> tuple[dict[str, Any], str]:
+def _attach(module: nn.Module, entry: StateSpec, tensor: torch.Tensor) -> tuple[dict[str, Any], str]:
     """Register a tensor under all its names; returns where it lives, which stays true under ``to()``.
 
     Straight into the modules' tables: a user's layer may be called like a method of ``nn.Module``.

@@ -38,6 +38,7 @@ def normalise(capture: ModeCapture) -> None:
     while _inline_regions(graph, capture.program.graph_module):
         pass
     _drop_assertions(graph)
+    _copy_instead_of_out(graph)
     expand_recurrent_layers(graph)
     _settle_buffer_writes(graph, capture)
     _own_written_inputs(graph, capture)
@@ -148,6 +149,36 @@ def _drop_assertions(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
+def _copy_instead_of_out(graph: fx.Graph) -> None:
+    """``torch.div(a, b, out=c)`` becomes ``c.copy_(a / b)``: an ``out`` may be resized."""
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or "out" not in node.kwargs:
+            continue
+        plain = _without_out(node.target)
+        if plain is None:
+            continue
+        kwargs = {name: value for name, value in node.kwargs.items() if name != "out"}
+        with graph.inserting_before(node):
+            result = graph.call_function(plain, node.args, kwargs)
+            written = graph.call_function(aten.copy_.default, (node.kwargs["out"], result))
+        result.meta, written.meta = dict(node.meta), dict(node.meta)
+        node.replace_all_uses_with(written)
+        graph.erase_node(node)
+
+
+def _without_out(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload of the same operator that returns its result instead of writing it."""
+
+    def takes(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
+        arguments = overload._schema.arguments
+        return [(a.name, str(a.type)) for a in arguments if not a.is_out]
+
+    packet = target.overloadpacket
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    fitting = (o for o in overloads if not o._schema.is_mutable and takes(o) == takes(target))
+    return next(fitting, None)
+
+
 def _settle_buffer_writes(graph: fx.Graph, capture: ModeCapture) -> None:
     """Export writes reassigned buffers back at the very end, which would tie the end of the graph to
     every such buffer. Write each as soon as its new value is there and its old one is no longer read.
@@ -156,6 +187,8 @@ def _settle_buffer_writes(graph: fx.Graph, capture: ModeCapture) -> None:
         if node.target is not aten.copy_.default or node.users:
             continue
         target, source = node.args[0], node.args[1]
+        if isinstance(source, fx.Node) and source.target is aten.detach.default:
+            source.all_input_nodes[0].append(source)
         if not isinstance(target, fx.Node) or target.name not in capture.state_of:
             continue
         aliases = find_aliases(graph)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from torch import nn
 
 from ravnest.errors import ExactnessError
 from ravnest.split.capture import Capture, Example, mode_of
@@ -64,7 +65,7 @@ def verify(capture: Capture, splits: Sequence[Sequence[Stage]], activation_bytes
     if example is None:
         return Verdict(None, {})
     differences: dict[str, float] = {}
-    with _fast_path_off(), _state_kept(capture):
+    with _fast_path_off():
         for mode in MODES:
             differences |= _compare_mode(capture, splits, example, mode)
     if differences:
@@ -181,9 +182,9 @@ def _named_outputs(output: Any) -> Results:
 def _ends(outputs: Results) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Outputs that carry a gradient, with a fixed pseudo-random one for each."""
     generator = torch.Generator().manual_seed(_SEED)
-    ends = []
+    ends: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tensor in outputs.values():
-        if tensor.requires_grad:
+        if tensor.requires_grad and torch.is_grad_enabled():
             noise = torch.rand(tensor.shape, generator=generator) - 0.5
             ends.append((tensor, noise.to(tensor.dtype).to(tensor.device)))
     return ends
@@ -192,7 +193,9 @@ def _ends(outputs: Results) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _results(outputs: Results, gradients: Mapping[str, torch.Tensor | None]) -> Results:
     found = {name: tensor.detach() for name, tensor in outputs.items()}
     found |= {
-        f"the gradient of {key}": gradient for key, gradient in gradients.items() if gradient is not None
+        f"the gradient of {key}": gradient.to_dense() if gradient.is_sparse else gradient
+        for key, gradient in gradients.items()
+        if gradient is not None
     }
     return found
 
@@ -228,23 +231,29 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _seeded(capture: Capture, run: Callable[[], Results]) -> Results:
+    """Run with a fixed seed from the model's present state, and put both back."""
     devices = {e.tensor.device for e in capture.state.tensors.values()} - {torch.device("cpu")}
-    with torch.random.fork_rng(devices=list(devices)):
+    with torch.random.fork_rng(devices=list(devices)), _buffers_kept(capture.model):
         torch.manual_seed(_SEED)
         return run()
 
 
 @contextlib.contextmanager
-def _state_kept(capture: Capture) -> Iterator[None]:
-    """Put buffers back as they were: a training forward changes running statistics."""
-    entries = [e.tensor for e in capture.state.tensors.values() if e.kind == "buffer"]
-    before = [tensor.clone() for tensor in entries]
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put buffers back as they were: a training forward writes to them or replaces them."""
+    before = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, old in zip(entries, before, strict=True):
-                tensor.copy_(old)
+            for module, name, buffer, values in before:
+                module._buffers[name] = buffer
+                if buffer is not None and values is not None:
+                    buffer.copy_(values)
 
 
 @contextlib.contextmanager

@@ -11,11 +11,20 @@ import torch
 from torch import nn
 
 from ravnest.errors import SplitError
+from ravnest.split.aliases import find_aliases
 from ravnest.split.assembly import assemble
-from ravnest.split.capture import Capture, capture
+from ravnest.split.capture import Capture, ModeCapture, capture
 from ravnest.split.cuts import Layout, lay_out
 from ravnest.split.evalcuts import follow_training, state_keys
-from ravnest.split.graph import MODES, InputEntry, Mode, StageGraph, StageSpec, StateSpec
+from ravnest.split.graph import (
+    MODES,
+    InputEntry,
+    Mode,
+    StageGraph,
+    StageSpec,
+    StateSpec,
+    is_dense,
+)
 from ravnest.split.measure import Measurement, measure
 from ravnest.split.normalise import normalise
 from ravnest.split.selfcheck import verify
@@ -58,7 +67,9 @@ class PreparedModel:
         state = self.capture.state
         layout, measurement = self.layouts["eval"], self.measurements["eval"]
         eval_cuts = follow_training(layout, measurement, state, holders, count)
-        graphs["eval"] = assemble(layout, measurement, eval_cuts)
+        graphs["eval"] = assemble(
+            layout, measurement, eval_cuts, _homes(self.capture.modes["train"], holders)
+        )
         for key, stages in _holders(graphs["eval"]).items():
             holders.setdefault(key, set()).update(stages)
         self._place_unused(holders)
@@ -103,6 +114,7 @@ class PreparedModel:
             names=entry.names,
             positions=self.capture.state.positions(entry.names),
             stages=tuple(sorted(stages)),
+            strides=_unusual_strides(entry.tensor),
         )
 
     def _signature(self) -> tuple[InputEntry, ...]:
@@ -202,6 +214,20 @@ def _holders(graphs: Sequence[StageGraph]) -> dict[str, set[int]]:
         for use in graph.state:
             holders.setdefault(use.key, set()).add(index)
     return holders
+
+
+def _unusual_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a dense tensor that differ from row order, also where a size is 1; else empty."""
+    strides = tensor.stride()
+    plain = torch.empty(tensor.shape, device="meta").stride()
+    return strides if strides != plain and is_dense(tensor.shape, strides) else ()
+
+
+def _homes(training: ModeCapture, holders: Mapping[str, set[int]]) -> dict[str, int]:
+    """The stage of each buffer that training writes to: others must not read a copy of their own."""
+    written = find_aliases(training.graph).written()
+    keys = {training.state_of[root.name] for root in written if root.name in training.state_of}
+    return {key: min(holders[key]) for key in keys}
 
 
 def _check_cuts(cuts: Sequence[int], legal: Sequence[int]) -> None:

@@ -40,6 +40,10 @@ def load_weights(path: Path, state: tuple[StateSpec, ...]) -> dict[str, torch.Te
                 f"{path}: {key} has shape {list(found.shape)} and dtype {found.dtype}, the stage says "
                 f"{list(entry.shape)} and {entry.dtype}"
             )
+        if entry.strides:
+            tensors[key] = torch.empty_strided(entry.shape, entry.strides, dtype=entry.dtype).copy_(
+                found
+            )
     return tensors
 
 
