@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ravnest.errors import SplitError
+from ravnest.errors import SplitError, StageFormatError
 from ravnest.plan.explain import clusterize_log, explain
 from ravnest.plan.nodes import NodeConfig, read_node_configs
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
@@ -26,7 +26,7 @@ from ravnest.plan.profiling import optimizer_state_factor, profile_model, unit_n
 from ravnest.split.selfcheck import verify
 from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.store.bundle import save_stage
-from ravnest.store.files import read_json, write_json
+from ravnest.store.files import inside, read_json, write_json
 from ravnest.store.nodefile import (
     CertificateFiles,
     Neighbour,
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 NODE_DATA = "node_data"
 NODE_CONFIGS = "node_configs.json"
 PLAN_FILE = "plan.json"
+_FORMAT = "ravnest-plan"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -159,7 +160,7 @@ def _write(target: Path, plan: Plan, splits: Mapping[int, Split]) -> None:
         listing = sorted(f.as_posix() for f in files if (replacement.staging / f).is_file())
         write_json(
             replacement.staging / PLAN_FILE,
-            {"format": "ravnest-plan", "version": 1, "plan": digest_of_plan, "files": listing},
+            {"format": _FORMAT, "version": 1, "plan": digest_of_plan, "files": listing},
         )
         replacement.commit(_earlier_files(target))
     except BaseException:
@@ -172,8 +173,14 @@ def _earlier_files(target: Path) -> list[str]:
     path = target / PLAN_FILE
     if not path.exists():
         return []
-    files = read_json(path, 64 << 20)["files"]
-    return [str(name) for name in files]
+    data = read_json(path, 64 << 20)
+    if (
+        not isinstance(data, dict)
+        or data.get("format") != _FORMAT
+        or not isinstance(data.get("files"), list)
+    ):
+        raise StageFormatError(f"{path} is not a file of Ravnest, and would be replaced: move it away")
+    return [inside(str(name)) for name in data["files"]]
 
 
 def _node_file(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> NodeFile:

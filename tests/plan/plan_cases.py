@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from ravnest.plan.cost import Machine
@@ -48,6 +49,9 @@ def chain(units: int, *, weight: int = 1000, **figures: Any) -> ModelProfile:
 def node(number: int, ram: float = 8, bandwidth: float = 100, compute: float | None = 50) -> NodeConfig:
     return NodeConfig(number, Address("10.0.0.1", 8080 + number), ram, bandwidth, compute)
 
+
+steady = settings(deadline=None, max_examples=1500)
+"""The same examples in every run, however busy the machine is."""
 
 small_bytes = st.integers(0, 50)
 

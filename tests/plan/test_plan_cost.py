@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import chain, node, profiles
+from plan_cases import chain, node, profiles, steady
 
 from ravnest.plan.cost import NOMINAL_COMPUTE, ModelCosts, assumed_compute, machines_of
 from ravnest.plan.positions import chosen_cuts
@@ -15,6 +15,7 @@ from ravnest.plan.ranges import DistinctBytes, RangeMax
 
 
 @given(profiles(max_units=9), st.data())
+@steady
 def test_a_tensor_counts_once_in_any_run(profile: ModelProfile, data: st.DataObject) -> None:
     count = len(profile.units)
     distinct = DistinctBytes.of(profile.state, count)
@@ -29,6 +30,7 @@ def test_a_tensor_counts_once_in_any_run(profile: ModelProfile, data: st.DataObj
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=20))
+@steady
 def test_the_largest_value_of_any_run(values: list[int]) -> None:
     every = np.arange(len(values) + 1)
     grid = RangeMax.of(values).grid(every, every)

@@ -3,9 +3,9 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import chain, load_benchmark, machines, node, profiles, unit
+from plan_cases import chain, load_benchmark, machines, node, profiles, steady, unit
 
 from ravnest.plan import cuts as cuts_module
 from ravnest.plan.cost import Machine, ModelCosts, machines_of
@@ -32,7 +32,7 @@ def all_cuts(costs: ModelCosts, order: list[Machine]) -> list[tuple[float, tuple
 
 
 @given(profiles(max_units=8), st.lists(machines, min_size=1, max_size=5))
-@settings(max_examples=150, deadline=None)
+@steady
 def test_the_cut_is_the_best_of_all(profile: ModelProfile, order: list[Machine]) -> None:
     costs = ModelCosts.of(profile)
     expected = all_cuts(costs, order)
@@ -46,7 +46,7 @@ def test_the_cut_is_the_best_of_all(profile: ModelProfile, order: list[Machine])
 
 
 @given(profiles(max_units=8), st.lists(machines, min_size=1, max_size=5))
-@settings(deadline=None)
+@steady
 def test_the_greedy_cut_fits_and_is_no_better(profile: ModelProfile, order: list[Machine]) -> None:
     costs = ModelCosts.of(profile)
     found = greedy_cuts(costs, order)

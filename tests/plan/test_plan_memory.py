@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import profiles
+from plan_cases import profiles, steady
 
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.memory import StageLoad, StageMemory, Training, older_versions, size, stage_memory
@@ -66,6 +66,7 @@ def by_hand(profile: ModelProfile, start: int, stop: int, in_flight: int, freque
 
 
 @given(profiles(), st.integers(1, 9), st.integers(1, 4))
+@steady
 def test_one_stage_and_a_grid_of_stages_agree_with_the_formula(
     profile: ModelProfile, in_flight: int, frequency: int
 ) -> None:
@@ -80,6 +81,7 @@ def test_one_stage_and_a_grid_of_stages_agree_with_the_formula(
 
 
 @given(profiles(), st.integers(1, 5))
+@steady
 def test_inner_memory_is_no_more_and_only_grows(profile: ModelProfile, in_flight: int) -> None:
     costs = ModelCosts.of(profile)
     every = np.arange(costs.units + 1)

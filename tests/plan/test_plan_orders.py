@@ -4,9 +4,9 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import chain, load_benchmark, machines, node, profiles
+from plan_cases import chain, load_benchmark, machines, node, profiles, steady
 
 from ravnest.plan.cost import Machine, ModelCosts, machines_of
 from ravnest.plan.cuts import best_cuts
@@ -32,7 +32,7 @@ def seconds_of(costs: ModelCosts, orders: Orders, order: Order) -> float:
 
 
 @given(profiles(), st.lists(machines, min_size=1, max_size=4))
-@settings(deadline=None)
+@steady
 def test_the_best_of_all_orders(profile: ModelProfile, pool: list[Machine]) -> None:
     costs = ModelCosts.of(profile)
     orders = orders_of(costs, pool, exact_length=4)

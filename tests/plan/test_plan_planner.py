@@ -178,7 +178,7 @@ def test_ram_that_suffices_in_all_but_not_for_any_cut() -> None:
     found = message(chain(2, weight=10**9), 4.5, 4.5)
     assert found.startswith(
         "the model needs 8.0 GB to train at batch 32 and the 2 nodes of node_configs.json offer 9.0 GB,"
-        " but no cut gives every node a stage that fits it"
+        " but no cut was found that gives every node a stage that fits it"
     )
     assert "About 1.5 times the RAM on each node would do." in found
 

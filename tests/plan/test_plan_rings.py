@@ -4,6 +4,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_cases import steady
 
 from ravnest.plan.profile import StateTensor
 from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
@@ -63,6 +64,7 @@ def test_a_ring_of_one_has_no_next_member() -> None:
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 9))
+@steady
 def test_every_tensor_has_one_owner_in_each_cluster(data: st.DataObject, count: int, units: int) -> None:
     inner = st.lists(st.integers(1, units - 1), unique=True).map(sorted) if units > 1 else st.just([])
     clusters = [cluster(c, 0, *data.draw(inner), units) for c in range(count)]

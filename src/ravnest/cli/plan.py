@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +14,8 @@ from rich.console import Console
 
 from ravnest.errors import RavnestError
 from ravnest.formation import NODE_CONFIGS, NODE_DATA, form_clusters
-from ravnest.plan.explain import explain
 from ravnest.plan.nodes import read_node_configs
-from ravnest.plan.profiling import unit_names
+from ravnest.split.source import line_of_traceback
 
 
 class TargetError(RavnestError, ValueError):
@@ -51,17 +50,15 @@ def plan(
         pass_data=pass_data,
         update_frequency=update_frequency,
     )
-    words = explain(formation.plan, formation.profile, unit_names(formation.prepared))
-    Console().print(words, markup=False, highlight=False, soft_wrap=True)
+    Console().print(formation.explain(), markup=False, highlight=False, soft_wrap=True)
 
 
 def load_target(target: str) -> tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]]:
     """Call ``module:function`` of the current folder; returns model, args and kwargs."""
-    made = _find(target)()
+    made = _call(target)
     if not isinstance(made, tuple) or not made or not isinstance(made[0], torch.nn.Module):
-        raise TargetError(
-            f"{target} must return (model, args) or (model, args, kwargs), got {type(made).__name__}"
-        )
+        kind = type(made).__name__
+        raise TargetError(f"{target} must return (model, args) or (model, args, kwargs), got {kind}")
     model, *rest = made
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
@@ -77,18 +74,23 @@ def load_target(target: str) -> tuple[torch.nn.Module, Sequence[Any], Mapping[st
     return model, args, kwargs
 
 
-def _find(target: str) -> Callable[[], Any]:
+def _call(target: str) -> Any:
+    """What the user's function returns; what goes wrong in it is the user's to read, with its line."""
     module_name, _, function_name = target.partition(":")
-    if not module_name or not function_name:
+    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
         raise TargetError(f"{target!r} is not of the form module:function")
     sys.path.insert(0, str(Path.cwd()))
+    sys.dont_write_bytecode = True  # planning writes nothing, not even beside the user's module
     try:
         module = importlib.import_module(module_name)
+        function = getattr(module, function_name, None)
+        if callable(function):
+            return function()
     except ModuleNotFoundError as error:
         raise TargetError(
             f"there is no module {error.name!r} here; run this where it can be imported"
         ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise TargetError(f"the module {module_name} has no function {function_name}")
-    return function  # type: ignore[no-any-return]
+    except Exception as error:  # the user's code may raise anything
+        line = line_of_traceback(error.__traceback__)
+        raise TargetError(f"{target} fails: {type(error).__name__}: {error}\n{line}".strip()) from error
+    raise TargetError(f"the module {module_name} has no function {function_name}")

@@ -132,7 +132,8 @@ def _ring_lines(plan: Plan) -> Iterator[str]:
     if len(plan.clusters) == 1:
         yield "One cluster holds the only copy of the model: nothing is averaged."
         return
-    yield f"{_counted(len(plan.rings), 'ring')} average the clusters:"
+    verb = "averages" if len(plan.rings) == 1 else "average"
+    yield f"{_counted(len(plan.rings), 'ring')} {verb} the clusters:"
     for ring in plan.rings:
         members = ", ".join(f"Node({member.node_id})" for member in ring.members)
         tensors = _counted(len(ring.names), "tensor")

@@ -24,13 +24,16 @@ def save_weights(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_weights(path: Path, state: tuple[StateSpec, ...]) -> dict[str, torch.Tensor]:
-    """Read exactly the tensors that ``state`` lists, with its shapes and dtypes."""
+    """Read exactly the tensors that ``state`` lists, with its shapes and dtypes.
+
+    Each into memory of its own: in the file they lie at odd addresses, where kernels round otherwise.
+    """
     expected = {entry.key: entry for entry in state}
     _check_size(path, expected)
     try:
         with safe_open(str(path), framework="pt") as file:
             _same_keys(path, set(file.keys()), set(expected))
-            tensors = {key: file.get_tensor(key) for key in expected}
+            tensors = {key: file.get_tensor(key).clone() for key in expected}
     except SafetensorError as error:
         raise StageFormatError(f"{path} is damaged: {error}") from error
     for key, entry in expected.items():

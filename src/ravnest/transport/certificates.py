@@ -36,10 +36,11 @@ class Authority:
         self._now = now
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        constraints = x509.BasicConstraints(ca=True, path_length=0)
-        builder = self._builder(self._name, self._key.public_key())
-        self._certificate = builder.add_extension(constraints, critical=True).sign(
-            self._key, hashes.SHA256()
+        self._certificate = (
+            self._builder(self._name, self._key.public_key())
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .sign(self._key, hashes.SHA256())
         )
 
     @property
@@ -55,6 +56,7 @@ class Authority:
         certificate = (
             self._builder(subject, key.public_key())
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(x509.SubjectAlternativeName(list(_alternatives(hosts))), critical=False)
             .sign(self._key, hashes.SHA256())
@@ -70,7 +72,26 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(self._now - _CLOCK_SKEW)
             .not_valid_after(self._now + _LIFETIME)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+                critical=False,
+            )
         )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _alternatives(hosts: Iterable[str]) -> Iterable[x509.GeneralName]:
