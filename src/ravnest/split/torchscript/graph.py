@@ -173,11 +173,21 @@ def _call_method(_program: Program, node: Node, args: list[Any], _values: Values
     return [Program(module.graph(node.s("name")))(*args)]
 
 
+def _call_function(_program: Program, node: Node, args: list[Any], _values: Values) -> Sequence[Any]:
+    """A function that torch did not put into the graph, as happens once another script has run it."""
+    name = str(next(iter(node.inputs())).type())
+    function = torch.jit._state._python_cu.find_function(name)
+    if function is None:
+        raise CaptureError(f"{where(node)}\nthe script calls {name}, which is not at hand")
+    return [Program(function.inlined_graph)(*args[1:])]
+
+
 _CONTROL_FLOW: Mapping[str, Callable[[Program, Node, list[Any], Values], Sequence[Any]]] = {
     "prim::If": _if,
     "prim::Loop": _loop,
     "prim::fork": _fork,
     "prim::CallMethod": _call_method,
+    "prim::CallFunction": _call_function,
 }
 
 
