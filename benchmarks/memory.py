@@ -57,7 +57,7 @@ GIVE_BACK = {
 
 def subjects() -> tuple[Any, ...]:
     """The models; made on demand because workers do without them."""
-    from subjects import Subject, bert, digits_cnn, gpt2, resnet  # noqa: PLC0415
+    from subjects import Subject, bert, digits_cnn, gpt2, lstm, mlp, resnet, vit  # noqa: PLC0415
 
     return (
         Subject("digits CNN, batch 64", partial(digits_cnn, 64)),
@@ -66,6 +66,9 @@ def subjects() -> tuple[Any, ...]:
         Subject("ResNet-50, batch 16 at 96 px", partial(resnet, 50, 16, 96)),
         Subject("GPT-2, 4 layers of 256, batch 8 x 128", partial(gpt2, 8, 128)),
         Subject("BERT, 4 layers of 256, batch 8 x 128", partial(bert, 8, 128)),
+        Subject("ViT, 6 layers of 192, batch 16 at 64 px", partial(vit, 16)),
+        Subject("LSTM, 2 layers of 256, batch 32 x 64", partial(lstm, 32, 64, 256)),
+        Subject("MLP 5 x 2048, batch 64", partial(mlp, 64, 2048)),
     )
 
 
@@ -176,13 +179,11 @@ class _Trainer:
             version = {k: p.detach().clone().requires_grad_() for k, p in self._trained.items()}
         outputs = self.module(*received, parameters=version)
         leaves = [v for v in received if isinstance(v, torch.Tensor) and v.requires_grad]
-        ends = [
-            (get_gradient_edge(o), torch.empty_like(o, device="meta"))
-            for o in outputs
-            if isinstance(o, torch.Tensor) and o.requires_grad
-        ]
+        ends = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
+        ends = [o for o in ends if o.dim() == 0] or ends  # the Leaf's own loss, where there is one
+        edges = [(get_gradient_edge(o), torch.empty_like(o, device="meta")) for o in ends]
         self._leaving = [_detached(output) for output in outputs]
-        self.flying.append(_Flight(leaves, version, ends))
+        self.flying.append(_Flight(leaves, version, edges))
 
     def backward(self) -> None:
         self._returning, gradients = self.flying.popleft().backward()

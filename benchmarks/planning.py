@@ -68,6 +68,7 @@ def random_profile(rng: random.Random, units: int, *, tied: bool) -> ModelProfil
                 workspace_bytes=rng.randint(0, 100) * 10_000,
                 crossing_bytes=(crossing := rng.randint(1, 200) * 10_000),
                 gradient_bytes=rng.choice((0, crossing, crossing)),
+                held_bytes=crossing,
             )
             for _ in range(units)
         ),

@@ -14,7 +14,7 @@ from ravnest.errors import SplitError
 from ravnest.split import Chain, Split, prepare, split, verify
 from ravnest.split.splitter import balanced_cuts
 from ravnest.store.bundle import load_module, save_stage
-from zoo_models.exactness import NOISE, Traces, Unsplit, compare, rehearse
+from zoo_models.exactness import FIRST_STEP, Traces, Unsplit, compare, is_noise, rehearse
 from zoo_models.registry import ZooModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,17 +100,26 @@ def _examine_stages(model: ZooModel, stages: Sequence[int], finding: Finding) ->
             chain = _through_files(result)
             actual = rehearse(chain, args, kwargs, small_batch=whole)
             reference.load_state_dict(chain.state_dict(), strict=True)
-            worst = compare(expected, actual)
+            same = is_noise(expected, actual)
         except Exception as error:
             exact = False
             finding.cells[str(count)] = _first_line(error)
         else:
-            exact = exact and (worst is None or worst.relative <= NOISE)
-            finding.cells[str(count)] = str(worst or BITWISE)
+            exact = exact and same
+            finding.cells[str(count)] = _result(expected, actual)
     changed = compare(before, _state(module))
     if changed:
         finding.notes.append(f"splitting changed the model's own {changed.name}")
     finding.ok = exact and not changed
+
+
+def _result(expected: Traces, actual: Traces) -> str:
+    first, worst = compare(expected, actual, FIRST_STEP), compare(expected, actual)
+    if worst is None:
+        return BITWISE
+    if first is None or first.name == worst.name:
+        return str(worst)
+    return f"{first.relative:.0e}, at the end {worst}"
 
 
 def _through_files(result: Split) -> Chain:

@@ -22,8 +22,8 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "pad_token_id": 0}
-DECODER: dict[str, Any] = {**GROUPED, "attention_dropout": 0.1}
+DECODER: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "pad_token_id": 0}
+DROPPING: dict[str, Any] = {**DECODER, "attention_dropout": 0.1}
 SEQ2SEQ: dict[str, Any] = {
     "vocab_size": 99,
     "d_model": 32,
@@ -221,26 +221,29 @@ add(
     padded,
 )
 add("llama", "LlamaForCausalLM", "LlamaConfig", DECODER, labelled)
+add("llama-attention-dropout", "LlamaForCausalLM", "LlamaConfig", DROPPING, labelled)
+add("llama-without-cache", "LlamaForCausalLM", "LlamaConfig", {**DECODER, "use_cache": False}, labelled)
+add("llama-full-mask", "LlamaForCausalLM", "LlamaConfig", DECODER, full_mask)
 add("llama-padded", "LlamaForCausalLM", "LlamaConfig", {**DECODER, "use_cache": False}, padded)
-add("mistral", "MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": 8}, labelled)
+add("mistral", "MistralForCausalLM", "MistralConfig", {**DROPPING, "sliding_window": 8}, labelled)
 add("gemma", "GemmaForCausalLM", "GemmaConfig", {**DECODER, "head_dim": 8}, labelled)
 add(
     "gemma2",
     "Gemma2ForCausalLM",
     "Gemma2Config",
-    {**GROUPED, "head_dim": 8, "sliding_window": 8, "use_cache": False},
+    {**DECODER, "head_dim": 8, "sliding_window": 8, "use_cache": False},
     labelled,
 )
 add(
     "gemma3",
     "Gemma3ForCausalLM",
     "Gemma3TextConfig",
-    {**GROUPED, "head_dim": 8, "sliding_window": 8, "use_cache": False},
+    {**DECODER, "head_dim": 8, "sliding_window": 8, "use_cache": False},
     labelled,
 )
-add("qwen2", "Qwen2ForCausalLM", "Qwen2Config", DECODER, labelled)
+add("qwen2", "Qwen2ForCausalLM", "Qwen2Config", DROPPING, labelled)
 add("qwen3", "Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 8}, padded_tokens_labelled)
-add("phi", "PhiForCausalLM", "PhiConfig", GROUPED, labelled)
+add("phi", "PhiForCausalLM", "PhiConfig", DECODER, labelled)
 add("phi3", "Phi3ForCausalLM", "Phi3Config", DECODER, labelled)
 add(
     "opt",
@@ -263,6 +266,7 @@ add(
     "BloomConfig",
     {"vocab_size": 99, "hidden_size": 32, "n_layer": 3, "n_head": 4},
     padded,
+    refusal="is a custom torch.autograd.Function",
 )
 add(
     "falcon",
@@ -291,12 +295,21 @@ add("cohere", "CohereForCausalLM", "CohereConfig", DECODER, labelled)
 add("stablelm", "StableLmForCausalLM", "StableLmConfig", DECODER, labelled)
 add("granite", "GraniteForCausalLM", "GraniteConfig", DECODER, labelled)
 add("smollm3", "SmolLM3ForCausalLM", "SmolLM3Config", DECODER, labelled)
+MIXTRAL: dict[str, Any] = {
+    **DECODER,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+}
+BATCHED: dict[str, Any] = {"experts_implementation": "batched_mm"}
+add("mixtral", "MixtralForCausalLM", "MixtralConfig", {**MIXTRAL, **BATCHED}, labelled)
 add(
-    "mixtral",
+    "mixtral-grouped",
     "MixtralForCausalLM",
     "MixtralConfig",
-    {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+    MIXTRAL,
     labelled,
+    refusal="belongs to transformers",
 )
 add(
     "qwen3-moe",
@@ -304,6 +317,7 @@ add(
     "Qwen3MoeConfig",
     {
         **DECODER,
+        **BATCHED,
         "head_dim": 8,
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -317,6 +331,7 @@ add(
     "DeepseekV3Config",
     {
         **SMALL,
+        **BATCHED,
         "num_key_value_heads": 4,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -337,7 +352,7 @@ add(
     "gpt-oss",
     "GptOssForCausalLM",
     "GptOssConfig",
-    {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    {**DECODER, **BATCHED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     labelled,
 )
 add(
@@ -584,7 +599,7 @@ add(
 )
 
 
-@entry(MODELS, "transformers")
+@entry(MODELS, "transformers", refusal="decides by the value of a tensor")
 def detr() -> Example:
     torchvision_schemas()
     import transformers  # noqa: PLC0415

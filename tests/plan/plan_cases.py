@@ -30,7 +30,7 @@ def load_benchmark() -> ModuleType:
 
 
 def unit(work: float = 1e9, activation: int = 0, workspace: int = 0, crossing: int = 0) -> Unit:
-    return Unit(work, activation, workspace, crossing, crossing)
+    return Unit(work, activation, workspace, crossing, crossing, crossing)
 
 
 def chain(units: int, *, weight: int = 1000, **figures: Any) -> ModelProfile:
@@ -50,7 +50,7 @@ def node(number: int, ram: float = 8, bandwidth: float = 100, compute: float | N
     return NodeConfig(number, Address("10.0.0.1", 8080 + number), ram, bandwidth, compute)
 
 
-steady = settings(deadline=None, max_examples=1500)
+steady = settings(deadline=None, derandomize=True)
 """The same examples in every run, however busy the machine is."""
 
 small_bytes = st.integers(0, 50)
@@ -61,7 +61,7 @@ def profiles(draw: st.DrawFn, max_units: int = 7) -> ModelProfile:
     """Any small model: frozen tensors, ties, cuts without a gradient."""
     count = draw(st.integers(1, max_units))
     units = tuple(
-        Unit(float(draw(st.integers(0, 20))), *(draw(small_bytes) for _ in range(4)))
+        Unit(float(draw(st.integers(0, 20))), *(draw(small_bytes) for _ in range(5)))
         for _ in range(count)
     )
     users = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted).map(tuple)
@@ -74,7 +74,9 @@ def profiles(draw: st.DrawFn, max_units: int = 7) -> ModelProfile:
         ),
         batch_size=4,
         input_bytes=draw(small_bytes),
+        output_bytes=draw(small_bytes),
         optimizer_bytes_per_parameter_byte=draw(st.sampled_from((0.0, 1.0, 2.0))),
+        update_copies=draw(st.sampled_from((0.0, 2.0))),
     )
 
 

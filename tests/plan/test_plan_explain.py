@@ -100,12 +100,12 @@ def test_the_plan_in_words() -> None:
         "Cluster 0: about 32 samples/s, a micro-batch every 1 s; the bottleneck is the link from"
         " Node(0) to Node(1) at the 8 Mbps of Node(1).",
         "  Node(0) at 10.0.0.1:8080 is the Root: layers conv1 to fc1 (4 units), 67% of the work.",
-        "    Memory 3.1 GB of 8 GB (39%): weights 500 MB, older versions 1.0 GB, gradients 500 MB,"
-        " optimizer 1.0 GB, activations of 2 in flight 80 MB, transfer and workspace 2 MB.",
+        "    Memory 3.0 GB of 8 GB (38%): weights 500 MB, older versions 1.0 GB, optimizer 1.0 GB,"
+        " activations of 2 in flight 80 MB, transfer 2 MB, gradients and workspace 460 MB.",
         "    Time 100 ms a micro-batch, and 1 s on the link to Node(1).",
         "  Node(1) at 10.0.0.1:8081 is the Leaf: layers fc2 to softmax (2 units), 33% of the work.",
-        "    Memory 1.0 GB of 4 GB (26%): weights 250 MB, older versions 0 kB, gradients 250 MB,"
-        " optimizer 500 MB, activations of 1 in flight 21 MB, transfer and workspace 1 MB.",
+        "    Memory 1.0 GB of 4 GB (25%): weights 250 MB, older versions 0 kB, optimizer 500 MB,"
+        " activations of 1 in flight 21 MB, transfer 1 MB, gradients and workspace 230 MB.",
         "    Time 100 ms a micro-batch.",
         "",
         "One cluster holds the only copy of the model: nothing is averaged.",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -13,22 +14,26 @@ from ravnest.plan.memory import StageLoad, StageMemory, Training, older_versions
 from ravnest.plan.profile import ModelProfile
 
 LOAD: StageLoad[float] = StageLoad(
-    state=100, trainable=80, activations=10, incoming=5, transfer=7, workspace=3
+    state=100, trainable=80, largest=2, activations=10, incoming=5, transfer=7, backward=13
 )
 
 
 def test_each_purpose_is_counted() -> None:
-    memory = stage_memory(LOAD, 3, Training(update_frequency=2, optimizer_factor=2.0))
+    memory = stage_memory(LOAD, 3, Training(update_frequency=1, optimizer_factor=2.0))
     assert memory == StageMemory(
         weights=100,
-        versions=160,
-        gradients=80,
+        versions=240,
+        gradients=80 + 13 - 10,
         optimizer=160,
         activations=45,
         transfer=7,
-        workspace=3,
     )
-    assert memory.total == 555
+    assert memory.total == 635
+
+
+def test_the_update_can_be_the_worst_moment() -> None:
+    one_large = replace(LOAD, largest=50)
+    assert stage_memory(one_large, 1, Training(1, 2.0, 2.0)).gradients == 80 + 2 * 50 - 10
 
 
 def test_a_leaf_keeps_no_older_version() -> None:
@@ -53,15 +58,23 @@ def by_hand(profile: ModelProfile, start: int, stop: int, in_flight: int, freque
     trainable = sum(t.bytes for t in held if t.trainable)
     units = profile.units[start:stop]
     last = stop == len(profile.units)
-    incoming = profile.units[start - 1].crossing_bytes if start else profile.input_bytes
+    incoming = profile.units[start - 1].held_bytes if start else profile.input_bytes
+    activations = [u.activation_bytes for u in units]
+    largest = max((t.bytes for t in held if t.trainable), default=0)
+    moments = [trainable + profile.update_copies * largest]
+    for here, unit in enumerate(units, start):
+        to_come = [t.bytes for t in held if t.trainable and start <= t.units[-1] <= here]
+        made = trainable - (sum(to_come) if frequency == 1 else 0)
+        moments.append(sum(activations[: here - start + 1]) + unit.workspace_bytes + made)
     return (
         sum(t.bytes for t in held)
         + (0 if in_flight == 1 else -(-in_flight // frequency)) * trainable
-        + trainable * (1 + profile.optimizer_bytes_per_parameter_byte)
-        + in_flight * (sum(u.activation_bytes for u in units) + incoming)
-        + (0 if last else units[-1].crossing_bytes + units[-1].gradient_bytes)
+        + trainable * profile.optimizer_bytes_per_parameter_byte
+        + (in_flight - 1) * sum(activations)
+        + in_flight * incoming
+        + (profile.output_bytes if last else units[-1].crossing_bytes + units[-1].gradient_bytes)
         + (profile.units[start - 1].gradient_bytes if start else 0)
-        + max(u.workspace_bytes for u in units)
+        + max(moments)
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ravnest.plan.memory import FloatArray, StageLoad, StageMemory, Training, stage_memory
 from ravnest.plan.nodes import NodeConfig
-from ravnest.plan.profile import ModelProfile
+from ravnest.plan.profile import ModelProfile, StateTensor
 from ravnest.plan.ranges import DistinctBytes, IntArray, RangeMax, RangeSum
 
 NOMINAL_COMPUTE = 50.0
@@ -65,13 +65,18 @@ class ModelCosts:
     training: Training
     work: RangeSum
     activations: RangeSum
-    workspace: RangeMax
+    gradients: RangeSum
+    """Of parameters, each at the last unit that uses it, where backward makes it; none where
+    several micro-batches add to the same gradients."""
+    backward: RangeMax
+    """Of activations up to a unit, its workspace and less the gradients up to it."""
+    largest: RangeMax
     state: DistinctBytes
     trainable: DistinctBytes
-    entering: FloatArray
-    """For each cut, the bytes that go forward over it; the model's inputs at cut 0."""
+    incoming: FloatArray
+    """For each cut, the bytes that a stage behind it keeps of what comes in."""
     leaving: FloatArray
-    """The same, but nothing at cut 0: what a stage in front of the cut sends."""
+    """For each cut, the bytes that go forward over it; the model's outputs at the end."""
     returning: FloatArray
     """For each cut, the bytes of gradients that go back over it."""
     link_bytes: FloatArray
@@ -83,36 +88,50 @@ class ModelCosts:
         units = profile.units
         leaving = np.array([0, *(unit.crossing_bytes for unit in units)], dtype=np.float64)
         returning = np.array([0, *(unit.gradient_bytes for unit in units)], dtype=np.float64)
+        incoming = np.array([profile.input_bytes, *(unit.held_bytes for unit in units)], np.float64)
         leaving[-1] = returning[-1] = 0
-        entering = leaving.copy()
-        entering[0] = profile.input_bytes
         tied = _tied_bytes(profile) / update_frequency
+        link_bytes = np.maximum(leaving, returning) + tied
+        leaving[-1] = profile.output_bytes
+        activations = RangeSum.of([unit.activation_bytes for unit in units])
+        trained = [tensor for tensor in profile.state if tensor.trainable]
+        fresh = trained if update_frequency == 1 else []
+        gradients = RangeSum.of(_by_last_unit(fresh, len(units)))
+        workspace = np.array([unit.workspace_bytes for unit in units], dtype=np.float64)
         return cls(
             units=len(units),
             batch_size=profile.batch_size,
-            training=Training(update_frequency, profile.optimizer_bytes_per_parameter_byte),
+            training=Training(
+                update_frequency,
+                profile.optimizer_bytes_per_parameter_byte,
+                profile.update_copies,
+            ),
             work=RangeSum.of([unit.work for unit in units]),
-            activations=RangeSum.of([unit.activation_bytes for unit in units]),
-            workspace=RangeMax.of([unit.workspace_bytes for unit in units]),
+            activations=activations,
+            gradients=gradients,
+            backward=RangeMax.of(workspace + (activations.prefix - gradients.prefix)[1:]),
+            largest=RangeMax.of(_largest(trained, len(units))),
             state=DistinctBytes.of(profile.state, len(units)),
-            trainable=DistinctBytes.of((t for t in profile.state if t.trainable), len(units)),
-            entering=entering,
+            trainable=DistinctBytes.of(trained, len(units)),
+            incoming=incoming,
             leaving=leaving,
             returning=returning,
-            link_bytes=np.maximum(leaving, returning) + tied,
+            link_bytes=link_bytes,
         )
 
     def load_grid(self, starts: IntArray, stops: IntArray) -> StageLoad[FloatArray]:
         """Load of each start (row) with each stop (column); both ascend."""
         shape = (len(starts), len(stops))
-        gradients = self.returning[starts][:, None] + self.returning[stops][None, :]
+        returning = self.returning[starts][:, None] + self.returning[stops][None, :]
+        before = (self.activations.prefix - self.gradients.prefix)[starts][:, None]
         return StageLoad(
             state=self.state.grid(starts, stops),
             trainable=self.trainable.grid(starts, stops),
+            largest=self.largest.grid(starts, stops),
             activations=self.activations.grid(starts, stops),
-            incoming=np.broadcast_to(self.entering[starts][:, None], shape),
-            transfer=self.leaving[stops][None, :] + gradients,
-            workspace=self.workspace.grid(starts, stops),
+            incoming=np.broadcast_to(self.incoming[starts][:, None], shape),
+            transfer=self.leaving[stops][None, :] + returning,
+            backward=self.backward.grid(starts, stops) - before,
         )
 
     def memory_grid(self, starts: IntArray, stops: IntArray, in_flight: int) -> FloatArray:
@@ -134,10 +153,11 @@ class ModelCosts:
         load = StageLoad(
             state=float(grid.state[0, 0]),
             trainable=float(grid.trainable[0, 0]),
+            largest=float(grid.largest[0, 0]),
             activations=float(grid.activations[0, 0]),
             incoming=float(grid.incoming[0, 0]),
             transfer=float(grid.transfer[0, 0]),
-            workspace=float(grid.workspace[0, 0]),
+            backward=float(grid.backward[0, 0]),
         )
         return stage_memory(load, in_flight, self.training)
 
@@ -158,6 +178,23 @@ class ModelCosts:
 def link_seconds_per_byte(one: Machine, other: Machine) -> float:
     """Links are full duplex and as fast as the slower end."""
     return 8 / min(one.bandwidth, other.bandwidth)
+
+
+def _by_last_unit(tensors: Sequence[StateTensor], units: int) -> list[float]:
+    """Bytes of the tensors whose last use is in each unit."""
+    found = [0.0] * units
+    for tensor in tensors:
+        found[tensor.units[-1]] += tensor.bytes
+    return found
+
+
+def _largest(tensors: Sequence[StateTensor], units: int) -> list[float]:
+    """Bytes of the largest tensor that each unit uses."""
+    found = [0.0] * units
+    for tensor in tensors:
+        for unit in tensor.units:
+            found[unit] = max(found[unit], tensor.bytes)
+    return found
 
 
 def _tied_bytes(profile: ModelProfile) -> FloatArray:

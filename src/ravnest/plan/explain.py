@@ -99,10 +99,10 @@ def _stage_lines(
     )
     yield (
         f"    Memory {size(memory.total)} of {stage.node.ram:g} GB ({share:.0%}): weights"
-        f" {size(memory.weights)}, older versions {size(memory.versions)}, gradients"
-        f" {size(memory.gradients)}, optimizer {size(memory.optimizer)}, activations of"
-        f" {stage.in_flight} in flight {size(memory.activations)}, transfer and workspace"
-        f" {size(memory.transfer + memory.workspace)}."
+        f" {size(memory.weights)}, older versions {size(memory.versions)}, optimizer"
+        f" {size(memory.optimizer)}, activations of {stage.in_flight} in flight"
+        f" {size(memory.activations)}, transfer {size(memory.transfer)}, gradients and workspace"
+        f" {size(memory.gradients)}."
     )
     yield f"    Time {_time(stage.compute_seconds)} a micro-batch{_link(cluster, stage)}."
 

@@ -6,10 +6,14 @@ Stage k of K has ``n = K - k`` micro-batches in flight: the Root K, the Leaf one
 - older versions of what it trains, ``ceil(n / update_frequency)`` of them, because each micro-batch
   runs backward on the weights it ran forward on. None where n is 1: such a stage finishes each
   micro-batch before it updates, so nothing older is in use;
-- a gradient and the optimizer's state for what it trains;
+- the optimizer's state for what it trains;
 - for each micro-batch in flight, what autograd keeps and the inputs that came in;
 - buffers for one micro-batch on its way: activations out, gradients in and out;
-- the largest transient allocation of one of its units.
+- what the worst moment adds. Backward goes from the last unit to the first, frees activations and
+  makes gradients: while it is at unit u there are the activations up to u, the gradients of the
+  parameters behind u (those of all, where several micro-batches make an update and add to them), and
+  the workspace of u. After it come the update's temporaries, beside all gradients, when no
+  activation of that micro-batch is left.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ class Training:
     """Micro-batches an update."""
     optimizer_factor: float
     """Bytes of optimizer state for each byte of a trainable parameter."""
+    update_copies: float = 0.0
+    """Temporaries of the update, in sizes of the largest parameter."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,16 @@ class StageLoad(Generic[Bytes]):
 
     state: Bytes
     trainable: Bytes
+    largest: Bytes
+    """Its largest trainable tensor."""
     activations: Bytes
     incoming: Bytes
-    """Activations that enter at its start; the model's inputs for the Root."""
+    """What it keeps of what enters at its start, besides its activations."""
     transfer: Bytes
     """Activations that leave at its end, the gradients of both its ends."""
-    workspace: Bytes
+    backward: Bytes
+    """The most that activations and workspace take during backward, less the gradients of
+    parameters that are not made yet at that moment."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +66,10 @@ class StageMemory(Generic[Bytes]):
     weights: Bytes
     versions: Bytes
     gradients: Bytes
+    """Gradients and temporaries: what the worst moment adds to all the rest."""
     optimizer: Bytes
     activations: Bytes
     transfer: Bytes
-    workspace: Bytes
 
     @property
     def total(self) -> Bytes:
@@ -71,7 +81,6 @@ class StageMemory(Generic[Bytes]):
             + self.optimizer
             + self.activations
             + self.transfer
-            + self.workspace
         )
 
 
@@ -89,12 +98,12 @@ def older_versions(in_flight: int, update_frequency: int) -> int:
 
 def stage_memory(load: StageLoad[Bytes], in_flight: int, training: Training) -> StageMemory[Bytes]:
     """Memory of a stage (or of a grid of stages) that has ``in_flight`` micro-batches in flight."""
+    worst = load.trainable + np.maximum(load.backward, training.update_copies * load.largest)
     return StageMemory(
         weights=load.state,
         versions=load.trainable * older_versions(in_flight, training.update_frequency),
-        gradients=load.trainable,
+        gradients=worst - load.activations,
         optimizer=load.trainable * training.optimizer_factor,
         activations=(load.activations + load.incoming) * in_flight,
         transfer=load.transfer,
-        workspace=load.workspace,
     )

@@ -18,11 +18,14 @@ class Unit:
     activation_bytes: int
     """What autograd keeps for backward."""
     workspace_bytes: int
-    """The largest transient allocation of forward or backward."""
+    """What the worst moment of its backward has in memory besides what autograd keeps up to here:
+    gradients of its own parameters and of activations, temporaries."""
     crossing_bytes: int
     """What crosses the cut behind this unit going forward; 0 behind the last unit."""
     gradient_bytes: int
     """What crosses that cut going backward."""
+    held_bytes: int = 0
+    """Of ``crossing_bytes``, what a stage behind the cut keeps besides its own activations."""
 
 
 @dataclass(frozen=True)
@@ -46,5 +49,10 @@ class ModelProfile:
     state: tuple[StateTensor, ...]
     batch_size: int
     input_bytes: int
+    """Of the model's inputs, what the Root keeps besides its own activations."""
+    output_bytes: int = 0
+    """Of the model's outputs, what the Leaf keeps besides its own activations."""
     optimizer_bytes_per_parameter_byte: float = 2.0
     """AdamW keeps two values for each parameter; plain SGD none."""
+    update_copies: float = 0.0
+    """Temporaries of the update, in sizes of the largest parameter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,9 @@ from ravnest.split.splitter import PreparedModel
 _FLOPS_PER_BYTE = 4.0
 """Operations that a machine does in the time it moves a byte; most layers but products are bound
 by memory, and would otherwise count for nothing."""
+_UPDATE_COPIES = 2.0
+"""Temporaries of AdamW, in sizes of a parameter: it updates one after the other. With ``foreach=True``
+it would need them for all at once; torch leaves that off on CPUs."""
 _BACKWARD = 2.0
 """Backward computes a gradient for the input and one for the weight: twice the forward."""
 
@@ -28,10 +31,10 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
     """Costs of the units of a prepared model, at its example's batch size."""
     layout, measurement = prepared.layouts["train"], prepared.measurements["train"]
     bounds = [0, *layout.legal, len(layout.operations)]
-    state = _state(prepared, layout, bounds)
-    tied = _tied_bytes(state, len(bounds) - 1)
     forward = crossing_bytes(layout, measurement)
     backward = _gradient_bytes(layout, measurement)
+    held = _held_bytes(layout, measurement)
+    trained = _parameter_gradients(prepared, layout)
     work = _work(measurement)
     units = []
     for index, (begin, end) in enumerate(pairwise(bounds)):
@@ -41,18 +44,21 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
             Unit(
                 work=float(work[begin:end].sum()),
                 activation_bytes=sum(cost.saved_bytes for cost in costs),
-                workspace_bytes=max(map(_workspace, costs)),
-                crossing_bytes=0 if last else int(forward[end]) + tied[index],
-                gradient_bytes=0 if last else int(backward[end]) + tied[index],
+                workspace_bytes=_workspace(costs, forward[begin:], backward[begin:], trained[begin:]),
+                crossing_bytes=0 if last else int(forward[end]),
+                gradient_bytes=0 if last else int(backward[end]),
+                held_bytes=0 if last else int(held[end]),
             )
         )
     example = prepared.capture.example
     return ModelProfile(
         units=tuple(units),
-        state=state,
+        state=_state(prepared, layout, bounds),
         batch_size=example.batch_size or 1,
-        input_bytes=sum(t.numel() * t.element_size() for t in example.tensors),
+        input_bytes=int(held[0]),
+        output_bytes=int(held[-1]),
         optimizer_bytes_per_parameter_byte=optimizer_factor,
+        update_copies=_UPDATE_COPIES,
     )
 
 
@@ -106,11 +112,26 @@ def _passes(cost: OperationCost) -> float:
     return 1 + _BACKWARD if cost.differentiated else 1.0
 
 
-def _workspace(cost: OperationCost) -> int:
-    """In backward, the gradients of an operation's output and inputs live at the same time."""
-    if cost.differentiated:
-        return cost.output_bytes + cost.input_bytes
-    return cost.output_bytes
+def _workspace(
+    costs: Sequence[OperationCost], forward: np.ndarray, backward: np.ndarray, trained: np.ndarray
+) -> int:
+    """What the worst moment of a unit's backward has in memory besides its activations.
+
+    Backward goes from its last operation to its first. At each one there are: what autograd keeps
+    for those before it, the gradients of activations that wait or are being made, those of the
+    parameters used from there on, and temporaries. The arrays start at the unit's first operation.
+    """
+    freed = made = worst = 0
+    for index in reversed(range(len(costs))):
+        cost = costs[index]
+        made += int(trained[index])
+        if cost.differentiated:
+            passing = int(backward[index + 1]) + cost.gradient_bytes + cost.scratch_bytes
+            worst = max(worst, passing + made - freed)
+        else:
+            worst = max(worst, int(forward[index]) + cost.output_bytes + cost.scratch_bytes)
+        freed += cost.saved_bytes
+    return worst
 
 
 def _state(prepared: PreparedModel, layout: Layout, bounds: list[int]) -> tuple[StateTensor, ...]:
@@ -136,16 +157,30 @@ def _state(prepared: PreparedModel, layout: Layout, bounds: list[int]) -> tuple[
     return tuple(tensors)
 
 
-def _tied_bytes(state: tuple[StateTensor, ...], units: int) -> list[int]:
-    """Bytes of trainable tensors that are used on both sides of the cut behind each unit: their
-    gradients and new values travel between the replicas.
+def _parameter_gradients(prepared: PreparedModel, layout: Layout) -> np.ndarray:
+    """Bytes of parameter gradients that appear with each operation's backward: at the last use."""
+    found = np.zeros(len(layout.operations), dtype=np.int64)
+    last = {key: position for position, keys in enumerate(state_keys(layout)) for key in keys}
+    for key, position in last.items():
+        entry = prepared.capture.state.tensors[key]
+        if entry.kind == "parameter" and entry.tensor.requires_grad:
+            found[position] += entry.tensor.numel() * entry.tensor.element_size()
+    return found
+
+
+def _held_bytes(layout: Layout, measurement: Measurement) -> np.ndarray:
+    """Bytes that cross each cut and are no activations of an operation behind it.
+
+    What autograd keeps first behind the cut is among the activations there.
     """
-    steps = np.zeros(units + 1, dtype=np.int64)
-    for tensor in state:
-        if tensor.trainable and len(tensor.units) > 1:
-            steps[tensor.units[0]] += tensor.bytes
-            steps[tensor.units[-1]] -= tensor.bytes
-    return [int(value) for value in np.cumsum(steps)[:units]]
+    steps = np.zeros(len(layout.operations) + 2)
+    for node, (first, last) in layout.spans.items():
+        begin = max(first, measurement.kept_from.get(node, -1) + 1)
+        if begin <= last:
+            size = measurement.value_bytes.get(node, 0)
+            steps[begin] += size
+            steps[last + 1] -= size
+    return np.cumsum(steps)[:-1]
 
 
 def _gradient_bytes(layout: Layout, measurement: Measurement) -> np.ndarray:

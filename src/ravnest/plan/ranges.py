@@ -43,7 +43,7 @@ class RangeMax:
     """For each length the row of the table to look at: floor(log2(length))."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> RangeMax:
+    def of(cls, values: Sequence[float] | FloatArray) -> RangeMax:
         """Prepare the values of all units."""
         rows = [np.asarray(values, dtype=np.float64)]
         width = 1

@@ -129,9 +129,9 @@ def _no_cut(costs: ModelCosts, machines: Sequence[Machine], clusters: int | None
     return (
         f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size} and"
         f" {_pool(machines, source)} {size(offered)}, but no cut was found that gives every node a"
-        " stage that fits it: besides its share a stage keeps an older version of its weights and the activations"
-        f" of every micro-batch in flight, most at the Root.{enough} What helps: fewer nodes, a"
-        f" greater update_frequency, {REMEDY}."
+        " stage that fits it: besides its share a stage keeps an older version of its weights and"
+        f" the activations of every micro-batch in flight, most at the Root.{enough} What helps:"
+        f" fewer nodes, a greater update_frequency, {REMEDY}."
     )
 
 

@@ -40,6 +40,10 @@ class OperationCost:
     output_bytes: int = 0
     """New memory that the operation makes; 0 for views."""
     input_bytes: int = 0
+    gradient_bytes: int = 0
+    """New memory that backward makes for the gradients of its inputs, parameters aside."""
+    scratch_bytes: int = 0
+    """Copies that its kernels make for themselves."""
     differentiated: bool = False
     """A gradient flows through it."""
     seconds: float = 0.0
@@ -56,6 +60,8 @@ class Measurement:
     value_bytes: dict[fx.Node, int] = field(default_factory=dict)
     gradient_from: dict[fx.Node, int] = field(default_factory=dict)
     """Cut from which on a value carries a gradient; absent where it never does."""
+    kept_from: dict[fx.Node, int] = field(default_factory=dict)
+    """Position of the operation that is the first to keep a value for backward; absent if none is."""
 
     def carries_gradient(self, node: fx.Node, cut: int) -> bool:
         """Whether a gradient flows back along ``node`` where it crosses ``cut``."""
@@ -81,6 +87,8 @@ class _Run:
         self._values: dict[fx.Node, Any] = {}
         self._costs = [OperationCost() for _ in layout.operations]
         self._current: OperationCost | None = None
+        self._position: int | None = None
+        self._kept_from: dict[int, int] = {}
         self._counted: set[int] = set()
         self._kept: list[Any] = []
         self._views = {n for n, root in find_aliases(self._mode.graph).root.items() if n is not root}
@@ -112,6 +120,9 @@ class _Run:
                 if position is not None:
                     for value in (node, *writers.get(node, ())):
                         self._note_gradient(value, position, result)
+        for node, value in self._values.items():
+            kept = [self._kept_from.get(_storage(t)) for t in _tensors(value)]
+            result.kept_from.update({node: position for position in kept if position is not None})
         return result
 
     def _placeholder(self, node: fx.Node) -> Any:
@@ -131,6 +142,7 @@ class _Run:
         args = fx.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
         cost = self._current = OperationCost() if position is None else self._costs[position]
+        self._position = position
         before, start = flops(), time.perf_counter()
         with torch.no_grad() if node.meta.get(NO_GRAD) else contextlib.nullcontext():
             value = self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -139,11 +151,27 @@ class _Run:
         if node not in self._views:
             cost.output_bytes = _bytes(value)
             cost.input_bytes = sum(_bytes(v) for v in pytree.tree_leaves((args, kwargs)))
-        cost.differentiated = any(
-            isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(value)
-        )
+        cost.differentiated = any(t.requires_grad for t in _tensors(value))
+        if cost.differentiated:
+            cost.gradient_bytes = self._gradient_bytes(node)
+        if "conv" in str(node.target):
+            cost.scratch_bytes = cost.input_bytes + cost.output_bytes  # copies in oneDNN's layout
         if node.target in STATES:
             _add_recurrent_cost(node, args, cost)
+
+    def _gradient_bytes(self, node: fx.Node) -> int:
+        """Gradients of the inputs. A view's is a view of its output's, unless it is a part only."""
+        outputs = list(_tensors(self._values[node]))
+        schema = getattr(node.target, "_schema", None)
+        is_view = node in self._views and not (schema is not None and schema.is_mutable)
+        total = 0
+        for source in node.all_input_nodes:
+            if source.name not in self._mode.state_of:
+                for tensor in _tensors(self._values[source]):
+                    whole = is_view and tensor.numel() == sum(o.numel() for o in outputs)
+                    if tensor.requires_grad and not whole:
+                        total += tensor.numel() * tensor.element_size()
+        return total
 
     def _note_gradient(self, value: fx.Node, position: int, result: Measurement) -> None:
         tensor = self._values.get(value)
@@ -157,6 +185,8 @@ class _Run:
             self._kept.append(tensor)
             if self._current is not None:
                 self._current.saved_bytes += tensor.untyped_storage().nbytes()
+            if self._position is not None:
+                self._kept_from[storage] = self._position
         return tensor
 
 

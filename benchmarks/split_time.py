@@ -1,0 +1,83 @@
+"""How long splitting takes, and how much memory it holds.
+
+Each model is split in a process of its own. Seconds include capturing both modes, measuring, cutting
+and, where said, the check against the unsplit model. Memory is the growth of the peak resident set over
+what the process holds once the model is built, split without the check and written to disk.
+Run as a script it prints its report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+from subjects import Subject, bert, mlp, resnet
+
+from ravnest.split import split
+from ravnest.store.bundle import save_stage
+
+STAGES = 3
+SUBJECTS = (
+    Subject("ResNet-50, batch 8 at 224 px", partial(resnet, 50, 8, 224)),
+    Subject("BERT-base, batch 8 x 128", partial(bert, 8, 128, base=True)),
+    Subject("MLP of 404 MB, batch 4", partial(mlp, 4, 5020)),
+)
+SECONDS = {SUBJECTS[0].name: 20, SUBJECTS[1].name: 60}
+
+
+def measure() -> str:
+    """The report as markdown."""
+    rows = [
+        "| model | parameters | split | with self-check | limit | peak memory, in parameters |",
+        "|---|---|---|---|---|---|",
+    ]
+    for subject in SUBJECTS:
+        found = [_apart(subject.name, check) for check in ("without", "with")]
+        limit = SECONDS.get(subject.name)
+        rows.append(
+            f"| {subject.name} | {found[0]['parameters'] / 1e6:.0f} MB | {found[0]['seconds']:.1f} s "
+            f"| {found[1]['seconds']:.1f} s | {f'{limit} s' if limit else ''} "
+            f"| {1 + found[0]['memory'] / found[0]['parameters']:.1f} x |"
+        )
+    return "\n".join(rows)
+
+
+def _apart(name: str, check: str) -> dict[str, float]:
+    command = [sys.executable, __file__, name, check]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _worker(name: str, check: str) -> None:
+    warnings.simplefilter("ignore")
+    subject = next(subject for subject in SUBJECTS if subject.name == name)
+    model, args, kwargs = subject.make()
+    before = _peak()
+    started = time.perf_counter()
+    result = split(model, args, kwargs, stages=STAGES, check=check == "with")
+    seconds = time.perf_counter() - started
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in result.stages:
+            save_stage(Path(folder) / str(stage.spec.index), stage)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    found = {"seconds": seconds, "memory": _peak() - before, "parameters": parameters}
+    print(json.dumps(found))
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        _worker(*sys.argv[1:])
+    else:
+        print(measure())
