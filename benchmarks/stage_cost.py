@@ -159,12 +159,12 @@ def measure() -> str:
         print(lines[-1], file=sys.stderr, flush=True)
     fixed = time_apart(FIXED)
     return (
-        f"Step time (forward, loss, backward, SGD update) of {STAGES} chained stages against the unsplit "
-        f"module in eager mode: one thread, medians of interleaved blocks. The largest ratio is "
+        f"Step time (forward, loss, backward, SGD update) of {STAGES} chained stages against the "
+        f"unsplit module in eager mode: one thread, medians of interleaved blocks. The largest ratio is "
         f"{worst:.3f}; the aim is at most {LIMIT}.\n\n"
         + "\n".join(lines)
-        + f"\n\nA stage costs {1e6 * (fixed.chained - fixed.unsplit) / STAGES:.0f} µs a step whatever its "
-        "size, most of it for a backward call of its own; models whose whole step takes less than a few "
+        + f"\n\nA stage costs {1e6 * (fixed.chained - fixed.unsplit) / STAGES:.0f} µs a step whatever "
+        "its size, most of it for a backward call of its own; models whose whole step takes less than a few "
         "milliseconds feel it.\n"
     )
 

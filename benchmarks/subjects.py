@@ -53,13 +53,13 @@ def mlp(batch: int, width: int, layers: int = 4) -> Example:
 
 
 def resnet(depth: int, batch: int, size: int) -> Example:
-    """torchvision's ResNet with its 1000 classes."""
+    """The torchvision ResNet with its 1000 classes."""
     model = torchvision_models().get_model(f"resnet{depth}", weights=None)
     return model, (torch.randn(batch, 3, size, size),), {}
 
 
 def vit(batch: int, size: int = 64) -> Example:
-    """torchvision's Vision Transformer, small."""
+    """The torchvision Vision Transformer, small."""
     model = torchvision_models().VisionTransformer(
         image_size=size,
         patch_size=8,
@@ -74,7 +74,7 @@ def vit(batch: int, size: int = 64) -> Example:
 
 
 def gpt2(batch: int, length: int, width: int = 256, layers: int = 4) -> Example:
-    """transformers' GPT-2 with tied embeddings and the language-model loss."""
+    """The transformers GPT-2 with tied embeddings and the language-model loss."""
     torchvision_schemas()
     from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
 
@@ -86,7 +86,7 @@ def gpt2(batch: int, length: int, width: int = 256, layers: int = 4) -> Example:
 
 
 def bert(batch: int, length: int, *, base: bool = False) -> Example:
-    """transformers' BERT with the masked-language-model loss; ``base`` has BERT-base's size."""
+    """The transformers BERT with the masked-language-model loss; ``base`` has BERT-base's size."""
     torchvision_schemas()
     from transformers import BertConfig, BertForMaskedLM  # noqa: PLC0415
 
