@@ -164,8 +164,8 @@ def measure() -> str:
         f"{worst:.3f}; the aim is at most {LIMIT}.\n\n"
         + "\n".join(lines)
         + f"\n\nA stage costs {1e6 * (fixed.chained - fixed.unsplit) / STAGES:.0f} µs a step whatever "
-        "its size, most of it for a backward call of its own; models whose whole step takes less than a few "
-        "milliseconds feel it.\n"
+        "its size, most of it for a backward call of its own; models whose whole step takes less than "
+        "a few milliseconds feel it.\n"
     )
 
 
