@@ -1,0 +1,185 @@
+"""The messages between two nodes: typed heads, and tensors that travel with them.
+
+Heads are msgpack, decoded into these types and nothing else; see ``docs/protocol.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+import torch
+
+PROTOCOL = 1
+"""Nodes of different protocols refuse each other."""
+
+PhaseKind = Literal["train", "validate", "predict"]
+
+
+class Head(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all heads; the tag names the type."""
+
+
+class BatchId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Names a micro-batch in a run; ``attempt`` counts replays."""
+
+    run: str
+    phase: int
+    """Counts the phases of the run: each epoch, validation and prediction is one."""
+    epoch: int
+    index: int
+    attempt: int = 0
+
+
+class Hello(Head):
+    """The first message of a link, in both directions: who is speaking, and of which plan."""
+
+    protocol: int
+    plan: str
+    node: int
+    cluster: int
+    stage: int
+    run: str = ""
+    """Drawn by the Root; empty where it is not known yet."""
+    codec: str = "raw"
+    """How this node would like tensors to travel."""
+
+
+class Refused(Head):
+    """The answer to a Hello that does not fit; the link closes."""
+
+    reason: str
+
+
+class StageTiming(msgspec.Struct, frozen=True, array_like=True):
+    """What one micro-batch cost at one stage, in seconds; link is the way to the next stage."""
+
+    forward: float
+    backward: float
+    link_forward: float
+    link_backward: float
+
+
+class Forward(Head):
+    """A micro-batch on its way to the Leaf; its values travel as tensors."""
+
+    batch: BatchId
+    size: int
+    """Samples in it."""
+    digests: dict[str, str] = {}
+    """Of the batch as the Root loaded it: ``targets``, ``inputs``."""
+
+
+class Backward(Head):
+    """Gradients on their way to the Root."""
+
+    batch: BatchId
+    timings: tuple[StageTiming, ...] = ()
+    """Of the stages behind, the Leaf's last."""
+    loss: float | None = None
+    norms: tuple[float, ...] = ()
+    """Gradient norms of the parameters behind, for a clip over the whole model."""
+
+
+class Clip(Head):
+    """The Root's verdict on an update: the norm of all gradients."""
+
+    update: int
+    total: float
+
+
+class Begin(Head):
+    """A phase starts; the Leaf makes its iterator now."""
+
+    run: str
+    phase: int
+    kind: PhaseKind
+    epoch: int
+
+
+class End(Head):
+    """A phase has had its last micro-batch; ``count`` of them."""
+
+    run: str
+    phase: int
+    count: int
+
+
+class Outcome(Head):
+    """What the Leaf made of a micro-batch without gradient; a prediction travels as tensors."""
+
+    batch: BatchId
+
+
+class Figure(Head):
+    """The result of a validation: from the Leaf to the Root, and from the Root to everyone."""
+
+    run: str
+    phase: int
+    name: str
+    value: float
+    samples: int
+
+
+class Save(Head):
+    """Write the trained stage and send it to the Root."""
+
+    run: str
+
+
+class Saved(Head):
+    """A trained stage on its way to the Root, with its manifest as JSON."""
+
+    run: str
+    node: int
+    manifest: str
+
+
+class Return(Head):
+    """``train()`` or ``evaluate()`` returns on every node."""
+
+    run: str
+    call: Literal["train", "evaluate"]
+
+
+class Goodbye(Head):
+    """The sender closes; nothing is wrong."""
+
+    node: int
+
+
+class Abort(Head):
+    """The run cannot go on; passed along the pipeline in both directions."""
+
+    node: int
+    reason: str
+
+
+AnyHead = (
+    Hello
+    | Refused
+    | Forward
+    | Backward
+    | Clip
+    | Begin
+    | End
+    | Outcome
+    | Figure
+    | Save
+    | Saved
+    | Return
+    | Goodbye
+    | Abort
+)
+
+Value = torch.Tensor | int | float
+
+
+@dataclass(frozen=True)
+class Message:
+    """A head and the named values that travel with it."""
+
+    head: AnyHead
+    values: Mapping[str, Value] = field(default_factory=dict)
