@@ -1,0 +1,146 @@
+"""Machines of a whole pipeline over FIFO links, driven in any order one likes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ravnest.runtime.events import (
+    Action,
+    Admit,
+    BackwardArrived,
+    Batch,
+    ClipArrived,
+    Done,
+    Event,
+    Fail,
+    Finished,
+    ForwardArrived,
+    GatherNorms,
+    OutcomeArrived,
+    PhaseBegun,
+    PhaseEnded,
+    RunBackward,
+    RunForward,
+    RunPhaseEnd,
+    RunStep,
+    SendBackward,
+    SendBegin,
+    SendClip,
+    SendEnd,
+    SendForward,
+    SendOutcome,
+    WindowSet,
+)
+from ravnest.runtime.machine import Machine, Schedule
+
+
+@dataclass(frozen=True)
+class Phase:
+    trains: bool
+    count: int
+
+
+@dataclass
+class Pipeline:
+    """What can happen next is a list of sources; each delivers its oldest event."""
+
+    count: int
+    phases: tuple[Phase, ...]
+    schedule: Schedule = "async"
+    window: int = 4
+    update_frequency: int = 1
+    clip: bool = False
+    windows: tuple[int, ...] = ()
+    """Sizes to which the window changes on the way."""
+
+    machines: list[Machine] = field(init=False)
+    logs: list[list[Action]] = field(init=False)
+    peak: int = 0
+    admitted: int = 0
+    submitted: int = 0
+
+    def __post_init__(self) -> None:
+        self.machines = [
+            Machine(
+                position,
+                self.count,
+                schedule=self.schedule,
+                window=self.window,
+                update_frequency=self.update_frequency,
+                clip=self.clip,
+            )
+            for position in range(self.count)
+        ]
+        self.logs = [[] for _ in self.machines]
+        self.sources: dict[str, tuple[int, deque[Event]]] = {
+            "user": (0, deque(self._script())),
+            "window": (0, deque(WindowSet(size) for size in self.windows)),
+        }
+        for position in range(self.count):
+            for kind in ("forward", "backward", "done"):
+                self.sources[f"{kind}{position}"] = position, deque()
+
+    def _script(self) -> list[Event]:
+        script: list[Event] = []
+        for number, phase in enumerate(self.phases):
+            script.append(PhaseBegun(number, phase.trains))
+            script += [ForwardArrived(Batch(number, index)) for index in range(phase.count)]
+            script.append(PhaseEnded(number, phase.count))
+        return script
+
+    def ready(self) -> list[str]:
+        return [name for name, (_, queue) in self.sources.items() if queue and self._may(name, queue[0])]
+
+    def _may(self, name: str, event: Event) -> bool:
+        blocked = name == "user" and isinstance(event, ForwardArrived) and self.submitted == self.admitted
+        return not blocked
+
+    def step(self, name: str) -> None:
+        position, queue = self.sources[name]
+        event = queue.popleft()
+        self.submitted += name == "user" and isinstance(event, ForwardArrived)
+        actions = self.machines[position].handle(event, 0.0)
+        self.logs[position] += actions
+        for action in actions:
+            self._carry_out(position, action)
+        self.peak = max(self.peak, self.machines[0].in_flight)
+
+    def run(self, choose: Callable[[list[str]], str] = lambda ready: ready[0]) -> Pipeline:
+        while ready := self.ready():
+            self.step(choose(ready))
+        return self
+
+    def _send(self, kind: str, position: int, event: Event) -> None:
+        self.sources[f"{kind}{position}"][1].append(event)
+
+    def _carry_out(self, position: int, action: Action) -> None:
+        match action:
+            case RunForward() | RunBackward() | RunStep() | RunPhaseEnd():
+                assert not self.sources[f"done{position}"][1], "two computations at once"
+                self._send("done", position, Done())
+            case SendForward(batch):
+                self._send("forward", position + 1, ForwardArrived(batch))
+            case SendBegin(phase, trains):
+                self._send("forward", position + 1, PhaseBegun(phase, trains))
+            case SendEnd(phase, count):
+                self._send("forward", position + 1, PhaseEnded(phase, count))
+            case SendClip(update):
+                self._send("forward", position + 1, ClipArrived(update))
+            case SendBackward(batch):
+                self._send("backward", position - 1, BackwardArrived(batch))
+            case SendOutcome(batch):
+                self._send("backward", position - 1, OutcomeArrived(batch))
+            case GatherNorms(update):
+                self._send("done", position, ClipArrived(update))
+            case Admit(total):
+                assert total > self.admitted
+                self.admitted = total
+            case Fail(reason):
+                raise AssertionError(reason)
+            case _:
+                pass
+
+    def finished(self) -> list[Batch]:
+        return [action.batch for action in self.logs[0] if isinstance(action, Finished)]
