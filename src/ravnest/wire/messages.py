@@ -16,6 +16,7 @@ PROTOCOL = 1
 """Nodes of different protocols refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
+Call = Literal["train", "evaluate", "pred"]
 
 
 class Head(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -54,12 +55,15 @@ class Refused(Head):
 
 
 class StageTiming(msgspec.Struct, frozen=True, array_like=True):
-    """What one micro-batch cost at one stage, in seconds; link is the way to the next stage."""
+    """What one micro-batch cost at one stage, in seconds."""
 
     forward: float
     backward: float
-    link_forward: float
-    link_backward: float
+    step: float
+    to_next: float
+    """On the link to the stage behind; 0 at the last."""
+    to_previous: float
+    """On the link to the stage before; 0 at the first."""
 
 
 class Forward(Head):
@@ -79,8 +83,9 @@ class Backward(Head):
     timings: tuple[StageTiming, ...] = ()
     """Of the stages behind, the Leaf's last."""
     loss: float | None = None
-    norms: tuple[float, ...] = ()
-    """Gradient norms of the parameters behind, for a clip over the whole model."""
+    norms: tuple[tuple[int, float], ...] = ()
+    """For a clip over the whole model: the place of each parameter of this stage and those behind,
+    and the norm of the gradients that its update has so far."""
 
 
 class Clip(Head):
@@ -105,12 +110,18 @@ class End(Head):
     run: str
     phase: int
     count: int
+    exhausted: bool
+    """The Root's loader went to its end."""
 
 
 class Outcome(Head):
     """What the Leaf made of a micro-batch without gradient; a prediction travels as tensors."""
 
     batch: BatchId
+    value: float | None = None
+    """Accuracy or loss of the micro-batch, in a validation."""
+    structure: str = ""
+    """How the tensors of a prediction form the model's output, as JSON."""
 
 
 class Figure(Head):
@@ -138,10 +149,16 @@ class Saved(Head):
 
 
 class Return(Head):
-    """``train()`` or ``evaluate()`` returns on every node."""
+    """A call of the user's returns on every node."""
 
     run: str
-    call: Literal["train", "evaluate"]
+    call: Call
+
+
+class Finish(Head):
+    """The Root is done; whatever waits on other nodes returns."""
+
+    run: str
 
 
 class Goodbye(Head):
@@ -170,6 +187,7 @@ AnyHead = (
     | Save
     | Saved
     | Return
+    | Finish
     | Goodbye
     | Abort
 )

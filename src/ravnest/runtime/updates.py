@@ -1,0 +1,168 @@
+"""The update of a stage's weights: gradients added up, clipped, and given to the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ravnest.errors import SettingsError
+from ravnest.split.gradients import add_gradient, memory_of
+
+OptimizerParams = Mapping[str, Any] | Callable[[list[tuple[str, nn.Parameter]]], Any]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How a user wants the weights updated; each stage applies it to its own."""
+
+    optimizer: type[Optimizer] | None = None
+    optimizer_params: OptimizerParams = field(default_factory=dict)
+    scheduler: Callable[..., Any] | None = None
+    scheduler_params: Mapping[str, Any] = field(default_factory=dict)
+    scheduler_each_epoch: bool = True
+    clip: float | None = None
+
+    def check(self) -> None:
+        """Refuse what no stage could use; ``SettingsError`` says what to give instead."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            raise SettingsError(
+                "Node needs an optimizer to train: Node(optimizer=torch.optim.AdamW, "
+                "optimizer_params={'lr': 1e-3})"
+            )
+        if isinstance(optimizer, Optimizer):
+            raise SettingsError(
+                f"optimizer is an instance of {type(optimizer).__name__}: give the class, "
+                f"optimizer=torch.optim.{type(optimizer).__name__}, and its settings as "
+                "optimizer_params; each stage makes its own"
+            )
+        if not callable(optimizer):
+            raise SettingsError(f"optimizer must be a class of torch.optim, not {optimizer!r}")
+        if isinstance(optimizer, type) and _needs_closure(optimizer):
+            raise SettingsError(
+                f"{optimizer.__name__} calls the loss again and again within a step (a closure), which "
+                "a pipeline cannot do; use another optimizer, such as torch.optim.AdamW"
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise SettingsError(f"clip_grad_norm must be a positive number, not {self.clip!r}")
+
+
+class Updates:
+    """The optimizer of one stage and the gradients on their way to it."""
+
+    def __init__(self, rule: UpdateRule, parameters: Mapping[str, nn.Parameter]) -> None:
+        """``parameters``: those that this stage trains, by name."""
+        self._rule = rule
+        self._parameters = dict(parameters)
+        self._optimizer: Optimizer | None = None
+        self._scheduler: Any = None
+        if self._parameters:
+            self._optimizer = _make_optimizer(rule, self._parameters)
+            if rule.scheduler is not None:
+                self._scheduler = _make_scheduler(rule, self._optimizer)
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """Of the optimizer's groups; empty where nothing trains."""
+        return [] if self._optimizer is None else [g["lr"] for g in self._optimizer.param_groups]
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """None where nothing trains."""
+        return self._optimizer
+
+    def add(self, gradients: Mapping[str, torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
+        """Add gradients of one micro-batch; those in ``kept`` stay the caller's."""
+        taken = {memory_of(tensor) for tensor in kept}
+        for key, gradient in gradients.items():
+            if (parameter := self._parameters.get(key)) is not None:
+                add_gradient(parameter, gradient, taken)
+
+    def norms(self) -> dict[str, float]:
+        """The norm of each gradient as it was added up so far."""
+        return {
+            key: float(torch.linalg.vector_norm(parameter.grad))
+            for key, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+
+    def step(self, count: int, total_norm: float | None = None) -> None:
+        """Apply the mean of ``count`` gradients.
+
+        ``total_norm`` is that of the whole model's mean gradient; without it, a clip is over this
+        stage alone.
+        """
+        if self._optimizer is None:
+            return
+        self._take_mean(count)
+        self._clip(total_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if not self._rule.scheduler_each_epoch and not isinstance(self._scheduler, ReduceLROnPlateau):
+            self._step_scheduler()
+
+    def end_epoch(self) -> None:
+        """The stage's last update of an epoch is done."""
+        if self._rule.scheduler_each_epoch and not isinstance(self._scheduler, ReduceLROnPlateau):
+            self._step_scheduler()
+
+    def validated(self, figure: float) -> None:
+        """A validation gave ``figure``; a scheduler that waits for a plateau looks at it."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(figure)
+
+    def _step_scheduler(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _take_mean(self, count: int) -> None:
+        if count > 1:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(count)
+
+    def _clip(self, total_norm: float | None) -> None:
+        clip = self._rule.clip
+        if clip is None:
+            return
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if total_norm is None:
+            total = nn.utils.get_total_norm(gradients)
+        else:
+            total = torch.tensor(total_norm, dtype=torch.float32)
+        nn.utils.clip_grads_with_norm_(self._parameters.values(), clip, total)
+
+
+def _make_optimizer(rule: UpdateRule, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    assert rule.optimizer is not None
+    given = rule.optimizer_params
+    make: Callable[..., Optimizer] = rule.optimizer
+    try:
+        if callable(given):
+            groups = given(list(parameters.items()))
+            if isinstance(groups, tuple) and len(groups) == 2 and isinstance(groups[1], Mapping):
+                return make(groups[0], **groups[1])
+            return make(groups)
+        return make(list(parameters.values()), **given)
+    except (TypeError, ValueError, KeyError) as error:
+        raise SettingsError(f"the optimizer does not accept optimizer_params: {error}") from error
+
+
+def _make_scheduler(rule: UpdateRule, optimizer: Optimizer) -> Any:
+    assert rule.scheduler is not None
+    try:
+        return rule.scheduler(optimizer, **rule.scheduler_params)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"lr_scheduler does not accept lr_scheduler_params: {error}") from error
+
+
+def _needs_closure(optimizer: type[Optimizer]) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
