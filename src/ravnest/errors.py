@@ -9,7 +9,10 @@ RavnestError
 ├── StageInputError (ValueError)     a stage was given inputs or parameters that do not fit it
 ├── NodeConfigError (ValueError)     node_configs.json has a mistake
 ├── PlanError (ValueError)           the nodes cannot hold or run the model
-└── FusionError (ValueError)         the saved stages do not add up to one model
+├── FusionError (ValueError)         the saved stages do not add up to one model
+├── SettingsError (ValueError)       Node or Trainer was given something that does not fit
+├── DataError (ValueError)           batches of Root and Leaf differ, or do not fit the model
+└── RunError                         the run ended on all nodes, for the reason that it says
 
 A message says what happened, why, and what to do. User mistakes are ``ValueError``; a failing
 ``assert`` is a bug of ours.
@@ -54,3 +57,15 @@ class PlanError(RavnestError, ValueError):
 
 class FusionError(RavnestError, ValueError):
     """The saved stages do not add up to one model."""
+
+
+class SettingsError(RavnestError, ValueError):
+    """Node or Trainer was given something that does not fit."""
+
+
+class DataError(RavnestError, ValueError):
+    """Batches of Root and Leaf differ, or do not fit the model."""
+
+
+class RunError(RavnestError):
+    """The run ended on all nodes, for the reason that it says."""

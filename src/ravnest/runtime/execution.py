@@ -80,6 +80,10 @@ class StageExecution:
         )
         self.updates = Updates(rule, trained)
         self._under_way: dict[Batch, _UnderWay] = {}
+        self._places = {e.key: min(p for p in e.positions if p >= 0) for e in spec.state if e.key in trained}
+        self.last_users = {e.key: e.stages[-1] for e in spec.state}
+        """Of each tensor that this stage holds, the last stage that does."""
+        module.train()
 
     @property
     def index(self) -> int:
@@ -100,7 +104,6 @@ class StageExecution:
         self, batch: Batch, version: int, values: Mapping[str, Any], loss_of: Loss | None = None
     ) -> tuple[Values, float | None]:
         """Outputs by name, and the loss at the last stage, where ``loss_of`` is given."""
-        self.module.train()
         parameters = {**self._versions.at(version), **self._borrowed}
         inputs = self._receive(values, gradients=True)
         if self._recompute:
@@ -178,6 +181,18 @@ class StageExecution:
             if key in self._borrowed:
                 tensor = self._fitting(value, self._borrowed[key], key)
                 self._borrowed[key] = tensor.requires_grad_()
+
+    def norms(self) -> list[tuple[int, float]]:
+        """The norm of each gradient that was added up so far, with its place in the model."""
+        return [(self._places[key], norm) for key, norm in self.updates.norms().items()]
+
+    def settle(self) -> None:
+        """Write borrowed weights into the module too, so that its state can be saved."""
+        own = self.module.parameters_by_key()
+        with torch.no_grad():
+            for key, value in self._borrowed.items():
+                if value is not own[key]:
+                    own[key].copy_(value)
 
     def _run(
         self,

@@ -118,7 +118,8 @@ class Machine:
         """Updates done here; the number of the newest weights."""
         self.in_flight = 0
         """Micro-batches that the forward has started for and that are not finished here."""
-        self._waits_for_clip = clip and self.sync
+        self.waits_for_clip = clip and self.sync
+        """An update waits for the norm of all stages' gradients."""
         self._window = window
         self._phases: dict[int, _Phase] = {}
         """Those not over here, in order."""
@@ -240,7 +241,7 @@ class Machine:
         return self._away.popleft()
 
     def _clip_arrived(self, update: int) -> None:
-        if not self._waits_for_clip:
+        if not self.waits_for_clip:
             raise _ProtocolError(f"the clip of update {update} arrived, but none was to come")
         if update != self.version or self._clip_known:
             raise _ProtocolError(
@@ -372,7 +373,7 @@ class Machine:
         return phase if phase is not None and phase.trains else None
 
     def _clip_is_here(self, gathered: int) -> bool:
-        if not self._waits_for_clip or self._clip_known:
+        if not self.waits_for_clip or self._clip_known:
             return True
         if self.is_root and not self._norms_asked:
             self._norms_asked = True

@@ -44,6 +44,8 @@ class Hello(Head):
     stage: int
     run: str = ""
     """Drawn by the Root; empty where it is not known yet."""
+    settings: dict[str, str] = {}
+    """What the nodes of a cluster must agree on."""
     codec: str = "raw"
     """How this node would like tensors to travel."""
 

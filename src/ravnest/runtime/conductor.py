@@ -1,0 +1,113 @@
+"""The Root's side of a run: phases, micro-batches and the end, in the order of the user's calls."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from typing import Any
+
+from ravnest.errors import RunError
+from ravnest.runtime.board import Answer, Board
+from ravnest.runtime.events import Batch
+from ravnest.runtime.worker import Worker
+from ravnest.wire.messages import (
+    BatchId,
+    Begin,
+    Call,
+    End,
+    Figure,
+    Finish,
+    PhaseKind,
+    Return,
+    Save,
+)
+
+
+class Conductor:
+    """Used by the user's thread, at the Root. Waits are ended by a failure, or when all stalls."""
+
+    def __init__(self, worker: Worker, board: Board, *, stages: int, stall: float) -> None:
+        self._worker = worker
+        self._board = board
+        self._stages = stages
+        self._stall = stall
+        self.run = uuid.uuid4().hex
+        self.open: Begin | None = None
+        """The phase that micro-batches belong to now."""
+        self._phases = 0
+        self._count = 0
+        self._submitted = 0
+
+    def begin(self, kind: PhaseKind, epoch: int) -> None:
+        """Start a phase; the one before must have ended."""
+        assert self.open is None, "a phase is open"
+        self._board.check()
+        if self._board.left is not None:
+            raise RunError(
+                f"node_{self._board.left} has left the run: its script has ended. Every node's script "
+                "must make the same calls (train, evaluate, pred) as the Root's"
+            )
+        self.open = Begin(self.run, self._phases, kind, epoch)
+        self._phases += 1
+        self._count = 0
+        self._worker.post(functools.partial(self._worker.begin, self.open))
+
+    def submit(self, values: dict[str, Any], size: int, digests: dict[str, str], item: Any) -> Batch:
+        """Give a micro-batch to the pipeline, as soon as it has a place."""
+        begin = self.open
+        assert begin is not None, "no phase is open"
+        self._wait(lambda: self._submitted < self._board.admitted, "micro-batches to come back")
+        batch = BatchId(self.run, begin.phase, begin.epoch, self._count)
+        call = functools.partial(self._worker.submit, batch, size, digests, values, item)
+        self._worker.post(call)
+        self._count += 1
+        self._submitted += 1
+        return Batch(batch.phase, batch.index)
+
+    def end(self, *, exhausted: bool) -> int:
+        """No further micro-batch belongs to the open phase; its number."""
+        begin, self.open = self.open, None
+        assert begin is not None, "no phase is open"
+        end = End(self.run, begin.phase, self._count, exhausted)
+        self._worker.post(functools.partial(self._worker.end, end))
+        return begin.phase
+
+    def finish_phase(self, phase: int) -> None:
+        """Wait until a phase is over, which at the Root means: on all nodes."""
+        self._wait(lambda: phase in self._board.over, "the end of the phase")
+
+    def drain(self) -> None:
+        """Wait until all micro-batches have come back."""
+        self._wait(lambda: self._board.finished == self._submitted, "micro-batches to come back")
+
+    def figure(self, phase: int) -> Figure:
+        """The result of a validation."""
+        self._wait(lambda: phase in self._board.figures, "the Leaf's figure")
+        return self._board.figures[phase]
+
+    def answer(self, batch: Batch) -> Answer:
+        """What the Leaf made of a micro-batch."""
+        self._wait(lambda: batch in self._board.answers, "the Leaf's answer")
+        return self._board.answers.pop(batch)
+
+    def save(self) -> None:
+        """Have every node write its trained stage, and wait until all are here."""
+        self._board.check()
+        self._worker.post(functools.partial(self._worker.announce, Save(self.run)))
+        self._wait(lambda: len(self._board.saved) == self._stages, "the trained stages")
+        with self._board.writing():
+            self._board.saved.clear()
+
+    def returns(self, call: Call) -> None:
+        """End a call of the user's on all nodes."""
+        self._worker.post(functools.partial(self._worker.announce, Return(self.run, call)))
+        self._wait(lambda: self._board.returned[call] > 0, "the call to end")
+        with self._board.writing():
+            self._board.returned[call] -= 1
+
+    def finish(self) -> None:
+        """The run is over; nothing on other nodes waits any longer."""
+        self._worker.post(functools.partial(self._worker.announce, Finish(self.run)))
+
+    def _wait(self, ready: Any, waiting_for: str) -> None:
+        self._board.wait(ready, stall=self._stall, waiting_for=f"the Root waits for {waiting_for}")

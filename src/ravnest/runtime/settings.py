@@ -1,0 +1,90 @@
+"""The further settings that ``Node(**kwargs)`` takes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ravnest.errors import SettingsError
+from ravnest.runtime.machine import Schedule
+from ravnest.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """Each field is a keyword of ``Node``."""
+
+    schedule: Schedule = "async"
+    """``async``: no bubbles, gradients may be a few updates old. ``sync``: flush at each update, the
+    result of a single process."""
+    in_flight: int | None = None
+    """Micro-batches under way in the pipeline; None lets Ravnest choose and adapt."""
+    recompute: bool = False
+    """Keep only the inputs of a stage and compute its activations again for the backward."""
+    clip_grad_norm: float | None = None
+    """Clip gradients to this norm: over the whole model in ``sync``, per stage in ``async``."""
+    listen: str | None = None
+    """``host:port`` to listen at, where it differs from the address in ``node_configs.json``."""
+    connect_timeout: float = 300.0
+    """Seconds to wait for the neighbours at the start."""
+    stall_timeout: float = 900.0
+    """Seconds without any progress after which the Root ends the run."""
+    seed: int | None = None
+    """Of dropout and the like; None takes that of the plan."""
+    folder: str | Path = "node_data"
+    """Where ``clusterize`` wrote its files."""
+    trained_folder: str | Path = "trained"
+    """Where trained stages are written."""
+    progress: bool = True
+    """Show a progress line."""
+    transport: Transport | None = None
+    """Another way to reach the neighbours than gRPC."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> NodeSettings:
+        """Settings from keywords; an unknown one is refused with the nearest that exists."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, [*known, *_NAMED], n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                raise SettingsError(f"Node does not know {name!r}: {hint}")
+        settings = cls(**given)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if self.schedule not in ("async", "sync"):
+            raise SettingsError(f"schedule must be 'async' or 'sync', not {self.schedule!r}")
+        if self.in_flight is not None and not _is_count(self.in_flight):
+            raise SettingsError(f"in_flight must be a whole number from 1, not {self.in_flight!r}")
+        for name in ("connect_timeout", "stall_timeout"):
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"{name} must be a positive number of seconds")
+
+
+_NAMED = (
+    "name",
+    "model",
+    "optimizer",
+    "optimizer_params",
+    "lr_scheduler",
+    "lr_scheduler_params",
+    "lr_step_on_epoch_change",
+    "criterion",
+    "update_frequency",
+    "reduce_factor",
+    "labels",
+    "test_labels",
+    "device",
+    "loss_filename",
+    "compression",
+    "average_optim",
+)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
