@@ -9,7 +9,13 @@ RavnestError
 ├── StageInputError (ValueError)     a stage was given inputs or parameters that do not fit it
 ├── NodeConfigError (ValueError)     node_configs.json has a mistake
 ├── PlanError (ValueError)           the nodes cannot hold or run the model
-└── FusionError (ValueError)         the saved stages do not add up to one model
+├── FusionError (ValueError)         the saved stages do not add up to one model
+├── WireError                        bytes from a peer are damaged, hostile or of another version
+└── TransportError                   a peer cannot be talked to
+    ├── UnreachableError             nothing answers at its address
+    ├── RefusedError                 it answered, and does not want to talk to this node
+    ├── LinkClosedError              the link to it is closed or lost
+    └── AddressInUseError            a node cannot listen at its address
 
 A message says what happened, why, and what to do. User mistakes are ``ValueError``; a failing
 ``assert`` is a bug of ours.
@@ -54,3 +60,27 @@ class PlanError(RavnestError, ValueError):
 
 class FusionError(RavnestError, ValueError):
     """The saved stages do not add up to one model."""
+
+
+class WireError(RavnestError):
+    """Bytes from a peer are damaged, hostile or of another version; or a value cannot travel."""
+
+
+class TransportError(RavnestError):
+    """A peer cannot be talked to."""
+
+
+class UnreachableError(TransportError):
+    """Nothing answers at the peer's address."""
+
+
+class RefusedError(TransportError):
+    """The peer answered, and does not want to talk to this node."""
+
+
+class LinkClosedError(TransportError):
+    """The link to the peer is closed or lost."""
+
+
+class AddressInUseError(TransportError):
+    """A node cannot listen at its address."""
