@@ -12,7 +12,13 @@ RavnestError
 ├── FusionError (ValueError)         the saved stages do not add up to one model
 ├── SettingsError (ValueError)       Node or Trainer was given something that does not fit
 ├── DataError (ValueError)           batches of Root and Leaf differ, or do not fit the model
-└── RunError                         the run ended on all nodes, for the reason that it says
+├── RunError                         the run ended on all nodes, for the reason that it says
+├── WireError                        bytes from a peer are damaged, hostile or of another version
+└── TransportError                   a peer cannot be talked to
+    ├── UnreachableError             nothing answers at its address
+    ├── RefusedError                 it answered, and does not want to talk to this node
+    ├── LinkClosedError              the link to it is closed or lost
+    └── AddressInUseError            a node cannot listen at its address
 
 A message says what happened, why, and what to do. User mistakes are ``ValueError``; a failing
 ``assert`` is a bug of ours.
@@ -69,3 +75,25 @@ class DataError(RavnestError, ValueError):
 
 class RunError(RavnestError):
     """The run ended on all nodes, for the reason that it says."""
+class WireError(RavnestError):
+    """Bytes from a peer are damaged, hostile or of another version; or a value cannot travel."""
+
+
+class TransportError(RavnestError):
+    """A peer cannot be talked to."""
+
+
+class UnreachableError(TransportError):
+    """Nothing answers at the peer's address."""
+
+
+class RefusedError(TransportError):
+    """The peer answered, and does not want to talk to this node."""
+
+
+class LinkClosedError(TransportError):
+    """The link to the peer is closed or lost."""
+
+
+class AddressInUseError(TransportError):
+    """A node cannot listen at its address."""

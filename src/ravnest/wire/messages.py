@@ -34,7 +34,7 @@ class BatchId(msgspec.Struct, frozen=True, order=True, array_like=True):
     attempt: int = 0
 
 
-class Hello(Head):
+class Hello(Head, frozen=True):
     """The first message of a link, in both directions: who is speaking, and of which plan."""
 
     protocol: int
@@ -50,7 +50,7 @@ class Hello(Head):
     """How this node would like tensors to travel."""
 
 
-class Refused(Head):
+class Refused(Head, frozen=True):
     """The answer to a Hello that does not fit; the link closes."""
 
     reason: str
@@ -68,7 +68,7 @@ class StageTiming(msgspec.Struct, frozen=True, array_like=True):
     """On the link to the stage before; 0 at the first."""
 
 
-class Forward(Head):
+class Forward(Head, frozen=True):
     """A micro-batch on its way to the Leaf; its values travel as tensors."""
 
     batch: BatchId
@@ -78,7 +78,7 @@ class Forward(Head):
     """Of the batch as the Root loaded it: ``targets``, ``inputs``."""
 
 
-class Backward(Head):
+class Backward(Head, frozen=True):
     """Gradients on their way to the Root."""
 
     batch: BatchId
@@ -90,14 +90,14 @@ class Backward(Head):
     and the norm of the gradients that its update has so far."""
 
 
-class Clip(Head):
+class Clip(Head, frozen=True):
     """The Root's verdict on an update: the norm of all gradients."""
 
     update: int
     total: float
 
 
-class Begin(Head):
+class Begin(Head, frozen=True):
     """A phase starts; the Leaf makes its iterator now."""
 
     run: str
@@ -106,7 +106,7 @@ class Begin(Head):
     epoch: int
 
 
-class End(Head):
+class End(Head, frozen=True):
     """A phase has had its last micro-batch; ``count`` of them."""
 
     run: str
@@ -116,7 +116,7 @@ class End(Head):
     """The Root's loader went to its end."""
 
 
-class Outcome(Head):
+class Outcome(Head, frozen=True):
     """What the Leaf made of a micro-batch without gradient; a prediction travels as tensors."""
 
     batch: BatchId
@@ -126,7 +126,7 @@ class Outcome(Head):
     """How the tensors of a prediction form the model's output, as JSON."""
 
 
-class Figure(Head):
+class Figure(Head, frozen=True):
     """The result of a validation: from the Leaf to the Root, and from the Root to everyone."""
 
     run: str
@@ -136,13 +136,13 @@ class Figure(Head):
     samples: int
 
 
-class Save(Head):
+class Save(Head, frozen=True):
     """Write the trained stage and send it to the Root."""
 
     run: str
 
 
-class Saved(Head):
+class Saved(Head, frozen=True):
     """A trained stage on its way to the Root, with its manifest as JSON."""
 
     run: str
@@ -150,26 +150,26 @@ class Saved(Head):
     manifest: str
 
 
-class Return(Head):
+class Return(Head, frozen=True):
     """A call of the user's returns on every node."""
 
     run: str
     call: Call
 
 
-class Finish(Head):
+class Finish(Head, frozen=True):
     """The Root is done; whatever waits on other nodes returns."""
 
     run: str
 
 
-class Goodbye(Head):
+class Goodbye(Head, frozen=True):
     """The sender closes; nothing is wrong."""
 
     node: int
 
 
-class Abort(Head):
+class Abort(Head, frozen=True):
     """The run cannot go on; passed along the pipeline in both directions."""
 
     node: int

@@ -1,0 +1,247 @@
+"""A link over anything that carries frames in order: what both transports have in common.
+
+The transport owns the pipe. One of its threads takes ``frames()`` and sends them, one feeds what
+arrives to ``received()`` and calls ``ended()`` when nothing more can come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import Enum
+from queue import SimpleQueue
+
+from ravnest.errors import LinkClosedError, WireError
+from ravnest.transport.base import LinkDelay, LinkHandler
+from ravnest.transport.meter import DelayMeter
+from ravnest.wire.control import Ack, Control, Echo, Probe, decode_control, encode_control
+from ravnest.wire.envelope import Kind, unseal
+from ravnest.wire.frames import DEFAULT_LIMITS, Assembler, encode, largest_frame
+from ravnest.wire.messages import Goodbye, Hello, Message
+from ravnest.wire.table import Limits
+
+CLOSE_SECONDS = 5.0
+"""A peer that takes longer to get the last messages is given up."""
+_MOST_CONTROLS = 4096
+_FIRST_FLUSH = 1 << 32
+"""Tokens of flushes; those of the meter are smaller."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Mark(Enum):
+    WAKE = 0
+    """There are control frames to send."""
+    END = 1
+
+
+class FrameLink:
+    """Implements ``base.Link``; see there for the contract."""
+
+    def __init__(
+        self,
+        local: Hello,
+        peer: Hello,
+        handler: LinkHandler,
+        hang_up: Callable[[], None],
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        """``hang_up`` ends the pipe at once, in both directions; ``ended`` must follow."""
+        self.local = local
+        self.peer = peer
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._handler = handler
+        self._hang_up = hang_up
+        self._largest = largest_frame(limits)
+        self._assembler = Assembler(limits)
+        self._meter = DelayMeter()
+        self._queue: SimpleQueue[Message | Probe | _Mark] = SimpleQueue()
+        self._controls: deque[Control] = deque()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._ended = False
+        self._goodbye = False
+        self._failure: str | None = None
+        self._done = threading.Event()
+        self._flushes: dict[int, _Flush] = {}
+        self._tokens = itertools.count(_FIRST_FLUSH)
+        self._reader: int | None = None
+        self._control(Probe(self._meter.start(time.perf_counter())))
+
+    def __repr__(self) -> str:
+        return f"<link of node_{self.local.node} to node_{self.peer.node}>"
+
+    # The contract of a link.
+
+    def send(self, message: Message) -> None:
+        """Queue a message."""
+        with self._lock:
+            if self._closing or self._ended:
+                how = "closed" if self._closing else "lost"
+                raise LinkClosedError(f"the link to node_{self.peer.node} is {how}")
+            token = self._meter.message_sent(time.perf_counter())
+            self._queue.put(message)
+        if token is not None:
+            self._control(Probe(token))
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the peer has got what is queued."""
+        assert threading.get_ident() != self._reader, "flush() in a handler would wait for itself"
+        with self._lock:
+            if self._ended:
+                return False
+            token = next(self._tokens)
+            flush = self._flushes[token] = _Flush()
+            self._queue.put(Probe(token))
+        flush.event.wait(timeout)
+        with self._lock:
+            self._flushes.pop(token, None)
+        return flush.answered
+
+    def close(self) -> None:
+        """Flush and close."""
+        with self._lock:
+            first, self._closing = not self._closing, True
+        if threading.get_ident() == self._reader:
+            if first:  # this thread would have to receive the answer that close() waits for
+                threading.Thread(target=self._close, name=f"close {self!r}", daemon=True).start()
+        elif first:
+            self._close()
+        else:
+            self._done.wait(2 * CLOSE_SECONDS)
+
+    def delay(self) -> LinkDelay:
+        """What the link costs."""
+        return self._meter.delay()
+
+    # For the owner of the pipe.
+
+    def frames(self) -> Iterator[bytes]:
+        """What is to be sent, in order; blocks while there is nothing, ends when the link closes."""
+        while True:
+            item = self._queue.get()
+            yield from self._control_frames()
+            if item is _Mark.END:
+                return
+            if isinstance(item, Probe):
+                yield self._counted(encode_control(item))
+            elif isinstance(item, Message):
+                frames = encode(item)
+                del item  # or an idle link would keep the tensors of its last message alive
+                try:
+                    for frame in frames:
+                        yield self._counted(frame)
+                        yield from self._control_frames()
+                except WireError as error:
+                    self.fail(f"a message to node_{self.peer.node} cannot be sent: {error}")
+                    return
+                del frame
+
+    def received(self, data: bytes) -> None:
+        """A frame has arrived."""
+        self._reader = threading.get_ident()
+        self.received_bytes += len(data)
+        try:
+            frame = unseal(data, self._largest)
+            if frame.kind is Kind.CONTROL:
+                self._answer(decode_control(frame))
+                return
+            message = self._assembler.take(frame)
+        except WireError as error:
+            self.fail(f"node_{self.peer.node} sent something unreadable: {error}")
+            return
+        if message is not None:
+            self._deliver(message)
+
+    def ended(self, reason: str) -> None:
+        """Nothing more can arrive; the handler hears of it unless the link was meant to end."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            lost = not self._closing and not self._goodbye
+            for flush in self._flushes.values():
+                flush.event.set()
+        self._reader = threading.get_ident()
+        self._queue.put(_Mark.END)
+        try:
+            if lost:
+                self._handler.on_lost(self, self._failure or reason)
+        except Exception:
+            _log.exception("the handler of %r failed when it was lost", self)
+        finally:
+            self._done.set()
+
+    def fail(self, reason: str) -> None:
+        """Lose the link, for a reason on this side."""
+        with self._lock:
+            self._failure = self._failure or reason
+        self._hang_up()
+
+    def _close(self) -> None:
+        if self.flush(CLOSE_SECONDS):
+            self._queue.put(_Mark.END)
+            self._done.wait(CLOSE_SECONDS)
+        if not self._done.is_set():
+            self._hang_up()
+            self._done.wait(CLOSE_SECONDS)
+
+    def _deliver(self, message: Message) -> None:
+        if isinstance(message.head, Goodbye):
+            self._goodbye = True
+        count = self._meter.message_arrived(time.perf_counter())
+        if count is not None:
+            self._control(Ack(count))
+        try:
+            self._handler.on_message(self, message)
+        except Exception as error:
+            _log.exception("the handler of %r failed", self)
+            self.fail(f"node_{self.local.node} failed to handle a message: {error!r}")
+
+    def _answer(self, control: Control) -> None:
+        match control:
+            case Probe(token):
+                self._control(Echo(token))
+            case Ack(count):
+                self._meter.ack_arrived(count, time.perf_counter())
+            case Echo(token) if token >= _FIRST_FLUSH:
+                with self._lock:
+                    flush = self._flushes.get(token)
+                if flush is not None:
+                    flush.answered = True
+                    flush.event.set()
+            case Echo(token):
+                following = self._meter.echo_arrived(token, time.perf_counter())
+                if following is not None:
+                    self._control(Probe(following))
+
+    def _control(self, control: Control) -> None:
+        if len(self._controls) >= _MOST_CONTROLS:
+            raise WireError("more probes than can be answered")
+        self._controls.append(control)
+        self._queue.put(_Mark.WAKE)
+
+    def _control_frames(self) -> Iterator[bytes]:
+        """Between any two frames of messages: a probe behind a large tensor would measure that."""
+        while self._controls:
+            control = self._controls.popleft()
+            if isinstance(control, Probe):
+                self._meter.probe_left(control.token, time.perf_counter())
+            yield self._counted(encode_control(control))
+
+    def _counted(self, frame: bytes) -> bytes:
+        self.sent_bytes += len(frame)
+        return frame
+
+
+class _Flush:
+    """Someone waits for an Echo."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.answered = False

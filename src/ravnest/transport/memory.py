@@ -1,0 +1,187 @@
+"""The in-memory twin of the network: nodes of one process, with delay and cuts on demand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+
+from ravnest.errors import AddressInUseError, RefusedError, UnreachableError
+from ravnest.transport.base import Admit, Link, LinkHandler
+from ravnest.transport.handshake import answer, hello_frame, read_answer
+from ravnest.transport.link import FrameLink
+from ravnest.types import Address
+from ravnest.wire.messages import Hello, Refused
+
+_WAITING_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class _Server:
+    admit: Admit
+    handler: LinkHandler
+    on_link: Callable[[Link], None]
+    owner: MemoryTransport
+
+
+class MemoryNetwork:
+    """All addresses of the process that are listened at, and the wires between them."""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        """``delay`` is what each frame takes one way; any number of them may be on the way."""
+        self.delay = delay
+        self._changed = threading.Condition()
+        self._servers: dict[Address, _Server] = {}
+        self._wires: list[_Wire] = []
+        self._next_port = 1
+
+    def transport(self) -> MemoryTransport:
+        """For one node."""
+        return MemoryTransport(self)
+
+    def cut(self, a: int, b: int) -> None:
+        """Lose the links between two nodes, as when a cable is pulled; both sides notice at once."""
+        with self._changed:
+            wires = [wire for wire in self._wires if wire.joins(a, b)]
+        for wire in wires:
+            wire.cut(f"the link between node_{a} and node_{b} was cut")
+
+    def register(self, address: Address, server: _Server) -> Address:
+        """Listen; wakes those who dial."""
+        with self._changed:
+            if address.port == 0:
+                address = replace(address, port=self._next_port)
+                self._next_port += 1
+            if address in self._servers:
+                raise AddressInUseError(
+                    f"{address} is in use: stop the other node, or give another port"
+                )
+            self._servers[address] = server
+            self._changed.notify_all()
+        return address
+
+    def forget(self, owner: MemoryTransport) -> list[_Wire]:
+        """Stop listening; the wires that ``owner`` has an end of."""
+        with self._changed:
+            self._servers = {a: s for a, s in self._servers.items() if s.owner is not owner}
+            return [wire for wire in self._wires if owner in wire.owners]
+
+    def server_at(self, address: Address, timeout: float) -> _Server | None:
+        """Who listens there, now or within ``timeout`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: address in self._servers, timeout)
+            return self._servers.get(address)
+
+    def keep(self, wire: _Wire) -> None:
+        """Remember a wire while it lasts."""
+        with self._changed:
+            self._wires = [other for other in self._wires if not other.gone] + [wire]
+
+
+class MemoryTransport:
+    """Implements ``base.Transport``."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+
+    def serve(
+        self, address: Address, admit: Admit, handler: LinkHandler, on_link: Callable[[Link], None]
+    ) -> Address:
+        """Listen on the network."""
+        return self._network.register(address, _Server(admit, handler, on_link, self))
+
+    def dial(
+        self,
+        address: Address,
+        hello: Hello,
+        handler: LinkHandler,
+        *,
+        deadline: float,
+        waiting: Callable[[str], None] | None = None,
+        expect: int | None = None,
+    ) -> Link:
+        """Reach whoever listens, or will."""
+        until = time.monotonic() + deadline
+        server = self._network.server_at(address, 0)
+        while server is None:
+            left = until - time.monotonic()
+            reason = f"nothing listens at {address}"
+            if left <= 0:
+                raise UnreachableError(f"no answer from {address} in {deadline:g} s: {reason}")
+            if waiting is not None:
+                waiting(reason)
+            server = self._network.server_at(address, min(left, _WAITING_SECONDS))
+        reply = answer(hello_frame(hello), server.admit, None)
+        if isinstance(reply, Refused):
+            raise RefusedError(f"{address} refused: {reply.reason}")
+        theirs, ours = reply
+        peer = read_answer(hello_frame(ours), address, expect)
+        wire = _Wire(self._network.delay, (self, server.owner))
+        near = FrameLink(hello, peer, handler, lambda: wire.cut(None))
+        far = FrameLink(ours, theirs, server.handler, lambda: wire.cut(None))
+        self._network.keep(wire)
+        wire.start(near, far, server.on_link)
+        return near
+
+    def close(self) -> None:
+        """Close all links and stop listening."""
+        for wire in self._network.forget(self):
+            wire.close(self)
+
+
+class _Wire:
+    """Two directions between two links."""
+
+    def __init__(self, delay: float, owners: tuple[MemoryTransport, MemoryTransport]) -> None:
+        self.owners = owners
+        self._delay = delay
+        self._cut = threading.Event()
+        self._reason: str | None = None
+        self._links: tuple[FrameLink, ...] = ()
+        self._pipes: tuple[SimpleQueue[tuple[float, bytes | None]], ...] = (SimpleQueue(), SimpleQueue())
+
+    @property
+    def gone(self) -> bool:
+        return self._cut.is_set()
+
+    def joins(self, a: int, b: int) -> bool:
+        return any({link.local.node, link.peer.node} == {a, b} for link in self._links)
+
+    def start(self, near: FrameLink, far: FrameLink, on_link: Callable[[Link], None]) -> None:
+        self._links = (near, far)
+        on_link(far)
+        for source, target, pipe in ((near, far, self._pipes[0]), (far, near, self._pipes[1])):
+            for work in (self._write, self._read):
+                link = source if work == self._write else target
+                name = f"{work.__name__} {link!r}"
+                threading.Thread(target=work, args=(link, pipe), name=name, daemon=True).start()
+
+    def close(self, owner: MemoryTransport) -> None:
+        for link, whose in zip(self._links, self.owners, strict=True):
+            if whose is owner:
+                link.close()
+
+    def cut(self, reason: str | None) -> None:
+        self._reason = self._reason or reason
+        self._cut.set()
+        for pipe in self._pipes:
+            pipe.put((0.0, None))
+
+    def _write(self, link: FrameLink, pipe: SimpleQueue[tuple[float, bytes | None]]) -> None:
+        for frame in link.frames():
+            pipe.put((time.monotonic() + self._delay, frame))
+        pipe.put((time.monotonic() + self._delay, None))
+
+    def _read(self, link: FrameLink, pipe: SimpleQueue[tuple[float, bytes | None]]) -> None:
+        """One thread for each end, as a stalled node must not hold up the others."""
+        while True:
+            due, frame = pipe.get()
+            if frame is None or self._cut.wait(max(due - time.monotonic(), 0)):
+                break
+            link.received(frame)
+            if self._cut.is_set():
+                break
+        self.cut(None)
+        link.ended(self._reason or f"node_{link.peer.node} closed the link")

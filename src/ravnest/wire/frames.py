@@ -1,0 +1,202 @@
+"""Messages to frames and back; see ``docs/protocol.md``."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from ravnest.errors import WireError
+from ravnest.wire import envelope
+from ravnest.wire.codecs import RAW, Codec, codec_named
+from ravnest.wire.envelope import Frame, Kind, seal, unseal
+from ravnest.wire.layout import NAMES, Layout, dense, plain_strides
+from ravnest.wire.messages import Message, Value
+from ravnest.wire.table import Limits, NumberEntry, Opening, TensorEntry, layouts, pack, unpack
+
+INLINE_BYTES = 256 << 10
+"""Payloads up to this size share the frame of their head: one message of the network, not two."""
+CHUNK_BYTES = 1 << 20
+"""Of larger payloads in one frame: long enough to be cheap, short enough to stay in the cache."""
+LARGEST_CHUNK = 8 << 20
+DEFAULT_LIMITS = Limits()
+
+_LENGTH = struct.Struct("<I")
+
+
+def largest_frame(limits: Limits) -> int:
+    """Bytes of the largest frame that an ``Assembler`` accepts."""
+    opening = _LENGTH.size + limits.max_opening_bytes + INLINE_BYTES
+    return envelope.SIZE + max(opening, LARGEST_CHUNK)
+
+
+def encode(
+    message: Message,
+    codec: Codec = RAW,
+    chunk: int = CHUNK_BYTES,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Iterator[bytes]:
+    """The frames of a message; ``WireError`` if it holds what cannot travel."""
+    entries: list[TensorEntry | NumberEntry] = []
+    payloads: list[memoryview] = []
+    offset = 0
+    for name, value in message.values.items():
+        if isinstance(value, torch.Tensor):
+            entry, payload = _tensor(name, value, codec, offset)
+            offset += entry.nbytes
+            entries.append(entry)
+            payloads.append(payload)
+        else:
+            entries.append(NumberEntry(name, value))
+    inline = offset <= INLINE_BYTES
+    opening = Opening(message.head, tuple(entries), offset, inline)
+    layouts(opening, limits)  # what we would refuse, we do not send
+    packed = pack(opening, limits)
+    yield seal(Kind.OPENING, 0, (_LENGTH.pack(len(packed)), packed, *(payloads if inline else ())))
+    if not inline:
+        for number, parts in enumerate(_pieces(payloads, chunk)):
+            yield seal(Kind.CHUNK, number, parts)
+
+
+def _tensor(
+    name: str, tensor: torch.Tensor, codec: Codec, offset: int
+) -> tuple[TensorEntry, memoryview]:
+    tensor = dense(name, tensor)
+    layout = Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    payload = codec.encode(tensor, layout).numpy().data
+    strides = None if layout.strides == plain_strides(layout.shape) else layout.strides
+    entry = TensorEntry(
+        name, NAMES[layout.dtype], layout.shape, strides, codec.name, offset, len(payload)
+    )
+    return entry, payload
+
+
+def _pieces(payloads: list[memoryview], chunk: int) -> Iterator[list[memoryview]]:
+    """Payloads as one stream, cut every ``chunk`` bytes."""
+    parts: list[memoryview] = []
+    room = chunk
+    for payload in payloads:
+        start = 0
+        while start < len(payload):
+            part = payload[start : start + room]
+            parts.append(part)
+            start += len(part)
+            room -= len(part)
+            if not room:
+                yield parts
+                parts, room = [], chunk
+    if parts:
+        yield parts
+
+
+class Assembler:
+    """Frames of one link, in order, back to messages.
+
+    Each tensor has its own buffer, allocated once (torch aligns it to 64 bytes; kernels round
+    differently at odd addresses) and filled as the chunks come. After a ``WireError`` the
+    assembler is of no more use, as is the link.
+    """
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+        self._limits = limits
+        self._largest = largest_frame(limits)
+        self._pending: _Pending | None = None
+
+    def feed(self, frame: bytes) -> Message | None:
+        """Take a frame; the message if it is complete now."""
+        return self.take(unseal(frame, self._largest))
+
+    def take(self, frame: Frame) -> Message | None:
+        """As ``feed``, for a frame that is unsealed already."""
+        match frame.kind:
+            case Kind.OPENING:
+                return self._open(frame)
+            case Kind.CHUNK:
+                return self._chunk(frame)
+            case Kind.CONTROL:
+                raise WireError("a control frame is no part of a message")
+
+    def _open(self, frame: Frame) -> Message | None:
+        if self._pending is not None:
+            raise WireError("a message begins before the one before is complete")
+        body = frame.body
+        if len(body) < _LENGTH.size:
+            raise WireError("the first frame of a message is cut short")
+        stop = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+        if stop > len(body) or stop > _LENGTH.size + self._limits.max_opening_bytes:
+            raise WireError(f"a head of {stop - _LENGTH.size} bytes is over the limit or cut short")
+        opening = unpack(body[_LENGTH.size : stop])
+        pending = _Pending(opening, layouts(opening, self._limits))
+        if opening.inline:
+            if len(body) - stop != opening.nbytes:
+                raise WireError(f"{len(body) - stop} bytes came where {opening.nbytes} were announced")
+            pending.fill(body[stop:])
+        elif len(body) != stop or not opening.nbytes:
+            raise WireError("a message says that its payload comes in chunks, and it does not")
+        return self._finish(pending)
+
+    def _chunk(self, frame: Frame) -> Message | None:
+        pending = self._pending
+        if pending is None:
+            raise WireError("a chunk belongs to no message")
+        if frame.number != pending.chunks:
+            raise WireError(f"chunk {frame.number} came where chunk {pending.chunks} was due")
+        if not 0 < len(frame.body) <= pending.missing:
+            raise WireError(f"a chunk of {len(frame.body)} bytes, and {pending.missing} are missing")
+        pending.chunks += 1
+        pending.fill(frame.body)
+        return self._finish(pending)
+
+    def _finish(self, pending: _Pending) -> Message | None:
+        complete = not pending.missing
+        self._pending = None if complete else pending
+        return pending.message() if complete else None
+
+
+class _Pending:
+    """A message whose payload is on its way."""
+
+    def __init__(self, opening: Opening, layouts: dict[str, Layout]) -> None:
+        self.missing = opening.nbytes
+        self.chunks = 0
+        self._opening = opening
+        self._layouts = layouts
+        tensors = [entry for entry in opening.values if isinstance(entry, TensorEntry)]
+        self._payloads = {entry.name: _allocate(entry) for entry in tensors}
+        self._targets = iter([p.numpy() for p in self._payloads.values() if p.numel()])
+        self._target = next(self._targets, None)
+        self._filled = 0
+
+    def fill(self, data: memoryview) -> None:
+        """Copy what came to where it belongs; numpy lets other threads run meanwhile."""
+        source = np.frombuffer(data, dtype=np.uint8)
+        start = 0
+        while start < len(source):
+            assert self._target is not None, "more bytes than the table announced"
+            count = min(len(source) - start, len(self._target) - self._filled)
+            self._target[self._filled : self._filled + count] = source[start : start + count]
+            start += count
+            self._filled += count
+            if self._filled == len(self._target):
+                self._target, self._filled = next(self._targets, None), 0
+        self.missing -= len(source)
+
+    def message(self) -> Message:
+        """The message, complete."""
+        return Message(
+            self._opening.head, {entry.name: self._value(entry) for entry in self._opening.values}
+        )
+
+    def _value(self, entry: TensorEntry | NumberEntry) -> Value:
+        if isinstance(entry, NumberEntry):
+            return entry.value
+        return codec_named(entry.codec).decode(self._payloads[entry.name], self._layouts[entry.name])
+
+
+def _allocate(entry: TensorEntry) -> torch.Tensor:
+    try:
+        return torch.empty(entry.nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise WireError(f"no memory for {entry.name!r}, {entry.nbytes} bytes") from error
