@@ -1,8 +1,10 @@
 """The schedule of one node: events in, actions out; no clock, no threads, no tensors.
 
 The same machine serves Root (position 0), Stem and Leaf (the last), and a node that is both. It
-asks for at most one computation at a time. When idle it prefers what finishes work over what
-starts it: the update or phase end that is due, then a backward, then a forward.
+asks for at most one computation at a time. When idle, the update or phase end that is due comes
+first. A backward and a forward that are both ready take turns: were backwards always preferred,
+those that queue up at a slow stage would starve the stages behind it of forwards, and micro-batches
+would travel as one convoy (``docs/schedules.md`` has the figures).
 """
 
 from __future__ import annotations
@@ -122,6 +124,7 @@ class Machine:
         self._forwards: deque[Batch] = deque()
         self._away: deque[_Pass] = deque()
         self._backwards: deque[_Pass] = deque()
+        self._turn_of_forward = False
         self._running: Run | None = None
         self._running_pass: _Pass | None = None
         self._users: dict[int, int] = {0: 0}
@@ -359,9 +362,14 @@ class Machine:
                 self._run(RunStep(self.version, gathered))
         elif first.finished == first.count:
             self._run(RunPhaseEnd(first.number, first.trains))
-        elif self._backwards:
+        else:
+            self._start_pass()
+
+    def _start_pass(self) -> None:
+        may_forward = bool(self._forwards) and self._may_forward(self._forwards[0])
+        if self._backwards and not (may_forward and self._turn_of_forward):
             self._start_backward()
-        elif self._forwards and self._may_forward(self._forwards[0]):
+        elif may_forward:
             self._start_forward()
 
     def _due(self, first: _Phase) -> int:
@@ -383,6 +391,7 @@ class Machine:
         return False
 
     def _start_backward(self) -> None:
+        self._turn_of_forward = True
         taken = self._backwards.popleft()
         phase, done = self._phases[taken.batch.phase], taken.batch.index + 1
         last = done % self.update_frequency == 0 or done == phase.arrived
@@ -399,6 +408,7 @@ class Machine:
         return not phase.trains or batch.index < phase.applied + self.update_frequency
 
     def _start_forward(self) -> None:
+        self._turn_of_forward = False
         batch = self._forwards.popleft()
         trains = self._phases[batch.phase].trains
         self.in_flight += 1
