@@ -246,7 +246,7 @@ def simulate(scenario: Scenario, *, record: bool = False) -> Simulation:
     )
 
 
-def steady_rate(scenario: Scenario, rounds: int = 4) -> float:
+def steady_rate(scenario: Scenario, rounds: int = 2) -> float:
     """The rate of a phase that goes on, whatever its ``batches``; cheaper than to simulate it all."""
     first, period = _ramp(scenario), _period(scenario)
     # Sync repeats itself to the letter.
@@ -273,8 +273,8 @@ def _rate(finished: Sequence[float], first: int, last: int) -> float:
 
 
 def _ramp(scenario: Scenario) -> int:
-    """The first micro-batch to measure from."""
-    return scenario.update_frequency - 1 if scenario.schedule == "sync" else 2 * _period(scenario)
+    """The first micro-batch to measure from. The wave of the start dies down in some rounds."""
+    return scenario.update_frequency - 1 if scenario.schedule == "sync" else 3 * _period(scenario)
 
 
 def _period(scenario: Scenario) -> int:
