@@ -94,7 +94,9 @@ class Pipeline:
         return [name for name, (_, queue) in self.sources.items() if queue and self._may(name, queue[0])]
 
     def _may(self, name: str, event: Event) -> bool:
-        blocked = name == "user" and isinstance(event, ForwardArrived) and self.submitted == self.admitted
+        blocked = (
+            name == "user" and isinstance(event, ForwardArrived) and self.submitted == self.admitted
+        )
         return not blocked
 
     def step(self, name: str) -> None:
@@ -120,6 +122,19 @@ class Pipeline:
             case RunForward() | RunBackward() | RunStep() | RunPhaseEnd():
                 assert not self.sources[f"done{position}"][1], "two computations at once"
                 self._send("done", position, Done())
+            case GatherNorms(update):
+                assert position == 0, "only the Root gathers norms"
+                self._send("done", position, ClipArrived(update))
+            case Admit(total):
+                assert position == 0 and total > self.admitted
+                self.admitted = total
+            case Fail(reason):
+                raise AssertionError(reason)
+            case _:
+                self._carry(position, action)
+
+    def _carry(self, position: int, action: Action) -> None:
+        match action:
             case SendForward(batch):
                 self._send("forward", position + 1, ForwardArrived(batch))
             case SendBegin(phase, trains):
@@ -132,15 +147,6 @@ class Pipeline:
                 self._send("backward", position - 1, BackwardArrived(batch))
             case SendOutcome(batch):
                 self._send("backward", position - 1, OutcomeArrived(batch))
-            case GatherNorms(update):
-                self._send("done", position, ClipArrived(update))
-            case Admit(total):
-                assert total > self.admitted
-                self.admitted = total
-            case Fail(reason):
-                raise AssertionError(reason)
-            case _:
-                pass
 
     def finished(self) -> list[Batch]:
         return [action.batch for action in self.logs[0] if isinstance(action, Finished)]

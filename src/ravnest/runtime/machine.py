@@ -1,13 +1,15 @@
 """The schedule of one node: events in, actions out; no clock, no threads, no tensors.
 
 The same machine serves Root (position 0), Stem and Leaf (the last), and a node that is both. It
-asks for at most one computation at a time. When idle it prefers what finishes work over what
-starts it: the update or phase end that is due, then a backward, then a forward.
+asks for at most one computation at a time. When idle, the update or phase end that is due comes
+first. A backward and a forward that are both ready take turns: were backwards always preferred,
+those that queue up at a slow stage would starve the stages behind it of forwards, and micro-batches
+would travel as one convoy (``docs/schedules.md`` has the figures).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -69,11 +71,6 @@ class _Phase:
     begin_sent: bool = False
     end_sent: bool = False
 
-    @property
-    def over(self) -> bool:
-        """All its micro-batches are finished here."""
-        return self.finished == self.count
-
 
 @dataclass(slots=True)
 class _Pass:
@@ -92,7 +89,8 @@ class Machine:
     """Decides what a node does next.
 
     ``handle`` takes what happened and returns what to do, in order; a computation (``Run*``) is
-    always last, and ``Done`` answers it. The Root's first ``Admit`` follows from its first event.
+    always last, and ``Done`` answers it. The Root's first ``Admit`` comes with its first phase, or
+    with an earlier ``WindowSet``.
     After a ``Fail`` every event is ignored.
     """
 
@@ -127,9 +125,11 @@ class Machine:
         self._forwards: deque[Batch] = deque()
         self._away: deque[_Pass] = deque()
         self._backwards: deque[_Pass] = deque()
+        self._turn_of_forward = False
         self._running: Run | None = None
         self._running_pass: _Pass | None = None
-        self._users: Counter[int] = Counter()
+        self._users: dict[int, int] = {0: 0}
+        """Micro-batches under way of each version that is held."""
         self._norms_asked = False
         self._clip_known = False
         self._submitted = 0
@@ -147,7 +147,6 @@ class Machine:
         self._actions = actions
         try:
             self._take(event)
-            self._relay_phases()
             if self._running is None:
                 self._start_next()
         except _ProtocolError as error:
@@ -184,6 +183,7 @@ class Machine:
                 if size < 1:
                     raise _ProtocolError(f"a window of {size} micro-batches would stop the run")
                 self._window = size
+                self._admit()
 
     def _phase_begun(self, number: int, *, trains: bool) -> None:
         newest = self._newest
@@ -194,6 +194,8 @@ class Machine:
                 f"phase {number} began after phase {newest.number}, not {newest.number + 1}"
             )
         self._newest = self._phases[number] = _Phase(number, trains)
+        self._send_phases()
+        self._admit()
 
     def _phase_ended(self, number: int, count: int) -> None:
         phase = self._open_phase(number, "ended")
@@ -202,6 +204,7 @@ class Machine:
                 f"phase {number} ended with {count} micro-batches, but {phase.arrived} have arrived"
             )
         phase.count = count
+        self._send_phases()
 
     def _forward_arrived(self, batch: Batch) -> None:
         phase = self._open_phase(batch.phase, f"has a micro-batch {batch.index}, but it")
@@ -247,7 +250,7 @@ class Machine:
             raise _ProtocolError(
                 f"the clip of update {update} arrived, update {self.version} is under way"
             )
-        if not self._due():
+        if not (self._phases and self._due(next(iter(self._phases.values())))):
             raise _ProtocolError(f"the clip of update {update} arrived before all its gradients")
         self._clip_known = True
         if not self.is_leaf:
@@ -277,6 +280,7 @@ class Machine:
         if not self.is_leaf:
             self._away.append(done)
             self._actions.append(SendForward(batch))
+            self._send_phases()
             if not (phase.trains or self.is_root):
                 phase.finished += 1
         elif phase.trains:
@@ -297,10 +301,9 @@ class Machine:
         self._free(version)
 
     def _step_done(self, update: int, count: int) -> None:
-        phase = self._phase_of_update()
-        assert phase is not None
-        phase.applied += count
+        next(iter(self._phases.values())).applied += count
         self.version = update + 1
+        self._users[self.version] = 0
         self._norms_asked = self._clip_known = False
         self._free(update)
 
@@ -316,6 +319,7 @@ class Machine:
     def _finished(self, batch: Batch) -> None:
         self._returned += 1
         self._actions.append(Finished(batch))
+        self._admit()
 
     def _free(self, version: int) -> None:
         if version != self.version and not self._users[version]:
@@ -324,53 +328,60 @@ class Machine:
 
     # What to do
 
-    def _relay_phases(self) -> None:
-        """Tell the next node of phases in order with the forwards, and the user of free places."""
-        if not self.is_leaf:
-            for phase in self._phases.values():
-                if not phase.begin_sent:
-                    phase.begin_sent = True
-                    self._actions.append(SendBegin(phase.number, phase.trains))
-                if phase.forwarded != phase.count:
-                    break
-                if not phase.end_sent:
-                    phase.end_sent = True
-                    self._actions.append(SendEnd(phase.number, phase.count))
-        if self.is_root:
-            total = self._returned + self._places() + AHEAD
-            if total > self._admitted:
-                self._admitted = total
-                self._actions.append(Admit(total))
+    def _send_phases(self) -> None:
+        """Tell the next node of begins and ends, in order with the forwards."""
+        if self.is_leaf:
+            return
+        for phase in self._phases.values():
+            if not phase.begin_sent:
+                phase.begin_sent = True
+                self._actions.append(SendBegin(phase.number, phase.trains))
+            if phase.forwarded != phase.count:
+                break
+            if not phase.end_sent:
+                phase.end_sent = True
+                self._actions.append(SendEnd(phase.number, phase.count))
+
+    def _admit(self) -> None:
+        """Tell the user of free places; what was admitted stays so when the window shrinks."""
+        total = self._returned + self._places() + AHEAD
+        if self.is_root and total > self._admitted:
+            self._admitted = total
+            self._actions.append(Admit(total))
 
     def _places(self) -> int:
         """Micro-batches that may be under way; a flush leaves no use for more than an update's."""
         return min(self._window, self.update_frequency) if self.sync else self._window
 
     def _start_next(self) -> None:
-        gathered = self._due()
+        first = next(iter(self._phases.values()), None)
+        if first is None:
+            return
+        gathered = self._due(first)
         if gathered:
             if self._clip_is_here(gathered):
                 self._run(RunStep(self.version, gathered))
-        elif self._phase_is_over():
-            phase = next(iter(self._phases.values()))
-            self._run(RunPhaseEnd(phase.number, phase.trains))
-        elif self._backwards:
+        elif first.finished == first.count:
+            self._run(RunPhaseEnd(first.number, first.trains))
+        else:
+            self._start_pass()
+
+    def _start_pass(self) -> None:
+        may_forward = bool(self._forwards) and self._may_forward(self._forwards[0])
+        if self._backwards and not (may_forward and self._turn_of_forward):
             self._start_backward()
-        elif self._forwards and self._may_forward(self._forwards[0]):
+        elif may_forward:
             self._start_forward()
 
-    def _due(self) -> int:
-        """Gradients that the update which is due has, 0 if none is."""
-        phase = self._phase_of_update()
-        if phase is None:
-            return 0
-        gathered = phase.finished - phase.applied
-        return gathered if phase.over or gathered == self.update_frequency else 0
+    def _due(self, first: _Phase) -> int:
+        """Gradients that the update which is due has, 0 if none is.
 
-    def _phase_of_update(self) -> _Phase | None:
-        """Gradients belong to the first phase that is not over: their order is that of phases."""
-        phase = next(iter(self._phases.values()), None)
-        return phase if phase is not None and phase.trains else None
+        Gradients come in the order of phases, and a phase ends with an update: those not applied
+        belong to the first phase that is not over.
+        """
+        gathered = first.finished - first.applied
+        full = gathered == self.update_frequency or first.finished == first.count
+        return gathered if full and first.trains else 0
 
     def _clip_is_here(self, gathered: int) -> bool:
         if not self.waits_for_clip or self._clip_known:
@@ -380,11 +391,8 @@ class Machine:
             self._actions.append(GatherNorms(self.version, gathered))
         return False
 
-    def _phase_is_over(self) -> bool:
-        phase = next(iter(self._phases.values()), None)
-        return phase is not None and phase.over
-
     def _start_backward(self) -> None:
+        self._turn_of_forward = True
         taken = self._backwards.popleft()
         phase, done = self._phases[taken.batch.phase], taken.batch.index + 1
         last = done % self.update_frequency == 0 or done == phase.arrived
@@ -401,6 +409,7 @@ class Machine:
         return not phase.trains or batch.index < phase.applied + self.update_frequency
 
     def _start_forward(self) -> None:
+        self._turn_of_forward = False
         batch = self._forwards.popleft()
         trains = self._phases[batch.phase].trains
         self.in_flight += 1

@@ -1,0 +1,137 @@
+"""How many micro-batches to keep under way: enough to keep the slowest stage busy, no more.
+
+Each one more in flight makes gradients staler and takes memory for activations and a version of
+the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ravnest.runtime.machine import Schedule
+from ravnest.runtime.simulate import LinkDelay, Scenario, StageCost, steady_rate
+
+TARGET = 0.98
+"""Share of the best rate that is good enough."""
+
+TRIALS = 8
+"""Simulations after which the window found so far is taken."""
+
+
+@dataclass(frozen=True)
+class WindowChoice:
+    """A window, what it is predicted to reach, and why it was chosen."""
+
+    window: int
+    predicted_rate: float
+    """Micro-batches a second."""
+    slowest_rate: float
+    """What the slowest stage could do if it never waited."""
+    reason: str
+
+
+def choose_window(
+    costs: Sequence[StageCost],
+    links: Sequence[LinkDelay],
+    *,
+    update_frequency: int,
+    schedule: Schedule,
+    cap: int,
+) -> WindowChoice:
+    """The smallest window predicted to reach 98% of the slowest stage's rate, at most ``cap``.
+
+    In ``sync`` the flush at each update costs time whatever the window: there the measure is the
+    rate at the largest window of use, that of a whole update.
+    """
+    assert cap >= 1, f"a window of at most {cap}"
+    trials = _Trials(tuple(costs), tuple(links), update_frequency, schedule)
+    if trials.slowest_time == 0:
+        window = min(cap, len(costs))
+        return WindowChoice(window, math.inf, math.inf, f"{window} in flight: no stage takes any time")
+    choose = _choose_sync if schedule == "sync" else _choose_async
+    return choose(trials, cap)
+
+
+class _Trials:
+    """One pipeline, tried with several windows."""
+
+    def __init__(
+        self,
+        costs: tuple[StageCost, ...],
+        links: tuple[LinkDelay, ...],
+        update_frequency: int,
+        schedule: Schedule,
+    ) -> None:
+        times = [cost.forward + cost.backward + cost.step / update_frequency for cost in costs]
+        self.costs = costs
+        self.links = links
+        self.update_frequency = update_frequency
+        self.schedule: Schedule = schedule
+        self.slowest = max(range(len(times)), key=times.__getitem__)
+        self.slowest_time = times[self.slowest]
+        self.round_trip = sum(cost.forward + cost.backward for cost in costs) + sum(
+            link.forward + link.backward for link in links
+        )
+
+    @property
+    def slowest_rate(self) -> float:
+        return 1 / self.slowest_time
+
+    def rate(self, window: int) -> float:
+        scenario = Scenario(self.costs, self.links, window, self.update_frequency, self.schedule)
+        # What waits before the slowest stage at first may come out a little faster.
+        return min(self.slowest_rate, steady_rate(scenario))
+
+    def least(self, rate: float) -> int:
+        """No smaller window reaches the rate: a place is taken for a round trip at least."""
+        # A hair less, so that 6.000000001 means 6.
+        return max(1, math.ceil(rate * self.round_trip - 1e-6))
+
+    def choice(self, window: int, rate: float, reason: str) -> WindowChoice:
+        return WindowChoice(window, rate, self.slowest_rate, reason)
+
+
+def _choose_async(trials: _Trials, cap: int) -> WindowChoice:
+    goal = TARGET * trials.slowest_rate
+    least = window = trials.least(goal)
+    window = min(window, cap)
+    rate = trials.rate(window)
+    for _ in range(TRIALS - 1):
+        if rate >= goal or window == cap:
+            break
+        # The rate grows at most in proportion to the window: smaller ones need not be tried.
+        window = min(cap, max(window + 1, math.ceil(window * goal / rate - 1e-6)))
+        rate = trials.rate(window)
+    reached = (
+        f"{rate / trials.slowest_rate:.0%} of the {trials.slowest_rate:.3g} micro-batches/s"
+        f" of the slowest stage ({trials.slowest})"
+    )
+    if rate < goal and window == cap:
+        need = f"at least {max(least, cap + 1)}"
+        reason = f"memory allows {cap} in flight, which reach {reached}; {TARGET:.0%} would need {need}"
+    else:
+        reason = f"{window} in flight reach {reached}"
+    return trials.choice(window, rate, reason)
+
+
+def _choose_sync(trials: _Trials, cap: int) -> WindowChoice:
+    most = min(cap, trials.update_frequency)
+    best = rate = trials.rate(most)
+    low, window = min(most, trials.least(TARGET * best)), most
+    while low < window:
+        middle = (low + window) // 2
+        tried = trials.rate(middle)
+        if tried >= TARGET * best:
+            window, rate = middle, tried
+        else:
+            low = middle + 1
+    reason = (
+        f"{window} in flight reach {rate / trials.slowest_rate:.0%} of the {trials.slowest_rate:.3g}"
+        f" micro-batches/s of the slowest stage ({trials.slowest}); the flush at each update of"
+        f" {trials.update_frequency} costs the rest"
+    )
+    if cap < trials.update_frequency:
+        reason += f"; memory allows {cap} in flight"
+    return trials.choice(window, rate, reason)
