@@ -99,6 +99,7 @@ class PreparedModel:
             state=tuple(self._state_spec(key, holders[key]) for key in mine),
             graphs={mode: graphs[mode][index] for mode in MODES},
             signature=self._signature(),
+            module_versions=state.module_versions if index == 0 else {},
         )
         return Stage(spec, {key: state.tensors[key].tensor.detach() for key in mine})
 
