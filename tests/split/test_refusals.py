@@ -85,6 +85,19 @@ class CustomOperator(Base):
         return self.out(triple(self.layer(x)))  # the line
 
 
+class Vmap(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.vmap(self.layer)(x)  # the line
+        return self.out(x)
+
+
+class ForwardDerivative(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        _, slope = torch.func.jvp(torch.sin, (x,), (x,))  # the line
+        return self.out(slope)
+
+
 class Conditional(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t * 3, (x,))
@@ -99,6 +112,8 @@ CASES = [
     (BoundCustomFunction, CaptureError, "Doubled is a custom torch.autograd.Function"),
     (Autocast, CaptureError, "autocast"),
     (CustomOperator, OperatorError, "ravnest_tests"),
+    (Vmap, OperatorError, "torch.vmap inside forward"),
+    (ForwardDerivative, OperatorError, "transform of torch.func"),
 ]
 
 
