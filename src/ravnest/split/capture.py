@@ -15,7 +15,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -336,27 +336,22 @@ def _try_export(flat: _Flat, example: Example, way: _Way) -> ExportedProgram:
 
 @contextlib.contextmanager
 def _hidden_export() -> Iterator[None]:
-    """Answer "no" to libraries that ask whether they are being exported or compiled.
+    """Answer "no" to libraries that ask whether they are being exported.
 
-    Some compute something slightly different then. Torch itself gets the true answer.
+    Some compute something slightly different then. Torch itself gets the true answer. To
+    ``is_compiling`` everybody does: libraries ask it to avoid what no tracer can follow.
     """
-    names = ("is_exporting", "is_compiling")
-    originals = {name: getattr(torch.compiler, name) for name in names}
+    original = torch.compiler.is_exporting
 
-    def hide(original: Callable[[], bool]) -> Callable[[], bool]:
-        def answer() -> bool:
-            asker = str(sys._getframe(1).f_globals.get("__name__", ""))
-            return original() if asker.partition(".")[0] == "torch" else False
+    def answer() -> bool:
+        asker = str(sys._getframe(1).f_globals.get("__name__", ""))
+        return original() if asker.partition(".")[0] == "torch" else False
 
-        return answer
-
-    for name, original in originals.items():
-        setattr(torch.compiler, name, hide(original))
+    torch.compiler.is_exporting = answer
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(torch.compiler, name, original)
+        torch.compiler.is_exporting = original
 
 
 def _fixed_batch(program: ExportedProgram, example: Example) -> tuple[str, ...]:
