@@ -25,6 +25,7 @@ from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from ravnest.errors import CaptureError, SplitError
+from ravnest.split.checkpointing import noted_checkpoints
 from ravnest.split.decided import DecidedConditions
 from ravnest.split.graph import MODES, Mode
 from ravnest.split.source import (
@@ -251,7 +252,7 @@ def _write_reassigned_buffers(before: list[tuple[nn.Module, dict[str, Any]]]) ->
 def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: Mode) -> ModeCapture:
     seen = _Seen()
     flat = _Flat(model, example, seen)
-    with mode_of(model, mode):
+    with mode_of(model, mode), noted_checkpoints(model):
         program, fixed = _export(flat, example)
     for path, kind in seen.opaque.items():
         logger.info("%s is a %s, which stages cannot return: it is left out", path, kind)
