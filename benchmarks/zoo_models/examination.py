@@ -76,6 +76,9 @@ def _examine_stages(model: ZooModel, stages: Sequence[int], finding: Finding) ->
     finding.parameters = sum(parameter.numel() for parameter in module.parameters())
     reference = model.build()[0]
     before = _state(reference)
+    if model.reference is not None:
+        model.reference.alter(reference)
+        finding.notes.append(model.reference.note)
     started = time.process_time()
     try:
         prepared = prepare(module, args, kwargs)

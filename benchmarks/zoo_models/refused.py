@@ -128,14 +128,14 @@ def reads_a_value() -> Example:
     return ReadsAValue(), (features(),), {}
 
 
-@entry(MODELS, "torch.nn", refusal="decides by the value of a tensor")
+@entry(MODELS, "torch.nn", refusal="a batch norm with momentum=None")
 def cumulative_batch_norm() -> Example:
     """Without a momentum, batch norm reads its counter as a Python number."""
     norm = nn.BatchNorm1d(16, momentum=None)
     return nn.Sequential(nn.Linear(8, 16), norm, nn.Linear(16, 4)), (features(),), {}
 
 
-@entry(MODELS, "torch.nn", refusal="cannot be captured")
+@entry(MODELS, "torch.nn", refusal="packed sequences")
 def packed_sequence() -> Example:
     return PackedSequence(), (tokens(9), torch.tensor([9, 5, 7, 3])), {}
 

@@ -17,6 +17,15 @@ Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
+class Reference:
+    """What the stages are compared with: the model, altered."""
+
+    alter: Callable[[nn.Module], None]
+    note: str
+    """Says in the report what is compared, and why."""
+
+
+@dataclass(frozen=True)
 class ZooModel:
     """A model and inputs for it, made anew at each call of ``make``."""
 
@@ -25,6 +34,8 @@ class ZooModel:
     make: Callable[[], Example]
     refusal: str | None = None
     """Part of the message that splitting it must end with; None for a model that must split."""
+    reference: Reference | None = None
+    """Set where the stages are not compared with the model as it is."""
 
     def build(self, seed: int = 0) -> Example:
         """The model, its arguments and keyword arguments: the same ones for the same seed."""
@@ -37,11 +48,13 @@ def entry(
     source: Source,
     name: str | None = None,
     refusal: str | None = None,
+    reference: Reference | None = None,
 ) -> Callable[[Callable[[], Example]], Callable[[], Example]]:
     """Decorator that adds a factory to ``models`` under its own name, underscores as hyphens."""
 
     def register(make: Callable[[], Example]) -> Callable[[], Example]:
-        models.append(ZooModel(name or make.__name__.replace("_", "-"), source, make, refusal))
+        given = name or make.__name__.replace("_", "-")
+        models.append(ZooModel(given, source, make, refusal, reference))
         return make
 
     return register

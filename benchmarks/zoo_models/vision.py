@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo_models.registry import BATCH, Example, ZooModel, entry, image
+from zoo_models.registry import BATCH, Example, Reference, ZooModel, entry, image
 
 MODELS: list[ZooModel] = []
 CLASSES = 10
@@ -179,7 +179,20 @@ def torchvision_maxvit() -> Example:
     return model, (image(64),), {}
 
 
-@entry(MODELS, "torchvision")
+def _without_checkpoints(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "memory_efficient"):
+            module.memory_efficient = False
+
+
+@entry(
+    MODELS,
+    "torchvision",
+    reference=Reference(
+        _without_checkpoints,
+        "compared with itself without checkpoints, with which torch updates batch norms twice a step",
+    ),
+)
 def torchvision_densenet_checkpointed() -> Example:
     model = torchvision_models().DenseNet(
         growth_rate=8,

@@ -91,8 +91,17 @@ class AsksWhetherExported(Constant):
     """What libraries do: another path, with other rounding, while the model is exported."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+        if torch.compiler.is_exporting():
             return self.second(self.first(x) * 1.001)
+        return self.second(self.first(x))
+
+
+class AsksWhetherCompiled(Constant):
+    """What libraries do around a cache, or a check of values: no tracer can follow it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and x.isnan().any():
+            raise ValueError("not a number")
         return self.second(self.first(x))
 
 
@@ -103,7 +112,7 @@ class NeedsTheExportPath(Constant):
         return self.second(self.first(x))
 
 
-@pytest.mark.parametrize("kind", [AsksWhetherExported, NeedsTheExportPath])
+@pytest.mark.parametrize("kind", [AsksWhetherExported, AsksWhetherCompiled, NeedsTheExportPath])
 def test_the_models_own_path_is_captured_if_it_can_be(kind: type[nn.Module]) -> None:
     model, x = kind(), torch.randn(3, 4)
     assert torch.equal(Chain.of(split(model, x))(x), model(x))

@@ -85,6 +85,40 @@ class CustomOperator(Base):
         return self.out(triple(self.layer(x)))  # the line
 
 
+class Vmap(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.vmap(self.layer)(x)  # the line
+        return self.out(x)
+
+
+class ForwardDerivative(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        _, slope = torch.func.jvp(torch.sin, (x,), (x,))  # the line
+        return self.out(slope)
+
+
+class Packed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(1, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.ones(3, dtype=torch.long)
+        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], lengths, batch_first=True)  # the line
+        return self.out(self.recurrent(packed)[1][-1])
+
+
+class CumulativeNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.layer(x))  # the line
+        return self.out(x)
+
+
 class Conditional(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t * 3, (x,))
@@ -99,6 +133,10 @@ CASES = [
     (BoundCustomFunction, CaptureError, "Doubled is a custom torch.autograd.Function"),
     (Autocast, CaptureError, "autocast"),
     (CustomOperator, OperatorError, "ravnest_tests"),
+    (Packed, CaptureError, "Give the padded tensor to the recurrent layer"),
+    (CumulativeNorm, CaptureError, "Give it a momentum"),
+    (Vmap, OperatorError, "torch.vmap inside forward"),
+    (ForwardDerivative, OperatorError, "transform of torch.func"),
 ]
 
 
@@ -119,6 +157,24 @@ def test_refused_with_line_and_remedy(
 def test_control_flow_region_is_refused() -> None:
     with pytest.raises(CaptureError, match="control-flow"):
         split(Conditional(), (torch.ones(3, 4),))
+
+
+def test_a_model_without_lines_of_its_own_is_refused_with_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4, momentum=None)))
+    with pytest.raises(CaptureError, match=r"the layer 1\.0 \(BatchNorm1d\) cannot be captured"):
+        split(model, (torch.ones(3, 4),))
+
+
+def test_a_frozen_batch_norm_needs_no_momentum() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4))
+    model[1].eval()
+    assert len(split(model, (torch.ones(3, 4),)).stages) == 2
+
+
+def test_a_packed_sequence_as_input_is_refused() -> None:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 5, 2), torch.tensor([5, 3, 2]), True)
+    with pytest.raises(CaptureError, match="packed sequences"):
+        split(nn.GRU(2, 4, num_layers=2, batch_first=True), (packed,))
 
 
 def _marked_line(kind: Callable[[], nn.Module]) -> str:

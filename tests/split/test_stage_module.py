@@ -138,3 +138,40 @@ def test_chain_inputs(result: Split) -> None:
 def test_a_chain_needs_all_stages(result: Split) -> None:
     with pytest.raises(StageInputError, match="all the stages"):
         Chain(list(Chain.of(result).modules)[:1])
+
+
+class Versioned(nn.Module):
+    """A module that does not load what does not say of which version it is, as some of torchvision."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.activation = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.layer(x))
+
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, metadata: dict, *rest: object
+    ) -> None:
+        assert metadata["version"] == 3
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+def test_the_fused_state_has_the_versions_of_all_modules() -> None:
+    model = nn.Sequential(Versioned(), nn.BatchNorm1d(4), Versioned())
+    result = split(model, torch.randn(3, 4))
+    fused = Chain.of(result).state_dict()
+    assert fused._metadata == model.state_dict()._metadata
+    assert not any(model.load_state_dict(fused, strict=True))
+    assert [bool(stage.spec.module_versions) for stage in result.stages] == [True, False]
+
+
+@pytest.mark.parametrize("version", [None, "2", -1, 2**40])
+def test_a_version_of_another_kind_is_left_out(version: object) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1]._version = version
+    first = split(model, torch.randn(3, 4)).stages[0].spec
+    assert first.module_versions == {"": 1, "0": 1}

@@ -1,8 +1,10 @@
 """A handful of the zoo, checked as `make zoo` checks all of it: without the splitter's own code."""
 
 import pytest
+import zoo
 from zoo_models import ZOO, find
 from zoo_models.exactness import Unsplit, compare, rehearse
+from zoo_models.examination import BITWISE, Finding
 
 from ravnest.errors import SplitError
 from ravnest.split import Chain, split
@@ -15,6 +17,7 @@ HANDFUL = [
     ("lstm-tagger", 3),
     ("vector-quantised", 3),
     ("torchvision-vit", 3),
+    ("torchvision-mnasnet0-5", 3),  # its loading insists on the versions of its modules
     ("timm-convnext-atto", 3),
     ("bert-classifier", 3),
     ("t5", 3),
@@ -52,3 +55,21 @@ def test_every_model_of_the_zoo_has_a_name_of_its_own():
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="no model is called 'resnet'"):
         find("resnet")
+
+
+def test_a_run_that_is_cut_short_has_models_that_split_and_models_that_are_refused():
+    refused = [name for name in zoo.FIRST if find(name).refusal is not None]
+    assert 3 <= len(refused) < len(zoo.FIRST) / 2
+
+
+def test_the_page_tells_the_command_that_makes_it():
+    split_one = Finding("one", "timm", 10, 5, 1.5, dict.fromkeys("234", BITWISE), ok=True)
+    refused_one = Finding("two", "torch.nn", refusal="a.py:1: x | y\nno", ok=True)
+
+    limited = zoo.render([split_one, refused_one], minutes=16.2, limit=15)
+    assert '`make zoo ARGS="--minutes 15"` (16 minutes on' in limited
+    assert f"{len(ZOO) - 2} of the zoo's {len(ZOO)} models are not in it" in limited
+    assert "| one | timm | 10 | 5 | bitwise | bitwise | bitwise | 1.5 |" in limited
+    assert "| two | torch.nn | a.py:1: x \\| y no |" in limited
+
+    assert "`make zoo` (90 minutes on" in zoo.render([split_one], minutes=90)

@@ -131,6 +131,12 @@ ATTACKS = [
     Attack("no weights", lambda d: d.pop("weights"), "does not name its weights"),
     Attack("weights elsewhere", lambda d: d["weights"].update(file="/etc/passwd"), "does not name"),
     Attack("digest is no text", lambda d: d["weights"].update(sha256=None), "changed or damaged"),
+    Attack("no versions", lambda d: d.pop("module_versions"), "'module_versions' is missing"),
+    Attack("versions in a list", lambda d: d.update(module_versions=[]), "versions of the modules"),
+    Attack("version is text", lambda d: d.update(module_versions={"a": "1"}), "not a whole number"),
+    Attack("version is a flag", lambda d: d.update(module_versions={"a": True}), "not a whole number"),
+    Attack("version is an object", lambda d: d.update(module_versions={"a": {}}), "not a whole number"),
+    Attack("versions elsewhere", lambda d: d.update(module_versions={"a": 1}), "only the first stage"),
     # state
     Attack("state is no list", lambda d: d.update(state={}), "'state' must be a list"),
     Attack("state entry is text", lambda d: d["state"].append("x"), "a state tensor is malformed"),
@@ -367,6 +373,27 @@ def test_an_input_that_the_model_does_not_have(saved: Path) -> None:
     data["graphs"]["eval"]["operations"] = []
     data["graphs"]["eval"]["outputs"] = [["x", 1]]
     with pytest.raises(StageFormatError, match="eval graph: it takes an input"):
+        stage_from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("versions", "says"),
+    [
+        ({"a": -1}, "cannot have version -1"),
+        ({"a": 2**31}, "cannot have version"),
+        ({"a..b": 1}, "not the path of a module"),
+        ({"a\x1b[2J": 1}, "not the path of a module"),
+        ({"a": 1.0}, "not a whole number"),
+        ({str(number): 1 for number in range(11)}, "more than 10 modules"),
+    ],
+)
+def test_forged_versions_of_modules(
+    saved: Path, versions: Json, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ravnest.split.graph.MAX_MODULES", 10)
+    data = read(saved / "0")
+    data["module_versions"] = versions
+    with pytest.raises(StageFormatError, match=says):
         stage_from_json(data)
 
 

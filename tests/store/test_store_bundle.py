@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -38,6 +39,19 @@ def test_a_bundle_is_two_files_named_by_one_digest(example: Any, tmp_path: Path)
     weights = json.loads((tmp_path / STAGE_FILE).read_bytes())["weights"]
     assert weights == {"file": WEIGHTS_FILE, "sha256": sha256_of(tmp_path / WEIGHTS_FILE)}
     assert save_stage(tmp_path, example.split.stages[0]) == digest, "saving again gives other bytes"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_mode_that_the_umask_gives(
+    example: Any, tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        save_stage(tmp_path, example.split.stages[0])
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {STAGE_FILE: mode, WEIGHTS_FILE: mode}
 
 
 def test_loaded_stages_compute_what_the_model_computes(example: Any, saved: Path) -> None:

@@ -78,6 +78,8 @@ def test_the_fused_state_dict_is_the_models(example: Any, chain: Chain, trained:
     changed = [key for key in fused if not torch.equal(fused[key], original[key])]
     assert changed == list(fused), "training did not change all of it, so the test compares too little"
 
+    assert fused._metadata == original._metadata, "the modules' versions are lost"
+
     model = type(example.model)()
     assert not any(model.load_state_dict(fused, strict=True))
     got, expected = model.eval(), chain.eval()

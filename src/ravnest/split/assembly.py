@@ -58,6 +58,24 @@ def assemble(
     return graphs
 
 
+def check_operators(layout: Layout) -> None:
+    """``OperatorError`` with the user's line for an operation that no stage may hold.
+
+    To be asked before anything of the graph runs: outside of forward such operations fail in ways of
+    their own.
+    """
+    for node in layout.operations:
+        _operator_name(node)
+
+
+def _operator_name(node: fx.Node) -> str:
+    try:
+        return name_of(node.target)  # type: ignore[arg-type]
+    except OperatorError as error:
+        line = line_of_trace_text(node.meta.get("stack_trace"))
+        raise OperatorError(f"{line}\n{error}" if line else str(error)) from error
+
+
 class _Cutter:
     """What all stages of one graph share."""
 
@@ -157,17 +175,13 @@ class _Stage:
             self._names[node] = own
 
     def _emit(self, node: fx.Node) -> None:
-        try:
-            operation = Operation(
-                name=node.name,
-                target=name_of(node.target),  # type: ignore[arg-type]
-                args=tuple(self._argument(argument) for argument in node.args),
-                kwargs=tuple((k, self._argument(v)) for k, v in node.kwargs.items()),
-                no_grad=bool(node.meta.get(NO_GRAD)),
-            )
-        except OperatorError as error:
-            line = line_of_trace_text(node.meta.get("stack_trace"))
-            raise OperatorError(f"{line}\n{error}" if line else str(error)) from error
+        operation = Operation(
+            name=node.name,
+            target=_operator_name(node),
+            args=tuple(self._argument(argument) for argument in node.args),
+            kwargs=tuple((k, self._argument(v)) for k, v in node.kwargs.items()),
+            no_grad=bool(node.meta.get(NO_GRAD)),
+        )
         self._operations.append(operation)
         self._names[node] = node.name
 

@@ -22,11 +22,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
 
 from ravnest.errors import CaptureError, SplitError
+from ravnest.split.checkpointing import noted_checkpoints
 from ravnest.split.decided import DecidedConditions
 from ravnest.split.graph import MODES, Mode
-from ravnest.split.source import line_of_stack, line_of_traceback
+from ravnest.split.source import (
+    code_of_traceback,
+    line_of_stack,
+    line_of_traceback,
+    modules_of_traceback,
+)
 from ravnest.split.state import ModelState, read_state
 from ravnest.split.structure import LEAF, Structure, flatten, map_tensors
 from ravnest.split.torchscript import from_torchscript
@@ -245,7 +252,7 @@ def _write_reassigned_buffers(before: list[tuple[nn.Module, dict[str, Any]]]) ->
 def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: Mode) -> ModeCapture:
     seen = _Seen()
     flat = _Flat(model, example, seen)
-    with mode_of(model, mode):
+    with mode_of(model, mode), noted_checkpoints(model):
         program, fixed = _export(flat, example)
     for path, kind in seen.opaque.items():
         logger.info("%s is a %s, which stages cannot return: it is left out", path, kind)
@@ -322,6 +329,7 @@ def _try_export(flat: _Flat, example: Example, way: _Way) -> ExportedProgram:
             stack.enter_context(_quiet_torch())
             stack.enter_context(_refuse_custom_autograd())
             stack.enter_context(DecidedConditions())
+            stack.enter_context(_RefusePacking())
             if way.hidden:
                 stack.enter_context(_hidden_export())
             warnings.simplefilter("ignore")
@@ -331,32 +339,27 @@ def _try_export(flat: _Flat, example: Example, way: _Way) -> ExportedProgram:
     except CaptureError:
         raise
     except Exception as error:  # whatever the user's forward or the tracer raises, translated once
-        raise _translate(error) from error
+        raise _translate(error, flat.model) from error
 
 
 @contextlib.contextmanager
 def _hidden_export() -> Iterator[None]:
-    """Answer "no" to libraries that ask whether they are being exported or compiled.
+    """Answer "no" to libraries that ask whether they are being exported.
 
-    Some compute something slightly different then. Torch itself gets the true answer.
+    Some compute something slightly different then. Torch itself gets the true answer. To
+    ``is_compiling`` everybody does: libraries ask it to avoid what no tracer can follow.
     """
-    names = ("is_exporting", "is_compiling")
-    originals = {name: getattr(torch.compiler, name) for name in names}
+    original = torch.compiler.is_exporting
 
-    def hide(original: Callable[[], bool]) -> Callable[[], bool]:
-        def answer() -> bool:
-            asker = str(sys._getframe(1).f_globals.get("__name__", ""))
-            return original() if asker.partition(".")[0] == "torch" else False
+    def answer() -> bool:
+        asker = str(sys._getframe(1).f_globals.get("__name__", ""))
+        return original() if asker.partition(".")[0] == "torch" else False
 
-        return answer
-
-    for name, original in originals.items():
-        setattr(torch.compiler, name, hide(original))
+    torch.compiler.is_exporting = answer
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(torch.compiler, name, original)
+        torch.compiler.is_exporting = original
 
 
 def _fixed_batch(program: ExportedProgram, example: Example) -> tuple[str, ...]:
@@ -422,6 +425,30 @@ def _refuse_custom_autograd() -> Iterator[None]:
         namespace._is_setup_context_defined = original
 
 
+_PACKING = (
+    "packed sequences (pack_padded_sequence, PackedSequence) have sizes that depend on the lengths' "
+    "values. Give the padded tensor to the recurrent layer, and pick what belongs to each sequence from "
+    "its output with a mask or output[torch.arange(lengths.shape[0]), lengths - 1]"
+)
+
+
+class _RefusePacking(TorchFunctionMode):
+    """Refuse packed sequences at the line that packs; the tracer would fail later and elsewhere."""
+
+    _functions = (torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in self._functions:
+            raise CaptureError(f"{line_of_stack()}\nthis line cannot be captured: {_PACKING}")
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
     """Export logs advice and prints half a graph before it raises; the user gets our message."""
@@ -437,9 +464,22 @@ def _quiet_torch() -> Iterator[None]:
             log.setLevel(level)
 
 
+_READS_COUNTER = "float(self.num_batches_tracked)"
+"""How torch's own batch norm does it."""
+_CUMULATIVE = (
+    "a batch norm with momentum=None reads its counter as a Python number. Give it a momentum (torch's "
+    "default is 0.1), or freeze it with eval()"
+)
 _REMEDIES = (
+    (("PackedSequence",), _PACKING),
     (
-        ("GuardOnDataDependent", "data-dependent", "DataDependent", "PendingUnbackedSymbol"),
+        (
+            "GuardOnDataDependent",
+            "data-dependent",
+            "DataDependent",
+            "PendingUnbackedSymbol",
+            "must be tuple of ints,but got FakeTensor",
+        ),
         "forward decides by the value of a tensor (if, while, int(), float(), .item() or a shape that "
         "depends on data). A graph cannot: use torch.where or masks, or decide outside the model",
     ),
@@ -447,25 +487,34 @@ _REMEDIES = (
         ("numpy", "can't convert", "Cannot convert", "data_ptr", "tolist"),
         "forward leaves torch (numpy, a list, a raw pointer). Use torch functions on tensors",
     ),
-    (
-        ("packed_sequence", "PackedSequence"),
-        "packed sequences have sizes that depend on data: pass padded tensors and a mask",
-    ),
 )
 
 
-def _translate(error: Exception) -> CaptureError:
+def _translate(error: Exception, model: nn.Module) -> CaptureError:
     """Say which line of the user's code cannot be captured, why, and what to do."""
     if isinstance(error.__cause__, CaptureError):
         return error.__cause__
     line = line_of_traceback(error.__traceback__)
+    remedy = _remedy(error)
+    first = next((row.strip() for row in str(error).splitlines() if row.strip()), "")
+    where = f"{line}\nthis line" if line else _layer(error, model)
+    return CaptureError(f"{where} cannot be captured: {remedy}\n({type(error).__name__}: {first[:300]})")
+
+
+def _remedy(error: Exception) -> str:
+    if _READS_COUNTER in code_of_traceback(error.__traceback__):
+        return _CUMULATIVE
     text = f"{type(error).__name__}: {error}"
-    remedy = next(
+    return next(
         (advice for signs, advice in _REMEDIES if any(sign in text for sign in signs)),
         "check that forward runs on the example inputs, and that it uses torch operators only",
     )
-    first = next((row.strip() for row in str(error).splitlines() if row.strip()), "")
-    where = f"{line}\n" if line else ""
-    return CaptureError(
-        f"{where}this line cannot be captured: {remedy}\n({type(error).__name__}: {first[:300]})"
-    )
+
+
+def _layer(error: Exception, model: nn.Module) -> str:
+    """The layer that failed, for a model that is made of torch's own layers and has no line."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module in modules_of_traceback(error.__traceback__):
+        if paths.get(id(module)):
+            return f"the layer {paths[id(module)]} ({type(module).__name__})"
+    return f"the model ({type(model).__name__})"

@@ -6,6 +6,7 @@ a way to look at a split model without any provider.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -171,23 +172,30 @@ class Chain:
             return value
         return self.transfer(value).requires_grad_(gradient)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's ``state_dict``, with its keys in its order."""
+    def state_dict(self) -> OrderedDict[str, torch.Tensor]:
+        """The model's ``state_dict``, with its keys in its order and its modules' versions."""
         return fuse((module.spec, module.state_tensors()) for module in self.modules)
 
 
 def fuse(
     stages: Iterable[tuple[StageSpec, Mapping[str, torch.Tensor]]],
-) -> dict[str, torch.Tensor]:
-    """One ``state_dict`` from stages and their tensors by key; of replicas the owner's counts."""
+) -> OrderedDict[str, torch.Tensor]:
+    """One ``state_dict`` from stages and their tensors by key; of replicas the owner's counts.
+
+    Like a module's own it carries ``_metadata``, which some modules insist on when they load.
+    """
     placed: dict[int, tuple[str, torch.Tensor]] = {}
+    metadata: OrderedDict[str, dict[str, int]] = OrderedDict()
     for spec, tensors in stages:
+        metadata.update((path, {"version": v}) for path, v in spec.module_versions.items())
         for entry in spec.state:
             if entry.persistent and entry.stages[0] == spec.index:
                 for position, name in zip(entry.positions, entry.names, strict=True):
                     placed[position] = (name, tensors[entry.key].detach())
     placed.pop(-1, None)
-    return {name: tensor for _, (name, tensor) in sorted(placed.items())}
+    result = OrderedDict(placed[position] for position in sorted(placed))
+    result._metadata = metadata  # type: ignore[attr-defined]
+    return result
 
 
 def bind_inputs(

@@ -71,6 +71,7 @@ def stage_to_json(spec: StageSpec) -> dict[str, Any]:
         ],
         "state": [_state_to_json(entry) for entry in spec.state],
         "graphs": {mode: _graph_to_json(spec.graphs[mode]) for mode in MODES},
+        "module_versions": dict(spec.module_versions),
     }
 
 
@@ -91,12 +92,18 @@ def stage_from_json(data: object) -> StageSpec:
         state=_each(fields, "state", _state_from_json),
         graphs={mode: _graph_from_json(_get(graphs, mode)) for mode in MODES},
         signature=_each(fields, "signature", _entry_from_json),
+        module_versions=_module_versions(fields),
     )
     spec.check()
     for graph in spec.graphs.values():
         for operation in graph.operations:
             _check_operator(operation.target)
     return spec
+
+
+def _module_versions(fields: dict[str, Any]) -> dict[str, int]:
+    versions = _object(_get(fields, "module_versions"), "the versions of the modules")
+    return {_text_item(path): _whole_item(version) for path, version in versions.items()}
 
 
 def _state_to_json(entry: StateSpec) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -16,6 +16,8 @@ MODES: tuple[Mode, ...] = ("train", "eval")
 Kind = Literal["parameter", "buffer", "constant"]
 MAX_STAGES = 10_000
 """More than any pool has nodes; a forged count must not cost memory."""
+MAX_MODULES = 1_000_000
+MAX_MODULE_VERSION = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ class StageSpec:
     graphs: dict[Mode, StageGraph]
     signature: tuple[InputEntry, ...]
     """The model's inputs in the order of forward's signature; the same in every stage."""
+    module_versions: dict[str, int] = field(default_factory=dict)
+    """Version of each module by its path, as the model's ``state_dict`` has it; first stage only."""
 
     def check(self) -> None:
         """Refuse a stage that does not hang together, before anything runs."""
@@ -188,6 +192,7 @@ class StageSpec:
             self._check_state(entry)
         if set(self.graphs) != set(MODES):
             raise StageFormatError(f"a stage needs the graphs {MODES}, has {sorted(self.graphs)}")
+        self._check_module_versions()
         given = self._check_signature()
         for mode, graph in self.graphs.items():
             _check_graph(mode, graph, {entry.key for entry in self.state}, self.index == self.count - 1)
@@ -205,6 +210,17 @@ class StageSpec:
             )
         if min(entry.positions) < -1:
             raise StageFormatError(f"{entry.key!r} has no such place in the state_dict")
+
+    def _check_module_versions(self) -> None:
+        if self.module_versions and self.index > 0:
+            raise StageFormatError("only the first stage says which versions the modules have")
+        if len(self.module_versions) > MAX_MODULES:
+            raise StageFormatError(f"the model has more than {MAX_MODULES} modules")
+        for path, version in self.module_versions.items():
+            if path and not all(part and part.isprintable() for part in path.split(".")):
+                raise StageFormatError(f"{path!r} is not the path of a module")
+            if not 0 <= version <= MAX_MODULE_VERSION:
+                raise StageFormatError(f"the module {path!r} cannot have version {version}")
 
     def _check_signature(self) -> set[str]:
         """The names of the values that the model's inputs give."""

@@ -59,7 +59,22 @@ def name_of(target: Callable[..., Any]) -> str:
         return name
     if target in _NAMES:
         return _NAMES[target]
+    if str(getattr(target, "__module__", "")).startswith("torch._functorch"):
+        raise OperatorError(_about_transform(target.__name__))
     raise OperatorError(f"the operator {target} is not one that stages can use")
+
+
+def _about_transform(name: str) -> str:
+    if "batch_dim" in name or "vmap" in name:
+        return (
+            "torch.vmap inside forward cannot be part of a stage: a graph has no place for its nested "
+            "batches. Write the function for the whole batch at once (most torch functions take leading "
+            "dimensions: matmul, einsum, unsqueeze and broadcasting), or loop over a fixed number"
+        )
+    return (
+        f"a transform of torch.func (grad, vjp, jvp; {name}) inside forward cannot be part of a stage. "
+        "Write the derivative with torch functions, or take it outside the model"
+    )
 
 
 def resolve(name: str) -> Callable[..., Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch import nn
 
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent.parent
@@ -18,6 +20,19 @@ def line_of_traceback(trace: TracebackType | None) -> str:
     """The innermost line outside torch and Ravnest, as ``file:line: code``; empty if none."""
     frames = [f for f in traceback.extract_tb(trace) if _is_users(f.filename)]
     return _describe(frames[-1]) if frames else ""
+
+
+def code_of_traceback(trace: TracebackType | None) -> str:
+    """The lines of torch that an error passed through: they tell some errors apart."""
+    return "\n".join(f.line or "" for f in traceback.extract_tb(trace) if _is_torchs(f.filename))
+
+
+def modules_of_traceback(trace: TracebackType | None) -> Iterator[nn.Module]:
+    """The modules whose code an error passed through, the innermost first."""
+    for frame, _ in reversed(list(traceback.walk_tb(trace))):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            yield owner
 
 
 def line_of_stack() -> str:
@@ -41,4 +56,8 @@ def _describe(frame: traceback.FrameSummary) -> str:
 
 def _is_users(filename: str) -> bool:
     path = Path(filename)
-    return not (path.is_relative_to(_TORCH) or path.is_relative_to(_OURS) or filename.startswith("<"))
+    return not (_is_torchs(filename) or path.is_relative_to(_OURS) or filename.startswith("<"))
+
+
+def _is_torchs(filename: str) -> bool:
+    return Path(filename).is_relative_to(_TORCH)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ravnest.errors import SplitError
 from ravnest.split.aliases import find_aliases
-from ravnest.split.assembly import assemble
+from ravnest.split.assembly import assemble, check_operators
 from ravnest.split.capture import Capture, ModeCapture, capture
 from ravnest.split.cuts import Layout, lay_out
 from ravnest.split.evalcuts import follow_training, state_keys
@@ -99,6 +99,7 @@ class PreparedModel:
             state=tuple(self._state_spec(key, holders[key]) for key in mine),
             graphs={mode: graphs[mode][index] for mode in MODES},
             signature=self._signature(),
+            module_versions=state.module_versions if index == 0 else {},
         )
         return Stage(spec, {key: state.tensors[key].tensor.detach() for key in mine})
 
@@ -141,6 +142,7 @@ def prepare(
     for mode in MODES:
         normalise(captured.modes[mode])
         layouts[mode] = lay_out(captured.modes[mode])
+        check_operators(layouts[mode])
         real = pass_data and mode == "train"
         measurements[mode] = measure(captured, layouts[mode], real=real)
     return PreparedModel(captured, layouts, measurements)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
 from ravnest.errors import SplitError
-from ravnest.split.graph import Kind, Mode
+from ravnest.split.graph import MAX_MODULE_VERSION, Kind, Mode
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,17 @@ class StateTensor:
 class ModelState:
     """Tensors by key. The key of a tied weight is the first of its names."""
 
-    def __init__(self, tensors: dict[str, StateTensor], order: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        tensors: dict[str, StateTensor],
+        order: tuple[str, ...],
+        module_versions: dict[str, int],
+    ) -> None:
         self.tensors = tensors
         self.order = order
         """The names in the model's ``state_dict``, in order."""
+        self.module_versions = module_versions
+        """Version of each module by its path: modules ask for theirs when they load a state_dict."""
         self._keys = {name: key for key, entry in tensors.items() for name in entry.names}
 
     def key_of(self, name: str, kind: str, program: ExportedProgram, mode: Mode) -> str:
@@ -78,7 +86,18 @@ def read_state(model: nn.Module) -> ModelState:
             f"the model's state_dict names {strange[0]}, which is neither a parameter nor a buffer of "
             "that name: a state_dict hook renames it; remove the hook before splitting"
         )
-    return ModelState(tensors, tuple(state_dict))
+    return ModelState(tensors, tuple(state_dict), _module_versions(state_dict))
+
+
+def _module_versions(state_dict: Mapping[str, Any]) -> dict[str, int]:
+    """What ``state_dict()`` knows of each module's version; a version of another kind is left out."""
+    metadata: Mapping[str, Mapping[str, Any]] = getattr(state_dict, "_metadata", {})
+    versions = {path: entry.get("version") for path, entry in metadata.items()}
+    return {
+        path: version
+        for path, version in versions.items()
+        if type(version) is int and 0 <= version <= MAX_MODULE_VERSION
+    }
 
 
 def _refuse_shared_storage(parameters: list[torch.Tensor]) -> None:

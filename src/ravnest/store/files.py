@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,16 +17,19 @@ _CHUNK = 4 << 20
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Call ``write`` on a new file beside ``path``, then put it in place of ``path``."""
+    """Call ``write`` on a new file beside ``path``, then put it in place of ``path``.
+
+    Its mode is the one that the umask gives to new files, whichever way ``write`` opens it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary.touch(exist_ok=False)
+    mode = stat.S_IMODE(temporary.stat().st_mode)
     try:
         write(temporary)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
+        temporary.chmod(mode)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
