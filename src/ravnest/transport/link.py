@@ -76,6 +76,11 @@ class FrameLink:
     def __repr__(self) -> str:
         return f"<link of node_{self.local.node} to node_{self.peer.node}>"
 
+    @property
+    def alive(self) -> bool:
+        """Whether anything can still arrive."""
+        return not self._done.is_set()
+
     # The contract of a link.
 
     def send(self, message: Message) -> None:

@@ -1,0 +1,161 @@
+"""The listening side of a gRPC link: one stream for each peer."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+
+import grpc
+
+from ravnest.errors import AddressInUseError, TransportError
+from ravnest.transport.base import Admit, LinkHandler
+from ravnest.transport.grpc_settings import (
+    MOST_LINKS,
+    NAME,
+    SERVICE,
+    DaemonThreads,
+    options,
+    reason_of,
+)
+from ravnest.transport.handshake import HELLO_SECONDS, answer, hello_frame
+from ravnest.transport.link import FrameLink
+from ravnest.transport.trust import Credentials
+from ravnest.types import Address
+from ravnest.wire.frames import largest_frame
+from ravnest.wire.messages import Hello, Refused
+from ravnest.wire.table import Limits
+
+
+class Listener:
+    """Answers those who dial."""
+
+    def __init__(
+        self,
+        admit: Admit,
+        handler: LinkHandler,
+        on_link: Callable[[FrameLink], None],
+        limits: Limits,
+    ) -> None:
+        self._admit = admit
+        self._handler = handler
+        self._on_link = on_link
+        self._limits = limits
+        self._server: grpc.Server | None = None
+
+    def start(self, address: Address, credentials: Credentials | None) -> int:
+        """Listen, with mutual TLS if there are credentials; returns the port."""
+        _check_free(address)
+        server = grpc.server(
+            DaemonThreads(),
+            options=options(largest_frame(self._limits)),
+            maximum_concurrent_rpcs=MOST_LINKS,
+        )
+        method = grpc.stream_stream_rpc_method_handler(self._open)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {NAME: method}),))
+        try:
+            port = _bind(server, address, credentials)
+        except RuntimeError as error:
+            raise AddressInUseError(f"cannot listen at {address}: {error}") from error
+        server.start()
+        self._server = server
+        return port
+
+    def stop(self) -> None:
+        """Stop listening; ends streams that are still open."""
+        if self._server is not None:
+            self._server.stop(None).wait(HELLO_SECONDS)
+
+    def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The stream's frames to the peer; gRPC runs this in the thread that becomes the writer."""
+        opened: SimpleQueue[tuple[FrameLink, Hello] | Refused | None] = SimpleQueue()
+        threading.Thread(
+            target=self._read, args=(requests, context, opened), name="ravnest link reader", daemon=True
+        ).start()
+        try:
+            result = opened.get(timeout=HELLO_SECONDS)
+        except Empty:
+            result = Refused(f"no Hello came within {HELLO_SECONDS:g} s")
+        if isinstance(result, Refused):
+            yield hello_frame(result)
+        elif result is not None:
+            link, ours = result
+            yield hello_frame(ours)
+            yield from link.frames()
+
+    def _read(
+        self,
+        requests: Iterator[bytes],
+        context: grpc.ServicerContext,
+        opened: SimpleQueue[tuple[FrameLink, Hello] | Refused | None],
+    ) -> None:
+        link = None
+        reason = "closed"
+        try:
+            for frame in requests:
+                if link is not None:
+                    link.received(frame)
+                    continue
+                reply = answer(frame, self._admit, _common_name(context))
+                if isinstance(reply, Refused):
+                    opened.put(reply)
+                    return
+                theirs, ours = reply
+                link = FrameLink(ours, theirs, self._handler, context.cancel, self._limits)
+                self._on_link(link)
+                opened.put((link, ours))
+            if link is not None:
+                reason = f"node_{link.peer.node} closed the link"
+        except grpc.RpcError as error:
+            if link is not None:
+                reason = f"the connection to node_{link.peer.node} broke: {reason_of(error)}"
+        finally:
+            opened.put(None)
+            if link is not None:
+                link.ended(reason)
+
+
+def _common_name(context: grpc.ServicerContext) -> str | None:
+    """The name in the peer's certificate; the handshake has checked that the authority signed it."""
+    auth = context.auth_context()
+    if auth.get("transport_security_type") != [b"ssl"]:
+        return None
+    names = auth.get("x509_common_name", [])
+    return names[0].decode(errors="replace") if len(names) == 1 else ""
+
+
+def _bind(server: grpc.Server, address: Address, credentials: Credentials | None) -> int:
+    if credentials is None:
+        return int(server.add_insecure_port(str(address)))
+    return int(
+        server.add_secure_port(
+            str(address),
+            grpc.ssl_server_credentials(
+                [(credentials.key, credentials.certificate)],
+                root_certificates=credentials.authority,
+                require_client_auth=True,
+            ),
+        )
+    )
+
+
+def _check_free(address: Address) -> None:
+    """Ask the system first: gRPC does not say why it cannot bind."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        family, _, _, _, target = found[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(
+                f"{address} is in use: stop the process that listens there, or give this node"
+                " another port in node_configs.json"
+            ) from error
+        raise TransportError(
+            f"cannot listen at {address}: {error.strerror or error}. It must be an address of this"
+            " machine, with a port above 1023"
+        ) from error

@@ -1,0 +1,116 @@
+"""Links over gRPC: one long-lived stream for each pair of neighbours, with raw frames both ways.
+
+One connection serves two directions, so that there is one thing to open, to authenticate and to lose.
+The earlier stage dials. gRPC brings TLS, flow control and keep-alive; the frames are our own, because
+bytes that pass through protobuf are copied and parsed, and tensors need neither.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ravnest.errors import TransportError, UnreachableError
+from ravnest.transport.base import Admit, Link, LinkHandler
+from ravnest.transport.grpc_client import Call, attempt
+from ravnest.transport.grpc_server import Listener
+from ravnest.transport.handshake import HELLO_SECONDS
+from ravnest.transport.link import FrameLink
+from ravnest.transport.trust import Credentials, is_loopback
+from ravnest.types import Address
+from ravnest.wire.frames import DEFAULT_LIMITS
+from ravnest.wire.messages import Hello
+from ravnest.wire.table import Limits
+
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 2.0
+_WAITING_SECONDS = 10.0
+
+
+class GrpcTransport:
+    """Implements ``base.Transport``."""
+
+    def __init__(self, credentials: Credentials | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
+        """``credentials`` are needed for all addresses that are not loopback."""
+        self._credentials = credentials
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._listeners: list[Listener] = []
+        self._links: list[FrameLink] = []
+
+    def serve(
+        self, address: Address, admit: Admit, handler: LinkHandler, on_link: Callable[[Link], None]
+    ) -> Address:
+        """Listen; with mutual TLS off loopback."""
+
+        def keep(link: FrameLink) -> None:
+            self._keep(link)
+            on_link(link)
+
+        listener = Listener(admit, handler, keep, self._limits)
+        port = listener.start(address, self._credentials_for(address))
+        with self._lock:
+            self._listeners.append(listener)
+        return replace(address, port=port)
+
+    def dial(
+        self,
+        address: Address,
+        hello: Hello,
+        handler: LinkHandler,
+        *,
+        deadline: float,
+        waiting: Callable[[str], None] | None = None,
+        expect: int | None = None,
+    ) -> Link:
+        """Reach a peer; pauses between attempts grow and are jittered, so that nodes do not march."""
+        call = Call(address, hello, handler, expect, self._credentials_for(address), self._limits)
+        begin = time.monotonic()
+        pause, next_word = _FIRST_PAUSE, begin
+        while True:
+            left = begin + deadline - time.monotonic()
+            outcome = attempt(call, max(min(left, HELLO_SECONDS), _FIRST_PAUSE))
+            if isinstance(outcome, FrameLink):
+                self._keep(outcome)
+                return outcome
+            now = time.monotonic()
+            if now + pause >= begin + deadline:
+                raise UnreachableError(f"no answer from {address} in {deadline:g} s: {outcome}")
+            if waiting is not None and now >= next_word:
+                next_word = now + _WAITING_SECONDS
+                waiting(f"waiting for {address}: {outcome}")
+            if self._closed.wait(pause * random.uniform(0.7, 1.3)):  # noqa: S311  # no secret
+                raise UnreachableError(f"gave up on {address}: this node is closing")
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """Close all links, side by side, and stop listening."""
+        self._closed.set()
+        with self._lock:
+            links, listeners = self._links, self._listeners
+            self._links, self._listeners = [], []
+        threads = [threading.Thread(target=link.close, daemon=True) for link in links if link.alive]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for listener in listeners:
+            listener.stop()
+
+    def _keep(self, link: FrameLink) -> None:
+        with self._lock:
+            self._links = [other for other in self._links if other.alive] + [link]
+
+    def _credentials_for(self, address: Address) -> Credentials | None:
+        if is_loopback(address):
+            return None
+        if self._credentials is None:
+            raise TransportError(
+                f"{address} can be reached by others, so it needs certificates: use the ones that"
+                " clusterize() wrote, or an address like 127.0.0.1"
+            )
+        return self._credentials
