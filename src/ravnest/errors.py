@@ -75,6 +75,8 @@ class DataError(RavnestError, ValueError):
 
 class RunError(RavnestError):
     """The run ended on all nodes, for the reason that it says."""
+
+
 class WireError(RavnestError):
     """Bytes from a peer are damaged, hostile or of another version; or a value cannot travel."""
 

@@ -206,6 +206,7 @@ def _node_file(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> NodeFi
         sha256=sha256,
         seed=plan.seed,
         in_flight=cluster.stages[0].in_flight,
+        in_flight_limit=cluster.in_flight_limit(plan.update_frequency),
         update_frequency=plan.update_frequency,
         certificates=CertificateFiles(
             "certificates/authority.pem",

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+import json
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
+_DOTTED_NUMBER = re.compile(r"[0-9.]+")
+_BARE_IPV6 = re.compile(r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*")
 
 
 class Role(StrEnum):
@@ -31,3 +38,34 @@ class Address:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """The address in ``host:port``; a ``ValueError`` says what the text must be."""
+        host, colon, port = text.rpartition(":")
+        if not colon or not host:
+            raise ValueError(f'must be "host:port", is {_shown(text)}')
+        if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535):
+            raise ValueError(f"must end in a port from 1 to 65535, is {_shown(text)}")
+        return cls(_host(host, text), int(port))
+
+
+def _host(host: str, text: str) -> str:
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        if bracketed:
+            return str(ipaddress.IPv6Address(host[1:-1]))
+        if _DOTTED_NUMBER.fullmatch(host):
+            return str(ipaddress.IPv4Address(host))
+    except ipaddress.AddressValueError as error:
+        raise ValueError(f"must be a valid IP address, is {_shown(text)}: {error}") from None
+    if _BARE_IPV6.fullmatch(host):
+        raise ValueError(f'must have an IPv6 host in brackets ("[::1]:8080"), is {_shown(text)}')
+    if not _HOST.fullmatch(host):
+        raise ValueError(f'must be "host:port" with a host name or an IP, is {_shown(text)}')
+    return host.lower()
+
+
+def _shown(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    return quoted if len(quoted) <= 60 else f"{quoted[:57]}..."

@@ -7,7 +7,6 @@ All mistakes of a file are reported at once, each with its path inside the file.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import json
 import math
 import re
@@ -26,9 +25,6 @@ EXAMPLE = """{
 
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*')
 _STRING_OR_LAST_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
-_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
-_DOTTED_NUMBER = re.compile(r"[0-9.]+")
-_BARE_IPV6 = re.compile(r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*")
 _NODE_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _MISSING = object()
 
@@ -226,28 +222,7 @@ def _address(value: object) -> Address:
         raise ValueError("is missing")
     if not isinstance(value, str):
         raise ValueError(f'must be a text "host:port", is {_shown(value)}')  # noqa: TRY004
-    host, colon, port = value.rpartition(":")
-    if not colon or not host:
-        raise ValueError(f'must be "host:port", is {_shown(value)}')
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535):
-        raise ValueError(f"must end in a port from 1 to 65535, is {_shown(value)}")
-    return Address(_host(host, value), int(port))
-
-
-def _host(host: str, value: str) -> str:
-    bracketed = host.startswith("[") and host.endswith("]")
-    try:
-        if bracketed:
-            return str(ipaddress.IPv6Address(host[1:-1]))
-        if _DOTTED_NUMBER.fullmatch(host):
-            return str(ipaddress.IPv4Address(host))
-    except ipaddress.AddressValueError as error:
-        raise ValueError(f"must be a valid IP address, is {_shown(value)}: {error}") from None
-    if _BARE_IPV6.fullmatch(host):
-        raise ValueError(f'must have an IPv6 host in brackets ("[::1]:8080"), is {_shown(value)}')
-    if not _HOST.fullmatch(host):
-        raise ValueError(f'must be "host:port" with a host name or an IP, is {_shown(value)}')
-    return host.lower()
+    return Address.parse(value)
 
 
 def _shown(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ravnest.plan.memory import StageMemory
+from ravnest.plan.memory import StageMemory, older_versions
 from ravnest.plan.nodes import NodeConfig
 from ravnest.plan.rings import Ring
 from ravnest.types import Role
@@ -44,6 +44,10 @@ class ClusterPlan:
     samples_per_second: float
     bottleneck: str
     """The slowest stage or link, in words."""
+
+    def in_flight_limit(self, update_frequency: int) -> int:
+        """Micro-batches under way that every node has the memory for; the Leaf has one at a time."""
+        return min((_most_in_flight(stage, update_frequency) for stage in self.stages[:-1]), default=1)
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,12 @@ class Plan:
         stages = self.clusters[stage.cluster].stages
         index = stage.index + step
         return stages[index] if 0 <= index < len(stages) else None
+
+
+def _most_in_flight(stage: StagePlan, update_frequency: int) -> int:
+    """How many micro-batches fit into the stage's memory: each more takes its share."""
+    versions = max(older_versions(stage.in_flight, update_frequency), 1)
+    each = stage.memory.activations / stage.in_flight
+    each += stage.memory.versions / versions / update_frequency
+    spare = stage.node.ram * 1e9 - stage.memory.total
+    return stage.in_flight + int(max(spare, 0.0) // max(each, 1.0))

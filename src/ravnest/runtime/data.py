@@ -37,6 +37,13 @@ def inputs_of(batch: Any) -> Any:
     return None
 
 
+def has_targets(batch: Any) -> bool:
+    """Whether a batch of a loader holds targets beside the inputs."""
+    return (
+        LABELS in batch if isinstance(batch, Mapping) else isinstance(batch, Sequence) and len(batch) > 1
+    )
+
+
 def size_of(values: Any) -> int:
     """Samples in a batch: the first dimension of its first tensor that has one; else 1."""
     return next((t.shape[0] for t in tensors_in(values) if t.dim()), 1)
@@ -51,7 +58,8 @@ def digest_of(values: Any) -> str | None:
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         plain = tensor.detach().cpu().contiguous()
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b"")
+        if plain.numel():
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -104,6 +112,11 @@ class WatchedLoader:
         batch, self.last = self.last, None
         return batch
 
+    def was_exhausted(self) -> bool:
+        """Whether the last iteration went to its end; once."""
+        exhausted, self.exhausted = self.exhausted, False
+        return exhausted
+
 
 class Targets:
     """The Leaf's side of the data: what its labels give, in step with the Root's micro-batches."""
@@ -132,6 +145,7 @@ class Targets:
 
     def take(self, index: int, size: int, digests: Mapping[str, str]) -> Any:
         """The item of a micro-batch; ``DataError`` if it is not the one that the Root sent."""
+        item: Any
         if isinstance(self._labels, torch.Tensor):
             item = self._labels[self._at : self._at + size]
             self._at += size

@@ -18,7 +18,7 @@ from ravnest.runtime.randomness import batch_seed, draws, seeded
 from ravnest.runtime.updates import UpdateRule, Updates
 from ravnest.runtime.versions import WeightVersions
 from ravnest.split.chain import StagePass
-from ravnest.split.graph import MODES
+from ravnest.split.graph import MODES, Mode
 from ravnest.split.module import StageModule
 
 Values = dict[str, Any]
@@ -71,16 +71,16 @@ class StageExecution:
         self._borrowed: dict[str, torch.Tensor] = {
             key: p for key, p in parameters.items() if p.requires_grad and key not in owned
         }
-        self._lent = [
-            e.key for e in spec.state if e.key in trained and len(e.stages) > 1
-        ]
+        self._lent = [e.key for e in spec.state if e.key in trained and len(e.stages) > 1]
         self._versions = WeightVersions(trained, stash=stash)
         self._versions.memory.update(
             tensor.untyped_storage().data_ptr() for tensor in module.state_tensors().values()
         )
         self.updates = Updates(rule, trained)
         self._under_way: dict[Batch, _UnderWay] = {}
-        self._places = {e.key: min(p for p in e.positions if p >= 0) for e in spec.state if e.key in trained}
+        self._places = {
+            e.key: min(p for p in e.positions if p >= 0) for e in spec.state if e.key in trained
+        }
         self.last_users = {e.key: e.stages[-1] for e in spec.state}
         """Of each tensor that this stage holds, the last stage that does."""
         module.train()
@@ -202,7 +202,7 @@ class StageExecution:
         loss_of: Loss | None,
         buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
-        mode = "train" if self.module.training else "eval"
+        mode: Mode = "train" if self.module.training else "eval"
         seed = batch_seed(self._seed, batch, self.index)
         with seeded(seed, self._device) if self._draws[mode] else nullcontext():
             outputs = self.module(*inputs, parameters=parameters, buffers=buffers)

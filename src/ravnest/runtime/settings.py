@@ -59,7 +59,7 @@ class NodeSettings:
     def _check(self) -> None:
         if self.schedule not in ("async", "sync"):
             raise SettingsError(f"schedule must be 'async' or 'sync', not {self.schedule!r}")
-        if self.in_flight is not None and not _is_count(self.in_flight):
+        if self.in_flight is not None and not is_count(self.in_flight):
             raise SettingsError(f"in_flight must be a whole number from 1, not {self.in_flight!r}")
         for name in ("connect_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
@@ -86,5 +86,6 @@ _NAMED = (
 )
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether a value counts something: a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -51,6 +51,7 @@ from ravnest.runtime.events import (
 from ravnest.runtime.execution import Loss, StageExecution
 from ravnest.runtime.leaf import Leaf
 from ravnest.runtime.machine import Machine
+from ravnest.runtime.meeting import Links
 from ravnest.split.structure import Structure, flatten
 from ravnest.transport.base import Link
 from ravnest.wire.messages import (
@@ -90,6 +91,10 @@ class Update:
     """Mean over its micro-batches."""
     staleness: int
     """Updates that overtook its last micro-batch between forward and backward."""
+    count: int
+    """Micro-batches in it."""
+    in_flight: int
+    """Micro-batches that this stage has under way."""
 
 
 class Observer(Protocol):
@@ -136,14 +141,6 @@ class _InHand:
     backward_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Links:
-    """The neighbours in the pipeline."""
-
-    previous: Link | None
-    next: Link | None
-
-
 class Worker:
     """One stage at work in its own thread."""
 
@@ -152,7 +149,6 @@ class Worker:
         execution: StageExecution,
         machine: Machine,
         board: Board,
-        links: Links,
         *,
         node: int,
         leaf: Leaf | None,
@@ -163,7 +159,7 @@ class Worker:
         self._execution = execution
         self._machine = machine
         self._board = board
-        self._links = links
+        self._links = Links()
         self._node = node
         self._leaf = leaf
         self._keeper = keeper
@@ -184,8 +180,9 @@ class Worker:
         self.run_id = ""
         self._thread = threading.Thread(target=self._work, name=f"ravnest-node_{node}", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, links: Links) -> None:
+        """Start the thread, now that the neighbours are known."""
+        self._links = links
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
@@ -214,6 +211,7 @@ class Worker:
         """Start a phase."""
         self.run_id = begin.run
         self._phases[begin.phase] = begin
+        self._observer.begun(begin)
         self._handle(PhaseBegun(begin.phase, trains=begin.kind == "train"))
 
     def submit(
@@ -282,7 +280,7 @@ class Worker:
 
     # What arrives
 
-    def _take(self, link: Link, message: Message) -> None:
+    def _take(self, link: Link, message: Message) -> None:  # noqa: C901 - one case a message
         if self._board.failure is not None:
             return
         match message.head:
@@ -386,7 +384,7 @@ class Worker:
         for action in self._machine.handle(event, time.monotonic()):
             self._perform(action)
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: Action) -> None:  # noqa: C901 - one case an action
         match action:
             case RunForward() | RunBackward() | RunStep() | RunPhaseEnd():
                 self._run = action
@@ -494,7 +492,10 @@ class Worker:
         held = self._last
         assert held is not None
         loss = sum(losses) / len(losses) if losses else None
-        self._observer.updated(Update(update, held.id.epoch, loss, update - held.version))
+        stale = update - held.version
+        self._observer.updated(
+            Update(update, held.id.epoch, loss, stale, count, self._machine.in_flight)
+        )
 
     def _end_phase(self, phase: int, *, trains: bool) -> None:
         begin, end = self._phases.pop(phase), self._ends.pop(phase)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import StageInputError
+from ravnest.split.gradients import add_gradient, memory_of
 from ravnest.split.graph import InputEntry, StageSpec
 from ravnest.split.module import StageModule
 
@@ -29,6 +30,8 @@ class StagePass:
     module: StageModule
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    parameters: Mapping[str, torch.Tensor]
+    """The version of the weights that it ran with, by key."""
 
     def backward(
         self, outputs: Sequence[tuple[Any, torch.Tensor | None]], seeds: Mapping[str, torch.Tensor]
@@ -38,7 +41,7 @@ class StagePass:
         ``outputs`` pairs tensors with their gradients. ``seeds`` are gradients that later stages found
         for parameters held here too; starting from them keeps autograd's order of summation.
         """
-        parameters = {k: p for k, p in self.module.parameters_by_key().items() if p.requires_grad}
+        parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
         needs = [_needs_gradient(value) for value in self.inputs]
         wanted = [value for value, need in zip(self.inputs, needs, strict=True) if need]
         ends = [(t, g) for t, g in outputs if _needs_gradient(t)]
@@ -97,7 +100,9 @@ class Chain:
             inputs = [self._receive(values[s.name], s.gradient and record) for s in graph.inputs]
             outputs = module(*inputs)
             if record:
-                self._passes.append(StagePass(module, tuple(inputs), outputs))
+                self._passes.append(
+                    StagePass(module, tuple(inputs), outputs, module.parameters_by_key())
+                )
             values = {spec.name: value for spec, value in zip(graph.outputs, outputs, strict=True)}
         assert graph.structure is not None
         return graph.structure.build(iter(outputs))
@@ -139,19 +144,11 @@ class Chain:
         The tensors become the parameters' own and the caller forgets them. Those that share memory
         with each other or with one in ``kept``, which stays the caller's, are copied.
         """
-        taken = {_memory(tensor) for tensor in kept}
+        taken = {memory_of(tensor) for tensor in kept}
         for module in self.modules:
             for key, parameter in module.parameters_by_key().items():
-                new = gradients.get(key)
-                if new is None:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = new if _can_take(new, parameter, taken) else new.clone()
-                    taken.add(_memory(new))
-                elif parameter.grad.is_sparse or new.is_sparse:
-                    parameter.grad = parameter.grad + new
-                else:
-                    parameter.grad.add_(new)
+                if (new := gradients.get(key)) is not None:
+                    add_gradient(parameter, new, taken)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of all stages; one that several stages hold comes once for each."""
@@ -228,17 +225,3 @@ def bind_inputs(
 
 def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
-
-
-def _can_take(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]) -> bool:
-    """Whether a gradient can become ``.grad`` as it is: nothing else uses its memory."""
-    return (
-        not gradient.is_sparse
-        and gradient.stride() == parameter.stride()
-        and gradient.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
-        and _memory(gradient) not in taken
-    )

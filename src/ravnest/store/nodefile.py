@@ -63,7 +63,9 @@ class NodeFile:
     """Digest of the bundle's ``stage.json``."""
     seed: int
     in_flight: int
-    """Micro-batches that the Root keeps under way."""
+    """Micro-batches that the Root keeps under way at the start."""
+    in_flight_limit: int
+    """The most that the memory of the cluster's nodes allows."""
     update_frequency: int
     certificates: CertificateFiles
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,23 +36,58 @@ class _Saved:
     sha256: str
 
 
-def save_trained(folder: Path, node: NodeFile, module: StageModule, run: str) -> None:
+def save_trained(folder: Path, node: NodeFile, module: StageModule, run: str) -> str:
     """Write a trained stage to ``folder/cluster_<c>/node_<i>.safetensors`` with its manifest.
 
-    ``run`` names the training run: stages of different runs do not make one model.
+    ``run`` names the training run: stages of different runs do not make one model. Returns the
+    manifest, with which ``receive_trained`` writes the same files elsewhere.
     """
-    weights = folder / f"cluster_{node.cluster}" / f"node_{node.node}.safetensors"
-    save_weights(weights, module.state_tensors())
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "plan": node.plan,
         "run": run,
         "node": node.node,
-        "sha256": sha256_of(weights),
         "stage": stage_to_json(module.spec),
     }
-    write_json(weights.with_suffix(".json"), manifest, compact=True)
+    _write(_weights_path(folder, node.cluster, node.node), module.state_tensors(), manifest)
+    return json.dumps(manifest)
+
+
+def receive_trained(
+    folder: Path, root: NodeFile, node: int, manifest: str, tensors: Mapping[str, torch.Tensor]
+) -> int:
+    """Write the trained stage of another node of ``root``'s cluster; the number of the stage.
+
+    ``FusionError`` if it is not what a node of this plan would send.
+    """
+    try:
+        data = json.loads(manifest)
+        spec = stage_from_json(data["stage"])
+        sent = (data["format"], data["version"], data["plan"], data["node"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FusionError(f"the manifest of node_{node} is malformed: {error}") from error
+    if sent != (FORMAT, VERSION, root.plan, node):
+        raise FusionError(f"what node_{node} sent is not a trained stage of this plan")
+    wrong = [
+        entry.key
+        for entry in spec.state
+        if entry.key not in tensors
+        or (tuple(tensors[entry.key].shape), tensors[entry.key].dtype) != (entry.shape, entry.dtype)
+    ]
+    if wrong or len(tensors) != len(spec.state):
+        raise FusionError(f"the trained stage of node_{node} does not hold the tensors that it lists")
+    _write(_weights_path(folder, root.cluster, node), tensors, data)
+    return spec.index
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], manifest: dict[str, Any]) -> None:
+    save_weights(path, tensors)
+    write_json(path.with_suffix(".json"), {**manifest, "sha256": sha256_of(path)}, compact=True)
+
+
+def _weights_path(folder: Path, cluster: int, node: int) -> Path:
+    return folder / f"cluster_{cluster}" / f"node_{node}.safetensors"
 
 
 def model_fusion(cluster_id: int = 0, *, folder: str | Path = "trained") -> Path:

@@ -67,7 +67,7 @@ class DaemonThreads(futures.Executor):
         def run() -> None:
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  # gRPC asks the future
+            except BaseException as error:  # gRPC asks the future
                 future.set_exception(error)
 
         threading.Thread(target=run, name="ravnest link writer", daemon=True).start()

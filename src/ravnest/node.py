@@ -1,0 +1,5 @@
+"""The documented import path of ``Node``."""
+
+from ravnest.runtime.node import Node
+
+__all__ = ["Node"]

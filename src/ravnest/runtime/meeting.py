@@ -1,0 +1,100 @@
+"""How a node finds its neighbours in the pipeline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ravnest.errors import RunError
+from ravnest.store.nodefile import Neighbour, NodeFile
+from ravnest.transport.base import Link, LinkHandler, Transport
+from ravnest.types import Address
+from ravnest.wire.messages import PROTOCOL, Hello, Refused
+
+
+@dataclass(frozen=True)
+class Links:
+    """The neighbours in the pipeline; None at its ends."""
+
+    previous: Link | None = None
+    next: Link | None = None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What it takes to meet: who we are, and how long to wait for whom."""
+
+    place: NodeFile
+    hello: Hello
+    listen: Address
+    timeout: float
+    say: Callable[[str], None]
+    """Tells the user that the node waits."""
+
+    def listen_and_dial(self, transport: Transport, handler: LinkHandler) -> Links:
+        """Links to both neighbours, in whatever order they start; ``RunError`` names who is missing."""
+        place = self.place
+        if place.previous is None and place.next is None:
+            return Links()
+        arrived = threading.Event()
+        found: list[Link] = []
+
+        def on_link(link: Link) -> None:
+            found.append(link)
+            arrived.set()
+
+        transport.serve(self.listen, self._admit, handler, on_link)
+        following = None
+        if place.next is not None:
+            following = transport.dial(
+                Address.parse(place.next.address),
+                self.hello,
+                handler,
+                deadline=self.timeout,
+                waiting=lambda reason: self.say(
+                    f"{self._name} waits for {_named(place.next)}: {reason}"
+                ),
+                expect=place.next.node,
+            )
+        if place.previous is not None:
+            self._await(place.previous, arrived)
+        return Links(found[0] if found else None, following)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.place.name} ({self.place.role})"
+
+    def _await(self, previous: Neighbour, arrived: threading.Event) -> None:
+        if not arrived.is_set():
+            self.say(f"{self._name} waits for {_named(previous)} to connect")
+        if not arrived.wait(self.timeout):
+            raise RunError(
+                f"{_named(previous)} has not connected to {self.place.name} at {self.listen} in "
+                f"{self.timeout:.0f} s: start it, or check that it can reach this address"
+            )
+
+    def _admit(self, hello: Hello) -> Hello | Refused:
+        """Only the node before us, of the same plan and with the same settings."""
+        own, previous = self.hello, self.place.previous
+        if hello.protocol != PROTOCOL:
+            return Refused(f"it speaks protocol {hello.protocol}, {self.place.name} speaks {PROTOCOL}")
+        if hello.plan != own.plan:
+            return Refused(
+                f"its node_data is of another clusterize() call (plan {hello.plan[:12]}, here "
+                f"{own.plan[:12]}): copy the same node_data to all nodes"
+            )
+        if previous is None or (hello.node, hello.cluster) != (previous.node, own.cluster):
+            return Refused(f"node_{hello.node} is not the node before {self.place.name}")
+        for name, value in own.settings.items():
+            if hello.settings.get(name) != value:
+                return Refused(
+                    f"node_{hello.node} runs with {name}={hello.settings.get(name)}, {self.place.name} "
+                    f"with {name}={value}: all nodes of a cluster need the same"
+                )
+        return own
+
+
+def _named(neighbour: Neighbour | None) -> str:
+    assert neighbour is not None
+    return f"node_{neighbour.node} at {neighbour.address}"

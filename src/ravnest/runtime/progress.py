@@ -1,0 +1,103 @@
+"""What a user sees while a node works: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+_LIVE_SECONDS = 0.2
+_PLAIN_SECONDS = 5.0
+_SMOOTH = 0.9
+
+
+@dataclass
+class RunState:
+    """How far a run is; the worker writes it, the line shows it."""
+
+    name: str
+    role: str
+    epochs: int | None = None
+    batches: int | None = None
+    """Micro-batches in all epochs, where known."""
+    epoch: int = 0
+    done: int = 0
+    loss: float | None = None
+    in_flight: int = 0
+    window: int = 0
+    staleness: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def add_loss(self, loss: float) -> None:
+        """Take a loss into the running mean."""
+        self.loss = loss if self.loss is None else _SMOOTH * self.loss + (1 - _SMOOTH) * loss
+
+    def line(self, now: float) -> str:
+        """The state in one line."""
+        elapsed = max(now - self.started, 1e-9)
+        rate = self.done / elapsed
+        epochs = f"/{self.epochs}" if self.epochs else ""
+        parts = [f"{self.name} {self.role}", f"epoch {self.epoch + 1}{epochs}", f"{rate:.1f} batches/s"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.window:
+            parts.append(f"in flight {self.in_flight}/{self.window}")
+        parts.append(f"staleness {self.staleness}")
+        if self.batches and rate > 0:
+            parts.append(f"ETA {_duration((self.batches - self.done) / rate)}")
+        return ", ".join(parts)
+
+
+class ProgressLine:
+    """Shows a run's state, not more often than an eye or a log file wants."""
+
+    def __init__(
+        self, state: RunState, *, console: Console | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Without a console nothing is shown."""
+        self.state = state
+        self._console = console
+        self._clock = clock
+        self._live: Live | None = None
+        self._shown = clock()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._console is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def changed(self) -> None:
+        """The state has changed; show it if it is time."""
+        if self._console is None:
+            return
+        live = self._console.is_terminal
+        now = self._clock()
+        if now - self._shown < (_LIVE_SECONDS if live else _PLAIN_SECONDS):
+            return
+        self._shown = now
+        line = self.state.line(now)
+        if not live:
+            self.say(line)
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(Text(line), refresh=True)
+
+    def close(self) -> None:
+        """Take the live line away; the last state stays as a plain one."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self.state.done:
+            self.say(self.state.line(self._clock()))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,193 @@
+"""A node at work: its thread, its links and what it shows, from the start to the end."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ravnest.errors import RavnestError, SettingsError
+from ravnest.runtime.board import Board
+from ravnest.runtime.conductor import Conductor
+from ravnest.runtime.data import Criterion
+from ravnest.runtime.execution import StageExecution
+from ravnest.runtime.keeping import TrainedFolder
+from ravnest.runtime.leaf import Leaf
+from ravnest.runtime.machine import Machine
+from ravnest.runtime.meeting import Links, Meeting
+from ravnest.runtime.observing import RunObserver, WindowKeeper
+from ravnest.runtime.progress import ProgressLine, RunState
+from ravnest.runtime.results import ACCURACIES, FigureFile, name_for
+from ravnest.runtime.settings import NodeSettings
+from ravnest.runtime.updates import UpdateRule
+from ravnest.runtime.worker import Worker
+from ravnest.split.module import StageModule
+from ravnest.store.nodefile import NodeFile
+from ravnest.transport.base import Link, Transport
+from ravnest.types import Address
+from ravnest.wire.messages import PROTOCOL, Abort, AnyHead, Call, Figure, Goodbye, Hello, Message
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Everything that a node was told: by the plan, and by its user."""
+
+    place: NodeFile
+    rule: UpdateRule
+    settings: NodeSettings
+    update_frequency: int
+    criterion: Criterion | None
+    labels: Any
+    test_labels: Any
+    loss_filename: str | Path
+
+    @property
+    def seed(self) -> int:
+        """Of dropout and the like."""
+        return self.place.seed if self.settings.seed is None else self.settings.seed
+
+    @property
+    def listen(self) -> Address:
+        """Where this node listens."""
+        text = self.settings.listen or self.place.address
+        try:
+            return Address.parse(text)
+        except ValueError as error:
+            raise SettingsError(f"listen {error}") from error
+
+    def hello(self) -> Hello:
+        """What this node says of itself, and what its neighbours must agree with."""
+        place = self.place
+        agreed = {
+            "schedule": self.settings.schedule,
+            "update_frequency": str(self.update_frequency),
+            "clip_grad_norm": str(self.rule.clip),
+            "seed": str(self.seed),
+        }
+        return Hello(PROTOCOL, place.plan, place.node, place.cluster, place.stage, settings=agreed)
+
+
+class Session:
+    """A started node. ``conductor`` is there at the Root only."""
+
+    def __init__(self, assignment: Assignment, module: StageModule, transport: Transport) -> None:
+        place, settings = assignment.place, assignment.settings
+        self.board = Board()
+        self.line = ProgressLine(
+            RunState(place.name, place.role), console=Console() if settings.progress else None
+        )
+        self.accuracies = FigureFile(name_for(ACCURACIES, place.cluster))
+        self._assignment = assignment
+        self._transport = transport
+        self._links = Links()
+        last = place.stage == place.stages - 1
+        self.execution = StageExecution(
+            module,
+            assignment.rule,
+            seed=assignment.seed,
+            stash=settings.schedule == "async" and not last,
+            recompute=settings.recompute,
+        )
+        machine = Machine(
+            place.stage,
+            place.stages,
+            schedule=settings.schedule,
+            window=settings.in_flight or place.in_flight,
+            update_frequency=assignment.update_frequency,
+            clip=assignment.rule.clip is not None,
+        )
+        leaf = Leaf(assignment.criterion, assignment.labels, assignment.test_labels) if last else None
+        self._worker = Worker(
+            self.execution,
+            machine,
+            self.board,
+            node=place.node,
+            leaf=leaf,
+            keeper=TrainedFolder(Path(settings.trained_folder), place, self.execution),
+            observer=self._observer(),
+        )
+        self.conductor: Conductor | None = None
+        if place.stage == 0:
+            self.conductor = Conductor(
+                self._worker, self.board, stages=place.stages, stall=settings.stall_timeout
+            )
+
+    def open(self) -> None:
+        """Meet the neighbours and start to work; closes everything if that fails."""
+        assignment = self._assignment
+        meeting = Meeting(
+            assignment.place,
+            assignment.hello(),
+            assignment.listen,
+            assignment.settings.connect_timeout,
+            self.line.say,
+        )
+        try:
+            self._links = meeting.listen_and_dial(self._transport, self._worker)
+        except BaseException:
+            self._transport.close()
+            raise
+        self._worker.start(self._links)
+        if self.conductor is not None:
+            self._set_window(self.line.state.window)
+
+    def serve(self, call: Call) -> None:
+        """Work until the Root ends this call of the user's, or the run."""
+        board = self.board
+        board.wait(lambda: board.returned[call] > 0 or board.finish)
+        with board.writing():
+            board.returned[call] = max(board.returned[call] - 1, 0)
+
+    def last_figure(self) -> Figure | None:
+        """The result of the last validation."""
+        figures = self.board.figures
+        return figures[max(figures)] if figures else None
+
+    def close(self, reason: str | None) -> None:
+        """End: with a goodbye, or, if there is a reason, for all nodes."""
+        failed = self.board.failure is not None
+        if self.conductor is not None and reason is None and not failed:
+            self.conductor.finish()
+        self._worker.stop(_CLOSE_SECONDS)
+        node = self._assignment.place.node
+        last: AnyHead = Goodbye(node) if reason is None else Abort(node, reason)
+        links = [link for link in (self._links.previous, self._links.next) if link is not None]
+        for link in links:
+            _part(link, last)
+        self._transport.close()
+        self.line.close()
+
+    def _observer(self) -> RunObserver:
+        assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings
+        if place.stage != 0:
+            return RunObserver(self.line, None, None)
+        self.line.state.window = settings.in_flight or place.in_flight
+        keeper = None
+        if settings.in_flight is None and place.stages > 1:
+            keeper = WindowKeeper(
+                self._set_window,
+                schedule=settings.schedule,
+                update_frequency=assignment.update_frequency,
+                cap=place.in_flight_limit,
+            )
+        losses = FigureFile(name_for(assignment.loss_filename, place.cluster))
+        return RunObserver(self.line, losses, keeper)
+
+    def _set_window(self, size: int) -> None:
+        self.line.state.window = size
+        self._worker.post(lambda: self._worker.set_window(size))
+
+
+def _part(link: Link, last: AnyHead) -> None:
+    try:
+        link.send(Message(last))
+    except RavnestError:
+        logger.debug("node_%d was gone already", link.peer.node)
+    link.close()

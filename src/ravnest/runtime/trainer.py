@@ -1,0 +1,209 @@
+"""The training loop, as users know it, to be used as it is or with methods of their own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ravnest.errors import SettingsError
+from ravnest.runtime.binding import inputs_in
+from ravnest.runtime.node import Node
+from ravnest.runtime.settings import is_count
+from ravnest.split.structure import map_tensors
+from ravnest.wire.messages import Call, Figure
+
+logger = logging.getLogger(__name__)
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_DEFAULT_BATCH_SIZE = 64
+
+
+def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A method that the script calls on every node, and that ends on all of them together.
+
+    The Root runs it; other nodes work for the Root until it is done there. A call from within
+    another one (validation while training, ``super().train()``) is part of that.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+            if self._call is not None:
+                return method(self, *args, **kwargs)
+            self._call = call
+            try:
+                with self.node.guarding():
+                    self.node.start()
+                    result = method(self, *args, **kwargs)
+                    self._finish_call()
+                    return result
+            finally:
+                self._call, self._ended = None, False
+
+        return run
+
+    return decorate
+
+
+class Trainer:
+    """Trains the model that a node is part of.
+
+    Subclasses may override ``train``, ``evaluate`` and ``pred``. Write them for the Root: on other
+    nodes ``prelim_checks`` works until the Root is done, and loaders are empty.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the documented signature
+        self,
+        node: Node | None = None,
+        lr_scheduler: Callable[..., Any] | None = None,
+        lr_scheduler_params: Mapping[str, Any] = _NOTHING,
+        train_loader: Any = None,
+        val_loader: Any = None,
+        val_freq: int = 1,
+        save: bool = False,
+        epochs: int = 1,
+        batch_size: int = _DEFAULT_BATCH_SIZE,
+        step_size: int = 1,
+        inputs_dtype: torch.dtype | None = None,
+    ) -> None:
+        """``val_freq``: validate after every so many epochs. ``save``: write the trained stages.
+
+        ``batch_size`` must be the loader's. ``step_size`` is for a scheduler that takes one.
+        ``inputs_dtype`` is what floating-point inputs are converted to.
+        """
+        if node is None:
+            raise SettingsError("Trainer needs the node: Trainer(node=Node(...), ...)")
+        for name, value in (("val_freq", val_freq), ("epochs", epochs), ("batch_size", batch_size)):
+            if not is_count(value):
+                raise SettingsError(f"{name} must be a whole number from 1, not {value!r}")
+        self.node = node
+        self.train_loader = None if train_loader is None else node.watch(train_loader)
+        self.val_loader = None if val_loader is None else node.watch(val_loader)
+        self.val_freq = val_freq
+        self.save = save
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.step_size = step_size
+        self.inputs_dtype = inputs_dtype
+        self.n_forwards = 0
+        self._call: Call | None = None
+        self._ended = False
+        self._check_batch_size(train_loader)
+        self._set_scheduler(lr_scheduler, lr_scheduler_params)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        calls: tuple[Call, ...] = ("train", "evaluate", "pred")
+        for name in calls:
+            if name in cls.__dict__:
+                setattr(cls, name, _on_every_node(name)(cls.__dict__[name]))
+
+    @_on_every_node("train")
+    def train(self) -> None:
+        """Train for ``epochs`` epochs, validating in between; returns on every node together."""
+        self.prelim_checks()
+        if not self.node.is_root:
+            return
+        assert self.train_loader is not None
+        for epoch in range(self.epochs):
+            for batch in self.train_loader:
+                tensors, named = self._inputs(batch)
+                self.node.forward_compute(tensors, **named)
+                self.n_forwards += 1
+            self.node.end_epoch()
+            if self.val_loader is not None and (epoch + 1) % self.val_freq == 0:
+                self._report(self._validate())
+
+    @_on_every_node("evaluate")
+    def evaluate(self) -> float | None:
+        """The accuracy on the validation data (or its loss), on every node; the Root prints it."""
+        if not self.node.is_root:
+            self._finish_call()
+            figure = self.node.session.last_figure()
+            return None if figure is None else figure.value
+        if self.val_loader is None:
+            raise SettingsError("evaluate needs validation data: Trainer(val_loader=...)")
+        figure = self._validate()
+        self._report(figure)
+        return figure.value
+
+    @_on_every_node("pred")
+    def pred(self, input: Any) -> Any:  # noqa: A002 - the documented name
+        """The model's output for a batch of inputs, at the Root; None on other nodes."""
+        if not self.node.is_root:
+            return None
+        tensors, named = (None, dict(input)) if isinstance(input, Mapping) else (input, {})
+        return self.node.no_grad_forward_compute(self._cast(tensors), **self._cast(named))
+
+    def prelim_checks(self) -> None:
+        """Check what training needs; on other nodes than the Root, work until the Root is done."""
+        if not self.node.is_root:
+            self._finish_call()
+            return
+        if self.train_loader is None:
+            raise SettingsError("the Root needs data to train: Trainer(train_loader=...)")
+        state = self.node.session.line.state
+        state.epochs = self.epochs
+        try:
+            state.batches = self.epochs * len(self.train_loader)
+        except TypeError:
+            state.batches = None
+
+    def _finish_call(self) -> None:
+        """The end of a call on all nodes; at the Root after all that it asked for is done."""
+        call = self._call
+        if call is None or self._ended:
+            return
+        self._ended = True
+        if self.node.is_root and call == "train" and self.save:
+            self.node.save()
+        self.node.finish_call(call)
+
+    def _validate(self) -> Figure:
+        assert self.val_loader is not None
+        figure = self.node.validate(self._inputs(batch) for batch in self.val_loader)
+        assert figure is not None
+        return figure
+
+    def _report(self, figure: Figure) -> None:
+        self.node.session.line.say(f"{self.node.name}: validation {figure.name} {figure.value:.4f}")
+        self.node.session.accuracies.append(figure.value)
+
+    def _inputs(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        tensors, named = inputs_in(batch, self.node.signature)
+        return self._cast(tensors), self._cast(named)
+
+    def _cast(self, values: Any) -> Any:
+        dtype = self.inputs_dtype
+        if dtype is None:
+            return values
+        return map_tensors(values, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    def _check_batch_size(self, loader: Any) -> None:
+        found = getattr(loader, "batch_size", None)
+        if found is not None and self.batch_size not in (found, _DEFAULT_BATCH_SIZE):
+            raise SettingsError(
+                f"Trainer has batch_size={self.batch_size}, but train_loader gives batches of {found}: "
+                "use the same number for both"
+            )
+
+    def _set_scheduler(self, scheduler: Callable[..., Any] | None, params: Mapping[str, Any]) -> None:
+        rule = self.node.rule
+        if scheduler is not None and rule.scheduler is not None:
+            raise SettingsError(
+                "Node and Trainer both have an lr_scheduler: give it to one of them, or the learning "
+                "rate would be changed twice"
+            )
+        chosen = rule.scheduler if scheduler is None else scheduler
+        settings = dict(rule.scheduler_params if scheduler is None else params)
+        if chosen is None:
+            return
+        if "step_size" in inspect.signature(chosen).parameters:
+            settings.setdefault("step_size", self.step_size)
+        self.node.use_scheduler(chosen, settings)

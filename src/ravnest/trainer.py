@@ -1,0 +1,5 @@
+"""The documented import path of ``Trainer``."""
+
+from ravnest.runtime.trainer import Trainer
+
+__all__ = ["Trainer"]
