@@ -30,9 +30,7 @@ class Board:
         self._condition = threading.Condition()
         self.admitted = 0
         """Micro-batches that the Root may have submitted in all."""
-        self.finished = 0
-        """Micro-batches that came back to the Root."""
-        self.over: set[int] = set()
+        self.over = 0
         """Phases that are over here."""
         self.figures: dict[int, Figure] = {}
         """Results of validations by phase."""

@@ -72,17 +72,16 @@ class Conductor:
         self._worker.post(functools.partial(self._worker.end, end))
         return begin.phase
 
-    def finish_phase(self, phase: int) -> None:
-        """Wait until a phase is over, which at the Root means: on all nodes."""
-        self._wait(lambda: phase in self._board.over, "the end of the phase")
-
-    def drain(self) -> None:
-        """Wait until all micro-batches have come back."""
-        self._wait(lambda: self._board.finished == self._submitted, "micro-batches to come back")
+    def settle(self) -> None:
+        """Wait until all phases that have ended are over: all micro-batches are back and applied."""
+        ended = self._phases - (self.open is not None)
+        self._wait(lambda: self._board.over >= ended, "the end of the phase")
 
     def figure(self, phase: int) -> Figure:
         """The result of a validation."""
         self._wait(lambda: phase in self._board.figures, "the Leaf's figure")
+        with self._board.writing():
+            self._board.answers.clear()
         return self._board.figures[phase]
 
     def answer(self, batch: Batch) -> Answer:

@@ -119,7 +119,6 @@ class Node:
         return f"Node({place.name}, {place.role} of cluster {place.cluster})"
 
     def __enter__(self) -> Self:
-        self.start()
         return self
 
     def __exit__(
@@ -241,7 +240,8 @@ class Node:
             self.end_phase()
             conductor.begin("predict", self.epoch)
             batch = self._submit(conductor, tensors, kwargs)
-            conductor.finish_phase(conductor.end(exhausted=False))
+            conductor.end(exhausted=False)
+            conductor.settle()
             return conductor.answer(batch).output
         if conductor.open is None or conductor.open.kind != "validate":
             self.end_phase()
@@ -252,30 +252,26 @@ class Node:
         """End the epoch: wait until all its micro-batches have come back and are applied."""
         if not self.is_root:
             return
-        phase = self.end_epoch()
-        if phase is not None:
-            self._conducting().finish_phase(phase)
+        self.end_epoch()
+        self._conducting().settle()
 
     # For Trainer
 
-    def end_epoch(self) -> int | None:
-        """End the epoch without waiting for its last micro-batches; the number of its phase."""
+    def end_epoch(self) -> None:
+        """End the epoch without waiting for its last micro-batches."""
         conductor = self._conducting()
-        if conductor.open is None or conductor.open.kind != "train":
-            return None
-        self.epoch += 1
-        return conductor.end(exhausted=self._exhausted())
+        if conductor.open is not None and conductor.open.kind == "train":
+            self.epoch += 1
+            conductor.end(exhausted=self._exhausted())
 
     def end_phase(self) -> Figure | None:
         """End whatever phase is open and wait for it; the figure of a validation."""
         conductor = self._conducting()
-        if conductor.open is None:
-            return None
-        if conductor.open.kind == "train":
+        if conductor.open is None or conductor.open.kind == "train":
             self.wait_for_backwards()
             return None
         phase = conductor.end(exhausted=self._exhausted())
-        conductor.finish_phase(phase)
+        conductor.settle()
         return conductor.figure(phase)
 
     def validate(self, batches: Iterator[tuple[Any, Mapping[str, Any]]]) -> Figure | None:
@@ -295,7 +291,8 @@ class Node:
 
     def use_scheduler(self, scheduler: Callable[..., Any], params: Mapping[str, Any]) -> None:
         """Take the Trainer's learning rate scheduler; before the start."""
-        assert self._session is None, "the node has started"
+        if self._session is not None:
+            raise SettingsError("the node has started already: make the Trainer first")
         rule = replace(self._assignment.rule, scheduler=scheduler, scheduler_params=params)
         self._assignment = replace(self._assignment, rule=rule)
 
@@ -324,9 +321,7 @@ class Node:
             self.session.serve(call)
             return
         self.end_phase()
-        conductor = self._conducting()
-        conductor.drain()
-        conductor.returns(call)
+        self._conducting().returns(call)
 
     def save(self) -> None:
         """At the Root: have every node write its trained stage, and collect them here."""

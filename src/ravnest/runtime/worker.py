@@ -60,6 +60,7 @@ from ravnest.wire.messages import (
     Backward,
     BatchId,
     Begin,
+    Call,
     Clip,
     End,
     Figure,
@@ -303,8 +304,8 @@ class Worker:
                 self._saved(head, message.values)
             case Abort() as head:
                 self.fail(head.reason, source=link, node=head.node)
-            case Goodbye() as head:
-                self._neighbour_left(link, head)
+            case Goodbye(node):
+                self._when_idle.append(lambda: self._neighbour_left(link, node))
             case head:
                 self._announced(head)
 
@@ -327,7 +328,7 @@ class Worker:
         self._handle(OutcomeArrived(batch))
 
     def _announced(self, head: AnyHead) -> None:
-        """What the Root tells everyone: act on it and pass it on."""
+        """What the Root tells everyone: pass it on, and act on it once all before it is done."""
         match head:
             case Figure():
                 self._execution.updates.validated(head.value)
@@ -336,16 +337,21 @@ class Worker:
             case Save(run):
                 self._when_idle.append(lambda: self._save(run))
             case Return(_, call):
-                with self._board.writing():
-                    self._board.returned[call] += 1
+                self._when_idle.append(lambda: self._return(call))
             case Finish():
-                with self._board.writing():
-                    self._board.finish = True
+                self._when_idle.append(self._finish)
             case _:
-                self.fail(f"node_{self._node}: a message {type(head).__name__} has no place here")
-                return
+                raise RavnestError(f"a message {type(head).__name__} has no place here")
         if self._links.next is not None:
             self._links.next.send(Message(head))
+
+    def _return(self, call: Call) -> None:
+        with self._board.writing():
+            self._board.returned[call] += 1
+
+    def _finish(self) -> None:
+        with self._board.writing():
+            self._board.finish = True
 
     def _known(self, batch: BatchId) -> Batch:
         if batch.run != self.run_id:
@@ -368,15 +374,15 @@ class Worker:
             source=link,
         )
 
-    def _neighbour_left(self, link: Link, head: Goodbye) -> None:
+    def _neighbour_left(self, link: Link, node: int) -> None:
         if not self._machine.idle:
-            self.fail(f"node_{head.node} has left in the middle of the run", source=link)
+            self.fail(f"node_{node} has left in the middle of the run", source=link)
             return
         with self._board.writing():
             if link is self._links.previous:
                 self._board.finish = True
             else:
-                self._board.left = head.node
+                self._board.left = node
 
     # What the machine wants
 
@@ -509,7 +515,7 @@ class Worker:
                 score = self._leaf.score()
                 self._figure_found(Figure(begin.run, phase, score.name, score.value, score.samples))
         with self._board.writing():
-            self._board.over.add(phase)
+            self._board.over = phase + 1
 
     # What goes out
 
@@ -546,11 +552,10 @@ class Worker:
     def _finished(self, batch: Batch, held: _InHand) -> None:
         if held.answer is None:
             self._observer.timed((self._timing(held), *held.timings))
+            return
+        answer = Answer(_rebuild(held.answer, held.outputs), held.answer.value)
         with self._board.writing():
-            self._board.finished += 1
-            if held.answer is not None:
-                output = _rebuild(held.answer, held.outputs)
-                self._board.answers[batch] = Answer(output, held.answer.value)
+            self._board.answers[batch] = answer
 
     def _answer(
         self, kind: PhaseKind, batch: BatchId, output: Any, item: Any

@@ -1,0 +1,118 @@
+"""The heart: synchronous training of the stages equals training of the unsplit model, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster, form
+from torch import nn
+from training_cases import (
+    SmallCNN,
+    TiedGPT,
+    image_loaders,
+    token_loaders,
+    token_loss,
+    train_alone,
+)
+
+from ravnest import set_seed
+
+EPOCHS = 2
+
+
+def _image_loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, batch[-1])
+
+
+CASES = {
+    "cnn": (SmallCNN, (torch.rand(8, 1, 8, 8),), image_loaders, _image_loss),
+    "tied-gpt": (TiedGPT, (torch.randint(0, 16, (4, 8)),), token_loaders, token_loss),
+}
+
+
+@pytest.fixture(scope="module")
+def formed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Clusters by model and number of nodes, made once."""
+    made: dict[tuple[str, int], tuple[Path, nn.Module, list[str]]] = {}
+
+    def get(case: str, nodes: int) -> tuple[Path, nn.Module, list[str]]:
+        if (case, nodes) not in made:
+            set_seed(7)
+            model = CASES[case][0]()
+            folder = tmp_path_factory.mktemp(f"{case}-{nodes}")
+            names = form(folder, copy.deepcopy(model), CASES[case][1], nodes)
+            made[case, nodes] = folder, model, names
+        folder, model, names = made[case, nodes]
+        return folder, copy.deepcopy(model), names
+
+    return get
+
+
+def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"update_frequency": 4},
+        {"clip_grad_norm": 0.05},
+        {"recompute": True},
+        {"in_flight": 1},
+    ],
+    ids=str,
+)
+def test_sync_training_equals_a_single_process(
+    formed: Any, case: str, nodes: int, settings: dict[str, Any]
+) -> None:
+    if settings and nodes in (1, 4) and case == "cnn":
+        pytest.skip("covered by the other sizes")
+    _, _, loaders, loss_of = CASES[case]
+    folder, model, names = formed(case, nodes)
+    cluster = LocalCluster(folder, names)
+    cluster.train(
+        loaders,
+        node={
+            "schedule": "sync",
+            "optimizer": torch.optim.AdamW,
+            "optimizer_params": {"lr": 1e-2},
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR,
+            "lr_scheduler_params": {"step_size": 1, "gamma": 0.5},
+            "criterion": loss_of if case == "tied-gpt" else nn.functional.cross_entropy,
+            **settings,
+        },
+        epochs=EPOCHS,
+        save=True,
+        val_freq=1,
+    )
+    train_loader, val_loader = loaders()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def validate() -> None:
+        for _ in val_loader or ():
+            """Validation draws from the generator that it shares with training."""
+
+    losses = train_alone(
+        model,
+        train_loader,
+        loss_of,
+        optimizer,
+        epochs=EPOCHS,
+        scheduler=scheduler,
+        update_frequency=settings.get("update_frequency", 1),
+        clip=settings.get("clip_grad_norm"),
+        after_epoch=validate,
+    )
+    _same(cluster.fused(), model.state_dict())
+    written = [float(line) for line in (folder / "losses.txt").read_text().split()]
+    assert written == pytest.approx(losses, rel=1e-6)

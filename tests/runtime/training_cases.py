@@ -1,0 +1,139 @@
+"""Small models and data for training tests, and the single process that pipelines are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class SmallCNN(nn.Module):
+    """Convolutions, batch norm, a skip connection, dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.hidden = nn.Linear(8 * 16, 32)
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(32, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        first = torch.relu(self.norm1(self.conv1(images)))
+        second = torch.relu(self.norm2(self.conv2(first))) + first
+        pooled = nn.functional.max_pool2d(second, 2).flatten(1)
+        return self.output(self.dropout(torch.relu(self.hidden(pooled))))
+
+
+class Block(nn.Module):
+    """Causal attention and a small MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        shape = (batch, length, self.heads, width // self.heads)
+        q, k, v = (t.reshape(shape).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class TiedGPT(nn.Module):
+    """A language model whose output layer is its embedding."""
+
+    def __init__(self, vocabulary: int = 16, width: int = 16, layers: int = 3, length: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def token_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Cross entropy over all places; a criterion that gets the batch as the loader gives it."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[-1].flatten())
+
+
+def image_loaders(batches: int = 10, size: int = 8, seed: int = 1) -> tuple[DataLoader, DataLoader]:
+    """Shuffled training data and validation data that share one generator; a smaller last batch."""
+    made = torch.Generator().manual_seed(seed)
+    images = torch.randn(batches * size - 3, 1, 8, 8, generator=made)
+    labels = (images.mean((1, 2, 3)) * 40).long().clamp(-5, 4) + 5
+    order = torch.Generator().manual_seed(seed)
+    data = TensorDataset(images, labels)
+    train = DataLoader(data, size, shuffle=True, generator=order)
+    return train, DataLoader(data, size, shuffle=True, generator=order)
+
+
+def token_loaders(batches: int = 10, size: int = 4, seed: int = 1) -> tuple[DataLoader, None]:
+    """Sequences to sort."""
+    made = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 16, (batches * size, 8), generator=made)
+    order = torch.Generator().manual_seed(seed)
+    return DataLoader(
+        TensorDataset(tokens, tokens.sort(1).values), size, shuffle=True, generator=order
+    ), None
+
+
+def train_alone(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss_of: Callable[[Any, Any], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    epochs: int,
+    scheduler: Any = None,
+    update_frequency: int = 1,
+    clip: float | None = None,
+    after_epoch: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """What a single process does: the reference. Returns the loss of each update."""
+    losses: list[float] = []
+    model.train()
+    for _ in range(epochs):
+        gathered: list[float] = []
+
+        def update(gathered: list[float]) -> None:
+            for parameter in model.parameters():
+                if parameter.grad is not None and len(gathered) > 1:
+                    parameter.grad.div_(len(gathered))
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(sum(gathered) / len(gathered))
+
+        for batch in loader:
+            loss = loss_of(model(batch[0]), batch)
+            loss.backward()
+            gathered.append(loss.item())
+            if len(gathered) == update_frequency:
+                update(gathered)
+                gathered = []
+        if gathered:
+            update(gathered)
+        if scheduler is not None:
+            scheduler.step()
+        after_epoch()
+    return losses
