@@ -197,7 +197,7 @@ class Machine:
         self._admit()
 
     def _phase_ended(self, number: int, count: int) -> None:
-        phase = self._open_phase(number, "ended")
+        phase = self._open_phase(number, "ended, but it")
         if count != phase.arrived:
             raise _ProtocolError(
                 f"phase {number} ended with {count} micro-batches, but {phase.arrived} have arrived"
