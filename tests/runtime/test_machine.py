@@ -396,7 +396,7 @@ class TestFailures:
         (failure,) = stem.handle(Done(), 0.0)
         assert isinstance(failure, Fail)
         assert failure.reason.startswith("Stem (stage 1): ")
-        assert failure.reason.endswith("(last done here: 0F 1F 0B s0)")
+        assert failure.reason.endswith("(last run here: 0F 1F 0B s0)")
 
     def test_after_a_failure_nothing_is_done(self) -> None:
         stem = machine(1)
