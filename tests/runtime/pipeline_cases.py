@@ -126,7 +126,7 @@ class Pipeline:
                 assert position == 0, "only the Root gathers norms"
                 self._send("done", position, ClipArrived(update))
             case Admit(total):
-                assert position == 0
+                assert position == 0, "only the Root admits"
                 assert total > self.admitted
                 self.admitted = total
             case Fail(reason):

@@ -90,8 +90,7 @@ class Machine:
 
     ``handle`` takes what happened and returns what to do, in order; a computation (``Run*``) is
     always last, and ``Done`` answers it. The Root's first ``Admit`` comes with its first phase, or
-    with an earlier ``WindowSet``.
-    After a ``Fail`` every event is ignored.
+    with an earlier ``WindowSet``. After a ``Fail`` every event is ignored.
     """
 
     def __init__(
@@ -151,8 +150,8 @@ class Machine:
                 self._start_next()
         except _ProtocolError as error:
             self._failed = True
-            done = show(self._trace)
-            return [Fail(f"{self._name()}: {error}" + (f" (last done here: {done})" if done else ""))]
+            ran = show(self._trace)
+            return [Fail(f"{self._name()}: {error}" + (f" (last run here: {ran})" if ran else ""))]
         return actions
 
     @property
@@ -198,7 +197,7 @@ class Machine:
         self._admit()
 
     def _phase_ended(self, number: int, count: int) -> None:
-        phase = self._open_phase(number, "ended")
+        phase = self._open_phase(number, "ended, but it")
         if count != phase.arrived:
             raise _ProtocolError(
                 f"phase {number} ended with {count} micro-batches, but {phase.arrived} have arrived"

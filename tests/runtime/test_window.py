@@ -1,0 +1,101 @@
+"""The choice of the window."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ravnest.runtime.machine import Schedule
+from ravnest.runtime.simulate import LinkDelay, Scenario, StageCost, steady_rate
+from ravnest.runtime.window import TARGET, WindowChoice, choose_window
+
+
+def choose(
+    stages: int, *, link: float = 20, every: int = 1, schedule: Schedule = "async", cap: int = 64
+) -> WindowChoice:
+    return choose_window(
+        [StageCost(10, 20)] * stages,
+        [LinkDelay(link, link)] * (stages - 1),
+        update_frequency=every,
+        schedule=schedule,
+        cap=cap,
+    )
+
+
+@pytest.mark.parametrize(("stages", "window"), [(1, 1), (2, 4), (3, 7), (8, 21)])
+def test_the_windows_of_the_design(stages: int, window: int) -> None:
+    choice = choose(stages)
+    assert choice.window == window
+    assert choice.slowest_rate == pytest.approx(1 / 30)
+    assert choice.predicted_rate >= TARGET * choice.slowest_rate
+
+
+def test_without_delays_a_place_for_each_stage_will_do() -> None:
+    assert choose(3, link=0).window == 3
+
+
+def test_memory_caps_it_and_the_reason_says_so() -> None:
+    choice = choose(3, cap=3)
+    assert choice.window == 3
+    assert choice.predicted_rate == pytest.approx(3 / 170)
+    assert choice.reason == (
+        "memory allows 3 in flight, which reach 53% of the 0.0333 micro-batches/s of the slowest"
+        " stage (0); 98% would need at least 6"
+    )
+
+
+def test_the_reason_names_what_is_reached() -> None:
+    assert choose(3).reason.startswith("7 in flight reach 100% of the 0.0333 micro-batches/s")
+
+
+def test_time_of_updates_counts_by_their_number() -> None:
+    for every in (1, 4):
+        choice = choose_window(
+            [StageCost(10, 20, 8)], [], update_frequency=every, schedule="async", cap=9
+        )
+        assert choice.slowest_rate == pytest.approx(1 / (30 + 8 / every))
+        assert choice.window == 1
+
+
+def test_sync_wants_no_more_than_an_update() -> None:
+    choice = choose(3, every=4, schedule="sync")
+    assert choice.window == 4
+    assert "the flush at each update of 4 costs the rest" in choice.reason
+
+
+def test_sync_takes_fewer_where_they_do_as_well() -> None:
+    choice = choose(3, every=32, schedule="sync")
+    assert choice.window == 7
+    best = steady_rate(Scenario((StageCost(10, 20),) * 3, (LinkDelay(20, 20),) * 2, 32, 32, "sync"))
+    assert choice.predicted_rate >= TARGET * best
+
+
+def test_sync_is_capped_too() -> None:
+    choice = choose(3, every=32, schedule="sync", cap=2)
+    assert choice.window == 2
+    assert choice.reason.endswith("memory allows 2 in flight")
+
+
+def test_stages_that_take_no_time_get_a_place_each() -> None:
+    free = StageCost(0, 0)
+    links = [LinkDelay(1, 1)] * 2
+    assert choose_window([free] * 3, links, update_frequency=1, schedule="async", cap=9).window == 3
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    forwards=st.lists(st.integers(3, 12), min_size=1, max_size=5),
+    delays=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    every=st.integers(1, 3),
+)
+def test_it_is_the_smallest_that_will_do(forwards: list[int], delays: list[int], every: int) -> None:
+    costs = tuple(StageCost(forward, 2 * forward) for forward in forwards)
+    links = tuple(LinkDelay(delay, delay) for delay in delays[: len(costs) - 1])
+    choice = choose_window(costs, links, update_frequency=every, schedule="async", cap=100)
+    goal = TARGET * choice.slowest_rate
+    assert choice.predicted_rate >= goal
+    if choice.window > 1:
+        below = steady_rate(Scenario(costs, links, choice.window - 1, every))
+        # The wave of the start can make a simulated rate a little too high or low.
+        assert below < goal * 1.02
