@@ -13,10 +13,9 @@ from ravnest.errors import RefusedError
 from ravnest.transport.base import LinkHandler
 from ravnest.transport.grpc_settings import METHOD, is_foreign, options, reason_of
 from ravnest.transport.handshake import hello_frame, read_answer
-from ravnest.transport.link import FrameLink
+from ravnest.transport.link import FrameLink, largest_batch
 from ravnest.transport.trust import Credentials, dialled
 from ravnest.types import Address
-from ravnest.wire.frames import largest_frame
 from ravnest.wire.messages import Hello
 from ravnest.wire.table import Limits
 
@@ -61,7 +60,7 @@ def _requests(hello: Hello, accepted: SimpleQueue[FrameLink | None]) -> Iterator
     yield hello_frame(hello)
     link = accepted.get()
     if link is not None:
-        yield from link.frames()
+        yield from link.batches()
 
 
 def _read(
@@ -106,7 +105,7 @@ def _read(
 
 def _channel(call: Call) -> grpc.Channel:
     target = str(dialled(call.address))
-    settings = options(largest_frame(call.limits))
+    settings = options(largest_batch(call.limits))
     if call.credentials is None:
         return grpc.insecure_channel(target, settings)
     if call.expect is not None:

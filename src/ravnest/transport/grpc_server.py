@@ -21,10 +21,9 @@ from ravnest.transport.grpc_settings import (
     reason_of,
 )
 from ravnest.transport.handshake import HELLO_SECONDS, answer, hello_frame
-from ravnest.transport.link import FrameLink
+from ravnest.transport.link import FrameLink, largest_batch
 from ravnest.transport.trust import Credentials
 from ravnest.types import Address
-from ravnest.wire.frames import largest_frame
 from ravnest.wire.messages import Hello, Refused
 from ravnest.wire.table import Limits
 
@@ -50,7 +49,7 @@ class Listener:
         _check_free(address)
         server = grpc.server(
             DaemonThreads(),
-            options=options(largest_frame(self._limits)),
+            options=options(largest_batch(self._limits)),
             maximum_concurrent_rpcs=MOST_LINKS,
         )
         method = grpc.stream_stream_rpc_method_handler(self._open)
@@ -83,7 +82,7 @@ class Listener:
         elif result is not None:
             link, ours = result
             yield hello_frame(ours)
-            yield from link.frames()
+            yield from link.batches()
 
     def _read(
         self,

@@ -17,11 +17,11 @@ MOST_LINKS = 256
 """Streams that a server serves at once; more are turned away, so that nobody can exhaust it."""
 
 
-def options(largest_frame: int) -> list[tuple[str, int | str]]:
+def options(largest: int) -> list[tuple[str, int | str]]:
     """Of a channel and of a server."""
     return [
-        ("grpc.max_send_message_length", largest_frame),
-        ("grpc.max_receive_message_length", largest_frame),
+        ("grpc.max_send_message_length", largest),
+        ("grpc.max_receive_message_length", largest),
         # A peer that vanished without a word is noticed in 15 s.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),

@@ -1,6 +1,6 @@
 """A link over anything that carries frames in order: what both transports have in common.
 
-The transport owns the pipe. One of its threads takes ``frames()`` and sends them, one feeds what
+The transport owns the pipe. One of its threads takes ``batches()`` and sends them, one feeds what
 arrives to ``received()`` and calls ``ended()`` when nothing more can come.
 """
 
@@ -19,8 +19,8 @@ from ravnest.errors import LinkClosedError, WireError
 from ravnest.transport.base import LinkDelay, LinkHandler
 from ravnest.transport.meter import DelayMeter
 from ravnest.wire.control import Ack, Control, Echo, Probe, decode_control, encode_control
-from ravnest.wire.envelope import Kind, unseal
-from ravnest.wire.frames import DEFAULT_LIMITS, Assembler, encode, largest_frame
+from ravnest.wire.envelope import Buffer, Kind, split, unseal
+from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, Assembler, encode_parts, largest_frame
 from ravnest.wire.messages import Goodbye, Hello, Message
 from ravnest.wire.table import Limits
 
@@ -29,6 +29,12 @@ CLOSE_SECONDS = 5.0
 _MOST_CONTROLS = 4096
 _FIRST_FLUSH = 1 << 32
 """Tokens of flushes; those of the meter are smaller."""
+
+
+def largest_batch(limits: Limits) -> int:
+    """Bytes that a link sends or takes at once, at most."""
+    return CHUNK_BYTES + largest_frame(limits)
+
 
 _log = logging.getLogger(__name__)
 
@@ -126,42 +132,43 @@ class FrameLink:
 
     # For the owner of the pipe.
 
-    def frames(self) -> Iterator[bytes]:
-        """What is to be sent, in order; blocks while there is nothing, ends when the link closes."""
-        while True:
-            item = self._queue.get()
-            yield from self._control_frames()
-            if item is _Mark.END:
-                return
-            if isinstance(item, Probe):
-                yield self._counted(encode_control(item))
-            elif isinstance(item, Message):
-                frames = encode(item)
-                del item  # or an idle link would keep the tensors of its last message alive
-                try:
-                    for frame in frames:
-                        yield self._counted(frame)
-                        yield from self._control_frames()
-                except WireError as error:
-                    self.fail(f"a message to node_{self.peer.node} cannot be sent: {error}")
-                    return
-                del frame
+    def batches(self) -> Iterator[bytes]:
+        """What is to be sent, in order: runs of whole frames, of about a chunk each.
+
+        Blocks while there is nothing, ends when the link closes. Whatever is queued already travels
+        together, as each message of the network costs several changes of thread; nothing waits for
+        company.
+        """
+        batch: list[Buffer] = []
+        size = 0
+        for parts in self._frames():
+            batch += parts
+            size += sum(map(len, parts))
+            if batch and (size >= CHUNK_BYTES or not parts):
+                joined = b"".join(batch)
+                batch.clear()
+                size = 0
+                self.sent_bytes += len(joined)
+                yield joined
+                del joined
+        if batch:
+            yield b"".join(batch)
 
     def received(self, data: bytes) -> None:
-        """A frame has arrived."""
+        """A batch has arrived."""
         self._reader = threading.get_ident()
         self.received_bytes += len(data)
         try:
-            frame = unseal(data, self._largest)
-            if frame.kind is Kind.CONTROL:
-                self._answer(decode_control(frame))
-                return
-            message = self._assembler.take(frame)
+            for part in split(data):
+                frame = unseal(part, self._largest)
+                if frame.kind is Kind.CONTROL:
+                    self._answer(decode_control(frame))
+                elif self._failure:
+                    return
+                elif (message := self._assembler.take(frame)) is not None:
+                    self._deliver(message)
         except WireError as error:
             self.fail(f"node_{self.peer.node} sent something unreadable: {error}")
-            return
-        if message is not None:
-            self._deliver(message)
 
     def ended(self, reason: str) -> None:
         """Nothing more can arrive; the handler hears of it unless the link was meant to end."""
@@ -188,6 +195,29 @@ class FrameLink:
             self._failure = self._failure or reason
         self._hang_up()
 
+    def _frames(self) -> Iterator[list[Buffer]]:
+        """Frames in parts; an empty one before it blocks."""
+        while True:
+            if self._queue.empty():
+                yield []
+            item = self._queue.get()
+            yield from self._control_frames()
+            if item is _Mark.END:
+                return
+            if isinstance(item, Probe):
+                yield encode_control(item)
+            elif isinstance(item, Message):
+                frames = encode_parts(item)
+                del item  # or an idle link would keep the tensors of its last message alive
+                try:
+                    for parts in frames:
+                        yield parts
+                        yield from self._control_frames()
+                except WireError as error:
+                    self.fail(f"a message to node_{self.peer.node} cannot be sent: {error}")
+                    return
+                del frames, parts
+
     def _close(self) -> None:
         if self.flush(CLOSE_SECONDS):
             self._queue.put(_Mark.END)
@@ -201,12 +231,14 @@ class FrameLink:
             self._goodbye = True
         count = self._meter.message_arrived(time.perf_counter())
         if count is not None:
-            self._control(Ack(count))
+            self._controls.append(Ack(count))  # it travels with what the handler sends
         try:
             self._handler.on_message(self, message)
         except Exception as error:
             _log.exception("the handler of %r failed", self)
             self.fail(f"node_{self.local.node} failed to handle a message: {error!r}")
+        if count is not None and self._controls:
+            self._queue.put(_Mark.WAKE)
 
     def _answer(self, control: Control) -> None:
         match control:
@@ -231,17 +263,13 @@ class FrameLink:
         self._controls.append(control)
         self._queue.put(_Mark.WAKE)
 
-    def _control_frames(self) -> Iterator[bytes]:
+    def _control_frames(self) -> Iterator[list[Buffer]]:
         """Between any two frames of messages: a probe behind a large tensor would measure that."""
         while self._controls:
             control = self._controls.popleft()
             if isinstance(control, Probe):
                 self._meter.probe_left(control.token, time.perf_counter())
-            yield self._counted(encode_control(control))
-
-    def _counted(self, frame: bytes) -> bytes:
-        self.sent_bytes += len(frame)
-        return frame
+            yield encode_control(control)
 
 
 class _Flush:

@@ -170,7 +170,7 @@ class _Wire:
             pipe.put((0.0, None))
 
     def _write(self, link: FrameLink, pipe: SimpleQueue[tuple[float, bytes | None]]) -> None:
-        for frame in link.frames():
+        for frame in link.batches():
             pipe.put((time.monotonic() + self._delay, frame))
         pipe.put((time.monotonic() + self._delay, None))
 

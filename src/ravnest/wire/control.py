@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ravnest.errors import WireError
-from ravnest.wire.envelope import Frame, Kind, seal
+from ravnest.wire.envelope import Buffer, Frame, Kind, seal
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -32,8 +32,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 
 
-def encode_control(control: Control) -> bytes:
-    """As one frame."""
+def encode_control(control: Control) -> list[Buffer]:
+    """As the parts of one frame."""
     return seal(Kind.CONTROL, 0, (_ENCODER.encode(control),))
 
 

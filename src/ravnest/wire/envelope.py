@@ -14,7 +14,7 @@ All little-endian.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,7 +26,10 @@ MAGIC = b"RVNT"
 VERSION = 1
 _FIXED = struct.Struct("<4sBBHII")
 _CHECKSUM = struct.Struct("<Q")
+_LENGTH, _LENGTH_AT = struct.Struct("<I"), 12
 SIZE = _FIXED.size + _CHECKSUM.size
+
+Buffer = bytes | memoryview
 
 
 class Kind(IntEnum):
@@ -49,16 +52,27 @@ class Frame:
     body: memoryview
 
 
-def seal(kind: Kind, number: int, parts: Sequence[bytes | memoryview]) -> bytes:
-    """One frame out of the parts of its body."""
-    fixed = _FIXED.pack(MAGIC, VERSION, kind, 0, number, sum(map(len, parts)))
+def seal(kind: Kind, number: int, body: Sequence[Buffer]) -> list[Buffer]:
+    """One frame, as parts that are still to be joined: its body is not copied yet."""
+    fixed = _FIXED.pack(MAGIC, VERSION, kind, 0, number, sum(map(len, body)))
     checksum = xxhash.xxh3_64(fixed)
-    for part in parts:
+    for part in body:
         checksum.update(part)
-    return b"".join((fixed, _CHECKSUM.pack(checksum.intdigest()), *parts))
+    return [fixed + _CHECKSUM.pack(checksum.intdigest()), *body]
 
 
-def unseal(data: bytes, limit: int) -> Frame:
+def split(data: bytes) -> Iterator[memoryview]:
+    """The frames in a run of whole frames; what remains at the end is for ``unseal`` to refuse."""
+    view = memoryview(data)
+    while len(view) > SIZE:
+        stop = SIZE + _LENGTH.unpack_from(view, _LENGTH_AT)[0]
+        yield view[:stop]
+        view = view[stop:]
+    if view:
+        yield view
+
+
+def unseal(data: Buffer, limit: int) -> Frame:
     """Check a frame of at most ``limit`` bytes; ``WireError`` says what is wrong with it."""
     if len(data) < SIZE:
         raise WireError(f"a frame of {len(data)} bytes is cut short: it should have at least {SIZE}")

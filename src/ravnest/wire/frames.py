@@ -11,7 +11,7 @@ import torch
 from ravnest.errors import WireError
 from ravnest.wire import envelope
 from ravnest.wire.codecs import RAW, Codec, codec_named
-from ravnest.wire.envelope import Frame, Kind, seal, unseal
+from ravnest.wire.envelope import Buffer, Frame, Kind, seal, unseal
 from ravnest.wire.layout import NAMES, Layout, dense, plain_strides
 from ravnest.wire.messages import Message, Value
 from ravnest.wire.table import Limits, NumberEntry, Opening, TensorEntry, layouts, pack, unpack
@@ -33,12 +33,16 @@ def largest_frame(limits: Limits) -> int:
 
 
 def encode(
-    message: Message,
-    codec: Codec = RAW,
-    chunk: int = CHUNK_BYTES,
-    limits: Limits = DEFAULT_LIMITS,
+    message: Message, codec: Codec = RAW, chunk: int = CHUNK_BYTES, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[bytes]:
     """The frames of a message; ``WireError`` if it holds what cannot travel."""
+    return (b"".join(parts) for parts in encode_parts(message, codec, chunk, limits))
+
+
+def encode_parts(
+    message: Message, codec: Codec = RAW, chunk: int = CHUNK_BYTES, limits: Limits = DEFAULT_LIMITS
+) -> Iterator[list[Buffer]]:
+    """As ``encode``, with frames in parts that share the memory of the tensors."""
     entries: list[TensorEntry | NumberEntry] = []
     payloads: list[memoryview] = []
     offset = 0
@@ -104,7 +108,7 @@ class Assembler:
         self._largest = largest_frame(limits)
         self._pending: _Pending | None = None
 
-    def feed(self, frame: bytes) -> Message | None:
+    def feed(self, frame: Buffer) -> Message | None:
         """Take a frame; the message if it is complete now."""
         return self.take(unseal(frame, self._largest))
 
