@@ -88,7 +88,7 @@ class LocalCluster:
         def provider(name: str) -> None:
             try:
                 outcomes[name].result = script(name)
-            except BaseException as error:  # noqa: BLE001 - reported to the test
+            except BaseException as error:
                 outcomes[name].error = error
 
         threads = [threading.Thread(target=provider, args=(n,), daemon=True) for n in self.names]
