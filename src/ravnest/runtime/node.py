@@ -76,8 +76,9 @@ class Node:
         ``update_frequency`` micro-batches make an update. ``reduce_factor``, ``average_optim`` and
         ``compression`` are accepted; averaging and compression are not built yet.
         """
-        if name is None:
-            raise SettingsError("Node needs its name: Node(name='node_0', ...)")
+        if not isinstance(name, str):
+            given = "" if name is None else f", not {name!r}"
+            raise SettingsError(f"Node needs its name: Node(name='node_0', ...){given}")
         if not is_count(update_frequency):
             raise SettingsError(
                 f"update_frequency must be a whole number from 1, not {update_frequency!r}"

@@ -83,7 +83,8 @@ class Session:
         self.line = ProgressLine(
             RunState(place.name, place.role), console=Console() if settings.progress else None
         )
-        self.accuracies = FigureFile(name_for(ACCURACIES, place.cluster))
+        beside = Path(assignment.loss_filename).with_name(ACCURACIES)
+        self.accuracies = FigureFile(name_for(beside, place.cluster))
         self._assignment = assignment
         self._transport = transport
         self._links = Links()
