@@ -148,6 +148,11 @@ class Node:
         return self._assignment.place.stage == 0
 
     @property
+    def started(self) -> bool:
+        """Whether it works already."""
+        return self._session is not None
+
+    @property
     def session(self) -> Session:
         """The node at work; starts it."""
         self.start()
@@ -341,8 +346,15 @@ class Node:
         values = bind(self.signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
         digests = {} if loaded is None else digests_of(loaded, has_targets=has_targets(loaded))
-        alone = self._assignment.place.stages == 1
-        return conductor.submit(values, size_of(values), digests, loaded if alone else None)
+        return conductor.submit(values, size_of(values), digests, self._own_item(conductor, loaded))
+
+    def _own_item(self, conductor: Conductor, loaded: Any) -> Any:
+        """The loaded batch, where Root and Leaf are one node and its labels are not elsewhere."""
+        if self._assignment.place.stages > 1 or conductor.open is None:
+            return None
+        validates = conductor.open.kind == "validate"
+        labels = self._assignment.test_labels if validates else self._assignment.labels
+        return loaded if labels is None or has_targets(loaded) else None
 
     def _loaders(self) -> Iterator[WatchedLoader]:
         loaders = (reference() for reference in self._watched)

@@ -81,7 +81,7 @@ class Session:
         place, settings = assignment.place, assignment.settings
         self.board = Board()
         self.line = ProgressLine(
-            RunState(place.name, place.role), console=Console() if settings.progress else None
+            RunState(place.name, place.role), console=Console(), shown=settings.progress
         )
         beside = Path(assignment.loss_filename).with_name(ACCURACIES)
         self.accuracies = FigureFile(name_for(beside, place.cluster))
