@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.live import Live
@@ -30,16 +30,35 @@ class RunState:
     in_flight: int = 0
     window: int = 0
     staleness: int = 0
-    started: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    """When training began, after all waiting for neighbours."""
+    updated: float = 0.0
+
+    def begin(self, epoch: int, now: float) -> None:
+        """An epoch begins."""
+        self.epoch = epoch
+        if self.started is None:
+            self.started = now
+
+    def expect(self, epochs: int, batches: int | None) -> None:
+        """So much is to come, after what is done."""
+        self.epochs = epochs
+        self.batches = None if batches is None else self.done + batches
+
+    def add(self, batches: int, now: float) -> None:
+        """So many micro-batches are done."""
+        self.done += batches
+        self.updated = now
 
     def add_loss(self, loss: float) -> None:
         """Take a loss into the running mean."""
         self.loss = loss if self.loss is None else _SMOOTH * self.loss + (1 - _SMOOTH) * loss
 
-    def line(self, now: float) -> str:
+    def line(self) -> str:
         """The state in one line."""
-        elapsed = max(now - self.started, 1e-9)
-        rate = self.done / elapsed
+        rate = 0.0
+        if self.started is not None and self.done:
+            rate = self.done / max(self.updated - self.started, 1e-9)
         epochs = f"/{self.epochs}" if self.epochs else ""
         parts = [f"{self.name} {self.role}", f"epoch {self.epoch + 1}{epochs}", f"{rate:.1f} batches/s"]
         if self.loss is not None:
@@ -67,7 +86,7 @@ class ProgressLine:
         self.state = state
         self._console = console
         self._visible = shown
-        self._clock = clock
+        self.clock = clock
         self._live: Live | None = None
         self._shown = clock()
 
@@ -80,11 +99,11 @@ class ProgressLine:
         if not self._visible:
             return
         live = self._console.is_terminal
-        now = self._clock()
+        now = self.clock()
         if now - self._shown < (_LIVE_SECONDS if live else _PLAIN_SECONDS):
             return
         self._shown = now
-        line = self.state.line(now)
+        line = self.state.line()
         if not live:
             self.say(line)
             return
@@ -99,7 +118,7 @@ class ProgressLine:
             self._live.stop()
             self._live = None
         if self.state.done and self._visible:
-            self.say(self.state.line(self._clock()))
+            self.say(self.state.line())
 
 
 def _duration(seconds: float) -> str:
