@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 
 from ravnest.errors import StageInputError
 from ravnest.split.graph import InputEntry, StageSpec
@@ -39,20 +40,14 @@ class StagePass:
         """
         parameters = {k: p for k, p in self.module.parameters_by_key().items() if p.requires_grad}
         needs = [_needs_gradient(value) for value in self.inputs]
-        wanted = [value for value, need in zip(self.inputs, needs, strict=True) if need]
-        ends = [(t, g) for t, g in outputs if _needs_gradient(t)]
-        ends += [(parameters[key], seed) for key, seed in seeds.items() if key in parameters]
-        leaves = [*wanted, *parameters.values()]
+        leaves = [value for value, need in zip(self.inputs, needs, strict=True) if need]
+        leaves += parameters.values()
+        ends = [end for end in outputs if _needs_gradient(end[0])]
+        if seeds:
+            ends += [(p, seeds[key]) for key, p in parameters.items() if key in seeds]
         if not ends or not leaves:
             return [None] * len(self.inputs), {}
-        found = iter(
-            torch.autograd.grad(
-                [tensor for tensor, _ in ends],
-                leaves,
-                [gradient for _, gradient in ends],
-                allow_unused=True,
-            )
-        )
+        found = iter(_differentiate(ends, leaves))
         for_inputs = [next(found) if need else None for need in needs]
         for_parameters = {key: g for key, g in zip(parameters, found, strict=True) if g is not None}
         return for_inputs, for_parameters
@@ -104,6 +99,8 @@ class Chain:
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Set ``.grad`` of every trainable parameter from a loss of the last output."""
         kept = () if gradient is None else (gradient,)
+        if gradient is None and loss.dim() == 0 and loss.is_floating_point():
+            gradient = torch.ones_like(loss)
         self.set_gradients(self.gradients([(loss, gradient)]), kept)
 
     def gradients(
@@ -144,13 +141,13 @@ class Chain:
                 new = gradients.get(key)
                 if new is None:
                     continue
-                if parameter.grad is None:
-                    parameter.grad = new if _can_take(new, parameter, taken) else new.clone()
-                    taken.add(_memory(new))
-                elif parameter.grad.is_sparse or new.is_sparse:
-                    parameter.grad = parameter.grad + new
+                old = parameter.grad
+                if old is None:
+                    parameter.grad = _own(new, parameter, taken)
+                elif old.is_sparse or new.is_sparse:
+                    parameter.grad = old + new
                 else:
-                    parameter.grad.add_(new)
+                    old.add_(new)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of all stages; one that several stages hold comes once for each."""
@@ -222,15 +219,32 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def _differentiate(
+    ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]], leaves: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of ``leaves``, as ``torch.autograd.grad`` gives them.
+
+    What that checks in Python takes longer than the backward of a small layer, so it is only called
+    where a gradient is missing or does not fit.
+    """
+    outputs, gradients = zip(*ends, strict=True)
+    if all(g is not None and g.shape == t.shape and g.dtype == t.dtype for t, g in ends):
+        return _engine_run_backward(
+            outputs, gradients, False, False, tuple(leaves), True, accumulate_grad=False
+        )
+    return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+
+
 def _memory(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
 
 
-def _can_take(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]) -> bool:
-    """Whether a gradient can become ``.grad`` as it is: nothing else uses its memory."""
-    return (
-        not gradient.is_sparse
-        and gradient.stride() == parameter.stride()
-        and gradient.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
-        and _memory(gradient) not in taken
-    )
+def _own(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """The gradient as it is if nothing else uses its memory, which is ``taken`` then; else a copy."""
+    if gradient.is_sparse:
+        return gradient.clone()
+    memory = gradient.untyped_storage()
+    start = memory.data_ptr()
+    alone = start not in taken and memory.nbytes() == parameter.nbytes
+    taken.add(start)
+    return gradient if alone and gradient.stride() == parameter.stride() else gradient.clone()
