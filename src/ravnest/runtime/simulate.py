@@ -68,10 +68,13 @@ class Scenario:
     update_frequency: int = 1
     schedule: Schedule = "async"
     batches: int = 100
+    holds: tuple[int, ...] | None = None
+    """Of how many micro-batches each stage keeps activations at most; None is no limit."""
 
     def __post_init__(self) -> None:
         assert self.costs, "a pipeline has stages"
         assert len(self.links) == len(self.costs) - 1, "a link between each two stages"
+        assert self.holds is None or len(self.holds) == len(self.costs), "a hold for each stage"
         assert self.batches >= 1, "a phase to simulate has micro-batches"
 
 
@@ -152,6 +155,7 @@ class _World:
                     schedule=scenario.schedule,
                     window=scenario.window,
                     update_frequency=scenario.update_frequency,
+                    hold=scenario.holds[position] if scenario.holds else None,
                 ),
                 cost,
                 ahead[position],

@@ -30,6 +30,8 @@ class WindowChoice:
     slowest_rate: float
     """What the slowest stage could do if it never waited."""
     reason: str
+    holds: tuple[int, ...]
+    """Of how many micro-batches each stage needs to keep activations; see ``stage_holds``."""
 
 
 def choose_window(
@@ -49,9 +51,32 @@ def choose_window(
     trials = _Trials(tuple(costs), tuple(links), update_frequency, schedule)
     if trials.slowest_time == 0:
         window = min(cap, len(costs))
-        return WindowChoice(window, math.inf, math.inf, f"{window} in flight: no stage takes any time")
+        reason = f"{window} in flight: no stage takes any time"
+        return WindowChoice(window, math.inf, math.inf, reason, (window,) * len(costs))
     choose = _choose_sync if schedule == "sync" else _choose_async
     return choose(trials, cap)
+
+
+def stage_holds(
+    costs: Sequence[StageCost], links: Sequence[LinkDelay], window: int, schedule: Schedule
+) -> tuple[int, ...]:
+    """Of how many micro-batches each stage needs to keep activations for the window's rate.
+
+    A stage keeps a micro-batch while that is at the stages behind: its share of the window, and one
+    more for what comes unevenly. Without this limit all stages would at the start, before the first
+    gradients return, keep the whole window. In ``sync`` every update is such a start, and to hold
+    forwards back there would cost time.
+    """
+    if schedule == "sync":
+        return (*[window] * (len(costs) - 1), 1)
+    trips = [cost.forward + cost.backward for cost in costs]
+    hops = [*(link.forward + link.backward for link in links), 0.0]
+    total = sum(trips) + sum(hops)
+    holds = [
+        min(window, 1 + math.ceil(window * (sum(trips[stage:]) + sum(hops[stage:])) / total - 1e-6))
+        for stage in range(len(costs) - 1)
+    ]
+    return (*holds, 1)  # the Leaf turns round at once
 
 
 class _Trials:
@@ -90,7 +115,8 @@ class _Trials:
         return max(1, math.ceil(rate * self.round_trip - 1e-6))
 
     def choice(self, window: int, rate: float, reason: str) -> WindowChoice:
-        return WindowChoice(window, rate, self.slowest_rate, reason)
+        holds = stage_holds(self.costs, self.links, window, self.schedule)
+        return WindowChoice(window, rate, self.slowest_rate, reason, holds)
 
 
 def _choose_async(trials: _Trials, cap: int) -> WindowChoice:
