@@ -22,6 +22,7 @@ SECTIONS = {
     "split_time": "Time and memory of splitting",
     "memory": "Planned memory against measured memory",
     "planning": "Quality and growth of planning",
+    "transport": "Cost of a link",
 }
 
 
