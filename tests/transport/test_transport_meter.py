@@ -1,0 +1,63 @@
+"""Delays from times that are given, not taken."""
+
+from ravnest.transport.base import LinkDelay
+from ravnest.transport.meter import DelayMeter
+
+
+def test_nothing_measured_is_zero() -> None:
+    assert DelayMeter().delay() == LinkDelay(0.0, 0.0)
+
+
+def test_three_probes_at_the_start_and_the_smallest_counts() -> None:
+    meter = DelayMeter()
+    token: int | None = meter.start(0.0)
+    seconds = [0.5, 0.25, 0.75]
+    now = 0.0
+    for trip in seconds:
+        assert token is not None
+        meter.probe_left(token, now)
+        now += trip
+        token = meter.echo_arrived(token, now)
+    assert token is None
+    assert meter.delay() == LinkDelay(0.25, 0.125)
+
+
+def test_a_probe_every_few_seconds_of_traffic() -> None:
+    meter = DelayMeter()
+    meter.start(0.0)
+    due = [now for now in range(20) if meter.message_sent(float(now)) is not None]
+    assert due == [3, 6, 9, 12, 15, 18]
+
+
+def test_an_answer_to_no_question_is_ignored() -> None:
+    meter = DelayMeter()
+    meter.probe_left(meter.start(0.0), 0.0)
+    assert meter.echo_arrived(99, 1.0) is None
+    meter.ack_arrived(50, 1.0)
+    assert meter.delay() == LinkDelay(0.0, 0.0)
+
+
+def test_acks_are_spaced_and_say_how_many_came() -> None:
+    meter = DelayMeter()
+    times = [0.0, 0.001, 0.002, 0.011, 0.012, 0.5]
+    assert [meter.message_arrived(now) for now in times] == [1, None, None, 4, None, 6]
+
+
+def test_a_message_takes_its_ack_less_half_a_round_trip() -> None:
+    meter = DelayMeter()
+    token = meter.start(0.0)
+    meter.probe_left(token, 0.0)
+    meter.echo_arrived(token, 0.5)
+    for now in (1.0, 1.25, 1.5):
+        meter.message_sent(now)
+    meter.ack_arrived(1, 2.0)
+    meter.ack_arrived(3, 3.0)
+    assert meter.delay() == LinkDelay(0.5, (1.0 + 1.5) / 2 - 0.25)
+
+
+def test_only_recent_messages_count() -> None:
+    meter = DelayMeter()
+    for number in range(1, 101):
+        meter.message_sent(float(number))
+        meter.ack_arrived(number, number + (4.0 if number <= 80 else 0.5))
+    assert meter.delay().message == 0.5
