@@ -43,7 +43,7 @@ def test_memory_caps_it_and_the_reason_says_so() -> None:
     assert choice.predicted_rate == pytest.approx(3 / 170)
     assert choice.reason == (
         "memory allows 3 in flight, which reach 53% of the 0.0333 micro-batches/s of the slowest"
-        " stage (0); 98% would need at least 6"
+        " part (stage 0); 98% would need at least 6"
     )
 
 
@@ -126,3 +126,13 @@ def test_it_is_the_smallest_that_will_do(forwards: list[int], delays: list[int],
         below = steady_rate(Scenario(costs, links, choice.window - 1, every))
         # The wave of the start can make a simulated rate a little too high or low.
         assert below < goal * 1.02
+
+
+def test_a_slow_link_sets_the_rate_and_is_not_flooded() -> None:
+    """More in flight than the link can take would only wait before it."""
+    costs = [StageCost(1, 2)] * 3
+    links = [LinkDelay(10, 10, 10, 10)] * 2
+    choice = choose_window(costs, links, update_frequency=1, schedule="async", cap=100)
+    assert choice.slowest_rate == pytest.approx(0.1)
+    assert choice.window <= 7
+    assert "link from stage 0 to 1" in choice.reason

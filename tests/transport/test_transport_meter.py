@@ -43,16 +43,45 @@ def test_acks_are_spaced_and_say_how_many_came() -> None:
     assert [meter.message_arrived(now) for now in times] == [1, None, None, 4, None, 6]
 
 
-def test_a_message_takes_its_ack_less_half_a_round_trip() -> None:
+def _meter_with_round_trip(seconds: float) -> DelayMeter:
     meter = DelayMeter()
     token = meter.start(0.0)
     meter.probe_left(token, 0.0)
-    meter.echo_arrived(token, 0.5)
-    for now in (1.0, 1.25, 1.5):
-        meter.message_sent(now)
+    meter.echo_arrived(token, seconds)
+    return meter
+
+
+def test_a_message_keeps_the_link_busy_beyond_the_round_trip_of_a_probe() -> None:
+    meter = _meter_with_round_trip(0.5)
+    meter.message_sent(1.0)
     meter.ack_arrived(1, 2.0)
-    meter.ack_arrived(3, 3.0)
-    assert meter.delay() == LinkDelay(0.5, (1.0 + 1.5) / 2 - 0.25)
+    assert meter.delay() == LinkDelay(0.5, 0.75, 0.5)
+
+
+def test_the_wait_behind_other_messages_does_not_count() -> None:
+    meter = _meter_with_round_trip(0.5)
+    for _ in range(10):
+        meter.message_sent(1.0)
+    for count in range(1, 11):
+        meter.ack_arrived(count, 1.5 + 0.25 * count)
+    assert meter.delay() == LinkDelay(0.5, 0.5, 0.25)
+
+
+def test_messages_close_behind_each_other_on_a_long_way_do_not_wait() -> None:
+    meter = _meter_with_round_trip(0.5)
+    for number in range(1, 11):
+        meter.message_sent(0.125 * number)
+    for number in range(1, 11):
+        meter.ack_arrived(number, 0.125 * number + 0.5)
+    assert meter.delay() == LinkDelay(0.5, 0.25, 0.0)
+
+
+def test_messages_that_one_ack_answers_share_the_time() -> None:
+    meter = _meter_with_round_trip(0.5)
+    for _ in range(4):
+        meter.message_sent(1.0)
+    meter.ack_arrived(4, 2.5)
+    assert meter.delay().busy == 0.25
 
 
 def test_only_recent_messages_count() -> None:

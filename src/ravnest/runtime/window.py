@@ -1,4 +1,4 @@
-"""How many micro-batches to keep under way: enough to keep the slowest stage busy, no more.
+"""How many micro-batches to keep under way: enough to keep the slowest stage or link busy, no more.
 
 Each one more in flight makes gradients staler and takes memory for activations and a version of
 the weights.
@@ -28,7 +28,7 @@ class WindowChoice:
     predicted_rate: float
     """Micro-batches a second."""
     slowest_rate: float
-    """What the slowest stage could do if it never waited."""
+    """What the slowest stage or link could do if it never waited."""
     reason: str
     holds: tuple[int, ...]
     """Of how many micro-batches each stage needs to keep activations; see ``stage_holds``."""
@@ -42,7 +42,7 @@ def choose_window(
     schedule: Schedule,
     cap: int,
 ) -> WindowChoice:
-    """The smallest window predicted to reach 98% of the slowest stage's rate, at most ``cap``.
+    """The smallest window predicted to reach 98% of the slowest part's rate, at most ``cap``.
 
     In ``sync`` the flush at each update costs time whatever the window: there the measure is the
     rate at the largest window of use, that of a whole update.
@@ -89,12 +89,19 @@ class _Trials:
         update_frequency: int,
         schedule: Schedule,
     ) -> None:
-        times = [cost.forward + cost.backward + cost.step / update_frequency for cost in costs]
+        times = {
+            f"stage {index}": cost.forward + cost.backward + cost.step / update_frequency
+            for index, cost in enumerate(costs)
+        }
+        times |= {
+            f"link from stage {index} to {index + 1}": max(link.forward_busy, link.backward_busy)
+            for index, link in enumerate(links)
+        }
         self.costs = costs
         self.links = links
         self.update_frequency = update_frequency
         self.schedule: Schedule = schedule
-        self.slowest = max(range(len(times)), key=times.__getitem__)
+        self.slowest = max(times, key=times.__getitem__)
         self.slowest_time = times[self.slowest]
         self.round_trip = sum(cost.forward + cost.backward for cost in costs) + sum(
             link.forward + link.backward for link in links
@@ -132,7 +139,7 @@ def _choose_async(trials: _Trials, cap: int) -> WindowChoice:
         rate = trials.rate(window)
     reached = (
         f"{rate / trials.slowest_rate:.0%} of the {trials.slowest_rate:.3g} micro-batches/s"
-        f" of the slowest stage ({trials.slowest})"
+        f" of the slowest part ({trials.slowest})"
     )
     if rate < goal and window == cap:
         need = f"at least {max(least, cap + 1)}"
@@ -155,7 +162,7 @@ def _choose_sync(trials: _Trials, cap: int) -> WindowChoice:
             low = middle + 1
     reason = (
         f"{window} in flight reach {rate / trials.slowest_rate:.0%} of the {trials.slowest_rate:.3g}"
-        f" micro-batches/s of the slowest stage ({trials.slowest}); the flush at each update of"
+        f" micro-batches/s of the slowest part ({trials.slowest}); the flush at each update of"
         f" {trials.update_frequency} costs the rest"
     )
     if cap < trials.update_frequency:
