@@ -52,7 +52,7 @@ from ravnest.runtime.execution import Loss, StageExecution
 from ravnest.runtime.leaf import Leaf
 from ravnest.runtime.machine import Machine
 from ravnest.runtime.meeting import Links
-from ravnest.split.structure import Structure, flatten
+from ravnest.split.structure import Structure, flatten, map_tensors
 from ravnest.transport.base import Link, LinkDelay
 from ravnest.wire.messages import (
     Abort,
@@ -469,7 +469,8 @@ class Worker:
         own = held.item is not None
         if batch.index == 0:
             self._leaf.begin(kind, loads=not own)
-        return held.item if own else self._leaf.item(kind, batch.index, held.size, held.digests)
+        item = held.item if own else self._leaf.item(kind, batch.index, held.size, held.digests)
+        return map_tensors(item, self._execution.to_device)
 
     def _loss_of(self, item: Any) -> Loss | None:
         leaf = self._leaf
