@@ -161,7 +161,9 @@ class FrameLink:
                 yield joined
                 del joined
         if batch:
-            yield b"".join(batch)
+            joined = b"".join(batch)
+            self.sent_bytes += len(joined)
+            yield joined
 
     def received(self, data: bytes) -> None:
         """A batch has arrived."""
@@ -247,7 +249,7 @@ class FrameLink:
         if isinstance(message.head, Goodbye):
             self._goodbye = True
         count = self._meter.message_arrived(time.perf_counter())
-        if count is not None:
+        if count is not None and len(self._controls) < _MOST_CONTROLS // 2:
             self._controls.append(Ack(count))  # it travels with what the handler sends
         try:
             self._handler.on_message(self, message)
