@@ -201,6 +201,7 @@ class FrameLink:
         except Exception:
             _log.exception("the handler of %r failed when it was lost", self)
         finally:
+            self._reader = None  # identifiers of threads are used again
             self._done.set()
 
     def _reason(self, detail: str) -> str:
@@ -219,6 +220,8 @@ class FrameLink:
             if self._queue.empty():
                 yield []
             item = self._queue.get()
+            if self._ended:
+                return
             yield from self._control_frames()
             if item is _Mark.END:
                 yield encode_control(Closing())
