@@ -23,6 +23,7 @@ SECTIONS = {
     "memory": "Planned memory against measured memory",
     "planning": "Quality and growth of planning",
     "schedule": "Windows of the schedule",
+    "transport": "Cost of a link",
 }
 
 

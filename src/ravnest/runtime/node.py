@@ -18,7 +18,7 @@ from torch import nn
 from ravnest.errors import RunError, SettingsError
 from ravnest.runtime.binding import bind
 from ravnest.runtime.conductor import Conductor
-from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, has_targets, size_of
+from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, size_of
 from ravnest.runtime.events import Batch
 from ravnest.runtime.session import Assignment, Session
 from ravnest.runtime.settings import NodeSettings, is_count
@@ -111,8 +111,6 @@ class Node:
         self.reduce_factor = reduce_factor
         self.compression = compression
         self.average_optim = average_optim
-        if compression:
-            logger.warning("compression is not built yet: tensors travel as they are")
 
     def __repr__(self) -> str:
         place = self._assignment.place
@@ -162,6 +160,7 @@ class Node:
         if self._closed:
             raise RunError(f"{self.name} is closed: make a new Node for another run")
         self._assignment.rule.check()
+        self._say_what_is_missing()
         session = Session(self._assignment, self._load_stage(), self._transport())
         session.open()
         self._session = session
@@ -339,7 +338,7 @@ class Node:
         named = {name: value for name, value in named.items() if name not in _IGNORED}
         values = bind(self.signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
-        digests = {} if loaded is None else digests_of(loaded, has_targets=has_targets(loaded))
+        digests = {} if loaded is None else digests_of(loaded)
         alone = self._assignment.place.stages == 1
         return conductor.submit(values, size_of(values), digests, loaded if alone else None)
 
@@ -368,6 +367,15 @@ class Node:
         if not all(path.exists() for path in paths):
             return GrpcTransport()
         return GrpcTransport(Credentials(*(path.read_bytes() for path in paths)))
+
+    def _say_what_is_missing(self) -> None:
+        if self.compression:
+            logger.warning("compression is not built yet: tensors travel as they are")
+        if any(len(ring.members) > 1 for ring in self._assignment.place.rings):
+            logger.warning(
+                "the plan has several clusters, and averaging between clusters is not built yet: each "
+                "trains a model of its own"
+            )
 
     def _blame(self, error: BaseException) -> str:
         if isinstance(error, KeyboardInterrupt):

@@ -71,7 +71,7 @@ def _read(
     result: SimpleQueue[FrameLink | RefusedError | str],
 ) -> None:
     link = None
-    reason = "it closed the connection without an answer"
+    detail = "the connection ended without a word"
     try:
         for frame in stream:
             if link is not None:
@@ -81,25 +81,21 @@ def _read(
             link = FrameLink(call.hello, peer, call.handler, stream.cancel, call.limits)
             accepted.put(link)
             result.put(link)
-        if link is not None:
-            reason = f"node_{link.peer.node} closed the link"
     except RefusedError as error:
         result.put(error)
         stream.cancel()
     except grpc.RpcError as error:
-        reason = reason_of(error)
-        if link is not None:
-            reason = f"the connection to node_{link.peer.node} broke: {reason}"
-        elif is_foreign(reason):
+        detail = reason_of(error)
+        if link is None and is_foreign(detail):
             whose = "a node" if call.expect is None else f"node_{call.expect}"
             result.put(
-                RefusedError(f"{call.address} shows no certificate of {whose} of this plan: {reason}")
+                RefusedError(f"{call.address} shows no certificate of {whose} of this plan: {detail}")
             )
     finally:
         accepted.put(None)
-        result.put(reason)
+        result.put(detail)
         if link is not None:
-            link.ended(reason)
+            link.ended(detail)
         channel.close()
 
 
