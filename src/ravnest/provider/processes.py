@@ -55,14 +55,12 @@ def run_together(
     through us; on Linux they are killed if this process is.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    running: dict[str, subprocess.Popen[str]] = {}
-    readers: list[threading.Thread] = []
+    running: dict[str, subprocess.Popen[bytes]] = {}
     with _interrupts(events):
         try:
-            for command in commands:
-                process = _start(command, environment, folder)
-                running[command.name] = process
-                readers.append(_follow(command.name, process, show, events))
+            for command in commands:  # all before the first thread: see _start
+                running[command.name] = _start(command, environment, folder)
+            readers = [_follow(name, process, show, events) for name, process in running.items()]
             _supervise(running, supervision, events)
         finally:
             for process in running.values():
@@ -73,7 +71,7 @@ def run_together(
 
 
 def _supervise(
-    running: Mapping[str, subprocess.Popen[str]],
+    running: Mapping[str, subprocess.Popen[bytes]],
     supervision: Supervision,
     events: queue.SimpleQueue[Event],
 ) -> None:
@@ -94,7 +92,7 @@ def _next(events: queue.SimpleQueue[Event], deadline: float | None) -> Event:
 
 def _start(
     command: Command, environment: Mapping[str, str], folder: Path | None
-) -> subprocess.Popen[str]:
+) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(  # noqa: S603 - the user's own script
             command.argv,
@@ -103,11 +101,8 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
             process_group=0,
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509 - no thread of ours runs yet
         )
     except OSError as error:
         raise LaunchError(f"{command.name} cannot be started: {error}") from error
@@ -128,7 +123,7 @@ def _die_with_parent(parent: int) -> Callable[[], None] | None:
 
 
 def _follow(
-    name: str, process: subprocess.Popen[str], show: Show, events: queue.SimpleQueue[Event]
+    name: str, process: subprocess.Popen[bytes], show: Show, events: queue.SimpleQueue[Event]
 ) -> threading.Thread:
     """Show what a process writes and report its end, each in a thread; the one that reads."""
     assert process.stdout is not None
@@ -146,14 +141,14 @@ def _follow(
     return reader
 
 
-def _read(name: str, stream: IO[str], show: Show, events: queue.SimpleQueue[Event]) -> None:
+def _read(name: str, stream: IO[bytes], show: Show, events: queue.SimpleQueue[Event]) -> None:
     """Read to the end, also when nobody can be shown it: a full pipe would stop the process."""
     shown = True
     while line := stream.readline(_LONGEST_LINE):
         if not shown:
             continue
         try:
-            show(name, line.rstrip("\n"))
+            show(name, line.decode("utf-8", "replace").rstrip("\n"))
         except (OSError, SystemExit):  # rich leaves by SystemExit when a pipe is closed
             shown = False
             events.put(Interrupted())
