@@ -19,7 +19,14 @@ from types import FrameType
 from typing import IO
 
 from ravnest.errors import LaunchError
-from ravnest.provider.supervision import DeadlinePassed, Ended, Event, Interrupted, Supervision
+from ravnest.provider.supervision import (
+    DeadlinePassed,
+    Ended,
+    Event,
+    Interrupted,
+    OutputClosed,
+    Supervision,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +158,7 @@ def _read(name: str, stream: IO[bytes], show: Show, events: queue.SimpleQueue[Ev
             show(name, line.decode("utf-8", "replace").rstrip("\n"))
         except (OSError, SystemExit):  # rich leaves by SystemExit when a pipe is closed
             shown = False
-            events.put(Interrupted())
+            events.put(OutputClosed())
 
 
 @contextmanager

@@ -22,11 +22,16 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
+class OutputClosed:
+    """Nobody can see any longer what a process writes."""
+
+
+@dataclass(frozen=True)
 class DeadlinePassed:
     """It is ``Supervision.deadline``."""
 
 
-Event = Ended | Interrupted | DeadlinePassed
+Event = Ended | Interrupted | OutputClosed | DeadlinePassed
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Supervision:
 
     When one fails, the others get ``grace`` seconds to end by themselves, as nodes do that lose a
     neighbour; then SIGTERM, and after ``patience`` more seconds SIGKILL. An interrupt is passed on
-    and starts the same; the second one kills.
+    and starts the same; the second one kills. Output that is closed (``| head``) is an interrupt.
     """
 
     def __init__(self, names: Iterable[str], *, grace: float = 10.0, patience: float = 5.0) -> None:
@@ -75,7 +80,9 @@ class Supervision:
                 return []
             case Interrupted() if self._interrupted:
                 return self._all(signal.SIGKILL, _Step.KILLED, None)
-            case Interrupted():
+            case OutputClosed() if self._interrupted:
+                return []
+            case Interrupted() | OutputClosed():
                 self._interrupted = True
                 self._begin_ending(now)
                 return [Send(name, signal.SIGINT) for name in self.running]
