@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ravnest.types import Role
+
 _LIVE_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0
+_PLAIN_SECONDS_BEHIND = 60.0
+"""On other nodes than the Root, whose lines say it all."""
 _SMOOTH = 0.9
 
 
@@ -19,8 +23,7 @@ _SMOOTH = 0.9
 class RunState:
     """How far a run is; the worker writes it, the line shows it."""
 
-    name: str
-    role: str
+    role: Role
     epochs: int | None = None
     batches: int | None = None
     """Micro-batches in all epochs, where known."""
@@ -30,7 +33,7 @@ class RunState:
     in_flight: int = 0
     window: int = 0
     staleness: int = 0
-    started: float = field(default_factory=time.monotonic)
+    started: float = 0.0
 
     def add_loss(self, loss: float) -> None:
         """Take a loss into the running mean."""
@@ -38,18 +41,26 @@ class RunState:
 
     def line(self, now: float) -> str:
         """The state in one line."""
-        elapsed = max(now - self.started, 1e-9)
-        rate = self.done / elapsed
+        rate = self._rate(now)
         epochs = f"/{self.epochs}" if self.epochs else ""
-        parts = [f"{self.name} {self.role}", f"epoch {self.epoch + 1}{epochs}", f"{rate:.1f} batches/s"]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}")
+        parts = [f"{self.role}: epoch {self.epoch + 1}{epochs}", f"{rate:.1f} batches/s", *self._loss()]
         if self.window:
             parts.append(f"in flight {self.in_flight}/{self.window}")
         parts.append(f"staleness {self.staleness}")
         if self.batches and rate > 0:
             parts.append(f"ETA {_duration((self.batches - self.done) / rate)}")
         return ", ".join(parts)
+
+    def summary(self, now: float) -> str:
+        """What was done, in one line."""
+        done = f"{self.role}: {self.done} batches in {_duration(now - self.started)}"
+        return ", ".join([done, f"{self._rate(now):.1f} batches/s", *self._loss()])
+
+    def _rate(self, now: float) -> float:
+        return self.done / max(now - self.started, 1e-9)
+
+    def _loss(self) -> list[str]:
+        return [] if self.loss is None else [f"loss {self.loss:.4f}"]
 
 
 class ProgressLine:
@@ -64,6 +75,11 @@ class ProgressLine:
         self._clock = clock
         self._live: Live | None = None
         self._shown = clock()
+        self._summed_up = 0
+
+    def begin(self) -> None:
+        """The node has met its neighbours: time counts from now."""
+        self._shown = self.state.started = self._clock()
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -76,7 +92,7 @@ class ProgressLine:
             return
         live = self._console.is_terminal
         now = self._clock()
-        if now - self._shown < (_LIVE_SECONDS if live else _PLAIN_SECONDS):
+        if now - self._shown < (_LIVE_SECONDS if live else self._plain_seconds()):
             return
         self._shown = now
         line = self.state.line(now)
@@ -88,13 +104,17 @@ class ProgressLine:
             self._live.start()
         self._live.update(Text(line), refresh=True)
 
-    def close(self) -> None:
-        """Take the live line away; the last state stays as a plain one."""
+    def sum_up(self) -> None:
+        """Take the live line away; what was done stays as a plain one, once."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self.state.done:
-            self.say(self.state.line(self._clock()))
+        if self.state.done > self._summed_up:
+            self._summed_up = self.state.done
+            self.say(self.state.summary(self._clock()))
+
+    def _plain_seconds(self) -> float:
+        return _PLAIN_SECONDS if self.state.role is Role.ROOT else _PLAIN_SECONDS_BEHIND
 
 
 def _duration(seconds: float) -> str:

@@ -80,9 +80,7 @@ class Session:
     def __init__(self, assignment: Assignment, module: StageModule, transport: Transport) -> None:
         place, settings = assignment.place, assignment.settings
         self.board = Board()
-        self.line = ProgressLine(
-            RunState(place.name, place.role), console=Console() if settings.progress else None
-        )
+        self.line = ProgressLine(RunState(place.role), console=Console() if settings.progress else None)
         self.accuracies = FigureFile(name_for(ACCURACIES, place.cluster))
         self._assignment = assignment
         self._transport = transport
@@ -134,6 +132,7 @@ class Session:
         except BaseException:
             self._transport.close()
             raise
+        self.line.begin()
         self._worker.start(self._links)
         if self.conductor is not None:
             self._set_window(self.line.state.window)
@@ -162,7 +161,7 @@ class Session:
         for link in links:
             _part(link, last)
         self._transport.close()
-        self.line.close()
+        self.line.sum_up()
 
     def _observer(self) -> RunObserver:
         assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings

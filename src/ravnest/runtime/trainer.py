@@ -118,7 +118,7 @@ class Trainer:
                 self.n_forwards += 1
             self.node.end_epoch()
             if self.val_loader is not None and (epoch + 1) % self.val_freq == 0:
-                self._report(self._validate())
+                self._report(self._validate(), f"epoch {epoch + 1}, validation ")
 
     @_on_every_node("evaluate")
     def evaluate(self) -> float | None:
@@ -130,7 +130,7 @@ class Trainer:
         if self.val_loader is None:
             raise SettingsError("evaluate needs validation data: Trainer(val_loader=...)")
         figure = self._validate()
-        self._report(figure)
+        self._report(figure, "")
         return figure.value
 
     @_on_every_node("pred")
@@ -164,6 +164,8 @@ class Trainer:
         if self.node.is_root and call == "train" and self.save:
             self.node.save()
         self.node.finish_call(call)
+        if call == "train":
+            self.node.session.line.sum_up()
 
     def _validate(self) -> Figure:
         assert self.val_loader is not None
@@ -171,8 +173,9 @@ class Trainer:
         assert figure is not None
         return figure
 
-    def _report(self, figure: Figure) -> None:
-        self.node.session.line.say(f"{self.node.name}: validation {figure.name} {figure.value:.4f}")
+    def _report(self, figure: Figure, what: str) -> None:
+        line = f"{self.node.role}: {what}{figure.name} {figure.value:.4f} on {figure.samples} samples"
+        self.node.session.line.say(line)
         self.node.session.accuracies.append(figure.value)
 
     def _inputs(self, batch: Any) -> tuple[Any, dict[str, Any]]:
