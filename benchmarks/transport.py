@@ -265,7 +265,8 @@ def measure() -> str:
     return "\n".join(rows) + "\n\n" + _NOTE
 
 
-_NOTE = """The figure for a message that travels alone is not reached. Even a bare stream of gRPC, with nothing of
+_NOTE = """\
+The figure for a message that travels alone is not reached. Even a bare stream of gRPC, with nothing of
 ours, is far from 0.35 of a call in Python; the link adds two changes of thread, encoding and assembly to
 it. In a row messages are cheap, because a link sends what is queued in one go; that row is not the same
 measure, and does not stand in for the other."""
