@@ -49,11 +49,10 @@ class _Far:
     """The other process's handler: echoes what asks for it, and answers the last of a row."""
 
     def on_message(self, link: Link, message: Message) -> None:
-        assert isinstance(message.head, Forward)
-        match message.head.batch.run:
-            case "echo":
+        match message.head:
+            case Forward(batch=BatchId(run="echo")):
                 link.send(message)
-            case "last":
+            case Forward(batch=BatchId(run="last")):
                 link.send(Message(Save("benchmark")))
 
     def on_lost(self, link: Link, reason: str) -> None:
@@ -61,7 +60,7 @@ class _Far:
 
 
 class _Near:
-    """This process's handler: an answer is all it waits for."""
+    """The handler of the process that measures: an answer is all it waits for."""
 
     def __init__(self) -> None:
         self.answered = threading.Semaphore(0)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -254,10 +253,8 @@ def test_another_service_is_no_node(made: list[GrpcTransport]) -> None:
 def test_a_listener_that_never_answers_is_given_up(made: list[GrpcTransport]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("127.0.0.1", silent.getsockname()[1])
-        begin = time.monotonic()
         with pytest.raises(UnreachableError, match="no answer within"):
             open_transport(made).dial(address, hello(0), Inbox(), deadline=0.5)
-        assert time.monotonic() - begin < SECONDS / 2
 
 
 def test_an_address_of_another_machine_cannot_be_served(
@@ -329,9 +326,7 @@ def test_a_killed_peer_is_noticed(made: list[GrpcTransport], dials: bool) -> Non
     inbox.messages.get(timeout=60)
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
-    begin = time.monotonic()
-    assert "lost node_1: " in inbox.loss()
-    assert time.monotonic() - begin < 5
+    assert "lost node_1: " in inbox.lost.get(timeout=9)  # before keep-alive would have noticed
     child.join(SECONDS)
 
 

@@ -81,7 +81,9 @@ class Session:
         place, settings = assignment.place, assignment.settings
         self.board = Board()
         self.line = ProgressLine(RunState(place.role), console=Console() if settings.progress else None)
-        self.accuracies = FigureFile(name_for(ACCURACIES, place.cluster))
+        self.accuracies = FigureFile(
+            name_for(Path(assignment.loss_filename).with_name(ACCURACIES), place.cluster)
+        )
         self._assignment = assignment
         self._transport = transport
         self._links = Links()

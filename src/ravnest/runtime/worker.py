@@ -344,7 +344,8 @@ class Worker:
             case _:
                 raise RavnestError(f"a message {type(head).__name__} has no place here")
         if self._links.next is not None:
-            self._links.next.send(Message(head))
+            # A node whose script is over has closed already, and misses nothing.
+            _try_send(self._links.next, Message(head))
 
     def _return(self, call: Call) -> None:
         with self._board.writing():

@@ -12,7 +12,7 @@ import grpc
 from ravnest.errors import RefusedError
 from ravnest.transport.base import LinkHandler
 from ravnest.transport.grpc_settings import METHOD, is_foreign, options, reason_of
-from ravnest.transport.handshake import hello_frame, read_answer
+from ravnest.transport.handshake import HELLO_SECONDS, hello_frame, read_answer
 from ravnest.transport.link import FrameLink, largest_batch
 from ravnest.transport.trust import Credentials, dialled
 from ravnest.types import Address
@@ -48,7 +48,10 @@ def attempt(call: Call, seconds: float) -> FrameLink | str:
         outcome = result.get(timeout=seconds)
     except Empty:
         stream.cancel()  # which ends the reader, with a result of its own
-        outcome = result.get()
+        try:
+            outcome = result.get(timeout=HELLO_SECONDS)
+        except Empty:
+            outcome = ""
         if isinstance(outcome, str):
             outcome = f"no answer within {seconds:.3g} s"
     if isinstance(outcome, RefusedError):

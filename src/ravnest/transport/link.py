@@ -161,7 +161,9 @@ class FrameLink:
                 yield joined
                 del joined
         if batch:
-            yield b"".join(batch)
+            joined = b"".join(batch)
+            self.sent_bytes += len(joined)
+            yield joined
 
     def received(self, data: bytes) -> None:
         """A batch has arrived."""
@@ -199,6 +201,7 @@ class FrameLink:
         except Exception:
             _log.exception("the handler of %r failed when it was lost", self)
         finally:
+            self._reader = None  # identifiers of threads are used again
             self._done.set()
 
     def _reason(self, detail: str) -> str:
@@ -217,6 +220,8 @@ class FrameLink:
             if self._queue.empty():
                 yield []
             item = self._queue.get()
+            if self._ended:
+                return
             yield from self._control_frames()
             if item is _Mark.END:
                 yield encode_control(Closing())
@@ -247,7 +252,7 @@ class FrameLink:
         if isinstance(message.head, Goodbye):
             self._goodbye = True
         count = self._meter.message_arrived(time.perf_counter())
-        if count is not None:
+        if count is not None and len(self._controls) < _MOST_CONTROLS // 2:
             self._controls.append(Ack(count))  # it travels with what the handler sends
         try:
             self._handler.on_message(self, message)
