@@ -61,6 +61,7 @@ def test_an_interrupt_is_passed_on_once_and_the_second_kills() -> None:
     assert supervision.deadline is None
     supervision.handle(Ended("node_2", -SIGKILL), now=4)
     assert supervision.exit_code == 128 + SIGINT
+    assert supervision.summary() == ["node_1 was interrupted", "node_2 failed: ended by SIGKILL"]
 
 
 def test_an_interrupted_process_that_stays_is_terminated_too() -> None:

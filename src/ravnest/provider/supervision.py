@@ -110,13 +110,14 @@ class Supervision:
 
     def summary(self) -> list[str]:
         """A line for each that failed, in the order in which they ended."""
-        return [f"{ended.name} failed: {_words(ended.code)}" for ended in self._failed]
+        return [f"{ended.name} {self._words(ended.code)}" for ended in self._failed]
 
-
-def _words(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"ended by signal {-code}"
+    def _words(self, code: int) -> str:
+        if code >= 0:
+            return f"failed: exit code {code}"
+        if code == -signal.SIGINT and self._interrupted:
+            return "was interrupted"
+        try:
+            return f"failed: ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"failed: ended by signal {-code}"

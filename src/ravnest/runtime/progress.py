@@ -40,16 +40,15 @@ class RunState:
         self.loss = loss if self.loss is None else _SMOOTH * self.loss + (1 - _SMOOTH) * loss
 
     def line(self, now: float) -> str:
-        """The state in one line."""
+        """The state in one line; what matters least comes last, where a narrow terminal cuts it."""
         rate = self._rate(now)
         epochs = f"/{self.epochs}" if self.epochs else ""
-        parts = [f"{self.role}: epoch {self.epoch + 1}{epochs}", f"{rate:.1f} batches/s", *self._loss()]
-        if self.window:
-            parts.append(f"in flight {self.in_flight}/{self.window}")
-        parts.append(f"staleness {self.staleness}")
+        parts = [f"epoch {self.epoch + 1}{epochs}", *self._loss(), f"{rate:.1f} batches/s"]
         if self.batches and rate > 0:
             parts.append(f"ETA {_duration((self.batches - self.done) / rate)}")
-        return ", ".join(parts)
+        if self.window:
+            parts.append(f"in flight {self.in_flight}/{self.window}")
+        return ", ".join([*parts, f"staleness {self.staleness}"])
 
     def summary(self, now: float) -> str:
         """What was done, in one line."""
@@ -97,12 +96,12 @@ class ProgressLine:
         self._shown = now
         line = self.state.line(now)
         if not live:
-            self.say(line)
+            self.say(f"{self.state.role}: {line}")
             return
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-        self._live.update(Text(line), refresh=True)
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def sum_up(self) -> None:
         """Take the live line away; what was done stays as a plain one, once."""
