@@ -434,7 +434,7 @@ def test_the_documented_bert_trainer(cluster: Formed, nodes: int) -> None:
             trainer.train()
 
     local.results(script)
-    assert DONE == ["BERT Training Done!"] * nodes
+    assert ["BERT Training Done!"] * nodes == DONE
     model = small_model("encoder")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = _sentences()
