@@ -25,7 +25,7 @@ demo: $(VENV)/.demo ## set up, then split, train, fuse and score the digits CNN
 	$(BIN)/python examples/digits/demo.py
 
 test: $(VENV)/.dev ## set up, then run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -65,6 +65,8 @@ class LocalCluster:
     options: dict[str, Any] = field(default_factory=dict)
     """Further keywords of every Node."""
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
+    node_data: Path | None = None
+    """Where the stages are, if not below ``folder``, where results go."""
 
     def node(self, name: str, **given: Any) -> Node:
         """A node with settings that suit tests."""
@@ -73,7 +75,7 @@ class LocalCluster:
             "optimizer_params": {"lr": 0.1},
             "criterion": nn.functional.cross_entropy,
             "loss_filename": self.folder / "losses.txt",
-            "folder": self.folder / "node_data",
+            "folder": self.node_data or self.folder / "node_data",
             "trained_folder": self.folder / "trained",
             "transport": self.network.transport(),
             "connect_timeout": 30.0,
@@ -117,6 +119,19 @@ class LocalCluster:
             if outcome.error is not None:
                 raise outcome.error
         return outcomes
+
+    def results(self, script: Callable[[str], Any]) -> list[Any]:
+        """Run ``script(name)`` for every node; what each gave, Root first. Raises what a node raised."""
+        outcomes = self.run(script)
+        for outcome in outcomes.values():
+            if outcome.error is not None:
+                raise outcome.error
+        return [outcomes[name].result for name in self.names]
+
+    def errors(self, script: Callable[[str], Any]) -> list[BaseException | None]:
+        """Run ``script(name)`` for every node; what each raised, Root first."""
+        outcomes = self.run(script)
+        return [outcomes[name].error for name in self.names]
 
     def fused(self) -> dict[str, torch.Tensor]:
         """The trained model's state."""

@@ -137,3 +137,82 @@ def train_alone(
             scheduler.step()
         after_epoch()
     return losses
+
+
+class MLP(nn.Module):
+    """The smallest model with something to split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second, self.third):
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+class DropoutMLP(MLP):
+    """Draws random numbers in every stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second, self.third):
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.3, self.training)
+        return self.last(x)
+
+
+class HalfFrozenMLP(MLP):
+    """Nothing to train in the first half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.first, self.second):
+            layer.requires_grad_(False)
+
+
+class Encoder(nn.Module):
+    """Takes its inputs by name only, like the models that BERT is trained with."""
+
+    def __init__(self, vocabulary: int = 16, width: int = 8) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.types = nn.Embedding(2, width)
+        self.mix = nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        token_type_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+    ) -> torch.Tensor:
+        x = self.tokens(input_ids) + self.types(token_type_ids)
+        mask = attention_mask[..., None].to(x.dtype)
+        mixed = torch.tanh(self.mix(x)) * mask
+        return self.head(x + mixed.sum(1, keepdim=True) / mask.sum(1, keepdim=True))
+
+
+def _encoder_example() -> dict[str, torch.Tensor]:
+    ids = torch.arange(20).reshape(4, 5) % 16
+    return {"input_ids": ids, "token_type_ids": ids % 2, "attention_mask": torch.ones_like(ids)}
+
+
+SMALL_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "mlp": (MLP, (torch.rand(5, 4),)),
+    "dropout": (DropoutMLP, (torch.rand(5, 4),)),
+    "half-frozen": (HalfFrozenMLP, (torch.rand(5, 4),)),
+    "encoder": (Encoder, _encoder_example()),
+    "tied-gpt": (TiedGPT, (torch.randint(0, 16, (4, 8), generator=torch.Generator().manual_seed(0)),)),
+}
+"""By name: how to make the model, and example inputs."""
+
+
+def points(count: int = 22, size: int = 5, seed: int = 1, **options: Any) -> DataLoader:
+    """Points in four dimensions with one of three classes; by default in order."""
+    made = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=made)
+    return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), size, **options)

@@ -327,8 +327,8 @@ def test_the_forger_can_tell_the_truth() -> None:
     ("frame", "reason"),
     [
         (forged([tensor(nbytes=12)], 12, payload=bytes(12)), "its shape needs 16"),
-        (forged([tensor(shape=[2**40, 2**40])], 16), "its shape needs"),
-        (forged([tensor(shape=[2**40, 2**40], nbytes=2**63 - 1)], 2**63 - 1, False), "its shape needs"),
+        (forged([tensor(shape=[2**40, 2**40])], 16), "impossible shape"),
+        (forged([tensor(shape=[2**40, 2**40], nbytes=2**63 - 1)], 2**63 - 1, False), "impossible shape"),
         (forged([tensor(shape=[-2, -2])], 16), "impossible shape"),
         (forged([tensor(shape=[2**33], nbytes=2**35)], 2**35, False), "are over"),
         (forged([tensor(shape=[2**40, 2**40, 0], nbytes=0)], 0), "impossible shape"),
@@ -363,6 +363,7 @@ def test_the_forger_can_tell_the_truth() -> None:
             "over the limit or cut short",
         ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_lie_in_the_table_is_refused(frame: bytes, reason: str) -> None:
     with pytest.raises(WireError, match=reason):

@@ -18,7 +18,7 @@ from torch import nn
 from ravnest.errors import RunError, SettingsError
 from ravnest.runtime.binding import bind
 from ravnest.runtime.conductor import Conductor
-from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, size_of
+from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, has_targets, size_of
 from ravnest.runtime.events import Batch
 from ravnest.runtime.session import Assignment, Session
 from ravnest.runtime.settings import NodeSettings, is_count
@@ -76,8 +76,9 @@ class Node:
         ``update_frequency`` micro-batches make an update. ``reduce_factor``, ``average_optim`` and
         ``compression`` are accepted; averaging and compression are not built yet.
         """
-        if name is None:
-            raise SettingsError("Node needs its name: Node(name='node_0', ...)")
+        if not isinstance(name, str):
+            given = "" if name is None else f", not {name!r}"
+            raise SettingsError(f"Node needs its name: Node(name='node_0', ...){given}")
         if not is_count(update_frequency):
             raise SettingsError(
                 f"update_frequency must be a whole number from 1, not {update_frequency!r}"
@@ -143,6 +144,11 @@ class Node:
     def is_root(self) -> bool:
         """Whether data enters the cluster here."""
         return self._assignment.place.stage == 0
+
+    @property
+    def started(self) -> bool:
+        """Whether it works already."""
+        return self._session is not None
 
     @property
     def session(self) -> Session:
@@ -339,8 +345,15 @@ class Node:
         values = bind(self.signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
         digests = {} if loaded is None else digests_of(loaded)
-        alone = self._assignment.place.stages == 1
-        return conductor.submit(values, size_of(values), digests, loaded if alone else None)
+        return conductor.submit(values, size_of(values), digests, self._own_item(conductor, loaded))
+
+    def _own_item(self, conductor: Conductor, loaded: Any) -> Any:
+        """The loaded batch, where Root and Leaf are one node and its labels are not elsewhere."""
+        if self._assignment.place.stages > 1 or conductor.open is None:
+            return None
+        validates = conductor.open.kind == "validate"
+        labels = self._assignment.test_labels if validates else self._assignment.labels
+        return loaded if labels is None or has_targets(loaded) else None
 
     def _loaders(self) -> Iterator[WatchedLoader]:
         loaders = (reference() for reference in self._watched)

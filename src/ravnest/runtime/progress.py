@@ -66,11 +66,17 @@ class ProgressLine:
     """Shows a run's state, not more often than an eye or a log file wants."""
 
     def __init__(
-        self, state: RunState, *, console: Console | None, clock: Callable[[], float] = time.monotonic
+        self,
+        state: RunState,
+        *,
+        console: Console,
+        shown: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without a console nothing is shown."""
+        """``shown``: whether the state is; lines that are said always are."""
         self.state = state
         self._console = console
+        self._visible = shown
         self._clock = clock
         self._live: Live | None = None
         self._shown = clock()
@@ -82,12 +88,11 @@ class ProgressLine:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self._console is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def changed(self) -> None:
         """The state has changed; show it if it is time."""
-        if self._console is None:
+        if not self._visible:
             return
         live = self._console.is_terminal
         now = self._clock()
@@ -108,7 +113,7 @@ class ProgressLine:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self.state.done > self._summed_up:
+        if self._visible and self.state.done > self._summed_up:
             self._summed_up = self.state.done
             self.say(self.state.summary(self._clock()))
 

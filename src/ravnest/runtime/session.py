@@ -80,10 +80,9 @@ class Session:
     def __init__(self, assignment: Assignment, module: StageModule, transport: Transport) -> None:
         place, settings = assignment.place, assignment.settings
         self.board = Board()
-        self.line = ProgressLine(RunState(place.role), console=Console() if settings.progress else None)
-        self.accuracies = FigureFile(
-            name_for(Path(assignment.loss_filename).with_name(ACCURACIES), place.cluster)
-        )
+        self.line = ProgressLine(RunState(place.role), console=Console(), shown=settings.progress)
+        beside = Path(assignment.loss_filename).with_name(ACCURACIES)
+        self.accuracies = FigureFile(name_for(beside, place.cluster))
         self._assignment = assignment
         self._transport = transport
         self._links = Links()

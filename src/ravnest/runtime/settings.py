@@ -39,7 +39,7 @@ class NodeSettings:
     trained_folder: str | Path = "trained"
     """Where trained stages are written."""
     progress: bool = True
-    """Show a progress line."""
+    """Show a progress line; validation figures and what the node waits for are always printed."""
     transport: Transport | None = None
     """Another way to reach the neighbours than gRPC."""
 

@@ -15,7 +15,7 @@ from ravnest.errors import RunError, SettingsError
 from ravnest.runtime.binding import inputs_in
 from ravnest.runtime.node import Node
 from ravnest.runtime.settings import is_count
-from ravnest.split.structure import map_tensors
+from ravnest.split.structure import map_tensors, tensors_in
 from ravnest.wire.messages import Call, Figure
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,9 @@ _DEFAULT_BATCH_SIZE = 64
 def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A method that the script calls on every node, and that ends on all of them together.
 
-    The Root runs it; other nodes work for the Root until it is done there. A call from within
-    another one (validation while training, ``super().train()``) is part of that.
+    The Root runs it; other nodes work for the Root until it is done there, and only ``train`` is run
+    on them too: what an ``evaluate`` makes of results that only the Root has would fail there. A call
+    from within another one (validation while training, ``super().train()``) is part of that.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,9 +41,10 @@ def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., A
             try:
                 with self.node.guarding():
                     self.node.start()
-                    result = method(self, *args, **kwargs)
+                    runs = self.node.is_root or call == "train"
+                    result = method(self, *args, **kwargs) if runs else None
                     self._finish_call()
-                    return result
+                    return result if runs else self._told(call)
             except (RunError, KeyboardInterrupt) as error:
                 # What ended the run is not in this code: the message says it, not the way here.
                 raise error.with_traceback(None) from None
@@ -58,7 +60,8 @@ class Trainer:
     """Trains the model that a node is part of.
 
     Subclasses may override ``train``, ``evaluate`` and ``pred``. Write them for the Root: on other
-    nodes ``prelim_checks`` works until the Root is done, and loaders are empty.
+    nodes ``prelim_checks`` works until the Root is done, and loaders are empty; ``evaluate`` gives the
+    Root's figure there.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the documented signature
@@ -78,7 +81,8 @@ class Trainer:
         """``val_freq``: validate after every so many epochs. ``save``: write the trained stages.
 
         ``batch_size`` must be the loader's. ``step_size`` is for a scheduler that takes one.
-        ``inputs_dtype`` is what floating-point inputs are converted to.
+        ``inputs_dtype`` is what inputs are converted to: those with a floating point, or all where
+        there is none.
         """
         if node is None:
             raise SettingsError("Trainer needs the node: Trainer(node=Node(...), ...)")
@@ -126,10 +130,6 @@ class Trainer:
     @_on_every_node("evaluate")
     def evaluate(self) -> float | None:
         """The accuracy on the validation data (or its loss), on every node; the Root prints it."""
-        if not self.node.is_root:
-            self._finish_call()
-            figure = self.node.session.last_figure()
-            return None if figure is None else figure.value
         if self.val_loader is None:
             raise SettingsError("evaluate needs validation data: Trainer(val_loader=...)")
         figure = self._validate()
@@ -139,10 +139,9 @@ class Trainer:
     @_on_every_node("pred")
     def pred(self, input: Any) -> Any:  # noqa: A002 - the documented name
         """The model's output for a batch of inputs, at the Root; None on other nodes."""
-        if not self.node.is_root:
-            return None
         tensors, named = (None, dict(input)) if isinstance(input, Mapping) else (input, {})
-        return self.node.no_grad_forward_compute(self._cast(tensors), **self._cast(named))
+        tensors, named = self._cast((tensors, named))
+        return self.node.no_grad_forward_compute(tensors, **named)
 
     def prelim_checks(self) -> None:
         """Check what training needs; on other nodes than the Root, work until the Root is done."""
@@ -170,6 +169,11 @@ class Trainer:
         if call == "train":
             self.node.session.line.sum_up()
 
+    def _told(self, call: Call) -> float | None:
+        """What a call gives on other nodes than the Root."""
+        figure = self.node.session.last_figure() if call == "evaluate" else None
+        return None if figure is None else figure.value
+
     def _validate(self) -> Figure:
         assert self.val_loader is not None
         figure = self.node.validate(self._inputs(batch) for batch in self.val_loader)
@@ -182,14 +186,15 @@ class Trainer:
         self.node.session.accuracies.append(figure.value)
 
     def _inputs(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        tensors, named = inputs_in(batch, self.node.signature)
-        return self._cast(tensors), self._cast(named)
+        inputs: tuple[Any, dict[str, Any]] = self._cast(inputs_in(batch, self.node.signature))
+        return inputs
 
-    def _cast(self, values: Any) -> Any:
+    def _cast(self, inputs: tuple[Any, dict[str, Any]]) -> Any:
         dtype = self.inputs_dtype
         if dtype is None:
-            return values
-        return map_tensors(values, lambda t: t.to(dtype) if t.is_floating_point() else t)
+            return inputs
+        mixed = any(tensor.is_floating_point() for tensor in tensors_in(inputs))
+        return map_tensors(inputs, lambda t: t if mixed and not t.is_floating_point() else t.to(dtype))
 
     def _check_batch_size(self, loader: Any) -> None:
         found = getattr(loader, "batch_size", None)
@@ -208,7 +213,7 @@ class Trainer:
             )
         chosen = rule.scheduler if scheduler is None else scheduler
         settings = dict(rule.scheduler_params if scheduler is None else params)
-        if chosen is None:
+        if chosen is None or (scheduler is None and self.node.started):
             return
         if "step_size" in inspect.signature(chosen).parameters:
             settings.setdefault("step_size", self.step_size)
