@@ -266,9 +266,10 @@ def measure() -> str:
 
 
 _NOTE = """\
-A message in a row is what training sends: the sender does not wait for an answer, a call does. A message
-that travels alone, there and back, is slower than a call: even a bare stream of gRPC, with nothing of ours,
-is far from 0.35 of a call in Python, and the link adds two changes of thread, encoding and assembly to it."""
+A message in a row is what training sends: the sender does not wait for an answer, a call does. A
+message that travels alone, there and back, is slower than a call: even a bare stream of gRPC, with
+nothing of ours, is far from 0.35 of a call in Python, and the link adds two changes of thread,
+encoding and assembly to it."""
 
 
 if __name__ == "__main__":

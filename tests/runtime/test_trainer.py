@@ -189,7 +189,7 @@ def test_evaluate_returns_the_figure_on_every_node_prints_and_writes_it(
     figures = [outcomes[name].result for name in local.names]
     assert figures == [pytest.approx(expected)] * 3
     assert _lines("val_accuracies.txt") == [pytest.approx(expected)]
-    assert f"validation accuracy {expected:.4f}" in capsys.readouterr().out
+    assert f"accuracy {expected:.4f}" in capsys.readouterr().out
 
 
 def test_files_of_an_earlier_run_are_kept_under_another_name(cluster: Formed) -> None:
@@ -372,7 +372,7 @@ def test_a_regression_reports_its_loss(cluster: Formed, capsys: pytest.CaptureFi
     model = small_model("mlp")
     x, y = (torch.cat(parts) for parts in zip(*loader(), strict=True))
     assert outcomes["node_1"].result == pytest.approx(float(nn.functional.mse_loss(model(x), y)))
-    assert "validation loss " in capsys.readouterr().out
+    assert "loss " in capsys.readouterr().out
 
 
 # Subclasses
@@ -386,7 +386,7 @@ class BERT_Trainer(ravnest.Trainer):  # noqa: N801 - as in the documentation
 
     def train(self):
         self.prelim_checks()  # Mandatory function call
-        for epoch in range(self.epochs):
+        for epoch in range(self.epochs):  # noqa: B007 - as in the documentation
             data_id = 0
             for batch in self.train_loader:
                 self.node.forward_compute(
@@ -395,7 +395,7 @@ class BERT_Trainer(ravnest.Trainer):  # noqa: N801 - as in the documentation
                     l_token_type_ids_=batch["token_type_ids"],
                     l_attention_mask_=batch["attention_mask"],
                 )
-                data_id += 1  # Increments at every batch
+                data_id += 1  # noqa: SIM113 - as in the documentation
 
             self.node.wait_for_backwards()  # To be called at end of every epoch
 
@@ -483,8 +483,7 @@ class _Wrapped(Trainer):
         self.done = True
 
     def evaluate(self) -> float | None:
-        figure = super().evaluate()
-        return figure
+        return super().evaluate()
 
 
 def test_a_subclass_may_call_what_it_overrides(cluster: Formed) -> None:
