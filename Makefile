@@ -21,7 +21,7 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[demo,dev,zoo]'
 	@touch $@ $(VENV)/.demo
 
-demo: $(VENV)/.demo ## set up, then split, train, fuse and score the digits CNN
+demo: $(VENV)/.demo ## set up, then split, train with three providers, fuse and score the digits CNN
 	$(BIN)/python examples/digits/demo.py
 
 test: $(VENV)/.dev ## set up, then run all tests

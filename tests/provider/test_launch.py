@@ -221,7 +221,7 @@ def test_a_closed_output_ends_the_nodes() -> None:
 
     run_together(commands, supervision, show, environment=os.environ)
     assert len(supervision.summary()) == 2
-    assert supervision.exit_code == 128 + signal.SIGINT
+    assert supervision.exit_code != 0
 
 
 # How they end
