@@ -21,11 +21,11 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[demo,dev,zoo]'
 	@touch $@ $(VENV)/.demo
 
-demo: $(VENV)/.demo ## set up, then split, train, fuse and score the digits CNN
+demo: $(VENV)/.demo ## set up, then split, train with three providers, fuse and score the digits CNN
 	$(BIN)/python examples/digits/demo.py
 
 test: $(VENV)/.dev ## set up, then run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .

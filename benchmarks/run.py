@@ -23,6 +23,11 @@ SECTIONS = {
     "memory": "Planned memory against measured memory",
     "planning": "Quality and growth of planning",
     "schedule": "Windows of the schedule",
+    "transport": "Cost of a link",
+    "efficiency": "Efficiency of the schedule",
+    "pipeline": "Pipelines side by side",
+    "idle": "What an idle node costs",
+    "learning": "What stale gradients cost",
 }
 
 
@@ -43,7 +48,7 @@ def main() -> None:
 def _about(docstring: str | None) -> str:
     """What a section measures: its module's docstring, less the line for programmers."""
     text = (docstring or "").strip()
-    return text.removesuffix("Run as a script it prints its report.").strip()
+    return text.partition("Run as a script")[0].strip()
 
 
 def _headline() -> str:

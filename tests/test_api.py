@@ -10,12 +10,21 @@ import pytest
 import torch
 
 import ravnest
+import ravnest.node
 import ravnest.operations.utils
+import ravnest.trainer
 import ravnest.utils
 
 
 def test_public_names() -> None:
-    assert ravnest.__all__ == ["__version__", "clusterize", "model_fusion", "set_seed"]
+    assert ravnest.__all__ == [
+        "Node",
+        "Trainer",
+        "__version__",
+        "clusterize",
+        "model_fusion",
+        "set_seed",
+    ]
     assert all(hasattr(ravnest, name) for name in ravnest.__all__)
 
 
@@ -27,6 +36,8 @@ def test_documented_paths_lead_to_the_same_functions() -> None:
     assert ravnest.operations.utils.clusterize is ravnest.clusterize
     assert ravnest.utils.model_fusion is ravnest.model_fusion
     assert ravnest.utils.set_seed is ravnest.set_seed
+    assert ravnest.node.Node is ravnest.Node
+    assert ravnest.trainer.Trainer is ravnest.Trainer
 
 
 def test_signature_of_clusterize() -> None:
@@ -54,6 +65,107 @@ def test_signatures_of_model_fusion_and_set_seed() -> None:
     assert [(p.name, p.default) for p in inspect.signature(ravnest.set_seed).parameters.values()] == [
         ("seed", 42)
     ]
+
+
+NODE = {
+    "name": None,
+    "model": None,
+    "optimizer": None,
+    "optimizer_params": {},
+    "lr_scheduler": None,
+    "lr_scheduler_params": {},
+    "lr_step_on_epoch_change": True,
+    "criterion": None,
+    "update_frequency": 1,
+    "reduce_factor": None,
+    "labels": None,
+    "test_labels": None,
+    "device": torch.device,
+    "loss_filename": "losses.txt",
+    "compression": False,
+    "average_optim": False,
+}
+TRAINER = {
+    "node": None,
+    "lr_scheduler": None,
+    "lr_scheduler_params": {},
+    "train_loader": None,
+    "val_loader": None,
+    "val_freq": 1,
+    "save": False,
+    "epochs": 1,
+    "batch_size": 64,
+    "step_size": 1,
+    "inputs_dtype": None,
+}
+BUFFERS = (
+    "load_forward_buffer",
+    "load_backward_buffer",
+    "reduce_ring_buffers",
+    "gather_ring_buffers",
+    "latest_weights_buffer",
+    "forward_lock",
+    "backward_lock",
+    "reduce_lock",
+    "gather_lock",
+    "latest_weights_lock",
+    "reduce_iteration",
+    "gather_iteration",
+)
+
+
+def parameters_of(function: Any) -> dict[str, Any]:
+    """Those that can be given by position, with their defaults."""
+    found = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"}
+
+
+def takes_keywords(function: Any) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+@pytest.mark.parametrize(("made", "documented"), [(ravnest.Node, NODE), (ravnest.Trainer, TRAINER)])
+def test_signatures_of_node_and_trainer(made: type, documented: dict[str, Any]) -> None:
+    found = parameters_of(made)
+    assert list(found) == list(documented)
+    for name, default in documented.items():
+        if default == {}:
+            assert dict(found[name]) == {}, f"the default of {name}"
+            with pytest.raises(TypeError):
+                found[name]["x"] = 1  # one that a call could change would be everyone's
+        else:
+            assert found[name] == default, f"the default of {name}"
+
+
+@pytest.mark.parametrize(
+    ("method", "documented", "keywords"),
+    [
+        ("forward_compute", {"tensors": None}, True),
+        ("no_grad_forward_compute", {"tensors": None, "output_type": None}, True),
+        ("init_server", dict.fromkeys(BUFFERS), False),
+        ("check_load_forward_buffer", {}, False),
+        ("reset", {}, False),
+        ("start", {}, False),
+        ("start_grpc_server", {}, False),
+        ("wait_for_backwards", {}, False),
+    ],
+)
+def test_methods_of_node(method: str, documented: dict[str, Any], keywords: bool) -> None:
+    function = getattr(ravnest.Node, method)
+    assert parameters_of(function) == documented
+    assert list(parameters_of(function)) == list(documented)
+    assert takes_keywords(function) is keywords
+
+
+def test_methods_of_trainer() -> None:
+    for name in ("train", "evaluate", "prelim_checks"):
+        assert parameters_of(getattr(ravnest.Trainer, name)) == {}
+    assert list(inspect.signature(ravnest.Trainer.pred).parameters) == ["self", "input"]
+
+
+def test_only_node_takes_further_keywords() -> None:
+    assert takes_keywords(ravnest.Node)
+    assert not takes_keywords(ravnest.Trainer)
 
 
 def draw() -> tuple[float, float, float]:

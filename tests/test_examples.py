@@ -21,11 +21,12 @@ def test_the_digits_demo_reaches_95_percent(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "Cluster 0 : Node(0) -> Node(1) -> Node(2)" in done.stdout
+    assert "node_0 | Root: epoch 5, validation accuracy" in done.stdout
     accuracy = re.search(r"^accuracy of the fused model: (\d+\.\d)%$", done.stdout, re.M)
     assert accuracy, done.stdout
     assert float(accuracy[1]) > 95.0

@@ -371,10 +371,10 @@ def test_certificates_name_the_hosts_of_the_nodes(result: Result) -> None:
             | set(names.get_values_for_type(x509.DNSName))
         )
     assert hosts == [
-        {"localhost", "127.0.0.1"},  # 0.0.0.0 is this machine
-        {"localhost", "10.1.2.3"},
-        {"localhost", "gpu.example.org"},
-        {"localhost", str(ipaddress.ip_address("::1"))},
+        {"node_0", "localhost", "127.0.0.1"},  # 0.0.0.0 is this machine
+        {"node_1", "localhost", "10.1.2.3"},
+        {"node_2", "localhost", "gpu.example.org"},
+        {"node_3", "localhost", str(ipaddress.ip_address("::1"))},
     ]
 
 

@@ -17,6 +17,13 @@ def test_the_first_python_block_runs() -> None:
     assert isinstance(names["loss"], torch.Tensor)
 
 
+def test_the_provider_script_is_that_of_the_example() -> None:
+    """Which another test runs."""
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "Trainer(" in b)
+    example = (Path(__file__).parent.parent / "examples" / "digits" / "provider.py").read_text()
+    assert all(part in example for part in block.split("\n\n", 1))
+
+
 def test_links_lead_somewhere() -> None:
     root = Path(__file__).parent.parent
     targets = re.findall(r"\]\(([^)#]+)\)", README)

@@ -1,36 +1,33 @@
-"""Split the digits CNN for three nodes, train the stages, fuse them, load and score the model.
+"""Split the digits CNN for three nodes, train it with three providers, fuse it, load and score it.
 
-All stages run in this process, joined as a network would join them.
+The providers are processes of their own on this machine, and talk to each other over gRPC.
 """
 
-import shutil
+import re
+import socket
+import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from model import DigitsCNN, loaders
-from torch.nn.functional import cross_entropy
 
 from ravnest import clusterize, model_fusion, set_seed
-from ravnest.split import Chain
-from ravnest.store.bundle import load_module
-from ravnest.store.nodefile import read_node
-from ravnest.store.trained import save_trained
+from ravnest.provider.launch import launch
 
-EPOCHS = 8
+HERE = Path(__file__).parent
 
 
-def train(chain: Chain, train_loader: torch.utils.data.DataLoader) -> None:
-    optimizer = torch.optim.AdamW(chain.parameters(), lr=3e-3)
-    for epoch in range(1, EPOCHS + 1):
-        losses = []
-        for images, labels in train_loader:
-            loss = cross_entropy(chain(images), labels)
-            optimizer.zero_grad()
-            chain.backward(loss)
-            optimizer.step()
-            losses.append(loss.item())
-        print(f"epoch {epoch}: loss {sum(losses) / len(losses):.4f}")
+def node_configs() -> str:
+    """The example's node_configs.json, with ports that are free on this machine."""
+    with ExitStack() as held:  # all at once, so that no port is given twice
+
+        def free_port(_: re.Match[str]) -> str:
+            taken = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            return f"127.0.0.1:{taken.getsockname()[1]}"
+
+        return re.sub(r"127\.0\.0\.1:\d+", free_port, (HERE / "node_configs.json").read_text())
 
 
 def accuracy(model: torch.nn.Module, loader: torch.utils.data.DataLoader) -> float:
@@ -43,23 +40,20 @@ def accuracy(model: torch.nn.Module, loader: torch.utils.data.DataLoader) -> flo
 def main(folder: Path) -> None:
     set_seed(42)
     node_data = folder / "node_data"
-    node_data.mkdir(parents=True)
-    shutil.copy(Path(__file__).with_name("node_configs.json"), node_data)
+    node_data.mkdir()
+    (node_data / "node_configs.json").write_text(node_configs())
+    clusterize(model=DigitsCNN(), example_args=(torch.rand(64, 1, 8, 8),), folder=node_data)
 
-    train_loader, val_loader = loaders()
-    plan = clusterize(DigitsCNN(), (torch.rand(64, 1, 8, 8),), folder=node_data)
+    print("\nThree providers train it; each runs `python provider.py node_<i>`:")
+    failed = launch(HERE / "provider.py", folder=node_data, work=folder)
+    if failed:
+        sys.exit(failed)
 
-    nodes = [read_node(node_data, f"node_{stage.node.id}") for stage in plan.clusters[0].stages]
-    modules = [load_module(node_data / node.bundle, node.sha256) for node in nodes]
-    train(Chain(modules), train_loader)
-
-    for node, module in zip(nodes, modules, strict=True):
-        save_trained(folder / "trained", node, module, run="demo")
     fused = model_fusion(cluster_id=0, folder=folder / "trained")
-
     model = DigitsCNN()
     model.load_state_dict(torch.load(fused, weights_only=True))
-    print(f"accuracy of the fused model: {accuracy(model, val_loader):.1%}")
+    _, val_loader = loaders()
+    print(f"\naccuracy of the fused model: {accuracy(model, val_loader):.1%}")
 
 
 if __name__ == "__main__":

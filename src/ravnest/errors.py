@@ -11,6 +11,7 @@ RavnestError
 ├── PlanError (ValueError)           the nodes cannot hold or run the model
 ├── FusionError (ValueError)         the saved stages do not add up to one model
 ├── SettingsError (ValueError)       Node or Trainer was given something that does not fit
+├── LaunchError (ValueError)         nodes cannot be started on this machine
 ├── DataError (ValueError)           batches of Root and Leaf differ, or do not fit the model
 ├── RunError                         the run ended on all nodes, for the reason that it says
 ├── WireError                        bytes from a peer are damaged, hostile or of another version
@@ -67,6 +68,10 @@ class FusionError(RavnestError, ValueError):
 
 class SettingsError(RavnestError, ValueError):
     """Node or Trainer was given something that does not fit."""
+
+
+class LaunchError(RavnestError, ValueError):
+    """Nodes cannot be started on this machine."""
 
 
 class DataError(RavnestError, ValueError):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from ravnest import __version__
 from ravnest.cli.app import app, main
 from ravnest.split import Split, StageModule, split
-from ravnest.store.nodefile import CertificateFiles, NodeFile
+from ravnest.store.nodefile import CertificateFiles, NodeFile, write_node
 from ravnest.store.trained import save_trained
 from ravnest.types import Role
 
@@ -284,25 +284,7 @@ def stages() -> Split:
 
 def save(folder: Path, stages: Split, cluster: int) -> None:
     for number, stage in enumerate(stages.stages):
-        node = NodeFile(
-            plan="plan",
-            node=number,
-            cluster=cluster,
-            stage=number,
-            stages=2,
-            role=Role.at(number, 2),
-            address=f"127.0.0.1:{8080 + number}",
-            previous=None,
-            next=None,
-            rings=(),
-            bundle="",
-            sha256="",
-            seed=0,
-            in_flight=2,
-            update_frequency=1,
-            certificates=CertificateFiles("", "", ""),
-        )
-        save_trained(folder, node, StageModule(stage.spec, stage.tensors), run="run")
+        save_trained(folder, place(number, cluster), StageModule(stage.spec, stage.tensors), run="run")
 
 
 def test_fuse_writes_the_state_dict(project: Path, ravnest: Callable[..., Ended], stages: Split) -> None:
@@ -326,3 +308,62 @@ def test_fuse_says_which_stage_is_missing(
     assert "lacks stage 1 of 2: it has stage 0 (node_0)" in ended.err
     assert len(ended.err.splitlines()) == 1
     assert not (project / "trained" / "trained_state_dict.pt").exists()
+
+
+# launch
+
+
+def place(number: int, cluster: int = 0, address: str = "") -> NodeFile:
+    return NodeFile(
+        plan="plan",
+        node=number,
+        cluster=cluster,
+        stage=number,
+        stages=2,
+        role=Role.at(number, 2),
+        address=address or f"127.0.0.1:{8080 + number}",
+        previous=None,
+        next=None,
+        rings=(),
+        bundle="stage",
+        sha256="",
+        seed=0,
+        in_flight=2,
+        in_flight_limit=4,
+        update_frequency=1,
+        certificates=CertificateFiles("a", "b", "c"),
+    )
+
+
+def test_launch_runs_the_script_for_each_node(
+    project: Path, ravnest: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for number in range(2):
+        write_node(project / "elsewhere", place(number))
+    (project / "provider.py").write_text(
+        "import sys\nprint(sys.argv[1:])\nsys.exit(sys.argv[1] == 'node_1')"
+    )
+    ended = ravnest("launch", "--folder", "elsewhere", "provider.py", "--folder", "x", "-v", "y")
+    assert ended.code == 1
+    *lines, last = ended.out.splitlines()
+    assert sorted(lines) == [f"node_{n} | ['node_{n}', '--folder', 'x', '-v', 'y']" for n in range(2)]
+    assert last == "node_1 failed: exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothere.py"], "there is no script nothere.py"),
+        (["targets.py"], "node_data holds no nodes: run clusterize() first"),
+        (["--folder", "far", "targets.py"], "no node of far has an address of this machine"),
+    ],
+)
+def test_launch_says_what_is_missing(
+    project: Path, ravnest: Callable[..., Ended], arguments: list[str], message: str
+) -> None:
+    write_node(project / "far", place(0, address="192.0.2.1:8080"))
+    ended = ravnest("launch", *arguments)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith(f"error: {message}")
+    assert ended.err.count("\n") == 1

@@ -55,6 +55,9 @@ class Pipeline:
     windows: tuple[int, ...] = ()
     """Sizes to which the window changes on the way."""
 
+    holds: tuple[int | None, ...] = ()
+    """Of each stage; none where there are too few."""
+
     machines: list[Machine] = field(init=False)
     logs: list[list[Action]] = field(init=False)
     peak: int = 0
@@ -70,6 +73,7 @@ class Pipeline:
                 window=self.window,
                 update_frequency=self.update_frequency,
                 clip=self.clip,
+                hold=self.holds[position] if position < len(self.holds) else None,
             )
             for position in range(self.count)
         ]

@@ -338,6 +338,19 @@ class TestRoot:
         ]
 
 
+class TestHold:
+    def test_a_stage_keeps_activations_of_no_more_than_it_may(self) -> None:
+        stem = Machine(1, 3, schedule="async", window=4, update_frequency=1, hold=2)
+        run(stem, PhaseBegun(0, True))
+        assert show(run(stem, *(ForwardArrived(B(index)) for index in range(4)))) == "0F 1F"
+        assert show(run(stem, BackwardArrived(B(0)))) == "0B s0 2F"
+
+    def test_without_gradients_there_is_nothing_to_keep(self) -> None:
+        stem = Machine(1, 3, schedule="async", window=4, update_frequency=1, hold=1)
+        run(stem, PhaseBegun(0, False))
+        assert show(run(stem, *(ForwardArrived(B(index)) for index in range(3)))) == "0V 1V 2V"
+
+
 class TestFailures:
     @pytest.mark.parametrize(
         ("position", "before", "event", "words"),
@@ -426,6 +439,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         update_frequency=draw(st.integers(1, 4)),
         clip=draw(st.booleans()),
         windows=tuple(draw(st.lists(window, max_size=3))),
+        holds=tuple(draw(st.lists(st.none() | st.integers(1, 3), max_size=4))),
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.runtime.machine import Schedule
-from ravnest.runtime.simulate import LinkDelay, Scenario, StageCost, steady_rate
+from ravnest.runtime.simulate import LinkDelay, Scenario, StageCost, simulate, steady_rate
 from ravnest.runtime.window import TARGET, WindowChoice, choose_window
 
 
@@ -41,7 +43,7 @@ def test_memory_caps_it_and_the_reason_says_so() -> None:
     assert choice.predicted_rate == pytest.approx(3 / 170)
     assert choice.reason == (
         "memory allows 3 in flight, which reach 53% of the 0.0333 micro-batches/s of the slowest"
-        " stage (0); 98% would need at least 6"
+        " part (stage 0); 98% would need at least 6"
     )
 
 
@@ -83,6 +85,31 @@ def test_stages_that_take_no_time_get_a_place_each() -> None:
     assert choose_window([free] * 3, links, update_frequency=1, schedule="async", cap=9).window == 3
 
 
+def test_stages_hold_their_share_of_the_window() -> None:
+    assert choose(3).holds == (7, 6, 1)
+    assert choose(8, link=0, cap=8).holds == (8, 8, 7, 6, 5, 4, 3, 1)
+    assert choose(3, every=4, schedule="sync").holds == (4, 4, 1)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    forwards=st.lists(st.integers(3, 12), min_size=1, max_size=5),
+    delays=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    every=st.integers(1, 8),
+    schedule=st.sampled_from(["async", "sync"]),
+)
+def test_to_hold_no_more_costs_no_time(
+    forwards: list[int], delays: list[int], every: int, schedule: Schedule
+) -> None:
+    costs = tuple(StageCost(forward, 2 * forward) for forward in forwards)
+    links = tuple(LinkDelay(delay, delay) for delay in delays[: len(costs) - 1])
+    choice = choose_window(costs, links, update_frequency=every, schedule=schedule, cap=100)
+    free = Scenario(costs, links, choice.window, every, schedule, 15 * max(choice.window, every))
+    held = simulate(replace(free, holds=choice.holds))
+    assert held.rate >= 0.98 * simulate(free).rate
+    assert all(use.peak_in_flight <= most for use, most in zip(held.stages, choice.holds, strict=True))
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     forwards=st.lists(st.integers(3, 12), min_size=1, max_size=5),
@@ -99,3 +126,13 @@ def test_it_is_the_smallest_that_will_do(forwards: list[int], delays: list[int],
         below = steady_rate(Scenario(costs, links, choice.window - 1, every))
         # The wave of the start can make a simulated rate a little too high or low.
         assert below < goal * 1.02
+
+
+def test_a_slow_link_sets_the_rate_and_is_not_flooded() -> None:
+    """More in flight than the link can take would only wait before it."""
+    costs = [StageCost(1, 2)] * 3
+    links = [LinkDelay(10, 10, 10, 10)] * 2
+    choice = choose_window(costs, links, update_frequency=1, schedule="async", cap=100)
+    assert choice.slowest_rate == pytest.approx(0.1)
+    assert choice.window <= 7
+    assert "link from stage 0 to 1" in choice.reason

@@ -99,8 +99,20 @@ def test_recompute_with_cloned_buffers_changes_nothing(stages: list[StageModule]
     ],
 )
 def test_inputs_that_do_not_fit(stages: list[StageModule], inputs: tuple, words: str) -> None:
-    with pytest.raises(StageInputError, match=words):
-        stages[0](*inputs)
+    for _ in range(2):
+        with pytest.raises(StageInputError, match=words):
+            stages[0](*inputs)
+        stages[0](torch.randn(5, 4))
+
+
+def test_gradients_that_do_not_fit(result: Split) -> None:
+    chain = Chain.of(result)
+    for gradient, words in [
+        (None, "only for scalar outputs"),
+        (torch.ones(1), "Mismatch in shape"),
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            chain.backward(chain(torch.randn(5, 4)), gradient)
 
 
 def test_weights_that_do_not_fit(result: Split) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ravnest.cli import fuse, plan
+from ravnest.cli import fuse, launch, plan
 from ravnest.errors import RavnestError
 from ravnest.version import __version__
 
@@ -19,6 +19,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("plan")(plan.plan)
+app.command(
+    "launch",
+    # Options after the script are the script's.
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)(launch.launch)
 app.command("fuse")(fuse.fuse)
 
 

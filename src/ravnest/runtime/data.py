@@ -63,11 +63,15 @@ def digest_of(values: Any) -> str | None:
     return digest.hexdigest()
 
 
-def digests_of(batch: Any, *, has_targets: bool) -> dict[str, str]:
-    """Digests of a batch as it was loaded: of its targets and of its inputs."""
-    parts = {"targets": targets_of(batch) if has_targets else None, "inputs": inputs_of(batch)}
-    found = {name: digest_of(part) for name, part in parts.items()}
-    return {name: digest for name, digest in found.items() if digest is not None}
+def digests_of(batch: Any) -> dict[str, str]:
+    """The digest by which the Leaf knows a batch of the Root: of its targets, else of its inputs."""
+    for name, part in (
+        ("targets", targets_of(batch) if has_targets(batch) else None),
+        ("inputs", batch),
+    ):
+        if (digest := digest_of(part)) is not None:
+            return {name: digest}
+    return {}
 
 
 class WatchedLoader:
@@ -175,15 +179,15 @@ class Targets:
                 )
 
     def _compare(self, index: int, size: int, digests: Mapping[str, str], item: Any) -> None:
-        found = size_of(item)
-        if found != size:
+        if (samples := size_of(item)) != size:
             raise DataError(
-                f"micro-batch {index} has {size} samples at the Root and {found} at the Leaf; {_CHECK}"
+                f"micro-batch {index} has {size} samples at the Root, {samples} at the Leaf; {_CHECK}"
             )
-        own = digests_of(item, has_targets=True)
-        for part in ("targets", "inputs"):
-            if part in digests and part in own:
-                if digests[part] != own[part]:
+        own = {"targets": targets_of, "inputs": inputs_of}
+        for part, digest in digests.items():
+            found = digest_of(own[part](item)) if part in own else None
+            if found is not None:
+                if found != digest:
                     raise DataError(
                         f"micro-batch {index} has other {part} at the Root than at the Leaf; {_CHECK}"
                     )

@@ -182,6 +182,10 @@ class StageExecution:
                 tensor = self._fitting(value, self._borrowed[key], key)
                 self._borrowed[key] = tensor.requires_grad_()
 
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor where the stage computes."""
+        return tensor.to(self._device, non_blocking=True)
+
     def norms(self) -> list[tuple[int, float]]:
         """The norm of each gradient that was added up so far, with its place in the model."""
         return [(self._places[key], norm) for key, norm in self.updates.norms().items()]
@@ -226,7 +230,7 @@ class StageExecution:
                 raise StageInputError(f"stage {self.index} lacks its input {spec.name}")
             value = values[spec.name]
             if isinstance(value, torch.Tensor):
-                value = value.detach().to(self._device).requires_grad_(gradients and spec.gradient)
+                value = self.to_device(value.detach()).requires_grad_(gradients and spec.gradient)
             inputs.append(value)
         return tuple(inputs)
 
@@ -248,4 +252,4 @@ class StageExecution:
                 f"what arrived for {name} has shape {list(value.shape)} and dtype {value.dtype}, "
                 f"expected {list(like.shape)} and {like.dtype}"
             )
-        return value.detach().to(self._device)
+        return self.to_device(value.detach())

@@ -91,6 +91,9 @@ class Machine:
     ``handle`` takes what happened and returns what to do, in order; a computation (``Run*``) is
     always last, and ``Done`` answers it. The Root's first ``Admit`` comes with its first phase, or
     with an earlier ``WindowSet``. After a ``Fail`` every event is ignored.
+
+    ``window`` counts for the Root: micro-batches in flight in the whole pipeline. ``hold`` is this
+    stage's own limit, that of its memory: of how many micro-batches it keeps activations at once.
     """
 
     def __init__(
@@ -102,10 +105,12 @@ class Machine:
         window: int,
         update_frequency: int,
         clip: bool = False,
+        hold: int | None = None,
     ) -> None:
         assert 0 <= position < count, f"stage {position} of {count}"
         assert window >= 1, f"a window of {window}"
         assert update_frequency >= 1, f"an update of {update_frequency} micro-batches"
+        assert hold is None or hold >= 1, f"activations of {hold} micro-batches"
         self.position = position
         self.is_root = position == 0
         self.is_leaf = position == count - 1
@@ -118,6 +123,7 @@ class Machine:
         self.waits_for_clip = clip and self.sync
         """An update waits for the norm of all stages' gradients."""
         self._window = window
+        self._hold = hold
         self._phases: dict[int, _Phase] = {}
         """Those not over here, in order."""
         self._newest: _Phase | None = None
@@ -401,6 +407,8 @@ class Machine:
         if self.is_root and self.in_flight >= self._window:
             return False
         phase = self._phases[batch.phase]
+        if phase.trains and self._hold is not None and self.in_flight >= self._hold:
+            return False
         if phase.trains and not self.sync:
             return True
         if any(earlier.trains for earlier in self._phases.values() if earlier.number < phase.number):

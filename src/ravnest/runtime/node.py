@@ -113,8 +113,6 @@ class Node:
         self.reduce_factor = reduce_factor
         self.compression = compression
         self.average_optim = average_optim
-        if compression:
-            logger.warning("compression is not built yet: tensors travel as they are")
 
     def __repr__(self) -> str:
         place = self._assignment.place
@@ -169,6 +167,7 @@ class Node:
         if self._closed:
             raise RunError(f"{self.name} is closed: make a new Node for another run")
         self._assignment.rule.check()
+        self._say_what_is_missing()
         session = Session(self._assignment, self._load_stage(), self._transport())
         session.open()
         self._session = session
@@ -347,7 +346,7 @@ class Node:
         named = {name: value for name, value in named.items() if name not in _IGNORED}
         values = bind(self.signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
-        digests = {} if loaded is None else digests_of(loaded, has_targets=has_targets(loaded))
+        digests = {} if loaded is None else digests_of(loaded)
         return conductor.submit(values, size_of(values), digests, self._own_item(conductor, loaded))
 
     def _own_item(self, conductor: Conductor, loaded: Any) -> Any:
@@ -384,10 +383,21 @@ class Node:
             return GrpcTransport()
         return GrpcTransport(Credentials(*(path.read_bytes() for path in paths)))
 
+<<<<<<< HEAD
     def _close_at_exit(self) -> None:
         """The script has ended; Python keeps the error that ended it, if there was one."""
         error = getattr(sys, "last_value", None)
         self.close(None if error is None else self._blame(error))
+=======
+    def _say_what_is_missing(self) -> None:
+        if self.compression:
+            logger.warning("compression is not built yet: tensors travel as they are")
+        if any(len(ring.members) > 1 for ring in self._assignment.place.rings):
+            logger.warning(
+                "the plan has several clusters, and averaging between clusters is not built yet: each "
+                "trains a model of its own"
+            )
+>>>>>>> main
 
     def _blame(self, error: BaseException) -> str:
         if isinstance(error, KeyboardInterrupt):

@@ -108,6 +108,12 @@ def costs_of(
         for k in range(len(stages))
     ]
     links = [
-        LinkDelay(median(k, "to_next"), median(k + 1, "to_previous")) for k in range(len(stages) - 1)
+        LinkDelay(
+            median(k, "to_next"),
+            median(k + 1, "to_previous"),
+            median(k, "to_next_busy"),
+            median(k + 1, "to_previous_busy"),
+        )
+        for k in range(len(stages) - 1)
     ]
     return costs, links

@@ -10,8 +10,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ravnest.types import Role
+
 _LIVE_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0
+_PLAIN_SECONDS_BEHIND = 60.0
+"""On other nodes than the Root, whose lines say it all."""
 _SMOOTH = 0.9
 
 
@@ -19,8 +23,7 @@ _SMOOTH = 0.9
 class RunState:
     """How far a run is; the worker writes it, the line shows it."""
 
-    name: str
-    role: str
+    role: Role
     epochs: int | None = None
     batches: int | None = None
     """Micro-batches in all epochs, where known."""
@@ -30,6 +33,7 @@ class RunState:
     in_flight: int = 0
     window: int = 0
     staleness: int = 0
+<<<<<<< HEAD
     started: float | None = None
     """When training began, after all waiting for neighbours."""
     updated: float = 0.0
@@ -49,26 +53,43 @@ class RunState:
         """So many micro-batches are done."""
         self.done += batches
         self.updated = now
+=======
+    started: float = 0.0
+>>>>>>> main
 
     def add_loss(self, loss: float) -> None:
         """Take a loss into the running mean."""
         self.loss = loss if self.loss is None else _SMOOTH * self.loss + (1 - _SMOOTH) * loss
 
+<<<<<<< HEAD
     def line(self) -> str:
         """The state in one line."""
         rate = 0.0
         if self.started is not None and self.done:
             rate = self.done / max(self.updated - self.started, 1e-9)
+=======
+    def line(self, now: float) -> str:
+        """The state in one line; what matters least comes last, where a narrow terminal cuts it."""
+        rate = self._rate(now)
+>>>>>>> main
         epochs = f"/{self.epochs}" if self.epochs else ""
-        parts = [f"{self.name} {self.role}", f"epoch {self.epoch + 1}{epochs}", f"{rate:.1f} batches/s"]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}")
-        if self.window:
-            parts.append(f"in flight {self.in_flight}/{self.window}")
-        parts.append(f"staleness {self.staleness}")
+        parts = [f"epoch {self.epoch + 1}{epochs}", *self._loss(), f"{rate:.1f} batches/s"]
         if self.batches and rate > 0:
             parts.append(f"ETA {_duration((self.batches - self.done) / rate)}")
-        return ", ".join(parts)
+        if self.window:
+            parts.append(f"in flight {self.in_flight}/{self.window}")
+        return ", ".join([*parts, f"staleness {self.staleness}"])
+
+    def summary(self, now: float) -> str:
+        """What was done, in one line."""
+        done = f"{self.role}: {self.done} batches in {_duration(now - self.started)}"
+        return ", ".join([done, f"{self._rate(now):.1f} batches/s", *self._loss()])
+
+    def _rate(self, now: float) -> float:
+        return self.done / max(now - self.started, 1e-9)
+
+    def _loss(self) -> list[str]:
+        return [] if self.loss is None else [f"loss {self.loss:.4f}"]
 
 
 class ProgressLine:
@@ -89,6 +110,11 @@ class ProgressLine:
         self.clock = clock
         self._live: Live | None = None
         self._shown = clock()
+        self._summed_up = 0
+
+    def begin(self) -> None:
+        """The node has met its neighbours: time counts from now."""
+        self._shown = self.state.started = self._clock()
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -99,26 +125,40 @@ class ProgressLine:
         if not self._visible:
             return
         live = self._console.is_terminal
+<<<<<<< HEAD
         now = self.clock()
         if now - self._shown < (_LIVE_SECONDS if live else _PLAIN_SECONDS):
+=======
+        now = self._clock()
+        if now - self._shown < (_LIVE_SECONDS if live else self._plain_seconds()):
+>>>>>>> main
             return
         self._shown = now
         line = self.state.line()
         if not live:
-            self.say(line)
+            self.say(f"{self.state.role}: {line}")
             return
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-        self._live.update(Text(line), refresh=True)
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def close(self) -> None:
-        """Take the live line away; the last state stays as a plain one."""
+    def sum_up(self) -> None:
+        """Take the live line away; what was done stays as a plain one, once."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+<<<<<<< HEAD
         if self.state.done and self._visible:
             self.say(self.state.line())
+=======
+        if self._visible and self.state.done > self._summed_up:
+            self._summed_up = self.state.done
+            self.say(self.state.summary(self._clock()))
+
+    def _plain_seconds(self) -> float:
+        return _PLAIN_SECONDS if self.state.role is Role.ROOT else _PLAIN_SECONDS_BEHIND
+>>>>>>> main
 
 
 def _duration(seconds: float) -> str:

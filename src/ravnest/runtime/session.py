@@ -80,9 +80,7 @@ class Session:
     def __init__(self, assignment: Assignment, module: StageModule, transport: Transport) -> None:
         place, settings = assignment.place, assignment.settings
         self.board = Board()
-        self.line = ProgressLine(
-            RunState(place.name, place.role), console=Console(), shown=settings.progress
-        )
+        self.line = ProgressLine(RunState(place.role), console=Console(), shown=settings.progress)
         beside = Path(assignment.loss_filename).with_name(ACCURACIES)
         self.accuracies = FigureFile(name_for(beside, place.cluster))
         self._assignment = assignment
@@ -135,6 +133,7 @@ class Session:
         except BaseException:
             self._transport.close()
             raise
+        self.line.begin()
         self._worker.start(self._links)
         if self.conductor is not None:
             self._set_window(self.line.state.window)
@@ -163,7 +162,7 @@ class Session:
         for link in links:
             _part(link, last)
         self._transport.close()
-        self.line.close()
+        self.line.sum_up()
 
     def _observer(self) -> RunObserver:
         assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings

@@ -1,8 +1,7 @@
 """The schedule under virtual time: the very machines that train, fed with costs instead of tensors.
 
 Predicts the rate of a pipeline, how stale its gradients are and how many versions of the weights
-each stage holds. A link delays a message and takes any number at once; a link that is itself the
-bottleneck is for the planner to avoid.
+each stage holds. A link delays a message; what it is busy with makes others wait.
 """
 
 from __future__ import annotations
@@ -51,10 +50,13 @@ class StageCost:
 
 @dataclass(frozen=True)
 class LinkDelay:
-    """Seconds from one stage to the next, and back."""
+    """Seconds from one stage to the next, and back, on a link where nothing waits."""
 
     forward: float
     backward: float
+    forward_busy: float = 0.0
+    """Seconds of these during which nothing else can enter the link: those of the transfer."""
+    backward_busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,13 @@ class Scenario:
     update_frequency: int = 1
     schedule: Schedule = "async"
     batches: int = 100
+    holds: tuple[int, ...] | None = None
+    """Of how many micro-batches each stage keeps activations at most; None is no limit."""
 
     def __post_init__(self) -> None:
         assert self.costs, "a pipeline has stages"
         assert len(self.links) == len(self.costs) - 1, "a link between each two stages"
+        assert self.holds is None or len(self.holds) == len(self.costs), "a hold for each stage"
         assert self.batches >= 1, "a phase to simulate has micro-batches"
 
 
@@ -114,13 +119,33 @@ class Simulation:
 
 
 @dataclass
+class _Way:
+    """One direction of a link."""
+
+    delay: float
+    busy: float
+    free: float = 0.0
+    """When the next message can enter."""
+
+    def pass_through(self, now: float) -> float:
+        """Seconds until a message that is sent now arrives."""
+        start = max(now, self.free)
+        self.free = start + self.busy
+        return start - now + self.delay
+
+    def in_order(self, now: float) -> float:
+        """The same for a message of no size, behind those sent before."""
+        return max(self.free - now, 0.0) + self.delay
+
+
+@dataclass
 class _Stage:
     machine: Machine
     cost: StageCost
-    ahead: float
-    """Delay to the next stage."""
-    back: float
-    """Delay to the one before."""
+    ahead: _Way
+    """To the next stage."""
+    back: _Way
+    """To the one before."""
     busy: float = 0.0
     stalenesses: list[int] = field(default_factory=list)
     versions: int = 1
@@ -142,8 +167,8 @@ class _World:
 
     def __init__(self, scenario: Scenario, *, record: bool) -> None:
         count = len(scenario.costs)
-        ahead = [*(link.forward for link in scenario.links), 0.0]
-        back = [0.0, *(link.backward for link in scenario.links)]
+        ahead = [*(_Way(link.forward, link.forward_busy) for link in scenario.links), _Way(0.0, 0.0)]
+        back = [_Way(0.0, 0.0), *(_Way(link.backward, link.backward_busy) for link in scenario.links)]
         self.stages = [
             _Stage(
                 Machine(
@@ -152,6 +177,7 @@ class _World:
                     schedule=scenario.schedule,
                     window=scenario.window,
                     update_frequency=scenario.update_frequency,
+                    hold=scenario.holds[position] if scenario.holds else None,
                 ),
                 cost,
                 ahead[position],
@@ -191,9 +217,9 @@ class _World:
             case RunForward() | RunBackward() | RunStep() | RunPhaseEnd():
                 self._compute(position, stage, action)
             case SendForward(batch):
-                self._push(stage.ahead, position + 1, ForwardArrived(batch))
+                self._push(stage.ahead.pass_through(self.now), position + 1, ForwardArrived(batch))
             case SendBackward(batch):
-                self._push(stage.back, position - 1, BackwardArrived(batch))
+                self._push(stage.back.pass_through(self.now), position - 1, BackwardArrived(batch))
             case FreeVersion():
                 stage.versions -= 1
             case Finished():
@@ -201,9 +227,9 @@ class _World:
             case Admit(total):
                 self._submit(total)
             case SendBegin(phase, trains):
-                self._push(stage.ahead, position + 1, PhaseBegun(phase, trains))
+                self._push(stage.ahead.in_order(self.now), position + 1, PhaseBegun(phase, trains))
             case SendEnd(phase, count):
-                self._push(stage.ahead, position + 1, PhaseEnded(phase, count))
+                self._push(stage.ahead.in_order(self.now), position + 1, PhaseEnded(phase, count))
             case Fail(reason):
                 raise AssertionError(reason)
 

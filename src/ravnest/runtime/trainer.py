@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ravnest.errors import SettingsError
+from ravnest.errors import RunError, SettingsError
 from ravnest.runtime.binding import inputs_in
 from ravnest.runtime.node import Node
 from ravnest.runtime.settings import is_count
@@ -45,6 +45,9 @@ def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., A
                     result = method(self, *args, **kwargs) if runs else None
                     self._finish_call()
                     return result if runs else self._told(call)
+            except (RunError, KeyboardInterrupt) as error:
+                # What ended the run is not in this code: the message says it, not the way here.
+                raise error.with_traceback(None) from None
             finally:
                 self._call, self._ended = None, False
 
@@ -122,7 +125,7 @@ class Trainer:
                 self.n_forwards += 1
             self.node.end_epoch()
             if self.val_loader is not None and (epoch + 1) % self.val_freq == 0:
-                self._report(self._validate())
+                self._report(self._validate(), f"epoch {epoch + 1}, validation ")
 
     @_on_every_node("evaluate")
     def evaluate(self) -> float | None:
@@ -130,7 +133,7 @@ class Trainer:
         if self.val_loader is None:
             raise SettingsError("evaluate needs validation data: Trainer(val_loader=...)")
         figure = self._validate()
-        self._report(figure)
+        self._report(figure, "")
         return figure.value
 
     @_on_every_node("pred")
@@ -162,6 +165,8 @@ class Trainer:
         if self.node.is_root and call == "train" and self.save:
             self.node.save()
         self.node.finish_call(call)
+        if call == "train":
+            self.node.session.line.sum_up()
 
     def _told(self, call: Call) -> float | None:
         """What a call gives on other nodes than the Root."""
@@ -174,8 +179,9 @@ class Trainer:
         assert figure is not None
         return figure
 
-    def _report(self, figure: Figure) -> None:
-        self.node.session.line.say(f"{self.node.name}: validation {figure.name} {figure.value:.4f}")
+    def _report(self, figure: Figure, what: str) -> None:
+        line = f"{self.node.role}: {what}{figure.name} {figure.value:.4f} on {figure.samples} samples"
+        self.node.session.line.say(line)
         self.node.session.accuracies.append(figure.value)
 
     def _inputs(self, batch: Any) -> tuple[Any, dict[str, Any]]:

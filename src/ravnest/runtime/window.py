@@ -1,4 +1,4 @@
-"""How many micro-batches to keep under way: enough to keep the slowest stage busy, no more.
+"""How many micro-batches to keep under way: enough to keep the slowest stage or link busy, no more.
 
 Each one more in flight makes gradients staler and takes memory for activations and a version of
 the weights.
@@ -28,8 +28,10 @@ class WindowChoice:
     predicted_rate: float
     """Micro-batches a second."""
     slowest_rate: float
-    """What the slowest stage could do if it never waited."""
+    """What the slowest stage or link could do if it never waited."""
     reason: str
+    holds: tuple[int, ...]
+    """Of how many micro-batches each stage needs to keep activations; see ``stage_holds``."""
 
 
 def choose_window(
@@ -40,7 +42,7 @@ def choose_window(
     schedule: Schedule,
     cap: int,
 ) -> WindowChoice:
-    """The smallest window predicted to reach 98% of the slowest stage's rate, at most ``cap``.
+    """The smallest window predicted to reach 98% of the slowest part's rate, at most ``cap``.
 
     In ``sync`` the flush at each update costs time whatever the window: there the measure is the
     rate at the largest window of use, that of a whole update.
@@ -49,9 +51,32 @@ def choose_window(
     trials = _Trials(tuple(costs), tuple(links), update_frequency, schedule)
     if trials.slowest_time == 0:
         window = min(cap, len(costs))
-        return WindowChoice(window, math.inf, math.inf, f"{window} in flight: no stage takes any time")
+        reason = f"{window} in flight: no stage takes any time"
+        return WindowChoice(window, math.inf, math.inf, reason, (window,) * len(costs))
     choose = _choose_sync if schedule == "sync" else _choose_async
     return choose(trials, cap)
+
+
+def stage_holds(
+    costs: Sequence[StageCost], links: Sequence[LinkDelay], window: int, schedule: Schedule
+) -> tuple[int, ...]:
+    """Of how many micro-batches each stage needs to keep activations for the window's rate.
+
+    A stage keeps a micro-batch while that is at the stages behind: its share of the window, and one
+    more for what comes unevenly. Without this limit all stages would at the start, before the first
+    gradients return, keep the whole window. In ``sync`` every update is such a start, and to hold
+    forwards back there would cost time.
+    """
+    if schedule == "sync":
+        return (*[window] * (len(costs) - 1), 1)
+    trips = [cost.forward + cost.backward for cost in costs]
+    hops = [*(link.forward + link.backward for link in links), 0.0]
+    total = sum(trips) + sum(hops)
+    holds = [
+        min(window, 1 + math.ceil(window * (sum(trips[stage:]) + sum(hops[stage:])) / total - 1e-6))
+        for stage in range(len(costs) - 1)
+    ]
+    return (*holds, 1)  # the Leaf turns round at once
 
 
 class _Trials:
@@ -64,12 +89,19 @@ class _Trials:
         update_frequency: int,
         schedule: Schedule,
     ) -> None:
-        times = [cost.forward + cost.backward + cost.step / update_frequency for cost in costs]
+        times = {
+            f"stage {index}": cost.forward + cost.backward + cost.step / update_frequency
+            for index, cost in enumerate(costs)
+        }
+        times |= {
+            f"link from stage {index} to {index + 1}": max(link.forward_busy, link.backward_busy)
+            for index, link in enumerate(links)
+        }
         self.costs = costs
         self.links = links
         self.update_frequency = update_frequency
         self.schedule: Schedule = schedule
-        self.slowest = max(range(len(times)), key=times.__getitem__)
+        self.slowest = max(times, key=times.__getitem__)
         self.slowest_time = times[self.slowest]
         self.round_trip = sum(cost.forward + cost.backward for cost in costs) + sum(
             link.forward + link.backward for link in links
@@ -90,7 +122,8 @@ class _Trials:
         return max(1, math.ceil(rate * self.round_trip - 1e-6))
 
     def choice(self, window: int, rate: float, reason: str) -> WindowChoice:
-        return WindowChoice(window, rate, self.slowest_rate, reason)
+        holds = stage_holds(self.costs, self.links, window, self.schedule)
+        return WindowChoice(window, rate, self.slowest_rate, reason, holds)
 
 
 def _choose_async(trials: _Trials, cap: int) -> WindowChoice:
@@ -106,7 +139,7 @@ def _choose_async(trials: _Trials, cap: int) -> WindowChoice:
         rate = trials.rate(window)
     reached = (
         f"{rate / trials.slowest_rate:.0%} of the {trials.slowest_rate:.3g} micro-batches/s"
-        f" of the slowest stage ({trials.slowest})"
+        f" of the slowest part ({trials.slowest})"
     )
     if rate < goal and window == cap:
         need = f"at least {max(least, cap + 1)}"
@@ -129,7 +162,7 @@ def _choose_sync(trials: _Trials, cap: int) -> WindowChoice:
             low = middle + 1
     reason = (
         f"{window} in flight reach {rate / trials.slowest_rate:.0%} of the {trials.slowest_rate:.3g}"
-        f" micro-batches/s of the slowest stage ({trials.slowest}); the flush at each update of"
+        f" micro-batches/s of the slowest part ({trials.slowest}); the flush at each update of"
         f" {trials.update_frequency} costs the rest"
     )
     if cap < trials.update_frequency:

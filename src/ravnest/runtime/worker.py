@@ -52,8 +52,8 @@ from ravnest.runtime.execution import Loss, StageExecution
 from ravnest.runtime.leaf import Leaf
 from ravnest.runtime.machine import Machine
 from ravnest.runtime.meeting import Links
-from ravnest.split.structure import Structure, flatten
-from ravnest.transport.base import Link
+from ravnest.split.structure import Structure, flatten, map_tensors
+from ravnest.transport.base import Link, LinkDelay
 from ravnest.wire.messages import (
     Abort,
     AnyHead,
@@ -80,6 +80,7 @@ logger = logging.getLogger(__name__)
 
 SHARED = "shared/"
 """Prefix of the weights that several stages use, among the values of a message."""
+_NO_DELAY = LinkDelay(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,8 @@ class Worker:
             case _:
                 raise RavnestError(f"a message {type(head).__name__} has no place here")
         if self._links.next is not None:
-            self._links.next.send(Message(head))
+            # A node whose script is over has closed already, and misses nothing.
+            _try_send(self._links.next, Message(head))
 
     def _return(self, call: Call) -> None:
         with self._board.writing():
@@ -468,7 +470,8 @@ class Worker:
         own = held.item is not None
         if batch.index == 0:
             self._leaf.begin(kind, loads=not own)
-        return held.item if own else self._leaf.item(kind, batch.index, held.size, held.digests)
+        item = held.item if own else self._leaf.item(kind, batch.index, held.size, held.digests)
+        return map_tensors(item, self._execution.to_device)
 
     def _loss_of(self, item: Any) -> Loss | None:
         leaf = self._leaf
@@ -540,13 +543,18 @@ class Worker:
         self._to_previous(held.answer, held.outputs)
 
     def _timing(self, held: _InHand) -> StageTiming:
-        links = self._links
+        following, previous = (
+            _NO_DELAY if link is None else link.delay()
+            for link in (self._links.next, self._links.previous)
+        )
         return StageTiming(
             held.forward_seconds,
             held.backward_seconds,
             self._step_seconds,
-            0.0 if links.next is None else links.next.delay().message,
-            0.0 if links.previous is None else links.previous.delay().message,
+            following.message,
+            following.busy,
+            previous.message,
+            previous.busy,
         )
 
     def _finished(self, batch: Batch, held: _InHand) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 
 from ravnest.errors import StageInputError
 from ravnest.split.gradients import add_gradient, memory_of
@@ -43,20 +44,14 @@ class StagePass:
         """
         parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
         needs = [_needs_gradient(value) for value in self.inputs]
-        wanted = [value for value, need in zip(self.inputs, needs, strict=True) if need]
-        ends = [(t, g) for t, g in outputs if _needs_gradient(t)]
-        ends += [(parameters[key], seed) for key, seed in seeds.items() if key in parameters]
-        leaves = [*wanted, *parameters.values()]
+        leaves = [value for value, need in zip(self.inputs, needs, strict=True) if need]
+        leaves += parameters.values()
+        ends = [end for end in outputs if _needs_gradient(end[0])]
+        if seeds:
+            ends += [(p, seeds[key]) for key, p in parameters.items() if key in seeds]
         if not ends or not leaves:
             return [None] * len(self.inputs), {}
-        found = iter(
-            torch.autograd.grad(
-                [tensor for tensor, _ in ends],
-                leaves,
-                [gradient for _, gradient in ends],
-                allow_unused=True,
-            )
-        )
+        found = iter(_differentiate(ends, leaves))
         for_inputs = [next(found) if need else None for need in needs]
         for_parameters = {key: g for key, g in zip(parameters, found, strict=True) if g is not None}
         return for_inputs, for_parameters
@@ -110,6 +105,8 @@ class Chain:
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Set ``.grad`` of every trainable parameter from a loss of the last output."""
         kept = () if gradient is None else (gradient,)
+        if gradient is None and loss.dim() == 0 and loss.is_floating_point():
+            gradient = torch.ones_like(loss)
         self.set_gradients(self.gradients([(loss, gradient)]), kept)
 
     def gradients(
@@ -225,3 +222,19 @@ def bind_inputs(
 
 def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _differentiate(
+    ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]], leaves: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of ``leaves``, as ``torch.autograd.grad`` gives them.
+
+    What that checks in Python takes longer than the backward of a small layer, so it is only called
+    where a gradient is missing or does not fit.
+    """
+    outputs, gradients = zip(*ends, strict=True)
+    if all(g is not None and g.shape == t.shape and g.dtype == t.dtype for t, g in ends):
+        return _engine_run_backward(
+            outputs, gradients, False, False, tuple(leaves), True, accumulate_grad=False
+        )
+    return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)

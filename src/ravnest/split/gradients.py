@@ -12,13 +12,13 @@ def add_gradient(parameter: nn.Parameter, gradient: torch.Tensor, taken: set[int
     One that shares memory with something in ``taken`` (``memory_of``) is copied; what becomes
     ``.grad`` as it is, is added to ``taken``.
     """
-    if parameter.grad is None:
-        parameter.grad = gradient if _can_take(gradient, parameter, taken) else gradient.clone()
-        taken.add(memory_of(gradient))
-    elif parameter.grad.is_sparse or gradient.is_sparse:
-        parameter.grad = parameter.grad + gradient
+    old = parameter.grad
+    if old is None:
+        parameter.grad = _own(gradient, parameter, taken)
+    elif old.is_sparse or gradient.is_sparse:
+        parameter.grad = old + gradient
     else:
-        parameter.grad.add_(gradient)
+        old.add_(gradient)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -26,11 +26,12 @@ def memory_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
 
 
-def _can_take(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]) -> bool:
-    """Whether a gradient can become ``.grad`` as it is: nothing else uses its memory."""
-    return (
-        not gradient.is_sparse
-        and gradient.stride() == parameter.stride()
-        and gradient.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
-        and memory_of(gradient) not in taken
-    )
+def _own(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """The gradient as it is if nothing else uses its memory, which is ``taken`` then; else a copy."""
+    if gradient.is_sparse:
+        return gradient.clone()
+    memory = gradient.untyped_storage()
+    start = memory.data_ptr()
+    alone = start not in taken and memory.nbytes() == parameter.nbytes
+    taken.add(start)
+    return gradient if alone and gradient.stride() == parameter.stride() else gradient.clone()

@@ -60,8 +60,8 @@ class Operation:
 
     def refs(self) -> Iterator[str]:
         """Names of the values it reads."""
-        yield from _refs_in(self.args)
-        yield from _refs_in(tuple(value for _, value in self.kwargs))
+        yield from refs_in(self.args)
+        yield from refs_in(tuple(value for _, value in self.kwargs))
 
 
 @dataclass(frozen=True)
@@ -251,12 +251,13 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _refs_in(argument: Argument) -> Iterator[str]:
+def refs_in(argument: Argument) -> Iterator[str]:
+    """Names of the values that an argument is made of."""
     if isinstance(argument, Ref):
         yield argument.name
     elif isinstance(argument, tuple):
         for item in argument:
-            yield from _refs_in(item)
+            yield from refs_in(item)
 
 
 def _check_graph(mode: Mode, graph: StageGraph, keys: set[str], last: bool) -> None:
@@ -309,4 +310,4 @@ def _check_names(graph: StageGraph, keys: set[str]) -> None:
         read(operation.name, operation.refs())
         define(operation.name)
     for output in graph.outputs:
-        read(f"output {output.name}", _refs_in(output.value))
+        read(f"output {output.name}", refs_in(output.value))

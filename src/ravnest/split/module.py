@@ -39,6 +39,11 @@ class StageModule(nn.Module):
         }
         programs = {mode: Program(graph, target) for mode, graph in spec.graphs.items()}
         self._programs: dict[Mode, Program] = programs
+        self._state_places = {
+            mode: [self._places[use.key] for use in graph.state] for mode, graph in spec.graphs.items()
+        }
+        self._accepted: dict[Mode, list[Any]] = {}
+        """Kinds of the inputs that were checked last."""
 
     @property
     def graph(self) -> StageGraph:
@@ -61,14 +66,16 @@ class StageModule(nn.Module):
         of the buffers, so that running statistics are not updated twice.
         """
         mode = self._mode
-        graph = self.spec.graphs[mode]
-        check_inputs(graph, inputs)
-        own = self.state_tensors()
-        if buffers is not None:
-            own |= buffers
-        if parameters is not None:
-            own |= parameters
-        return self._programs[mode](inputs, [own[use.key] for use in graph.state])
+        kinds = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in inputs]
+        if kinds != self._accepted.get(mode):
+            check_inputs(self.spec.graphs[mode], inputs)
+            self._accepted[mode] = kinds
+        if parameters is None and buffers is None:
+            state = [table[leaf] for table, leaf in self._state_places[mode]]
+        else:
+            own = self.state_tensors() | dict(buffers or {}) | dict(parameters or {})
+            state = [own[use.key] for use in self.spec.graphs[mode].state]
+        return self._programs[mode](inputs, state)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The module's current parameters, buffers and constants by key."""
@@ -80,7 +87,10 @@ class StageModule(nn.Module):
 
 
 def check_inputs(graph: StageGraph, inputs: Sequence[Any]) -> None:
-    """Refuse inputs that the stage was not made for, before anything runs."""
+    """Refuse inputs that the stage was not made for, before anything runs.
+
+    The answer depends on the types of the inputs and on the shapes and dtypes of tensors alone.
+    """
     if len(inputs) != len(graph.inputs):
         raise StageInputError(f"the stage takes {len(graph.inputs)} inputs, got {len(inputs)}")
     sizes: dict[str, int] = {}

@@ -2,144 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 
-from ravnest.split.graph import Argument, Operation, Ref, StageDevice, StageGraph
+from ravnest.split.graph import Argument, Operation, Ref, StageDevice, StageGraph, refs_in
 from ravnest.split.operators import resolve
-
-_Fill = Callable[[list[Any]], Any]
-"""Builds one argument from the values computed so far."""
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Call:
     function: Callable[..., Any]
-    args: list[Any]
-    """Constant arguments in place; the places named in ``direct`` and ``nested`` are filled in."""
-    direct: tuple[tuple[int, int], ...]
-    nested: tuple[tuple[int, _Fill], ...]
-    kwargs: dict[str, Any]
-    nested_kwargs: tuple[tuple[str, _Fill], ...]
+    arguments: tuple[int, ...]
+    result: int
+    no_grad: bool
+
+
+class _Step(NamedTuple):
+    """A call as it runs: a tuple, which costs the least to read."""
+
+    function: Callable[..., Any]
+    take: Callable[[list[Any]], Sequence[Any]]
+    """Reads the arguments out of their slots."""
     result: int
     free: tuple[int, ...]
-    """Values that nothing after this step reads."""
+    """Slots that nothing after this step reads."""
 
 
 class Program:
-    """A graph made ready to run on a device. Values live in numbered slots."""
+    """A graph made ready to run on a device. Values and constant arguments live in numbered slots."""
 
     def __init__(self, graph: StageGraph, device: torch.device) -> None:
         names = [value.name for value in graph.inputs] + [use.name for use in graph.state]
         self._slots = {name: slot for slot, name in enumerate(names)}
-        for operation in graph.operations:
-            self._slots[operation.name] = len(self._slots)
         self._device = device
-        self._outputs = [self._fill(output.value) for output in graph.outputs]
-        free = self._last_uses(graph, keep=len(names))
+        self._given = len(names)
+        self._rest: list[Any] = []
+        """What the slots after inputs and state hold when a run begins."""
+        self._calls: list[_Call] = []
+        for operation in graph.operations:
+            self._add(operation)
+        outputs = [self._place(output.value) for output in graph.outputs]
+        self._take_outputs = _taker(outputs)
         self._blocks = [
-            (no_grad, [self._step(operation, free.get(operation.name, ())) for operation in block])
-            for no_grad, block in groupby(graph.operations, key=lambda op: op.no_grad)
+            (no_grad, [step for _, step in block])
+            for no_grad, block in groupby(self._steps(outputs), key=lambda pair: pair[0])
         ]
 
     def __call__(self, inputs: Sequence[Any], state: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Outputs for these inputs and state tensors, in the order that the graph lists them."""
-        values: list[Any] = [*inputs, *state]
-        values += [None] * (len(self._slots) - len(values))
+        values = [*inputs, *state, *self._rest]
         for no_grad, steps in self._blocks:
             if no_grad:
                 with torch.no_grad():
                     _run(steps, values)
             else:
                 _run(steps, values)
-        return tuple(fill(values) for fill in self._outputs)
+        return tuple(self._take_outputs(values))
 
-    def _step(self, operation: Operation, free: tuple[int, ...]) -> _Step:
-        args: list[Any] = []
-        direct, nested = [], []
-        for place, argument in enumerate(operation.args):
-            constant = self._constant(argument)
-            args.append(constant)
-            if isinstance(argument, Ref):
-                direct.append((place, self._slots[argument.name]))
-            elif constant is None and argument is not None:
-                nested.append((place, self._fill(argument)))
-        kwargs = {name: self._constant(value) for name, value in operation.kwargs}
-        nested_kwargs = tuple(
-            (name, self._fill(value))
-            for name, value in operation.kwargs
-            if kwargs[name] is None and value is not None
-        )
-        return _Step(
-            resolve(operation.target),
-            args,
-            tuple(direct),
-            tuple(nested),
-            kwargs,
-            nested_kwargs,
-            self._slots[operation.name],
-            free,
-        )
+    def _add(self, operation: Operation) -> None:
+        named = [name for name, _ in operation.kwargs]
+        values = [*operation.args, *(value for _, value in operation.kwargs)]
+        arguments = tuple(self._place(value, operation.no_grad) for value in values)
+        function = resolve(operation.target)
+        function = getattr(function, "_op", function)  # what an OpOverload calls: one frame less
+        if named:
+            function = _by_name(function, named)
+        self._slots[operation.name] = self._new_slot()
+        self._calls.append(_Call(function, arguments, self._slots[operation.name], operation.no_grad))
+
+    def _place(self, argument: Argument, no_grad: bool = False) -> int:
+        """The slot that an argument is in; a list of values is put together by a call of its own."""
+        if isinstance(argument, Ref):
+            return self._slots[argument.name]
+        if not isinstance(argument, tuple) or not any(refs_in(argument)):
+            return self._new_slot(self._constant(argument))
+        items = tuple(self._place(item, no_grad) for item in argument)
+        result = self._new_slot()
+        self._calls.append(_Call(_listed, items, result, no_grad))
+        return result
+
+    def _new_slot(self, value: Any = None) -> int:
+        self._rest.append(value)
+        return self._given + len(self._rest) - 1
 
     def _constant(self, argument: Argument) -> Any:
-        """Value of an argument that refers to nothing; None for one that does."""
-        if isinstance(argument, Ref):
-            return None
         if isinstance(argument, StageDevice):
             return self._device
         if isinstance(argument, tuple):
-            items = [self._constant(item) for item in argument]
-            open_ = any(i is None and a is not None for i, a in zip(items, argument, strict=True))
-            return None if open_ else items
+            return [self._constant(item) for item in argument]
         return argument
 
-    def _fill(self, argument: Argument) -> _Fill:
-        if isinstance(argument, Ref):
-            slot = self._slots[argument.name]
-            return lambda values: values[slot]
-        if isinstance(argument, tuple):
-            parts = [self._fill(item) for item in argument]
-            return lambda values: [part(values) for part in parts]
-        constant = self._constant(argument)
-        return lambda _: constant
-
-    def _last_uses(self, graph: StageGraph, keep: int) -> dict[str, tuple[int, ...]]:
-        """For each operation, the slots that it is the last to read; inputs, state and outputs stay."""
-        needed = {slot for output in graph.outputs for slot in self._slots_in(output.value)}
-        last: dict[int, str] = {}
-        for operation in graph.operations:
-            last[self._slots[operation.name]] = operation.name
-            for name in operation.refs():
-                last[self._slots[name]] = operation.name
-        free: dict[str, list[int]] = {}
-        for slot, name in last.items():
-            if slot >= keep and slot not in needed:
-                free.setdefault(name, []).append(slot)
-        return {name: tuple(slots) for name, slots in free.items()}
-
-    def _slots_in(self, argument: Argument) -> list[int]:
-        if isinstance(argument, Ref):
-            return [self._slots[argument.name]]
-        if isinstance(argument, tuple):
-            return [slot for item in argument for slot in self._slots_in(item)]
-        return []
+    def _steps(self, outputs: Sequence[int]) -> Iterator[tuple[bool, _Step]]:
+        """The calls, each with the results that it is the last to read; outputs stay."""
+        last: dict[int, int] = {}
+        for position, call in enumerate(self._calls):
+            read = [slot for slot in call.arguments if slot in last]
+            last.update(dict.fromkeys([*read, call.result], position))
+        free: list[list[int]] = [[] for _ in self._calls]
+        for slot in last.keys() - set(outputs):
+            free[last[slot]].append(slot)
+        for call, slots in zip(self._calls, free, strict=True):
+            yield call.no_grad, _Step(call.function, _taker(call.arguments), call.result, tuple(slots))
 
 
 def _run(steps: list[_Step], values: list[Any]) -> None:
-    for step in steps:
-        args = step.args.copy()
-        for place, slot in step.direct:
-            args[place] = values[slot]
-        for place, fill in step.nested:
-            args[place] = fill(values)
-        if step.nested_kwargs:
-            kwargs = step.kwargs | {name: fill(values) for name, fill in step.nested_kwargs}
-        else:
-            kwargs = step.kwargs
-        values[step.result] = step.function(*args, **kwargs)
-        for slot in step.free:
+    for function, take, result, free in steps:
+        values[result] = function(*take(values))
+        for slot in free:
             values[slot] = None
+
+
+def _taker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    first = slots[0] if slots else 0
+    return itemgetter(slice(first, first + len(slots)))
+
+
+def _listed(*items: Any) -> list[Any]:
+    return list(items)
+
+
+def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """The function with its last arguments given by name."""
+    count = len(names)
+
+    def call(*args: Any) -> Any:
+        return function(*args[:-count], **dict(zip(names, args[-count:], strict=True)))
+
+    return call

@@ -112,6 +112,17 @@ def read_node(folder: Path, name: str) -> NodeFile:
     return node
 
 
+def read_nodes(folder: Path) -> list[NodeFile]:
+    """Read all node files below ``folder``, by number; ``StageFormatError`` if there are none."""
+    names = [path.stem for path in (folder / "nodes").glob("node_*.json")]
+    numbers = sorted(int(name[5:]) for name in names if name[5:].isdecimal())
+    if not numbers:
+        raise StageFormatError(
+            f"{folder} holds no nodes: run clusterize() first, or name the folder that it wrote"
+        )
+    return [read_node(folder, f"node_{number}") for number in numbers]
+
+
 def _from_json(data: dict[str, Any]) -> NodeFile:
     fields = {key: value for key, value in data.items() if key not in ("format", "version")}
     fields["role"] = Role(fields["role"])

@@ -24,7 +24,9 @@ class LinkDelay:
     round_trip: float
     """Of a small probe."""
     message: float
-    """Median time of the last messages from ``send`` to their arrival at the peer."""
+    """From ``send`` to the arrival at the peer, where no other message is in the way."""
+    busy: float = 0.0
+    """Of that, how long the link is taken: the least time between two messages."""
 
 
 class LinkHandler(Protocol):

@@ -49,7 +49,10 @@ class Authority:
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
     def issue(self, name: str, hosts: Iterable[str]) -> Identity:
-        """A certificate for a node that is reached at ``hosts``, as server and as client."""
+        """A certificate for a node that is reached at ``hosts``, as server and as client.
+
+        It is good for the node's own name too: who dials a node asks for that, not for an address.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -58,7 +61,9 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-            .add_extension(x509.SubjectAlternativeName(list(_alternatives(hosts))), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName(list(_alternatives([*hosts, name]))), critical=False
+            )
             .sign(self._key, hashes.SHA256())
         )
         return Identity(certificate.public_bytes(serialization.Encoding.PEM), _private(key))

@@ -12,7 +12,7 @@ import grpc
 from ravnest.errors import RefusedError
 from ravnest.transport.base import LinkHandler
 from ravnest.transport.grpc_settings import METHOD, is_foreign, options, reason_of
-from ravnest.transport.handshake import hello_frame, read_answer
+from ravnest.transport.handshake import HELLO_SECONDS, hello_frame, read_answer
 from ravnest.transport.link import FrameLink, largest_batch
 from ravnest.transport.trust import Credentials, dialled
 from ravnest.types import Address
@@ -48,7 +48,10 @@ def attempt(call: Call, seconds: float) -> FrameLink | str:
         outcome = result.get(timeout=seconds)
     except Empty:
         stream.cancel()  # which ends the reader, with a result of its own
-        outcome = result.get()
+        try:
+            outcome = result.get(timeout=HELLO_SECONDS)
+        except Empty:
+            outcome = ""
         if isinstance(outcome, str):
             outcome = f"no answer within {seconds:.3g} s"
     if isinstance(outcome, RefusedError):
@@ -71,7 +74,7 @@ def _read(
     result: SimpleQueue[FrameLink | RefusedError | str],
 ) -> None:
     link = None
-    reason = "it closed the connection without an answer"
+    detail = "the connection ended without a word"
     try:
         for frame in stream:
             if link is not None:
@@ -81,25 +84,21 @@ def _read(
             link = FrameLink(call.hello, peer, call.handler, stream.cancel, call.limits)
             accepted.put(link)
             result.put(link)
-        if link is not None:
-            reason = f"node_{link.peer.node} closed the link"
     except RefusedError as error:
         result.put(error)
         stream.cancel()
     except grpc.RpcError as error:
-        reason = reason_of(error)
-        if link is not None:
-            reason = f"the connection to node_{link.peer.node} broke: {reason}"
-        elif is_foreign(reason):
+        detail = reason_of(error)
+        if link is None and is_foreign(detail):
             whose = "a node" if call.expect is None else f"node_{call.expect}"
             result.put(
-                RefusedError(f"{call.address} shows no certificate of {whose} of this plan: {reason}")
+                RefusedError(f"{call.address} shows no certificate of {whose} of this plan: {detail}")
             )
     finally:
         accepted.put(None)
-        result.put(reason)
+        result.put(detail)
         if link is not None:
-            link.ended(reason)
+            link.ended(detail)
         channel.close()
 
 

@@ -91,7 +91,7 @@ class Listener:
         opened: SimpleQueue[tuple[FrameLink, Hello] | Refused | None],
     ) -> None:
         link = None
-        reason = "closed"
+        detail = "the connection ended without a word"
         try:
             for frame in requests:
                 if link is not None:
@@ -103,17 +103,14 @@ class Listener:
                     return
                 theirs, ours = reply
                 link = FrameLink(ours, theirs, self._handler, context.cancel, self._limits)
-                self._on_link(link)
+                link.introduce(self._on_link)
                 opened.put((link, ours))
-            if link is not None:
-                reason = f"node_{link.peer.node} closed the link"
         except grpc.RpcError as error:
-            if link is not None:
-                reason = f"the connection to node_{link.peer.node} broke: {reason_of(error)}"
+            detail = reason_of(error)
         finally:
             opened.put(None)
             if link is not None:
-                link.ended(reason)
+                link.ended(detail)
 
 
 def _common_name(context: grpc.ServicerContext) -> str | None:

@@ -46,12 +46,12 @@ def reason_of(error: grpc.RpcError) -> str:
     if "Connection refused" in details:
         return "nothing listens there (connection refused)"
     last = re.sub(r"^.*last error: (UNKNOWN: |UNAVAILABLE: )?", "", details)
-    return last[:500] or str(code)
+    return last[:500] or (str(code.name).lower() if code else "the connection broke")
 
 
 def is_foreign(reason: str) -> bool:
     """Whether the certificate that was shown is not the one that the plan gave to that node."""
-    return "CERTIFICATE_VERIFY_FAILED" in reason or "Peer name" in reason
+    return "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason
 
 
 class DaemonThreads(futures.Executor):

@@ -82,7 +82,7 @@ class GrpcTransport:
                 raise UnreachableError(f"no answer from {address} in {deadline:g} s: {outcome}")
             if waiting is not None and now >= next_word:
                 next_word = now + _WAITING_SECONDS
-                waiting(f"waiting for {address}: {outcome}")
+                waiting(str(outcome))
             if self._closed.wait(pause * random.uniform(0.7, 1.3)):  # noqa: S311  # no secret
                 raise UnreachableError(f"gave up on {address}: this node is closing")
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from ravnest.errors import RefusedError, WireError
 from ravnest.transport.base import Admit
 from ravnest.types import Address
@@ -13,6 +15,8 @@ HELLO_SECONDS = 5.0
 """For a Hello and its answer to arrive, once there is a connection."""
 _SMALL = Limits(max_message_bytes=0, max_values=0, max_opening_bytes=64 << 10)
 """Nobody has been admitted yet."""
+
+_log = logging.getLogger(__name__)
 
 
 def hello_frame(hello: Hello | Refused) -> bytes:
@@ -39,7 +43,11 @@ def answer(frame: bytes, admit: Admit, certified: str | None) -> tuple[Hello, He
         )
     if certified is not None and certified != f"node_{head.node}":
         return Refused(f"you say that you are node_{head.node}, your certificate is {certified}'s")
-    reply = admit(head)
+    try:
+        reply = admit(head)
+    except Exception as error:
+        _log.exception("failed to answer node_%d", head.node)
+        return Refused(f"this node failed to answer: {error!r}")
     return reply if isinstance(reply, Refused) else (head, reply)
 
 

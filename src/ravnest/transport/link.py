@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from ravnest.errors import LinkClosedError, WireError
 from ravnest.transport.base import LinkDelay, LinkHandler
 from ravnest.transport.meter import DelayMeter
-from ravnest.wire.control import Ack, Control, Echo, Probe, decode_control, encode_control
+from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
 from ravnest.wire.envelope import Buffer, Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, Assembler, encode_parts, largest_frame
 from ravnest.wire.messages import Goodbye, Hello, Message
@@ -72,6 +72,7 @@ class FrameLink:
         self._closing = False
         self._ended = False
         self._goodbye = False
+        self._peer_closed = False
         self._failure: str | None = None
         self._done = threading.Event()
         self._flushes: dict[int, _Flush] = {}
@@ -132,6 +133,14 @@ class FrameLink:
 
     # For the owner of the pipe.
 
+    def introduce(self, on_link: Callable[[FrameLink], None]) -> None:
+        """Show the link to those who serve, before anything is received."""
+        try:
+            on_link(self)
+        except Exception as error:
+            _log.exception("node_%d does not know what to do with %r", self.local.node, self)
+            self.fail(f"node_{self.local.node} failed to take the link: {error!r}")
+
     def batches(self) -> Iterator[bytes]:
         """What is to be sent, in order: runs of whole frames, of about a chunk each.
 
@@ -152,7 +161,9 @@ class FrameLink:
                 yield joined
                 del joined
         if batch:
-            yield b"".join(batch)
+            joined = b"".join(batch)
+            self.sent_bytes += len(joined)
+            yield joined
 
     def received(self, data: bytes) -> None:
         """A batch has arrived."""
@@ -170,8 +181,11 @@ class FrameLink:
         except WireError as error:
             self.fail(f"node_{self.peer.node} sent something unreadable: {error}")
 
-    def ended(self, reason: str) -> None:
-        """Nothing more can arrive; the handler hears of it unless the link was meant to end."""
+    def ended(self, detail: str) -> None:
+        """Nothing more can arrive; the handler hears of it unless the link was meant to end.
+
+        ``detail`` is what the network says; it is of interest if the peer did not.
+        """
         with self._lock:
             if self._ended:
                 return
@@ -183,11 +197,16 @@ class FrameLink:
         self._queue.put(_Mark.END)
         try:
             if lost:
-                self._handler.on_lost(self, self._failure or reason)
+                self._handler.on_lost(self, self._failure or self._reason(detail))
         except Exception:
             _log.exception("the handler of %r failed when it was lost", self)
         finally:
+            self._reader = None  # identifiers of threads are used again
             self._done.set()
+
+    def _reason(self, detail: str) -> str:
+        name = f"node_{self.peer.node}"
+        return f"{name} closed the link" if self._peer_closed else f"lost {name}: {detail}"
 
     def fail(self, reason: str) -> None:
         """Lose the link, for a reason on this side."""
@@ -201,8 +220,11 @@ class FrameLink:
             if self._queue.empty():
                 yield []
             item = self._queue.get()
+            if self._ended:
+                return
             yield from self._control_frames()
             if item is _Mark.END:
+                yield encode_control(Closing())
                 return
             if isinstance(item, Probe):
                 yield encode_control(item)
@@ -230,7 +252,7 @@ class FrameLink:
         if isinstance(message.head, Goodbye):
             self._goodbye = True
         count = self._meter.message_arrived(time.perf_counter())
-        if count is not None:
+        if count is not None and len(self._controls) < _MOST_CONTROLS // 2:
             self._controls.append(Ack(count))  # it travels with what the handler sends
         try:
             self._handler.on_message(self, message)
@@ -244,6 +266,8 @@ class FrameLink:
         match control:
             case Probe(token):
                 self._control(Echo(token))
+            case Closing():
+                self._peer_closed = True
             case Ack(count):
                 self._meter.ack_arrived(count, time.perf_counter())
             case Echo(token) if token >= _FIRST_FLUSH:

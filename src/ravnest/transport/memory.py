@@ -151,7 +151,7 @@ class _Wire:
 
     def start(self, near: FrameLink, far: FrameLink, on_link: Callable[[Link], None]) -> None:
         self._links = (near, far)
-        on_link(far)
+        far.introduce(on_link)
         for source, target, pipe in ((near, far, self._pipes[0]), (far, near, self._pipes[1])):
             for work in (self._write, self._read):
                 link = source if work == self._write else target
@@ -184,4 +184,4 @@ class _Wire:
             if self._cut.is_set():
                 break
         self.cut(None)
-        link.ended(self._reason or f"node_{link.peer.node} closed the link")
+        link.ended(self._reason or "the other end is gone")

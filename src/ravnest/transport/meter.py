@@ -1,11 +1,13 @@
 """What a link costs, from the times at which things left and were answered. Pure: time is an argument.
 
 The round trip is the smallest of the last few: a probe that waited behind data says nothing about the
-network. A message counts from ``send`` to its arrival, with the wait in the queue.
+network. What a message takes beyond that is how long the link was busy with it: from when it was sent,
+or from when the link was free of the one before, so that the wait in the queue does not count.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 from collections import deque
@@ -28,7 +30,8 @@ class DelayMeter:
         self._lock = threading.Lock()
         self._sent = 0
         self._under_way: deque[tuple[int, float]] = deque(maxlen=_UNANSWERED)
-        self._answered = deque[float](maxlen=_REMEMBERED)
+        self._busy = deque[float](maxlen=_REMEMBERED)
+        self._left = -math.inf
         self._round_trips = deque[float](maxlen=_REMEMBERED // 2)
         self._probes = 0
         self._probe: tuple[int, float] | None = None
@@ -65,10 +68,14 @@ class DelayMeter:
     def ack_arrived(self, count: int, now: float) -> None:
         """The peer has got ``count`` messages, the last of them half a round trip ago."""
         with self._lock:
+            sent = []
             while self._under_way and self._under_way[0][0] <= count:
-                number, sent = self._under_way.popleft()
-                if number == count:
-                    self._answered.append(now - sent)
+                sent.append(self._under_way.popleft()[1])
+            if not sent:
+                return
+            left = now - min(self._round_trips, default=0.0)
+            self._busy.append(max(left - max(sent[0], self._left), 0.0) / len(sent))
+            self._left = left
 
     def message_arrived(self, now: float) -> int | None:
         """A message came; the count to acknowledge, if it is time to."""
@@ -83,9 +90,8 @@ class DelayMeter:
         """The figures so far."""
         with self._lock:
             round_trip = min(self._round_trips, default=0.0)
-            if not self._answered:
-                return LinkDelay(round_trip, round_trip / 2)
-            return LinkDelay(round_trip, max(statistics.median(self._answered) - round_trip / 2, 0.0))
+            busy = statistics.median(self._busy) if self._busy else 0.0
+            return LinkDelay(round_trip, round_trip / 2 + busy, busy)
 
     def _new_probe(self, now: float) -> int:
         self._probes += 1

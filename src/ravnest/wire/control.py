@@ -26,7 +26,11 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag=2):
     count: int
 
 
-Control = Probe | Echo | Ack
+class Closing(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The last frame of a link that is closed; without it, the connection broke."""
+
+
+Control = Probe | Echo | Ack | Closing
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)

@@ -63,9 +63,12 @@ class StageTiming(msgspec.Struct, frozen=True, array_like=True):
     backward: float
     step: float
     to_next: float
-    """On the link to the stage behind; 0 at the last."""
+    """On the link to the stage behind, without waiting; 0 at the last."""
+    to_next_busy: float
+    """How long that link is taken by one micro-batch."""
     to_previous: float
-    """On the link to the stage before; 0 at the first."""
+    """On the link to the stage before, without waiting; 0 at the first."""
+    to_previous_busy: float
 
 
 class Forward(Head, frozen=True):

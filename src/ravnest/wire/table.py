@@ -5,6 +5,7 @@ A peer's table is checked against the limits before any memory is allocated for 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +15,7 @@ from ravnest.wire.codecs import codec_named
 from ravnest.wire.layout import DTYPES, Layout, is_dense, plain_strides
 from ravnest.wire.messages import AnyHead
 
-_LARGEST_STRIDE = 1 << 48
+_LARGEST = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,7 @@ def layouts(opening: Opening, limits: Limits) -> dict[str, Layout]:
 
 
 def _memory(layout: Layout) -> int:
-    size = layout.dtype.itemsize
-    for length in layout.shape:
-        size *= length
-    return size
+    return layout.dtype.itemsize * math.prod(layout.shape)
 
 
 def _layout(entry: TensorEntry, limits: Limits) -> Layout:
@@ -127,14 +125,16 @@ def _layout(entry: TensorEntry, limits: Limits) -> Layout:
         raise WireError(f"{name!r} has the unknown dtype {entry.dtype!r}")
     if len(entry.shape) > limits.max_dimensions:
         raise WireError(f"{name!r} has {len(entry.shape)} dimensions, over {limits.max_dimensions}")
-    if any(not 0 <= size < _LARGEST_STRIDE for size in entry.shape):
+    # With the zeros left out: torch multiplies the others, even where there are no elements.
+    elements = math.prod(size or 1 for size in entry.shape)
+    if elements >= _LARGEST or any(size < 0 for size in entry.shape):
         raise WireError(f"{name!r} has the impossible shape {list(entry.shape)}")
     strides = entry.strides
     if strides is None:
         strides = plain_strides(entry.shape)
     elif len(strides) != len(entry.shape) or not is_dense(entry.shape, strides):
         raise WireError(f"{name!r} has strides {list(strides)} that do not fit {list(entry.shape)}")
-    if any(not 0 <= stride < _LARGEST_STRIDE for stride in strides):
+    if any(not 0 <= stride < _LARGEST for stride in strides):
         raise WireError(f"{name!r} has the impossible strides {list(strides)}")
     layout = Layout(dtype, entry.shape, strides)
     due = codec_named(entry.codec).nbytes(layout)

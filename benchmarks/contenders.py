@@ -1,0 +1,243 @@
+"""The processes that pipelines are raced with: they train for as long as they are told to.
+
+    python contenders.py ravnest|torch|single '<settings as JSON>'
+
+A process that measures reads one number a line, the seconds to train for, and answers each with a
+``Rate`` as JSON. Between two lines it idles, so that contenders can take turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from workloads import NODE_DATA, WORKLOADS, Endless, Workload, loss_of
+
+from ravnest import Node, Trainer
+from ravnest.store.bundle import load_module
+from ravnest.store.nodefile import read_node
+
+WARM_SHARE = 0.25
+"""Of the time that is not measured: the pipeline fills."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a process measured, ramp-up and drain left out."""
+
+    samples: float
+    """A second."""
+    window: int = 1
+    staleness: float = 0.0
+    """Median, at the Root."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a process is told."""
+
+    workload: str
+    folder: str
+    name: str = ""
+    """Of the node; for torch it says which stage to load."""
+    store: str = ""
+    """torch: ``host:port`` of rank 0."""
+    device: str = "lo"
+    """torch: the network device to use."""
+    schedule: str = "async"
+
+    def work(self) -> Workload:
+        """The workload itself."""
+        return WORKLOADS[self.workload]
+
+
+def _orders() -> Iterator[float]:
+    for line in sys.stdin:
+        yield float(line)
+
+
+def _answer(rate: Rate) -> None:
+    print(json.dumps(asdict(rate)), flush=True)
+
+
+class Clock:
+    """When how many samples were done."""
+
+    def __init__(self, seconds: float) -> None:
+        now = time.perf_counter()
+        self._warm = now + WARM_SHARE * seconds
+        self._end = now + seconds
+        self._first: tuple[float, int] | None = None
+        self._last = (now, 0)
+
+    @property
+    def over(self) -> bool:
+        """Whether it is time to stop."""
+        return time.perf_counter() >= self._end
+
+    def mark(self, done: int) -> None:
+        """So many are done now."""
+        now = time.perf_counter()
+        if now >= self._warm and done > self._last[1]:
+            self._last = (now, done)
+            self._first = self._first or self._last
+
+    def rate(self) -> float:
+        """Between the first mark after warming up and the last."""
+        if self._first is None or self._first == self._last:
+            return 0.0
+        (t0, n0), (t1, n1) = self._first, self._last
+        return (n1 - n0) / (t1 - t0)
+
+
+class Racing(Trainer):
+    """The Root trains as ordered; the others follow."""
+
+    def __init__(self, node: Node, loader: Endless, samples: int) -> None:
+        super().__init__(node, train_loader=loader)
+        self._samples = samples
+
+    def prelim_checks(self) -> None:
+        """Work until the Root is done; an endless loader has no length to look at."""
+        if not self.node.is_root:
+            self._finish_call()
+
+    def train(self) -> None:
+        """Once, over all orders."""
+        self.prelim_checks()
+        if self.node.is_root:
+            for seconds in _orders():
+                _answer(self._run(seconds))
+
+    def _run(self, seconds: float) -> Rate:
+        state, clock = self.node.session.line.state, Clock(seconds)
+        begin, staleness = state.done, []
+        for batch in self.train_loader:
+            self.node.forward_compute(batch[0])
+            clock.mark((state.done - begin) * self._samples)
+            staleness.append(state.staleness)
+            if clock.over:
+                break
+        self.node.wait_for_backwards()
+        return Rate(clock.rate(), state.window, statistics.median(staleness))
+
+
+def ravnest(seat: Seat) -> None:
+    """One node."""
+    work = seat.work()
+    loader = work.loader()
+    with Node(
+        seat.name,
+        optimizer=torch.optim.AdamW,
+        optimizer_params={"lr": 1e-4},
+        criterion=loss_of,
+        update_frequency=work.update_frequency,
+        labels=loader,
+        schedule=seat.schedule,
+        folder=Path(seat.folder) / NODE_DATA,
+        loss_filename=Path(seat.folder) / "losses.txt",
+        progress=False,
+    ) as node:
+        Racing(node, loader, work.samples).train()
+
+
+class _Plain(nn.Module):
+    """A stage that gives a tensor where it has only one output, as torch's pipelines want it."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Outputs as torch's pipelines want them."""
+        outputs = self.stage(*inputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def pipelining(seat: Seat) -> None:
+    """One rank of torch's Schedule1F1B on gloo, with the stage that Ravnest's node has."""
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: PLC0415
+
+    place = read_node(Path(seat.folder) / NODE_DATA, seat.name)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = seat.store.rsplit(":", 1)
+    os.environ["GLOO_SOCKET_IFNAME"] = seat.device
+    hour = timedelta(hours=1)
+    dist.init_process_group("gloo", rank=place.stage, world_size=place.stages, timeout=hour)
+    module = load_module(Path(seat.folder) / NODE_DATA / place.bundle, place.sha256).train()
+    work = seat.work()
+    stage = PipelineStage(_Plain(module), place.stage, place.stages, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, work.update_frequency, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    batches = work.loader().many(work.update_frequency)
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        first, last = place.stage == 0, place.stage == place.stages - 1
+        losses: list[torch.Tensor] = []
+        arguments: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
+        schedule.step(*([inputs] if first else []), **arguments, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    samples, seconds_a_step = work.samples * work.update_frequency, 0.0
+    orders = _orders() if place.stage == 0 else itertools.repeat(0.0)
+    for seconds in orders:
+        # All ranks must agree on the number of steps, and asking at each step would slow it down.
+        wanted = max(4, round(seconds / seconds_a_step)) if seconds_a_step else 4
+        count = torch.tensor([wanted])
+        dist.broadcast(count, 0)
+        if not int(count):
+            break
+        clock, began = Clock(seconds), time.perf_counter()
+        for number in range(int(count)):
+            step()
+            clock.mark((number + 1) * samples)
+        seconds_a_step = (time.perf_counter() - began) / int(count)
+        if place.stage == 0:
+            _answer(Rate(clock.rate(), place.stages))
+    if place.stage == 0:
+        dist.broadcast(torch.tensor([0]), 0)
+    dist.destroy_process_group()
+
+
+def single(seat: Seat) -> None:
+    """The unsplit model in one process."""
+    work = seat.work()
+    model, loader = work.model().train(), work.loader()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for seconds in _orders():
+        clock = Clock(seconds)
+        for number, (inputs, targets) in enumerate(loader, 1):
+            loss_of(model(inputs), targets).backward()
+            if number % work.update_frequency == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                clock.mark(number * work.samples)
+                if clock.over:
+                    break
+        _answer(Rate(clock.rate()))
+
+
+CONTENDERS = {"ravnest": ravnest, "torch": pipelining, "single": single}
+
+
+def main() -> None:
+    """Take a seat."""
+    torch.set_num_threads(1)
+    CONTENDERS[sys.argv[1]](Seat(**json.loads(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Samples a second of real pipelines: one process for each stage, one thread each.
+
+Three contenders train the same weights on the same batches: Ravnest's nodes, torch's own pipeline
+schedule (`torch.distributed.pipelining.Schedule1F1B` on gloo) with the very same stages, and the
+unsplit model in one process. Ravnest is at its defaults (async, window of its own choice). Against
+torch both have the same micro-batches and the same number of them in an update. Contenders take
+turns, start-up is left out, and the figures are medians of ratios of neighbours. In namespaces each
+process has a link of its own to a switch, limited to 100 Mbit/s each way (veth and tbf); Ravnest's
+traffic is encrypted there, gloo's is not. Run as a script it prints its report; arguments choose
+tables (`single`, `loopback`, `links`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from contenders import Rate, Seat
+from lan import Lan, possible
+from workloads import DIGITS, MLP, SMALL_GPT, Workload, free_addresses
+
+STAGES = 3
+REPETITIONS = int(os.environ.get("RAVNEST_BENCH_REPETITIONS", "7"))
+SECONDS = float(os.environ.get("RAVNEST_BENCH_SECONDS", "6"))
+MEGABITS = 100
+PORT = 29700
+_CONTENDERS = Path(__file__).with_name("contenders.py")
+_PATIENCE = 20.0
+
+
+class Team:
+    """The processes of one contender; the first of them measures."""
+
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._processes = [
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE if first else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if first else subprocess.DEVNULL,
+                text=True,
+            )
+            for first, command in zip([True, *[False] * len(commands)], commands, strict=False)
+        ]
+
+    def run(self, seconds: float) -> Rate:
+        """Train for so long."""
+        first = self._processes[0]
+        assert first.stdin is not None
+        assert first.stdout is not None
+        print(seconds, file=first.stdin, flush=True)
+        line = first.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{first.args!r} ended with code {first.wait()}")
+        return Rate(**json.loads(line))
+
+    def close(self) -> None:
+        """Let them end; kill those that do not."""
+        first = self._processes[0]
+        assert first.stdin is not None
+        first.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@dataclass(frozen=True)
+class Race:
+    """The figures of two contenders, repetition by repetition."""
+
+    ravnest: list[Rate]
+    other: list[Rate]
+
+    @property
+    def ratio(self) -> float:
+        """Median of the ratios of neighbours, which saw the same machine."""
+        pairs = zip(self.ravnest, self.other, strict=True)
+        return statistics.median(a.samples / b.samples for a, b in pairs)
+
+    def row(self, name: str, required: float) -> str:
+        """As a line of a table."""
+        rates = [statistics.median(r.samples for r in side) for side in (self.ravnest, self.other)]
+        ratios = [a.samples / b.samples for a, b in zip(self.ravnest, self.other, strict=True)]
+        window = statistics.median(r.window for r in self.ravnest)
+        staleness = statistics.median(r.staleness for r in self.ravnest)
+        return (
+            f"| {name} | {rates[0]:.0f} | {rates[1]:.0f} | **{self.ratio:.2f}** | {min(ratios):.2f} to "
+            f"{max(ratios):.2f} | {required:.1f} | {window:.0f} | {staleness:.0f} |"
+        )
+
+
+@contextmanager
+def _team(contender: str, seats: Sequence[Seat], lan: Lan | None = None) -> Iterator[Team]:
+    commands = [
+        [
+            *([] if lan is None else lan.inside(place)),
+            sys.executable,
+            str(_CONTENDERS),
+            contender,
+            json.dumps(asdict(seat)),
+        ]
+        for place, seat in enumerate(seats)
+    ]
+    team = Team(commands)
+    try:
+        yield team
+    finally:
+        team.close()
+
+
+def race(work: Workload, other: str, lan: Lan | None = None) -> Race:
+    """Let Ravnest and another contender train in turns."""
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        if lan is None:
+            addresses, store = free_addresses(STAGES), free_addresses(1)[0]
+            names = work.form(folder, addresses)
+        else:
+            addresses = [f"{host}:{PORT}" for host in lan.hosts]
+            store = f"{lan.hosts[0]}:{PORT + 1}"
+            names = work.form(folder, addresses, MEGABITS)
+        device = "lo" if lan is None else lan.device
+        seats = [Seat(work.name, scratch, name, store, device) for name in names]
+        # A node has the address of its number: it sits where that is.
+        order = [int(name.removeprefix("node_")) for name in names]
+        assert lan is None or order == sorted(order), "the Root is node_0 in a pool of equals"
+        teams = [
+            stack.enter_context(_team("ravnest", seats, lan)),
+            stack.enter_context(_team(other, seats if other == "torch" else seats[:1], lan)),
+        ]
+        found: list[list[Rate]] = [[], []]
+        for team in teams:
+            team.run(SECONDS)  # to warm up, and for Ravnest to choose its window
+        for repetition in range(REPETITIONS):
+            for which in (0, 1) if repetition % 2 else (1, 0):
+                found[which].append(teams[which].run(SECONDS))
+            print(work.name, *(f"{side[-1].samples:.0f}" for side in found), file=sys.stderr, flush=True)
+    return Race(*found)
+
+
+_HEAD = (
+    "| model | Ravnest, samples/s | {}, samples/s | ratio | all | required | W | staleness |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def _single() -> str:
+    title = "Three nodes on loopback against one process with one thread:"
+    return f"{title}\n\n{_HEAD.format('one process')}\n{race(DIGITS, 'single').row(DIGITS.name, 0.5)}"
+
+
+def _loopback() -> str:
+    rows = [race(work, "torch").row(work.name, 1.0) for work in (MLP, SMALL_GPT)]
+    title = (
+        f"Three stages on loopback against Schedule1F1B, {MLP.update_frequency} micro-batches an update:"
+    )
+    return "\n".join([f"{title}\n\n{_HEAD.format('1F1B')}", *rows])
+
+
+def _links() -> str:
+    if not possible():
+        return f"Links of {MEGABITS} Mbit/s were not measured: that needs root and iproute2."
+    rows = []
+    for work in (MLP, SMALL_GPT):
+        with Lan(STAGES, MEGABITS) as lan:
+            rows.append(race(work, "torch", lan).row(work.name, 1.2))
+    title = f"The same in network namespaces with links of {MEGABITS} Mbit/s:"
+    return "\n".join([f"{title}\n\n{_HEAD.format('1F1B')}", *rows])
+
+
+TABLES = {"single": _single, "loopback": _loopback, "links": _links}
+
+
+def measure(tables: Sequence[str] = tuple(TABLES)) -> str:
+    """The report, as Markdown."""
+    return "\n\n".join(TABLES[table]() for table in tables)
+
+
+if __name__ == "__main__":
+    print(measure(sys.argv[1:] or tuple(TABLES)))

@@ -1,0 +1,186 @@
+"""What pipelines are raced with: models, endless batches, and their stages on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ravnest import clusterize, set_seed
+
+NODE_DATA = "node_data"
+_BATCHES = 8
+"""Different batches of a loader, again and again."""
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the training that it is raced with."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    """Inputs and targets of one micro-batch."""
+    update_frequency: int
+    """Micro-batches an update."""
+
+    @property
+    def samples(self) -> int:
+        """In one micro-batch."""
+        return len(self.batch()[0])
+
+    def model(self) -> nn.Module:
+        """The same weights at each call."""
+        set_seed(1)
+        return self.make()
+
+    def loader(self) -> Endless:
+        """The same batches at each call."""
+        torch.manual_seed(2)
+        return Endless([self.batch() for _ in range(_BATCHES)])
+
+    def form(self, folder: Path, addresses: Sequence[str], bandwidth: float = 1000) -> list[str]:
+        """Split the model for a node at each address; their names, Root first."""
+        node_data = folder / NODE_DATA
+        node_data.mkdir(parents=True)
+        benchmarks = {"ram": 4, "bandwidth": bandwidth}
+        configs = {
+            str(i): {"IP": address, "benchmarks": benchmarks} for i, address in enumerate(addresses)
+        }
+        (node_data / "node_configs.json").write_text(json.dumps(configs), encoding="utf-8")
+        model = self.model()
+        with contextlib.redirect_stdout(io.StringIO()):
+            plan = clusterize(
+                model,
+                (self.batch()[0],),
+                clusters=1,
+                update_frequency=self.update_frequency,
+                folder=node_data,
+            )
+        return [f"node_{stage.node.id}" for stage in plan.clusters[0].stages]
+
+
+class Endless:
+    """A loader that never ends; each iteration begins anew."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.cycle(self._batches)
+
+    def many(self, count: int) -> Iterator[Batch]:
+        """The same batches, ``count`` joined to one."""
+        while True:
+            for start in range(0, len(self._batches), count):
+                taken = list(itertools.islice(itertools.cycle(self._batches), start, start + count))
+                yield torch.cat([x for x, _ in taken]), torch.cat([y for _, y in taken])
+
+
+def loss_of(output: torch.Tensor, targets: Any) -> torch.Tensor:
+    """Cross entropy over all places; takes targets, or a batch that ends with them."""
+    if isinstance(targets, list | tuple):
+        targets = targets[-1]
+    return nn.functional.cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
+def free_addresses(count: int) -> list[str]:
+    """On loopback; nobody listens there just now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP of four times the width."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix places, then channels."""
+        batch, length, width = x.shape
+        shape = (batch, length, self.heads, width // self.heads)
+        q, k, v = (t.reshape(shape).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A decoder with weights of its own at both ends: torch's pipelines have no tied ones."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, length: int, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token at each place."""
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def mlp() -> nn.Module:
+    """Six linear layers: 512 wide outside, 2048 inside."""
+    widths = [512, *[2048] * 5, 512]
+    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def small_gpt() -> nn.Module:
+    """Six layers of 256."""
+    return GPT(vocabulary=512, width=256, layers=6, length=64)
+
+
+def digits() -> nn.Module:
+    """The model of the demo."""
+    folder = str(Path(__file__).resolve().parent.parent / "examples" / "digits")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    from model import DigitsCNN  # noqa: PLC0415
+
+    return DigitsCNN()
+
+
+def _classes(shape: tuple[int, ...], classes: int) -> Batch:
+    return torch.rand(shape), torch.randint(0, classes, shape[:1])
+
+
+def _text(batch: int, length: int, vocabulary: int) -> Batch:
+    text = torch.randint(0, vocabulary, (batch, length + 1))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+DIGITS = Workload("digits CNN, batch 64", digits, lambda: _classes((64, 1, 8, 8), 10), 1)
+MLP = Workload("6-layer MLP 512/2048, batch 64", mlp, lambda: _classes((64, 512), 512), 8)
+SMALL_GPT = Workload("GPT, 6 layers of 256, batch 8 x 64", small_gpt, lambda: _text(8, 64, 512), 8)
+WORKLOADS = {w.name: w for w in (DIGITS, MLP, SMALL_GPT)}

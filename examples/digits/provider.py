@@ -1,0 +1,42 @@
+"""What every provider runs: ``python provider.py node_0``, on each node with its own name."""
+
+import sys
+
+import torch
+from model import loaders
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ravnest import Node, Trainer, set_seed
+
+set_seed(42)
+
+
+def preprocess_dataset() -> tuple[DataLoader, DataLoader]:
+    """Training and validation data, in the same order on every node."""
+    return loaders()
+
+
+if __name__ == "__main__":
+    train_loader, val_loader = preprocess_dataset()
+
+    node = Node(
+        name=sys.argv[1],
+        optimizer=torch.optim.AdamW,
+        optimizer_params={"lr": 3e-3},
+        criterion=nn.CrossEntropyLoss(),
+        labels=train_loader,
+        test_labels=val_loader,
+    )
+
+    trainer = Trainer(
+        node=node,
+        train_loader=train_loader,
+        val_loader=val_loader,
+        val_freq=5,
+        epochs=20,
+        save=True,
+    )
+
+    trainer.train()
+    trainer.evaluate()

@@ -1,0 +1,1 @@
+"""What a provider's machine does around its nodes: which live here, starting and ending them."""

@@ -1,0 +1,374 @@
+"""Real processes of small scripts: what is shown, how they end, and that none is left behind."""
+
+import io
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ravnest.errors import LaunchError, StageFormatError
+from ravnest.provider.launch import Output, launch, nodes_here, own_hosts, thread_shares
+from ravnest.provider.processes import Command, run_together
+from ravnest.provider.supervision import Supervision
+from ravnest.store.nodefile import CertificateFiles, NodeFile, read_nodes, write_node
+from ravnest.types import Role
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60
+"""After which something hangs; nothing here takes so long."""
+
+STAYS = """
+import signal, sys, threading
+{setup}
+print("ready", flush=True)
+threading.Event().wait({seconds})
+"""
+
+
+def place(number: int, address: str, stages: int = 3) -> NodeFile:
+    return NodeFile(
+        plan="plan",
+        node=number,
+        cluster=0,
+        stage=number,
+        stages=stages,
+        role=Role.at(number, stages),
+        address=address,
+        previous=None,
+        next=None,
+        rings=(),
+        bundle="cluster_0",
+        sha256="",
+        seed=0,
+        in_flight=2,
+        in_flight_limit=4,
+        update_frequency=1,
+        certificates=CertificateFiles("a", "b", "c"),
+    )
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with three nodes of this machine."""
+    for number in range(3):
+        write_node(tmp_path / "node_data", place(number, f"127.0.0.1:{8080 + number}"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "provider.py"
+    path.write_text(text)
+    return path
+
+
+def launched(*args: object, **kwargs: object) -> tuple[int, list[str]]:
+    console = Console(file=io.StringIO(), width=200)
+    code = launch(*args, console=console, **kwargs)  # type: ignore[arg-type]
+    return code, console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+# What is started
+
+
+def test_every_node_runs_the_script_with_its_name_and_the_arguments(project: Path) -> None:
+    path = script(project, "import sys, os\nprint(*sys.argv[1:])\nprint('err', file=sys.stderr)")
+    code, lines = launched(path, ["--epochs", "3"])
+    assert code == 0
+    for number in range(3):
+        name = f"node_{number}"
+        assert f"{name} | {name} --epochs 3" in lines
+        assert f"{name} | err" in lines
+
+
+def test_nodes_run_in_the_given_folder(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    path = script(project, "import os\nprint(os.getcwd())")
+    _, lines = launched("provider.py", work="work")
+    assert f"node_0 | {tmp_path / 'work'}" in lines
+    assert path.exists()
+
+
+def test_only_nodes_of_this_machine_are_started() -> None:
+    hosts = frozenset({"127.0.0.1", "10.0.0.5", "fe80::1"})
+    addresses = [
+        "127.0.0.1:1",
+        "127.0.0.9:1",
+        "localhost:1",
+        "0.0.0.0:1",
+        "[::]:1",
+        "[::1]:1",
+        "10.0.0.5:1",
+        "[fe80::1]:1",
+        "10.0.0.6:1",
+        "[fe80::2]:1",
+        "nowhere.invalid:1",
+    ]
+    here = nodes_here([place(n, address, 11) for n, address in enumerate(addresses)], hosts)
+    assert [node.node for node in here] == list(range(8))
+
+
+def test_the_addresses_of_this_machine_are_known() -> None:
+    assert "127.0.0.1" in own_hosts()
+    assert not any("%" in host for host in own_hosts())
+
+
+@pytest.mark.parametrize(
+    ("environment", "nodes", "cores", "expected"),
+    [
+        ({}, 3, 8, {"OMP_NUM_THREADS": "2"}),
+        ({}, 3, 2, {"OMP_NUM_THREADS": "1"}),
+        ({}, 1, 8, {}),
+        ({"OMP_NUM_THREADS": "5"}, 3, 8, {}),
+    ],
+)
+def test_nodes_of_one_machine_share_its_cores(
+    environment: dict[str, str], nodes: int, cores: int, expected: dict[str, str]
+) -> None:
+    assert thread_shares(environment, nodes, cores) == expected
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_the_share_is_said_and_reaches_the_nodes(
+    project: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    _, lines = launched(script(project, "import os\nprint(os.environ['OMP_NUM_THREADS'])"))
+    said = [line for line in lines if "3 nodes share" in line]
+    threads = {line.partition("| ")[2] for line in lines if line.startswith("node_")}
+    if given is None:
+        assert [f"OMP_NUM_THREADS={count} for each" in said[0] for count in threads] == [True]
+    else:
+        assert (said, threads) == ([], {given})
+
+
+# What cannot be started
+
+
+def test_a_missing_script_is_named(project: Path) -> None:
+    with pytest.raises(LaunchError, match=r"no script nothere\.py"):
+        launch("nothere.py")
+
+
+def test_missing_node_data_is_named(project: Path) -> None:
+    script(project, "")
+    with pytest.raises(StageFormatError, match=r"other holds no nodes: run clusterize\(\) first"):
+        launch("provider.py", folder="other")
+
+
+def test_nodes_of_other_machines_only(project: Path) -> None:
+    script(project, "")
+    write_node(project / "far", place(0, "192.0.2.1:8080"))  # an address that nobody has
+    with pytest.raises(LaunchError, match="no node of far has an address of this machine"):
+        launch("provider.py", folder="far")
+
+
+# What is shown
+
+
+def test_names_are_aligned_and_coloured_on_a_terminal() -> None:
+    file = io.StringIO()
+    output = Output(
+        Console(file=file, force_terminal=True, color_system="standard"), ["node_9", "node_10"]
+    )
+    output.show("node_9", "[bold]as written[/]")
+    output.show("node_10", "x")
+    first, second = file.getvalue().splitlines()
+    assert first == "\x1b[36mnode_9  | \x1b[0m[bold]as written[/]"
+    assert second == "\x1b[35mnode_10 | \x1b[0mx"
+
+
+def test_long_lines_stay_whole_and_rewritten_ones_show_their_end(project: Path) -> None:
+    path = script(
+        project, "import sys\nprint('x' * 500)\nprint('10%\\r50%\\r100%\\r')\nprint('é', end='')"
+    )
+    _, lines = launched(path)
+    of_one = [line.partition(" | ")[2] for line in lines if line.startswith("node_1")]
+    assert of_one == ["x" * 500, "100%", "é"]
+
+
+def test_output_comes_as_it_is_written(project: Path) -> None:
+    """The script waits for a file that is made when its first line is shown."""
+    os.mkfifo(project / "gate")
+    text = "import sys\nprint('first')\nopen('gate').read() if sys.argv[1] == 'node_0' else 0\n"
+    path = script(project, text)
+
+    class Gate(io.StringIO):
+        def write(self, text: str) -> int:
+            if "node_0 | first" in text:
+                (project / "gate").write_text("go")
+            return super().write(text)
+
+    assert launch(path, console=Console(file=Gate(), width=200)) == 0
+
+
+def test_a_closed_output_ends_the_nodes() -> None:
+    commands = commands_of({f"node_{n}": stays() for n in range(2)})
+    supervision = Supervision(["node_0", "node_1"])
+
+    def show(name: str, line: str) -> None:
+        raise BrokenPipeError
+
+    run_together(commands, supervision, show, environment=os.environ)
+    assert len(supervision.summary()) == 2
+    assert supervision.exit_code != 0
+
+
+# How they end
+
+
+def commands_of(scripts: dict[str, str]) -> list[Command]:
+    return [Command(name, (sys.executable, "-c", text)) for name, text in scripts.items()]
+
+
+def run(
+    scripts: dict[str, str],
+    *,
+    when_ready: Callable[[], None] = lambda: None,
+    grace: float = SECONDS,
+    patience: float = SECONDS,
+) -> Supervision:
+    """Run scripts to their end; ``when_ready`` is called when all have written ``ready``."""
+    supervision = Supervision(scripts, grace=grace, patience=patience)
+    waiting = set(scripts)
+    lock = threading.Lock()
+
+    def show(name: str, line: str) -> None:
+        with lock:
+            if line == "ready" and name in waiting:
+                waiting.remove(name)
+                if not waiting:
+                    when_ready()
+
+    run_together(commands_of(scripts), supervision, show, environment=os.environ)
+    return supervision
+
+
+def stays(setup: str = "") -> str:
+    return STAYS.format(setup=setup, seconds=SECONDS)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_exit_code_is_the_first_failures(project: Path) -> None:
+    path = script(project, "import sys\nsys.exit(7 if sys.argv[1] == 'node_1' else 0)")
+    code, lines = launched(path)
+    assert code == 7
+    assert lines[-1] == "node_1 failed: exit code 7"
+
+
+def test_one_that_fails_ends_those_that_stay() -> None:
+    supervision = run({"node_0": stays(), "node_1": "raise SystemExit(3)"}, grace=0.1)
+    assert supervision.exit_code == 3
+    assert supervision.summary() == ["node_1 failed: exit code 3", "node_0 failed: ended by SIGTERM"]
+
+
+def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    scripts = {
+        "node_0": stays("signal.signal(signal.SIGTERM, signal.SIG_IGN)"),
+        "node_1": f"print('ready', flush=True)\nopen({str(gate)!r}).read()\nraise SystemExit(3)",
+    }
+    supervision = run(scripts, when_ready=lambda: gate.write_text("") and None, grace=0.1, patience=0.1)
+    assert supervision.summary() == ["node_1 failed: exit code 3", "node_0 failed: ended by SIGKILL"]
+
+
+def test_an_interrupt_reaches_each_once() -> None:
+    counts = (
+        "seen = []\n"
+        "def note(*_):\n"
+        "    seen.append(1)\n"
+        "    threading.Timer(0.2, lambda: __import__('os')._exit(40 + len(seen))).start()\n"
+        "signal.signal(signal.SIGINT, note)"
+    )
+    supervision = run({"node_0": stays(counts), "node_1": stays(counts)}, when_ready=interrupt)
+    assert sorted(supervision.summary()) == [f"node_{n} failed: exit code 41" for n in range(2)]
+
+
+def test_the_second_interrupt_kills() -> None:
+    setup = "def note(*_):\n    print('noted', flush=True)\nsignal.signal(signal.SIGINT, note)"
+    supervision = Supervision(["node_0"], grace=SECONDS)
+
+    def show(name: str, line: str) -> None:
+        if line in {"ready", "noted"}:
+            interrupt()
+
+    run_together(commands_of({"node_0": stays(setup)}), supervision, show, environment=os.environ)
+    assert supervision.summary() == ["node_0 failed: ended by SIGKILL"]
+    assert supervision.exit_code == 128 + signal.SIGKILL
+
+
+def test_signals_mean_what_they_meant_before() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run({"node_0": "pass"})
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_grandchild_that_keeps_the_output_open_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ravnest.provider.processes._OUTPUT_SECONDS", 0.1)
+    text = (
+        "import subprocess, sys\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'],"
+        " stdin=subprocess.PIPE)\n"
+        "import os; os._exit(0)"
+    )
+    assert run({"node_0": text}).exit_code == 0
+
+
+def test_a_program_that_does_not_exist_ends_those_started(tmp_path: Path) -> None:
+    commands = [
+        Command("node_0", (sys.executable, "-c", stays())),
+        Command("node_1", (str(tmp_path / "nothing"),)),
+    ]
+    with pytest.raises(LaunchError, match="node_1 cannot be started"):
+        run_together(
+            commands, Supervision(["node_0", "node_1"]), lambda *_: None, environment=os.environ
+        )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's death")
+def test_nodes_do_not_outlive_a_launcher_that_is_killed(project: Path) -> None:
+    script(project, "import os, threading\nprint(os.getpid())\nthreading.Event().wait(600)")
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", "from ravnest.cli.app import main; main()", "launch", "provider.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    pids: list[int] = []
+    while len(pids) < 3:
+        line = launcher.stdout.readline()
+        assert line, "the launcher has ended"
+        if line.startswith("node_"):
+            pids.append(int(line.partition("| ")[2]))
+    watched = [os.pidfd_open(pid) for pid in pids]
+    launcher.kill()
+    launcher.wait()
+    for descriptor in watched:
+        gone, _, _ = select.select([descriptor], [], [], SECONDS)
+        os.close(descriptor)
+        assert gone, "a node lives on"
+    launcher.stdout.close()
+
+
+def test_node_files_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for number in (10, 9, 2):
+        write_node(tmp_path, place(number, "127.0.0.1:1", 11))
+    (tmp_path / "nodes" / "node_x.json").write_text(json.dumps({}))
+    assert [node.node for node in read_nodes(tmp_path)] == [2, 9, 10]

@@ -1,0 +1,360 @@
+"""What only the real network can do: TLS, dead processes, strangers."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import grpc
+import pytest
+import torch
+from transport_nodes import EVERYWHERE, LOOPBACK, SECONDS, Inbox, Pair, connect, credentials, hello
+
+from ravnest.errors import RefusedError, TransportError, UnreachableError
+from ravnest.transport import grpc_server
+from ravnest.transport.base import Link
+from ravnest.transport.certificates import Authority
+from ravnest.transport.grpc_settings import METHOD
+from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.handshake import hello_frame
+from ravnest.transport.trust import Credentials, dialled, is_loopback
+from ravnest.types import Address
+from ravnest.wire.frames import encode
+from ravnest.wire.messages import BatchId, Forward, Goodbye, Message, Refused, Save
+from ravnest.wire.table import Limits
+
+
+@pytest.fixture
+def made() -> Iterator[list[GrpcTransport]]:
+    transports: list[GrpcTransport] = []
+    yield transports
+    for transport in transports:
+        transport.close()
+
+
+def open_transport(made: list[GrpcTransport], identity: Credentials | None = None) -> GrpcTransport:
+    made.append(GrpcTransport(identity))
+    return made[-1]
+
+
+def message(index: int = 0, count: int = 10) -> Message:
+    return Message(Forward(BatchId("run", 0, 0, index), 1), {"x": torch.randn(count)})
+
+
+def assert_works(pair: Pair) -> None:
+    pair.near.send(message(1, 300_000))
+    pair.far.send(message(2))
+    assert isinstance(pair.far_inbox.next().head, Forward)
+    assert isinstance(pair.near_inbox.next().head, Forward)
+
+
+# Trust.
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.10", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("192.168.1.5", False),
+        ("gpu.example.org", False),
+        ("localhost.example.org", False),
+        ("127.0.0.1.example.org", False),
+    ],
+)
+def test_only_loopback_is_in_the_clear(host: str, loopback: bool) -> None:
+    assert is_loopback(Address(host, 1)) is loopback
+
+
+def test_everywhere_is_dialled_by_loopback() -> None:
+    assert dialled(Address("0.0.0.0", 5)) == Address("127.0.0.1", 5)
+    assert dialled(Address("::", 5)) == Address("127.0.0.1", 5)
+    assert dialled(Address("10.0.0.1", 5)) == Address("10.0.0.1", 5)
+
+
+@pytest.mark.parametrize("expect", [None, 1])
+def test_nodes_of_a_plan_talk_over_tls(
+    made: list[GrpcTransport], authority: Authority, expect: int | None
+) -> None:
+    near = open_transport(made, credentials(authority, 0))
+    far = open_transport(made, credentials(authority, 1))
+    assert_works(connect(near, far, address=EVERYWHERE, expect=expect))
+
+
+def test_without_certificates_only_loopback_will_do(made: list[GrpcTransport]) -> None:
+    transport = open_transport(made)
+    with pytest.raises(TransportError, match="needs certificates"):
+        transport.serve(EVERYWHERE, lambda peer: hello(1), Inbox(), lambda link: None)
+    with pytest.raises(TransportError, match="needs certificates"):
+        transport.dial(Address("10.0.0.1", 80), hello(0), Inbox(), deadline=1)
+
+
+@pytest.fixture
+def guarded(made: list[GrpcTransport], authority: Authority) -> Iterator[tuple[Address, Inbox]]:
+    """node_1 with TLS; at the end it still serves its own."""
+    far, inbox = open_transport(made, credentials(authority, 1)), Inbox()
+    address = far.serve(EVERYWHERE, lambda peer: hello(1), inbox, lambda link: None)
+    yield address, inbox
+    assert inbox.messages.empty()
+    own = open_transport(made, credentials(authority, 0))
+    own.dial(address, hello(0), Inbox(), deadline=SECONDS, expect=1).send(message())
+    inbox.next()
+
+
+def test_a_strangers_certificate_is_refused(
+    made: list[GrpcTransport], guarded: tuple[Address, Inbox], authority: Authority
+) -> None:
+    stranger = credentials(Authority("plan", authority._now), 0)
+    liar = replace(stranger, authority=authority.certificate)  # trusts us; we do not trust it
+    for identity, error in [(stranger, RefusedError), (liar, UnreachableError)]:
+        with pytest.raises(error):
+            open_transport(made, identity).dial(guarded[0], hello(0), Inbox(), deadline=0.5)
+
+
+def test_no_certificate_is_refused(guarded: tuple[Address, Inbox], authority: Authority) -> None:
+    trusting = grpc.ssl_channel_credentials(authority.certificate)
+    with grpc.secure_channel(str(dialled(guarded[0])), trusting) as channel:
+        stream = channel.stream_stream(METHOD)(iter([hello_frame(hello(0))]), timeout=SECONDS)
+        with pytest.raises(grpc.RpcError):
+            next(stream)
+
+
+def test_plaintext_is_refused(made: list[GrpcTransport], guarded: tuple[Address, Inbox]) -> None:
+    with pytest.raises(UnreachableError):
+        open_transport(made).dial(dialled(guarded[0]), hello(0), Inbox(), deadline=0.5)
+
+
+def test_a_node_cannot_be_another(
+    made: list[GrpcTransport], guarded: tuple[Address, Inbox], authority: Authority
+) -> None:
+    two = open_transport(made, credentials(authority, 2))
+    with pytest.raises(RefusedError, match=r"say that you are node_0, your certificate is node_2's"):
+        two.dial(guarded[0], hello(0), Inbox(), deadline=SECONDS)
+
+
+def test_a_server_cannot_be_another_node(made: list[GrpcTransport], authority: Authority) -> None:
+    impostor = open_transport(made, credentials(authority, 2))
+    address = impostor.serve(EVERYWHERE, lambda peer: hello(1), Inbox(), lambda link: None)
+    caller = open_transport(made, credentials(authority, 0))
+    with pytest.raises(RefusedError, match="no certificate of node_1 of this plan"):
+        caller.dial(address, hello(0), Inbox(), deadline=SECONDS, expect=1)
+
+
+def test_tls_caller_at_a_plain_port(made: list[GrpcTransport], authority: Authority) -> None:
+    far = open_transport(made)
+    port = far.serve(LOOPBACK, lambda peer: hello(1), Inbox(), lambda link: None).port
+    caller = open_transport(made, credentials(authority, 0))
+    with pytest.raises(UnreachableError):
+        caller.dial(Address("0.0.0.0", port), hello(0), Inbox(), deadline=0.5)
+
+
+# Strangers who follow no protocol.
+
+
+@pytest.fixture
+def plain(made: list[GrpcTransport]) -> tuple[Address, Inbox, SimpleQueue[Link]]:
+    links: SimpleQueue[Link] = SimpleQueue()
+    inbox = Inbox()
+    address = open_transport(made).serve(LOOPBACK, lambda peer: hello(1), inbox, links.put)
+    return address, inbox, links
+
+
+def raw_stream(
+    address: Address, *frames: bytes
+) -> tuple[grpc.Channel, grpc.Call, SimpleQueue[bytes | None]]:
+    channel = grpc.insecure_channel(str(address))
+    outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+    for frame in frames:
+        outgoing.put(frame)
+    return channel, channel.stream_stream(METHOD)(iter(outgoing.get, None), timeout=SECONDS), outgoing
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (b"hello", "cut short"),
+        (hello_frame(hello(0))[:-1], "says that it has"),
+        (next(iter(encode(Message(Goodbye(0))))), "begins with a Hello, not with Goodbye"),
+        (next(iter(encode(message()))), "over the limit"),
+    ],
+)
+def test_a_first_frame_that_is_no_hello_is_refused(
+    plain: tuple[Address, Inbox, SimpleQueue[Link]], first: bytes, reason: str
+) -> None:
+    channel, stream, outgoing = raw_stream(plain[0], first)
+    answer = b"".join(stream)
+    assert reason.encode() in answer
+    assert b"Refused" in answer
+    outgoing.put(None)
+    channel.close()
+
+
+def test_who_says_nothing_is_sent_away(
+    plain: tuple[Address, Inbox, SimpleQueue[Link]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_server, "HELLO_SECONDS", 0.1)
+    channel, stream, outgoing = raw_stream(plain[0])
+    assert b"no Hello came" in b"".join(stream)
+    outgoing.put(None)
+    channel.close()
+
+
+def test_garbage_on_a_link_loses_it_with_the_reason(
+    plain: tuple[Address, Inbox, SimpleQueue[Link]], made: list[GrpcTransport]
+) -> None:
+    address, inbox, _ = plain
+    for garbage, reason in [
+        (b"garbage", "node_5 sent something unreadable: a frame of 7 bytes is cut short"),
+        (bytes(1000), "no frame of Ravnest"),
+        (next(iter(encode(message())))[:-3] + b"abc", "checksum"),
+    ]:
+        channel, stream, outgoing = raw_stream(address, hello_frame(hello(5)), garbage)
+        assert reason in inbox.loss()
+        with pytest.raises(grpc.RpcError):
+            list(stream)
+        outgoing.put(None)
+        channel.close()
+    link = open_transport(made).dial(address, hello(0), Inbox(), deadline=SECONDS)
+    link.send(message())
+    inbox.next()
+
+
+def test_a_message_over_the_limits_loses_the_link() -> None:
+    near, far = GrpcTransport(), GrpcTransport(limits=Limits(max_message_bytes=1000))
+    pair = connect(near, far)
+    pair.near.send(message(0, 1000))
+    assert "4000 bytes of tensors are over 1000" in pair.far_inbox.loss()
+    assert pair.near_inbox.loss()
+    near.close()
+    far.close()
+
+
+def test_another_service_is_no_node(made: list[GrpcTransport]) -> None:
+    server = grpc.server(grpc_server.DaemonThreads())
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with pytest.raises(UnreachableError, match="no node of Ravnest"):
+        open_transport(made).dial(Address("127.0.0.1", port), hello(0), Inbox(), deadline=0.3)
+    server.stop(None)
+
+
+def test_a_listener_that_never_answers_is_given_up(made: list[GrpcTransport]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("127.0.0.1", silent.getsockname()[1])
+        with pytest.raises(UnreachableError, match="no answer within"):
+            open_transport(made).dial(address, hello(0), Inbox(), deadline=0.5)
+
+
+def test_an_address_of_another_machine_cannot_be_served(
+    made: list[GrpcTransport], authority: Authority
+) -> None:
+    transport = open_transport(made, credentials(authority, 1))
+    with pytest.raises(TransportError, match=r"cannot listen at 192\.0\.2\.1:8080"):
+        transport.serve(Address("192.0.2.1", 8080), lambda peer: hello(1), Inbox(), lambda link: None)
+
+
+def test_closing_ends_a_dial(made: list[GrpcTransport]) -> None:
+    transport = open_transport(made)
+    failed = threading.Event()
+    waiting = threading.Event()
+
+    def dial() -> None:
+        with pytest.raises(UnreachableError):
+            transport.dial(
+                Address("127.0.0.1", 1),
+                hello(0),
+                Inbox(),
+                deadline=600,
+                waiting=lambda reason: waiting.set(),
+            )
+        failed.set()
+
+    threading.Thread(target=dial, daemon=True).start()
+    assert waiting.wait(SECONDS)
+    transport.close()
+    assert failed.wait(SECONDS)
+
+
+def test_a_name_that_does_not_resolve(made: list[GrpcTransport], authority: Authority) -> None:
+    transport = open_transport(made, credentials(authority, 0))
+    with pytest.raises(UnreachableError, match=r"no-such-host\.invalid:80 in 0.5 s"):
+        transport.dial(Address("no-such-host.invalid", 80), hello(0), Inbox(), deadline=0.5)
+
+
+# Processes that die.
+
+
+def _child(control: Connection, port: int | None) -> None:
+    """Serves or dials, and sends without end, so that it dies in the middle of a message."""
+    transport = GrpcTransport()
+    if port is None:
+        links: SimpleQueue[Link] = SimpleQueue()
+        control.send(transport.serve(LOOPBACK, lambda peer: hello(1), Inbox(), links.put).port)
+        link = links.get(timeout=SECONDS)
+    else:
+        link = transport.dial(Address("127.0.0.1", port), hello(1), Inbox(), deadline=SECONDS)
+    tensor = torch.randn(1_000_000)
+    while True:
+        link.send(Message(Save("run"), {"x": tensor}))
+        link.flush(SECONDS)
+
+
+@pytest.mark.parametrize("dials", [False, True], ids=["the server dies", "the caller dies"])
+def test_a_killed_peer_is_noticed(made: list[GrpcTransport], dials: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    inbox, transport = Inbox(), open_transport(made)
+    port = None
+    if dials:
+        port = transport.serve(LOOPBACK, lambda peer: hello(0), inbox, lambda link: None).port
+    child = context.Process(target=_child, args=(there, port), daemon=True)
+    child.start()
+    if not dials:
+        transport.dial(Address("127.0.0.1", here.recv()), hello(0), inbox, deadline=60)
+    inbox.messages.get(timeout=60)
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    assert "lost node_1: " in inbox.lost.get(timeout=9)  # before keep-alive would have noticed
+    child.join(SECONDS)
+
+
+FORGETFUL = """
+from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.wire.messages import Message, Save
+from transport_nodes import connect
+pair = connect(GrpcTransport(), GrpcTransport())
+pair.near.send(Message(Save("run")))
+pair.far_inbox.next()
+"""
+
+
+def test_a_program_that_forgets_to_close_ends() -> None:
+    folder = os.path.dirname(__file__)  # noqa: PTH120
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])}
+    subprocess.run([sys.executable, "-c", FORGETFUL], env=environment, timeout=60, check=True)
+
+
+def test_a_forked_child_does_not_disturb_the_link(made: list[GrpcTransport]) -> None:
+    """Data loaders fork workers while links are open."""
+    pair = connect(open_transport(made), open_transport(made))
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(SECONDS)
+    assert child.exitcode == 0
+    assert_works(pair)
+
+
+def test_refusals_have_a_size() -> None:
+    assert len(hello_frame(Refused("x" * 1000))) < 1200

@@ -1,0 +1,144 @@
+"""A link without a network: what it sends, and what it makes of what arrives."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from transport_nodes import SECONDS, Inbox, hello
+
+from ravnest.errors import LinkClosedError
+from ravnest.transport.link import FrameLink
+from ravnest.wire.control import Closing, Echo, Probe, decode_control, encode_control
+from ravnest.wire.envelope import Kind, split, unseal
+from ravnest.wire.frames import CHUNK_BYTES, Assembler, encode
+from ravnest.wire.messages import BatchId, Forward, Message
+
+
+class Bench:
+    """A link, and whether it hung up."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        self.hung_up = threading.Event()
+        self.link = FrameLink(hello(0), hello(1), self.inbox, self.hung_up.set)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def message(index: int, count: int = 10) -> Message:
+    return Message(Forward(BatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
+
+
+def frame(index: int) -> bytes:
+    return b"".join(encode(message(index)))
+
+
+def control(*controls: Probe | Echo | Closing) -> bytes:
+    return b"".join(part for each in controls for part in map(bytes, encode_control(each)))
+
+
+def kinds(batch: bytes) -> list[Kind]:
+    return [unseal(part, len(batch)).kind for part in split(batch)]
+
+
+def test_what_is_queued_travels_together_and_probes_go_first(bench: Bench) -> None:
+    for index in range(10):
+        bench.link.send(message(index))
+    batch = next(bench.link.batches())
+    assert kinds(batch) == [Kind.CONTROL] + 10 * [Kind.OPENING]
+    assert bench.link.sent_bytes == len(batch)
+
+
+def test_batches_have_about_the_size_of_a_chunk(bench: Bench) -> None:
+    for index in range(40):
+        bench.link.send(message(index, 60_000))
+    batches = list(itertools.islice(bench.link.batches(), 8))
+    assert all(CHUNK_BYTES <= len(batch) < 1.5 * CHUNK_BYTES for batch in batches)
+    assembler = Assembler()
+    frames = [unseal(part, len(batch)) for batch in batches for part in split(batch)]
+    messages = [assembler.take(each) for each in frames if each.kind is not Kind.CONTROL]
+    assert [m.head.batch.index for m in messages if m and isinstance(m.head, Forward)] == list(range(40))
+
+
+def test_control_frames_overtake_large_messages(bench: Bench) -> None:
+    bench.link.send(message(0, 1_000_000))
+    batches = bench.link.batches()
+    next(batches)
+    bench.link.received(control(Probe(7)))
+    controls = [unseal(part, 2 << 20) for part in split(next(batches))]
+    assert [decode_control(each) for each in controls if each.kind is Kind.CONTROL] == [Echo(7)]
+
+
+def test_a_blocked_writer_ends_with_the_link(bench: Bench) -> None:
+    done = threading.Event()
+
+    def write() -> None:
+        for _ in bench.link.batches():
+            pass
+        done.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    bench.link.ended("gone")
+    assert done.wait(SECONDS)
+    assert bench.inbox.loss() == "lost node_1: gone"
+    with pytest.raises(LinkClosedError):
+        bench.link.send(message(0))
+
+
+def test_a_lost_link_sends_nothing_more(bench: Bench) -> None:
+    bench.link.send(message(0))
+    bench.link.ended("gone")
+    assert list(bench.link.batches()) == []
+
+
+def test_a_loss_is_said_once(bench: Bench) -> None:
+    bench.link.ended("gone")
+    bench.link.ended("gone again")
+    assert bench.inbox.lost.qsize() == 1
+
+
+def test_a_peer_that_says_so_has_closed(bench: Bench) -> None:
+    bench.link.received(control(Closing()))
+    bench.link.ended("whatever")
+    assert bench.inbox.loss() == "node_1 closed the link"
+
+
+def test_what_came_before_the_damage_counts_and_nothing_after(bench: Bench) -> None:
+    damaged = bytearray(frame(1))
+    damaged[-1] ^= 1
+    bench.link.received(frame(0) + bytes(damaged) + frame(2))
+    assert bench.hung_up.is_set()
+    bench.link.received(frame(3))
+    bench.link.ended("cancelled")
+    assert "checksum" in bench.inbox.loss()
+    assert bench.inbox.messages.qsize() == 1
+
+
+def test_more_probes_than_can_be_answered(bench: Bench) -> None:
+    bench.link.received(control(*map(Probe, range(10_000))))
+    assert bench.hung_up.is_set()
+    bench.link.ended("cancelled")
+    assert "more probes than can be answered" in bench.inbox.loss()
+
+
+def test_echoes_nobody_asked_for_are_ignored(bench: Bench) -> None:
+    bench.link.received(control(Echo(3), Echo(2**40), Echo(-1)))
+    assert not bench.hung_up.is_set()
+    assert bench.link.delay().round_trip == 0.0
+
+
+def test_flush_in_a_handler_is_our_bug(bench: Bench) -> None:
+    failed: list[bool] = []
+
+    def flush(link: object, message: Message) -> None:
+        with pytest.raises(AssertionError, match="would wait for itself"):
+            bench.link.flush(1)
+        failed.append(True)
+
+    bench.inbox.reply = flush
+    bench.link.received(frame(0))
+    assert failed

@@ -1,0 +1,58 @@
+"""What the in-memory network can do besides the contract."""
+
+import time
+
+import torch
+from transport_nodes import LOOPBACK, SECONDS, Inbox, connect, hello
+
+from ravnest.transport.memory import MemoryNetwork
+from ravnest.wire.messages import BatchId, Forward, Message
+
+
+def message(index: int, count: int = 10) -> Message:
+    return Message(Forward(BatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
+
+
+def test_delay_delays_messages_and_does_not_limit_their_number() -> None:
+    network = MemoryNetwork(delay=0.5)
+    pair = connect(network.transport(), network.transport())
+    begin = time.monotonic()
+    for index in range(40):
+        pair.near.send(message(index, 300_000))
+    assert pair.near.flush(10)  # one after another they would take 20 s
+    assert time.monotonic() - begin >= 0.5
+    assert pair.far_inbox.messages.qsize() == 40
+
+
+def test_delay_is_found_out_by_measuring() -> None:
+    network = MemoryNetwork(delay=0.05)
+    pair = connect(network.transport(), network.transport())
+    pair.near.send(message(0))
+    assert pair.near.flush(SECONDS)
+    assert pair.near.delay().round_trip >= 0.1
+    assert pair.near.delay().message >= 0.05
+
+
+def test_a_cut_loses_that_link_on_both_sides_and_no_other() -> None:
+    network = MemoryNetwork()
+    server, inbox = network.transport(), Inbox()
+    address = server.serve(LOOPBACK, lambda peer: hello(1), inbox, lambda link: None)
+    zero, two = Inbox(), Inbox()
+    network.transport().dial(address, hello(0), zero, deadline=SECONDS)
+    kept = network.transport().dial(address, hello(2), two, deadline=SECONDS)
+    network.cut(0, 1)
+    assert zero.loss() == "lost node_1: the link between node_0 and node_1 was cut"
+    assert inbox.loss() == "lost node_0: the link between node_0 and node_1 was cut"
+    kept.send(message(3))
+    inbox.next()
+    assert two.lost.empty()
+    network.cut(0, 1)
+
+
+def test_a_cut_node_can_dial_again() -> None:
+    network = MemoryNetwork()
+    pair = connect(network.transport(), network.transport())
+    network.cut(1, 0)
+    pair.near_inbox.loss()
+    pair.near_transport.dial(pair.address, hello(0), pair.near_inbox, deadline=SECONDS).send(message(1))
+    pair.far_inbox.next()

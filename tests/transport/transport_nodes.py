@@ -1,0 +1,121 @@
+"""Nodes that talk to each other, over either transport."""
+
+import datetime
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import pytest
+
+from ravnest.transport.base import Link, Transport
+from ravnest.transport.certificates import Authority
+from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.memory import MemoryNetwork
+from ravnest.transport.trust import Credentials
+from ravnest.types import Address
+from ravnest.wire.messages import PROTOCOL, Hello, Message, Refused
+
+SECONDS = 20.0
+"""No wait of a test is longer; all that succeed are far shorter."""
+LOOPBACK = Address("127.0.0.1", 0)
+EVERYWHERE = Address("0.0.0.0", 0)
+
+Opener = Callable[[], Transport]
+
+
+def hello(node: int) -> Hello:
+    return Hello(PROTOCOL, "plan", node, 0, node)
+
+
+@dataclass
+class Inbox:
+    """A handler that keeps what comes."""
+
+    messages: SimpleQueue[Message] = field(default_factory=SimpleQueue)
+    lost: SimpleQueue[str] = field(default_factory=SimpleQueue)
+    reply: Callable[[Link, Message], None] | None = None
+
+    def on_message(self, link: Link, message: Message) -> None:
+        if self.reply is not None:
+            self.reply(link, message)
+        self.messages.put(message)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        self.lost.put(reason)
+
+    def next(self) -> Message:
+        return self.messages.get(timeout=SECONDS)
+
+    def loss(self) -> str:
+        return self.lost.get(timeout=SECONDS)
+
+
+@dataclass
+class Pair:
+    """node_0 has dialled node_1."""
+
+    near: Link
+    far: Link
+    near_inbox: Inbox
+    far_inbox: Inbox
+    near_transport: Transport
+    far_transport: Transport
+    address: Address
+
+
+@pytest.fixture(params=["memory", "grpc"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork()
+
+
+@pytest.fixture
+def transport(kind: str, network: MemoryNetwork) -> Iterator[Opener]:
+    """Makes transports, and closes them."""
+    made: list[Transport] = []
+
+    def make() -> Transport:
+        made.append(network.transport() if kind == "memory" else GrpcTransport())
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def connect(
+    near: Transport,
+    far: Transport,
+    near_inbox: Inbox | None = None,
+    far_inbox: Inbox | None = None,
+    address: Address = LOOPBACK,
+    expect: int | None = None,
+) -> Pair:
+    near_inbox, far_inbox = near_inbox or Inbox(), far_inbox or Inbox()
+    links: SimpleQueue[Link] = SimpleQueue()
+    bound = far.serve(address, lambda peer: hello(1), far_inbox, links.put)
+    link = near.dial(bound, hello(0), near_inbox, deadline=SECONDS, expect=expect)
+    return Pair(link, links.get(timeout=SECONDS), near_inbox, far_inbox, near, far, bound)
+
+
+@pytest.fixture
+def pair(transport: Opener) -> Pair:
+    return connect(transport(), transport())
+
+
+@pytest.fixture(scope="session")
+def authority() -> Authority:
+    return Authority("plan", datetime.datetime.now(datetime.UTC))
+
+
+def credentials(authority: Authority, node: int, host: str = "0.0.0.0") -> Credentials:
+    identity = authority.issue(f"node_{node}", [host])
+    return Credentials(authority.certificate, identity.certificate, identity.key)
+
+
+def refuse(peer: Hello) -> Hello | Refused:
+    return Refused(f"plan {peer.plan!r} is not mine")
