@@ -383,12 +383,11 @@ class Node:
             return GrpcTransport()
         return GrpcTransport(Credentials(*(path.read_bytes() for path in paths)))
 
-<<<<<<< HEAD
     def _close_at_exit(self) -> None:
         """The script has ended; Python keeps the error that ended it, if there was one."""
         error = getattr(sys, "last_value", None)
         self.close(None if error is None else self._blame(error))
-=======
+
     def _say_what_is_missing(self) -> None:
         if self.compression:
             logger.warning("compression is not built yet: tensors travel as they are")
@@ -397,7 +396,6 @@ class Node:
                 "the plan has several clusters, and averaging between clusters is not built yet: each "
                 "trains a model of its own"
             )
->>>>>>> main
 
     def _blame(self, error: BaseException) -> str:
         if isinstance(error, KeyboardInterrupt):

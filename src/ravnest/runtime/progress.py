@@ -33,45 +33,20 @@ class RunState:
     in_flight: int = 0
     window: int = 0
     staleness: int = 0
-<<<<<<< HEAD
-    started: float | None = None
-    """When training began, after all waiting for neighbours."""
-    updated: float = 0.0
-
-    def begin(self, epoch: int, now: float) -> None:
-        """An epoch begins."""
-        self.epoch = epoch
-        if self.started is None:
-            self.started = now
+    started: float = 0.0
 
     def expect(self, epochs: int, batches: int | None) -> None:
-        """So much is to come, after what is done."""
+        """So many epochs in all, and so many micro-batches after those that are done."""
         self.epochs = epochs
         self.batches = None if batches is None else self.done + batches
-
-    def add(self, batches: int, now: float) -> None:
-        """So many micro-batches are done."""
-        self.done += batches
-        self.updated = now
-=======
-    started: float = 0.0
->>>>>>> main
 
     def add_loss(self, loss: float) -> None:
         """Take a loss into the running mean."""
         self.loss = loss if self.loss is None else _SMOOTH * self.loss + (1 - _SMOOTH) * loss
 
-<<<<<<< HEAD
-    def line(self) -> str:
-        """The state in one line."""
-        rate = 0.0
-        if self.started is not None and self.done:
-            rate = self.done / max(self.updated - self.started, 1e-9)
-=======
     def line(self, now: float) -> str:
         """The state in one line; what matters least comes last, where a narrow terminal cuts it."""
         rate = self._rate(now)
->>>>>>> main
         epochs = f"/{self.epochs}" if self.epochs else ""
         parts = [f"epoch {self.epoch + 1}{epochs}", *self._loss(), f"{rate:.1f} batches/s"]
         if self.batches and rate > 0:
@@ -107,7 +82,7 @@ class ProgressLine:
         self.state = state
         self._console = console
         self._visible = shown
-        self.clock = clock
+        self._clock = clock
         self._live: Live | None = None
         self._shown = clock()
         self._summed_up = 0
@@ -125,16 +100,11 @@ class ProgressLine:
         if not self._visible:
             return
         live = self._console.is_terminal
-<<<<<<< HEAD
-        now = self.clock()
-        if now - self._shown < (_LIVE_SECONDS if live else _PLAIN_SECONDS):
-=======
         now = self._clock()
         if now - self._shown < (_LIVE_SECONDS if live else self._plain_seconds()):
->>>>>>> main
             return
         self._shown = now
-        line = self.state.line()
+        line = self.state.line(now)
         if not live:
             self.say(f"{self.state.role}: {line}")
             return
@@ -148,17 +118,12 @@ class ProgressLine:
         if self._live is not None:
             self._live.stop()
             self._live = None
-<<<<<<< HEAD
-        if self.state.done and self._visible:
-            self.say(self.state.line())
-=======
         if self._visible and self.state.done > self._summed_up:
             self._summed_up = self.state.done
             self.say(self.state.summary(self._clock()))
 
     def _plain_seconds(self) -> float:
         return _PLAIN_SECONDS if self.state.role is Role.ROOT else _PLAIN_SECONDS_BEHIND
->>>>>>> main
 
 
 def _duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ravnest.errors import RunError, SettingsError
+from ravnest.errors import RavnestError, SettingsError
 from ravnest.runtime.binding import inputs_in
 from ravnest.runtime.node import Node
 from ravnest.runtime.settings import is_count
@@ -45,8 +45,8 @@ def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., A
                     result = method(self, *args, **kwargs) if runs else None
                     self._finish_call()
                     return result if runs else self._told(call)
-            except (RunError, KeyboardInterrupt) as error:
-                # What ended the run is not in this code: the message says it, not the way here.
+            except (RavnestError, KeyboardInterrupt) as error:
+                # What ended the call is not in this code: the message says it, not the way here.
                 raise error.with_traceback(None) from None
             finally:
                 self._call, self._ended = None, False
