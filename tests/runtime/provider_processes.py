@@ -46,7 +46,7 @@ class Provider:
 
     @property
     def output(self) -> str:
-        return self.output_file.read_text()
+        return self.output_file.read_text() if self.output_file.exists() else ""
 
 
 class Nursery:
@@ -169,9 +169,19 @@ def _become(request: dict[str, Any]) -> None:
     sys.argv = [str(SCRIPT), request.pop("node"), json.dumps(request)]
 
 
+def _warm_up() -> None:
+    """Make torch import what it puts off until the first step of an optimizer."""
+    import torch  # noqa: PLC0415 - only the nursery needs it
+
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.AdamW([parameter]).step()
+
+
 if __name__ == "__main__":
     import provider_script
 
+    _warm_up()
     asked = _nursery()
     if asked is not None:
         _become(asked)

@@ -82,8 +82,7 @@ def _message(provider: Provider) -> str:
 # Runs that end well
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-@pytest.mark.parametrize("evaluate", [True, False])
+@pytest.mark.parametrize(("order", "evaluate"), [((0, 1, 2), True), ((2, 0, 1), False)])
 def test_three_nodes_in_any_order_all_end_with_0(
     tmp_path: Path, form: Form, start: Start, order: tuple[int, ...], evaluate: bool
 ) -> None:
