@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_cluster import LocalCluster, form
-from torch import nn
-from training_cases import SMALL_MODELS
-
-from ravnest import set_seed
-
-Formed = Callable[..., LocalCluster]
-Splits = Callable[[str, int], tuple[Path, list[str]]]
-
-
-def small_model(case: str) -> nn.Module:
-    """A model of ``training_cases``, always with the same weights."""
-    set_seed(7)
-    return SMALL_MODELS[case][0]()
+from local_cluster import Formed, LocalCluster, Splits, form
+from training_cases import SMALL_MODELS, small_model
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +25,7 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> Splits:
 
 
 @pytest.fixture
-def cluster(splits: Splits, tmp_path: Path, monkeypatch: Any) -> Formed:
+def cluster(splits: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Formed:
     """``cluster(case, nodes, **options of Node)``; results go to ``tmp_path``, the working folder."""
     monkeypatch.chdir(tmp_path)
 

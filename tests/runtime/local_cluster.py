@@ -138,3 +138,9 @@ class LocalCluster:
         path = model_fusion(0, folder=self.folder / "trained")
         state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
         return state
+
+
+Formed = Callable[..., LocalCluster]
+"""Type of the fixture ``cluster``."""
+Splits = Callable[[str, int], tuple[Path, list[str]]]
+"""Type of the fixture ``splits``."""

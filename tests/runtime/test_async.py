@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import Formed, Splits
+from local_cluster import Formed, Splits
 from scripted_pipeline import ScriptedPipeline
 from torch import nn
 from training_cases import TiedGPT, points, token_loaders, token_loss

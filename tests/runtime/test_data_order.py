@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Formed, small_model
-from local_cluster import LocalCluster
+from local_cluster import Formed, LocalCluster
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training_cases import points
+from training_cases import points, small_model
 
 from ravnest import Trainer
 from ravnest.errors import RunError

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Formed, small_model
+from local_cluster import Formed
 from torch import nn
-from training_cases import points
+from training_cases import points, small_model
 
 from ravnest import Node, Trainer, set_seed
 from ravnest.errors import RavnestError, RunError, SettingsError, StageInputError

@@ -17,11 +17,10 @@ from typing import Any
 import provider_script
 import pytest
 import torch
-from conftest import Splits, small_model
-from local_cluster import free_ports
+from local_cluster import Splits, free_ports
 from provider_processes import SCRIPT, Nursery, Provider, watching
 from torch import nn
-from training_cases import SMALL_MODELS
+from training_cases import SMALL_MODELS, small_model
 
 from ravnest import clusterize, model_fusion
 

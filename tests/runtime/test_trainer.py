@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Formed, small_model
+from local_cluster import Formed
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
-from training_cases import points
+from training_cases import points, small_model
 
 import ravnest
 from ravnest import Node, Trainer

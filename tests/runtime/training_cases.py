@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ravnest import set_seed
+
 
 class SmallCNN(nn.Module):
     """Convolutions, batch norm, a skip connection, dropout."""
@@ -209,6 +211,12 @@ SMALL_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "tied-gpt": (TiedGPT, (torch.randint(0, 16, (4, 8), generator=torch.Generator().manual_seed(0)),)),
 }
 """By name: how to make the model, and example inputs."""
+
+
+def small_model(case: str) -> nn.Module:
+    """A model by name, always with the same weights."""
+    set_seed(7)
+    return SMALL_MODELS[case][0]()
 
 
 def points(count: int = 22, size: int = 5, seed: int = 1, **options: Any) -> DataLoader:
