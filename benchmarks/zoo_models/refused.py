@@ -23,11 +23,11 @@ class RoundedGradient(torch.autograd.Function):
     """Rounds forward, passes the gradient through."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: object, x: Tensor) -> Tensor:
         return x.round()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         return gradient
 
 
