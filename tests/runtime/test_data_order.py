@@ -89,7 +89,7 @@ DIFFERENT: dict[str, tuple[Callable[[], Loaders], Callable[[], Loaders], str]] =
     "another batch size": (
         _shuffled,
         lambda: _shuffled(size=4),
-        "micro-batch 0 has 5 samples at the Root and 4 at the Leaf",
+        "micro-batch 0 has 5 samples at the Root, 4 at the Leaf",
     ),
     "a shuffle without generator": (
         lambda: (points(shuffle=True), None),

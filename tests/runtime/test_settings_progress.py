@@ -10,6 +10,7 @@ from rich.console import Console
 from ravnest.runtime.observing import RunObserver
 from ravnest.runtime.progress import ProgressLine, RunState
 from ravnest.runtime.worker import Update
+from ravnest.types import Role
 from ravnest.wire.messages import Begin
 
 
@@ -24,7 +25,7 @@ class _Clock:
 
 
 def _state() -> RunState:
-    state = RunState("node_0", "Root", window=5)
+    state = RunState(Role.ROOT, window=5)
     state.expect(epochs=4, batches=400)
     state.begin(1, 100.0)
     state.add(120, 130.0)
@@ -35,7 +36,7 @@ def _state() -> RunState:
 
 def test_the_line_says_all_there_is_to_know() -> None:
     assert _state().line() == (
-        "node_0 Root, epoch 2/4, 4.0 batches/s, loss 0.2500, in flight 3/5, staleness 2, ETA 1:10"
+        "epoch 2/4, loss 0.2500, 4.0 batches/s, ETA 1:10, in flight 3/5, staleness 2"
     )
 
 
@@ -45,16 +46,16 @@ def test_the_line_says_all_there_is_to_know() -> None:
 def test_the_time_that_is_left(batches: int, eta: str) -> None:
     state = _state()
     state.batches = batches
-    assert state.line().endswith(f"ETA {eta}")
+    assert f"ETA {eta}, " in state.line()
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    state = RunState("node_1", "Stem")
-    assert state.line() == "node_1 Stem, epoch 1, 0.0 batches/s, staleness 0"
+    state = RunState(Role.STEM)
+    assert state.line() == "epoch 1, 0.0 batches/s, staleness 0"
 
 
 def test_waiting_before_and_idling_after_do_not_count() -> None:
-    state = RunState("node_0", "Root")
+    state = RunState(Role.ROOT)
     state.begin(0, 1000.0)
     state.add(10, 1005.0)
     assert "2.0 batches/s" in state.line()
@@ -78,29 +79,30 @@ def _observe(line: ProgressLine, clock: _Clock, updates: int) -> None:
 
 def test_plain_lines_where_output_is_piped() -> None:
     out, clock = io.StringIO(), _Clock()
-    line = ProgressLine(RunState("node_0", "Root", window=3), console=Console(file=out), clock=clock)
+    line = ProgressLine(RunState(Role.ROOT, window=3), console=Console(file=out), clock=clock)
     line.say("node_0 [Root] waits")
     _observe(line, clock, 6)
-    line.close()
-    shown = "node_0 Root, epoch 1, 2.0 batches/s, loss 0.5000, in flight 2/3, staleness 1"
-    assert out.getvalue().splitlines() == ["node_0 [Root] waits", shown, shown, shown]
+    line.sum_up()
+    shown = "Root: epoch 1, loss 0.5000, 2.0 batches/s, in flight 2/3, staleness 1"
+    summary = "Root: 24 batches in 0:12, 2.0 batches/s, loss 0.5000"
+    assert out.getvalue().splitlines() == ["node_0 [Root] waits", shown, shown, summary]
     assert "\x1b" not in out.getvalue()
 
 
 def test_a_live_line_on_a_terminal() -> None:
     out, clock = io.StringIO(), _Clock()
     console = Console(file=out, force_terminal=True, width=120)
-    line = ProgressLine(RunState("node_0", "Root"), console=console, clock=clock)
+    line = ProgressLine(RunState(Role.ROOT), console=console, clock=clock)
     _observe(line, clock, 6)
-    line.close()
+    line.sum_up()
     assert "\x1b[2K" in out.getvalue(), "it is written over"
     assert out.getvalue().count("2.0 batches/s") >= 6
 
 
 def test_the_line_can_be_switched_off_but_not_what_is_said() -> None:
     out, clock = io.StringIO(), _Clock()
-    line = ProgressLine(RunState("node_0", "Root"), console=Console(file=out), shown=False, clock=clock)
+    line = ProgressLine(RunState(Role.ROOT), console=Console(file=out), shown=False, clock=clock)
     _observe(line, clock, 6)
     line.say("validation accuracy 0.9")
-    line.close()
+    line.sum_up()
     assert out.getvalue() == "validation accuracy 0.9\n"

@@ -371,7 +371,7 @@ def test_a_regression_reports_its_loss(cluster: Formed, capsys: pytest.CaptureFi
     outcomes = local.train(lambda: (loader(), loader()), node={}, val_freq=9)
     model = small_model("mlp")
     x, y = (torch.cat(parts) for parts in zip(*loader(), strict=True))
-    assert outcomes["node_1"].result == pytest.approx(float(nn.functional.mse_loss(model(x), y)))
+    assert outcomes["node_1"].result == pytest.approx(nn.functional.mse_loss(model(x), y).item())
     assert "loss " in capsys.readouterr().out
 
 
