@@ -25,7 +25,7 @@ def line_of(role: Role = Role.ROOT, **options: Any) -> tuple[ProgressLine, Clock
     file, clock = io.StringIO(), Clock()
     console = Console(file=file, width=options.pop("width", 80), **options)
     line = ProgressLine(RunState(role), console=console, clock=clock)
-    line.begin()
+    line.state.begin(0, clock.now)
     return line, clock, file
 
 
@@ -33,7 +33,7 @@ def run(line: ProgressLine, clock: Clock, seconds: int) -> None:
     """A run of ten micro-batches a second."""
     for _ in range(seconds):
         clock.now += 1
-        line.state.done += 10
+        line.state.add(10, clock.now)
         line.changed()
 
 
@@ -57,12 +57,15 @@ def test_others_write_one_a_minute(role: Role) -> None:
     assert file.getvalue() == f"{role}: epoch 1, 10.0 batches/s, staleness 0\n"
 
 
-def test_time_counts_from_the_meeting_of_the_neighbours() -> None:
-    line, clock, file = line_of()
-    clock.now += 3600  # waiting
-    line.begin()
-    run(line, clock, 5)
-    assert "10.0 batches/s" in file.getvalue()
+def test_a_long_wait_for_the_neighbours_brings_no_line_of_its_own() -> None:
+    file, clock = io.StringIO(), Clock()
+    line = ProgressLine(RunState(Role.ROOT), console=Console(file=file, width=80), clock=clock)
+    clock.now += 3600
+    line.state.begin(0, clock.now)
+    run(line, clock, 4)
+    assert file.getvalue() == ""
+    run(line, clock, 1)
+    assert file.getvalue() == "Root: epoch 1, 10.0 batches/s, staleness 0\n"
 
 
 def test_what_was_done_is_said_once() -> None:

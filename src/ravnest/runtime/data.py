@@ -165,8 +165,8 @@ class Targets:
         self._compare(index, size, digests, item)
         return item
 
-    def end(self, *, exhausted: bool) -> None:
-        """The phase is over; ``exhausted``: the Root's loader went to its end."""
+    def end(self, count: int, *, exhausted: bool) -> None:
+        """The phase is over after ``count`` micro-batches; ``exhausted``: so is the Root's loader."""
         iterator, self._iterator = self._iterator, None
         if iterator is None or not exhausted:
             return
@@ -174,8 +174,8 @@ class Targets:
         with generator_lock:
             if next(iterator, _END) is not _END:
                 raise DataError(
-                    f"the Root's loader has ended, {self._parameter} of the Leaf has more batches; "
-                    f"{_CHECK}"
+                    f"the Root's loader has ended after {count} micro-batches, {self._parameter} of the "
+                    f"Leaf has more; {_CHECK}"
                 )
 
     def _compare(self, index: int, size: int, digests: Mapping[str, str], item: Any) -> None:

@@ -53,10 +53,10 @@ class Leaf:
         if loads and kind != "predict":
             self._targets[kind].begin()
 
-    def end(self, kind: PhaseKind, *, exhausted: bool) -> None:
-        """The phase is over here."""
+    def end(self, kind: PhaseKind, count: int, *, exhausted: bool) -> None:
+        """The phase is over here, after ``count`` micro-batches."""
         if kind != "predict":
-            self._targets[kind].end(exhausted=exhausted)
+            self._targets[kind].end(count, exhausted=exhausted)
 
     def item(self, kind: PhaseKind, index: int, size: int, digests: Mapping[str, str]) -> Any:
         """What the labels give for a micro-batch; ``DataError`` if it is another than the Root's."""

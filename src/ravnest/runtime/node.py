@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -170,12 +171,13 @@ class Node:
         session = Session(self._assignment, self._load_stage(), self._transport())
         session.open()
         self._session = session
-        atexit.register(_close_at_exit, weakref.ref(self))
+        atexit.register(self._close_at_exit)
 
     def close(self, reason: str | None = None) -> None:
         """Say goodbye to the neighbours and stop; with a ``reason``, end the run on all nodes."""
         session, self._session = self._session, None
         self._closed = True
+        atexit.unregister(self._close_at_exit)
         if session is not None:
             session.close(reason)
 
@@ -390,6 +392,11 @@ class Node:
                 "trains a model of its own"
             )
 
+    def _close_at_exit(self) -> None:
+        """The script has ended; Python keeps the error that ended it, if there was one."""
+        error = getattr(sys, "last_value", None)
+        self.close(None if error is None else self._blame(error))
+
     def _blame(self, error: BaseException) -> str:
         if isinstance(error, KeyboardInterrupt):
             return f"{self.name} was interrupted"
@@ -424,9 +431,3 @@ def _device(device: Any) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise SettingsError(f"device must be like 'cpu' or 'cuda:0', not {device!r}: {error}") from error
-
-
-def _close_at_exit(reference: weakref.ref[Node]) -> None:
-    node = reference()
-    if node is not None:
-        node.close()

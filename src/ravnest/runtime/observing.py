@@ -34,13 +34,13 @@ class RunObserver:
     def begun(self, begin: Begin) -> None:
         """A phase has begun here."""
         if begin.kind == "train":
-            self._line.state.epoch = begin.epoch
+            self._line.state.begin(begin.epoch, self._line.clock())
 
     def updated(self, update: Update) -> None:
         """The weights were updated."""
         state = self._line.state
         state.staleness, state.in_flight = update.staleness, update.in_flight
-        state.done += update.count
+        state.add(update.count, self._line.clock())
         if update.loss is not None:
             state.add_loss(update.loss)
             if self._losses is not None:

@@ -133,7 +133,6 @@ class Session:
         except BaseException:
             self._transport.close()
             raise
-        self.line.begin()
         self._worker.start(self._links)
         if self.conductor is not None:
             self._set_window(self.line.state.window)

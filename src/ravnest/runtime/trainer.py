@@ -163,12 +163,11 @@ class Trainer:
             return
         if self.train_loader is None:
             raise SettingsError("the Root needs data to train: Trainer(train_loader=...)")
-        state = self.node.session.line.state
-        state.epochs = self.epochs
         try:
-            state.batches = self.epochs * len(self.train_loader)
+            batches = self.epochs * len(self.train_loader)
         except TypeError:
-            state.batches = None
+            batches = None
+        self.node.session.line.state.expect(self.node.epoch + self.epochs, batches)
 
     def _finish_call(self) -> None:
         """The end of a call on all nodes; at the Root after all that it asked for is done."""

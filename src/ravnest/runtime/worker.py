@@ -513,7 +513,7 @@ class Worker:
         if self._leaf is not None:
             if end.count == 0:
                 self._leaf.begin(begin.kind, loads=not self._machine.is_root)
-            self._leaf.end(begin.kind, exhausted=end.exhausted)
+            self._leaf.end(begin.kind, end.count, exhausted=end.exhausted)
             if begin.kind == "validate":
                 score = self._leaf.score()
                 self._figure_found(Figure(begin.run, phase, score.name, score.value, score.samples))

@@ -1,0 +1,81 @@
+"""What a provider runs, as in the documentation: ``provider_script.py node_<i> [settings as JSON]``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from training_cases import points
+
+from ravnest import Node, Trainer, set_seed
+
+EPOCHS = 4
+BATCHES = 5
+
+
+def rule() -> dict[str, Any]:
+    """How the weights are updated."""
+    return {
+        "optimizer": torch.optim.AdamW,
+        "optimizer_params": {"lr": 1e-2},
+        "lr_scheduler": torch.optim.lr_scheduler.StepLR,
+        "lr_scheduler_params": {"step_size": 1, "gamma": 0.5},
+    }
+
+
+def loaders() -> tuple[Any, Any]:
+    """Training and validation data in an order that all processes share."""
+    order = torch.Generator().manual_seed(42)
+    return points(shuffle=True, generator=order), points(12, seed=3)
+
+
+class Announcing(Trainer):
+    """Says when training is under way, so that a test knows when to disturb it."""
+
+    def train(self) -> None:
+        if self.node.is_root:
+            self.prelim_checks()
+            x = torch.rand(5, 4)
+            for number in range(self.epochs * BATCHES):
+                self.node.forward_compute(x)
+                if number == BATCHES:
+                    sys.stdout.write("under way\n")
+                    sys.stdout.flush()
+            return
+        sys.stdout.write("under way\n")
+        sys.stdout.flush()
+        self.prelim_checks()
+
+
+def main(name: str, given: dict[str, Any]) -> None:
+    set_seed(42)
+    torch.set_num_threads(1)
+    epochs = given.pop("epochs", EPOCHS)
+    endless = given.pop("endless", False)
+    evaluates = given.pop("evaluate", True)
+    train_loader, val_loader = loaders()
+    node = Node(
+        name=name,
+        criterion=nn.functional.cross_entropy,
+        labels=torch.zeros(5 * 10**6, dtype=torch.long) if endless else train_loader,
+        test_labels=val_loader,
+        **(rule() | given),
+    )
+    kind = Announcing if endless else Trainer
+    trainer = kind(
+        node=node,
+        train_loader=train_loader,
+        val_loader=None if endless else val_loader,
+        epochs=10**6 if endless else epochs,
+        save=True,
+    )
+    trainer.train()
+    if evaluates:
+        trainer.evaluate()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})
