@@ -14,6 +14,7 @@ from training_cases import SMALL_MODELS
 from ravnest import set_seed
 
 Formed = Callable[..., LocalCluster]
+Splits = Callable[[str, int], tuple[Path, list[str]]]
 
 
 def small_model(case: str) -> nn.Module:
@@ -23,7 +24,8 @@ def small_model(case: str) -> nn.Module:
 
 
 @pytest.fixture(scope="session")
-def _splits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, list[str]]]:
+def splits(tmp_path_factory: pytest.TempPathFactory) -> Splits:
+    """``splits(case, nodes)``: a folder with ``node_data``, and the nodes' names, Root first."""
     made: dict[tuple[str, int], tuple[Path, list[str]]] = {}
 
     def split(case: str, nodes: int) -> tuple[Path, list[str]]:
@@ -36,14 +38,12 @@ def _splits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
 
 
 @pytest.fixture
-def cluster(
-    _splits: Callable[[str, int], tuple[Path, list[str]]], tmp_path: Path, monkeypatch: Any
-) -> Formed:
+def cluster(splits: Splits, tmp_path: Path, monkeypatch: Any) -> Formed:
     """``cluster(case, nodes, **options of Node)``; results go to ``tmp_path``, the working folder."""
     monkeypatch.chdir(tmp_path)
 
     def make(case: str = "mlp", nodes: int = 2, **options: Any) -> LocalCluster:
-        folder, names = _splits(case, nodes)
+        folder, names = splits(case, nodes)
         return LocalCluster(tmp_path, names, options, node_data=folder / "node_data")
 
     return make

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ravnest.errors import RunError
+from ravnest.errors import RunError, UnreachableError
 from ravnest.store.nodefile import Neighbour, NodeFile
 from ravnest.transport.base import Link, LinkHandler, Transport
 from ravnest.types import Address
@@ -45,21 +45,26 @@ class Meeting:
             arrived.set()
 
         transport.serve(self.listen, self._admit, handler, on_link)
-        following = None
-        if place.next is not None:
-            following = transport.dial(
-                Address.parse(place.next.address),
-                self.hello,
-                handler,
-                deadline=self.timeout,
-                waiting=lambda reason: self.say(
-                    f"{self._name} waits for {_named(place.next)}: {reason}"
-                ),
-                expect=place.next.node,
-            )
+        following = None if place.next is None else self._dial(place.next, transport, handler)
         if place.previous is not None:
             self._await(place.previous, arrived)
         return Links(found[0] if found else None, following)
+
+    def _dial(self, following: Neighbour, transport: Transport, handler: LinkHandler) -> Link:
+        try:
+            return transport.dial(
+                Address.parse(following.address),
+                self.hello,
+                handler,
+                deadline=self.timeout,
+                waiting=lambda reason: self.say(f"{self._name} waits for {_named(following)}: {reason}"),
+                expect=following.node,
+            )
+        except UnreachableError as error:
+            raise UnreachableError(
+                f"{self.place.name} cannot reach {_named(following)}: {error}; start it, or check that "
+                "this machine can reach the address"
+            ) from error
 
     @property
     def _name(self) -> str:
@@ -95,6 +100,5 @@ class Meeting:
         return own
 
 
-def _named(neighbour: Neighbour | None) -> str:
-    assert neighbour is not None
+def _named(neighbour: Neighbour) -> str:
     return f"node_{neighbour.node} at {neighbour.address}"

@@ -1,0 +1,146 @@
+"""Real stages and real machines without threads: what happens next is up to the test."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ravnest.runtime.events import (
+    Action,
+    Admit,
+    BackwardArrived,
+    Batch,
+    Done,
+    Event,
+    Fail,
+    Finished,
+    ForwardArrived,
+    FreeVersion,
+    PhaseBegun,
+    PhaseEnded,
+    Run,
+    RunBackward,
+    RunForward,
+    RunStep,
+    SendBackward,
+    SendBegin,
+    SendEnd,
+    SendForward,
+)
+from ravnest.runtime.execution import StageExecution
+from ravnest.runtime.machine import Machine
+
+
+@dataclass
+class _Stage:
+    machine: Machine
+    execution: StageExecution
+    inbox: deque[Event] = field(default_factory=deque)
+    running: Run | None = None
+    values: dict[Batch, Mapping[str, Any]] = field(default_factory=dict)
+    """Inputs that arrived, then outputs to send."""
+    gradients: dict[Batch, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class ScriptedPipeline:
+    """Trains one phase; ``order`` chooses which stage goes on whenever several could."""
+
+    def __init__(
+        self,
+        machines: Sequence[Machine],
+        executions: Sequence[StageExecution],
+        data: Sequence[tuple[dict[str, Any], torch.Tensor]],
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """``data``: the first stage's values and the targets of each micro-batch."""
+        self._stages = [_Stage(m, e) for m, e in zip(machines, executions, strict=True)]
+        self._data = data
+        self._loss = loss
+        self._submitted = 0
+        self.runs: list[tuple[int, Run]] = []
+        """Stage and computation, as they happened."""
+        self.stale = 0
+        """Backwards that an update had overtaken."""
+        self.versions = [0] * len(self._stages)
+        """The most that each stage held."""
+
+    def train(self, order: random.Random) -> None:
+        """Run the phase to its end."""
+        self._handle(0, PhaseBegun(0, trains=True))
+        while choices := [
+            (at, compute)
+            for at, stage in enumerate(self._stages)
+            for compute in (True, False)
+            if (stage.running if compute else stage.inbox)
+        ]:
+            at, compute = order.choice(choices)
+            if compute:
+                self._compute(at)
+            else:
+                self._handle(at, self._stages[at].inbox.popleft())
+
+    def _handle(self, at: int, event: Event) -> None:
+        for action in self._stages[at].machine.handle(event, 0.0):
+            self._perform(at, action)
+
+    def _perform(self, at: int, action: Action) -> None:
+        stage = self._stages[at]
+        match action:
+            case SendForward(batch):
+                self._stages[at + 1].values[batch] = stage.values.pop(batch)
+                self._stages[at + 1].inbox.append(ForwardArrived(batch))
+            case SendBackward(batch):
+                self._stages[at - 1].gradients[batch] = stage.gradients.pop(batch)
+                self._stages[at - 1].inbox.append(BackwardArrived(batch))
+            case SendBegin(phase, trains):
+                self._stages[at + 1].inbox.append(PhaseBegun(phase, trains))
+            case SendEnd(phase, count):
+                self._stages[at + 1].inbox.append(PhaseEnded(phase, count))
+            case FreeVersion(version):
+                stage.execution.free(version)
+            case Admit(total):
+                self._submit(total)
+            case Finished():
+                pass
+            case Fail(reason):
+                raise AssertionError(reason)
+            case run:
+                stage.running = run  # type: ignore[assignment]
+
+    def _submit(self, total: int) -> None:
+        root = self._stages[0]
+        for number in range(self._submitted, min(total, len(self._data))):
+            root.values[Batch(0, number)] = self._data[number][0]
+            root.inbox.append(ForwardArrived(Batch(0, number)))
+            if number + 1 == len(self._data):
+                root.inbox.append(PhaseEnded(0, len(self._data)))
+        self._submitted = max(self._submitted, min(total, len(self._data)))
+
+    def _compute(self, at: int) -> None:
+        stage = self._stages[at]
+        run, stage.running = stage.running, None
+        assert run is not None
+        self.runs.append((at, run))
+        execution = stage.execution
+        match run:
+            case RunForward(batch, version):
+                targets = self._data[batch.index][1]
+                last = at == len(self._stages) - 1
+                loss_of = (lambda outputs: self._loss(outputs[0], targets)) if last else None
+                outputs, _ = execution.forward(batch, version, stage.values.pop(batch), loss_of)
+                if not last:
+                    stage.values[batch] = outputs
+            case RunBackward(batch, version):
+                self.stale += version != stage.machine.version
+                back = execution.backward(batch, stage.gradients.pop(batch, {}), {})
+                if at:
+                    stage.gradients[batch] = back.inputs
+            case RunStep(_, count):
+                execution.updates.step(count)
+        self.versions[at] = max(self.versions[at], execution.versions)
+        self._handle(at, Done())

@@ -1,0 +1,279 @@
+"""Providers as users run them: processes that talk over gRPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import provider_script
+import pytest
+import torch
+from conftest import Splits, small_model
+from local_cluster import free_ports
+from provider_processes import SCRIPT, Nursery, Provider, watching
+from torch import nn
+from training_cases import SMALL_MODELS
+
+from ravnest import clusterize, model_fusion
+
+SOON = 10.0
+"""Seconds in which all nodes must notice that one is gone."""
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+Start = Callable[..., dict[str, Provider]]
+
+
+@pytest.fixture
+def start(nursery: Nursery) -> Iterator[Start]:
+    """Start nodes in the order given; ends those that a test leaves behind."""
+    running: dict[str, Provider] = {}
+
+    def begin(folder: Path, names: Sequence[str], **settings: Any) -> dict[str, Provider]:
+        own = {"connect_timeout": 60.0} | settings
+        started = {name: nursery.start(name, folder, own) for name in names}
+        running.update({f"{folder}/{name}": provider for name, provider in started.items()})
+        return started
+
+    with watching(running):
+        yield begin
+
+
+Form = Callable[[Path, int], list[str]]
+
+
+@pytest.fixture
+def form(splits: Splits) -> Form:
+    """Put the files of a split model into a folder; names of the nodes, Root first."""
+
+    def copy(folder: Path, nodes: int) -> list[str]:
+        source, names = splits("mlp", nodes)
+        shutil.copytree(source / "node_data", folder / "node_data")
+        return names
+
+    return copy
+
+
+def _ended_well(providers: dict[str, Provider]) -> None:
+    for name, provider in providers.items():
+        assert provider.wait() == 0, f"{name}:\n{provider.output}"
+
+
+def _message(provider: Provider) -> str:
+    """The last line of what a user sees."""
+    return provider.output.strip().splitlines()[-1]
+
+
+# Runs that end well
+
+
+@pytest.mark.parametrize(("order", "evaluate"), [((0, 1, 2), True), ((2, 0, 1), False)])
+def test_three_nodes_in_any_order_all_end_with_0(
+    tmp_path: Path, form: Form, start: Start, order: tuple[int, ...], evaluate: bool
+) -> None:
+    names = form(tmp_path, 3)
+    first, *others = [names[i] for i in order]
+    providers = start(tmp_path, [first], evaluate=evaluate)
+    _await_line(providers[first], f"{first} (")
+    assert " waits for node_" in providers[first].output
+    providers |= start(tmp_path, others, evaluate=evaluate)
+    _ended_well(providers)
+    accuracies = (tmp_path / "val_accuracies.txt").read_text().split()
+    assert len(accuracies) == provider_script.EPOCHS + evaluate
+    root = providers[names[0]].output
+    assert f"validation accuracy {float(accuracies[-1]):.4f}" in root
+    assert "Root: 20 batches in " in root
+    for provider in providers.values():
+        assert "Error" not in provider.output
+
+
+def test_a_script_of_its_own_interpreter(tmp_path: Path, form: Form) -> None:
+    names = form(tmp_path, 2)
+    paths = [str(Path(__file__).parents[2] / "src"), str(SCRIPT.parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), name],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert err == "", "nothing to complain about"
+        assert "batches/s" in out
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4])
+def test_sync_equals_a_single_process(tmp_path: Path, form: Form, start: Start, nodes: int) -> None:
+    names = form(tmp_path, nodes)
+    _ended_well(start(tmp_path, names, schedule="sync"))
+    model = small_model("mlp")
+    rule = provider_script.rule()
+    optimizer = rule["optimizer"](model.parameters(), **rule["optimizer_params"])
+    scheduler = rule["lr_scheduler"](optimizer, **rule["lr_scheduler_params"])
+    train, _ = provider_script.loaders()
+    updates = 0
+    for _ in range(provider_script.EPOCHS):
+        for x, y in train:
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            updates += 1
+        scheduler.step()
+    assert updates == 20
+    fused = torch.load(model_fusion(0, folder=tmp_path / "trained"), weights_only=True)
+    expected = model.state_dict()
+    assert list(fused) == list(expected)
+    assert all(torch.equal(fused[name], expected[name]) for name in expected)
+
+
+def test_addresses_that_others_can_reach_use_mutual_tls(
+    tmp_path: Path, form: Form, start: Start
+) -> None:
+    ports = free_ports(3)
+    node_data = tmp_path / "node_data"
+    node_data.mkdir()
+    configs = {
+        str(i): {"IP": f"0.0.0.0:{port}", "benchmarks": {"ram": 4, "bandwidth": 1000}}
+        for i, port in enumerate(ports)
+    }
+    (node_data / "node_configs.json").write_text(json.dumps(configs))
+    model, example = small_model("mlp"), SMALL_MODELS["mlp"][1]
+    plan = clusterize(model, example_args=example, clusters=1, folder=node_data)
+    names = [f"node_{stage.node.id}" for stage in plan.clusters[0].stages]
+    providers = start(tmp_path, names[1:])
+    leaf = json.loads((node_data / "nodes" / f"{names[1]}.json").read_text())
+    _assert_speaks_tls_only(int(leaf["address"].rpartition(":")[2]), providers[names[1]])
+    _ended_well(providers | start(tmp_path, names[:1]))
+
+
+def _assert_speaks_tls_only(port: int, provider: Provider) -> None:
+    """A stranger who speaks HTTP/2 in the clear gets no word out of it."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            stranger = socket.create_connection(("127.0.0.1", port), timeout=1)
+            break
+        except OSError:
+            assert time.monotonic() < deadline, provider.output
+            assert not provider.ended.wait(0.1), provider.output
+    with stranger:
+        stranger.settimeout(15)
+        stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        try:
+            assert stranger.recv(64)[3:4] != b"\4", "no settings frame of HTTP/2"
+        except ConnectionError:
+            """It hung up, as it should."""
+
+
+# Runs that do not
+
+
+def _await_line(provider: Provider, line: str) -> None:
+    """Wait until a provider has printed a line."""
+    deadline = time.monotonic() + 60
+    while line not in provider.output:
+        assert not provider.ended.wait(0.05), provider.output
+        assert time.monotonic() < deadline, provider.output
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["Root", "Stem", "Leaf"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_a_node_that_ends_ends_the_others_with_its_name(
+    tmp_path: Path, form: Form, start: Start, victim: int, how: signal.Signals
+) -> None:
+    names = form(tmp_path, 3)
+    providers = start(tmp_path, names, endless=True)
+    _await_line(providers[names[0]], "under way")
+    providers[names[victim]].kill(how)
+    begun = time.monotonic()
+    for name, provider in providers.items():
+        code = provider.wait(SOON)
+        assert code not in (None, 0), f"{name}:\n{provider.output}"
+    assert time.monotonic() - begun < SOON
+    for name in set(names) - {names[victim]}:
+        said = providers[name].output
+        assert names[victim] in _message(providers[name]), said
+        expected = "was interrupted" if how == signal.SIGINT else "is gone"
+        assert expected in _message(providers[name]), said
+        assert said.count("Traceback") <= 1, "no chain of errors"
+
+
+def test_a_port_in_use_is_one_clear_line(tmp_path: Path, form: Form, start: Start) -> None:
+    names = form(tmp_path, 2)
+    place = json.loads((tmp_path / "node_data" / "nodes" / f"{names[1]}.json").read_text())
+    host, _, port = place["address"].rpartition(":")
+    with socket.socket() as taken:
+        taken.bind((host, int(port)))
+        taken.listen()
+        providers = start(tmp_path, names[1:])
+        assert providers[names[1]].wait() == 1
+    assert f"{place['address']} is in use: stop the process" in _message(providers[names[1]])
+    assert providers[names[1]].output.count("Traceback") <= 1
+
+
+@pytest.mark.parametrize("missing", [0, 1], ids=["the node before", "the node behind"])
+def test_a_neighbour_that_never_starts_is_named(
+    tmp_path: Path, form: Form, start: Start, missing: int
+) -> None:
+    names = form(tmp_path, 2)
+    place = json.loads((tmp_path / "node_data" / "nodes" / f"{names[missing]}.json").read_text())
+    present = names[1 - missing]
+    providers = start(tmp_path, [present], connect_timeout=1.0)
+    assert providers[present].wait() == 1
+    said = providers[present].output
+    assert f"waits for {names[missing]} at {place['address']}" in said.splitlines()[0]
+    assert place["address"] in _message(providers[present]), said
+    assert names[missing] in _message(providers[present]), said
+    assert said.count("Traceback") <= 1
+
+
+def test_nodes_of_two_plans_refuse_each_other(tmp_path: Path, form: Form, start: Start) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    names = form(first, 2)
+    second.mkdir()
+    (second / "node_data").mkdir()
+    configs = (first / "node_data" / "node_configs.json").read_text()
+    (second / "node_data" / "node_configs.json").write_text(configs)
+    wider = SMALL_MODELS["mlp"][0]()
+    clusterize(wider, example_args=SMALL_MODELS["mlp"][1], clusters=1, folder=second / "node_data")
+    leaf = start(first, names[1:], connect_timeout=20.0)
+    root = start(second, names[:1], connect_timeout=20.0)
+    assert root[names[0]].wait() == 1
+    assert "its node_data is of another clusterize() call" in _message(root[names[0]])
+    assert "copy the same node_data to all nodes" in _message(root[names[0]])
+    assert root[names[0]].output.count("Traceback") <= 1
+    leaf[names[1]].kill(signal.SIGINT)
+    assert leaf[names[1]].wait() != 0
+
+
+def test_nodes_with_other_settings_refuse_each_other(tmp_path: Path, form: Form, start: Start) -> None:
+    names = form(tmp_path, 2)
+    leaf = start(tmp_path, names[1:], update_frequency=2, connect_timeout=20.0)
+    root = start(tmp_path, names[:1], update_frequency=4)
+    assert root[names[0]].wait() == 1
+    said = _message(root[names[0]])
+    assert f"{names[0]} runs with update_frequency=4, {names[1]} with update_frequency=2" in said
+    leaf[names[1]].kill(signal.SIGINT)
+    assert leaf[names[1]].wait() != 0
