@@ -180,10 +180,10 @@ class Targets:
             raise DataError(
                 f"micro-batch {index} has {size} samples at the Root and {found} at the Leaf; {_CHECK}"
             )
-        own = digests_of(item, has_targets=True)
-        for part in ("targets", "inputs"):
-            if part in digests and part in own:
-                if digests[part] != own[part]:
+        for part, values_of in (("targets", targets_of), ("inputs", inputs_of)):
+            own = digest_of(values_of(item)) if part in digests else None
+            if own is not None:
+                if digests[part] != own:
                     raise DataError(
                         f"micro-batch {index} has other {part} at the Root than at the Leaf; {_CHECK}"
                     )

@@ -84,6 +84,7 @@ class Session:
             RunState(place.name, place.role), console=Console() if settings.progress else None
         )
         self.accuracies = FigureFile(name_for(ACCURACIES, place.cluster))
+        self._losses = FigureFile(name_for(assignment.loss_filename, place.cluster))
         self._assignment = assignment
         self._transport = transport
         self._links = Links()
@@ -163,6 +164,8 @@ class Session:
             _part(link, last)
         self._transport.close()
         self.line.close()
+        self._losses.close()
+        self.accuracies.close()
 
     def _observer(self) -> RunObserver:
         assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings
@@ -177,8 +180,7 @@ class Session:
                 update_frequency=assignment.update_frequency,
                 cap=place.in_flight_limit,
             )
-        losses = FigureFile(name_for(assignment.loss_filename, place.cluster))
-        return RunObserver(self.line, losses, keeper)
+        return RunObserver(self.line, self._losses, keeper)
 
     def _set_window(self, size: int) -> None:
         self.line.state.window = size
