@@ -61,7 +61,9 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-            .add_extension(x509.SubjectAlternativeName(list(_alternatives([*hosts, name]))), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName(list(_alternatives([*hosts, name]))), critical=False
+            )
             .sign(self._key, hashes.SHA256())
         )
         return Identity(certificate.public_bytes(serialization.Encoding.PEM), _private(key))
