@@ -169,7 +169,9 @@ def _single() -> str:
 
 def _loopback() -> str:
     rows = [race(work, "torch").row(work.name, 1.0) for work in (MLP, SMALL_GPT)]
-    title = f"Three stages on loopback against Schedule1F1B, {MLP.update_frequency} micro-batches an update:"
+    title = (
+        f"Three stages on loopback against Schedule1F1B, {MLP.update_frequency} micro-batches an update:"
+    )
     return "\n".join([f"{title}\n\n{_HEAD.format('1F1B')}", *rows])
 
 
