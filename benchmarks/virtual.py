@@ -1,4 +1,4 @@
-"""Training under virtual time: the machines and stages of real nodes, in one thread, always in one order.
+"""Training under virtual time: machines and stages of real nodes, in one thread, in a fixed order.
 
 What a node computes and in which order, with which version of the weights, is decided by the same code
 as in a run (``Machine``, ``StageExecution``); only threads and links are replaced by a queue of events.
@@ -105,7 +105,7 @@ class VirtualPipeline:
         self._pushed += 1
         heapq.heappush(self._heap, (self._now + delay, self._pushed, position, event))
 
-    def _carry_out(self, position: int, action: Action) -> None:  # noqa: C901 - one case an action
+    def _carry_out(self, position: int, action: Action) -> None:  # noqa: C901, PLR0912 - one case an action
         link = self._link
         match action:
             case RunForward(batch, version):

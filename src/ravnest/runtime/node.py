@@ -95,6 +95,7 @@ class Node:
                 lr_scheduler_params,
                 lr_step_on_epoch_change,
                 settings.clip_grad_norm,
+                settings.look_ahead,
             ),
             settings=settings,
             update_frequency=update_frequency,
