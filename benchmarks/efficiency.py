@@ -111,6 +111,7 @@ class SleepingStage(StageExecution):
         self, batch: Batch, version: int, values: Mapping[str, Any], loss_of: Any = None
     ) -> tuple[dict[str, Any], float | None]:
         """Anything of the right shape."""
+        del batch, version, values
         time.sleep(FORWARD)
         outputs = {spec.name: torch.zeros(4, WIDTH) for spec in self.module.graph.outputs}
         return outputs, None if loss_of is None else 0.0
@@ -119,6 +120,7 @@ class SleepingStage(StageExecution):
         self, batch: Batch, gradients: Mapping[str, Any], shared: Mapping[str, Any]
     ) -> Gradients:
         """Anything of the right shape."""
+        del batch, gradients, shared
         time.sleep(BACKWARD)
         inputs = {s.name: torch.zeros(4, WIDTH) for s in self.module.graph.inputs if s.gradient}
         return Gradients(inputs, {})
@@ -179,7 +181,7 @@ def measure() -> str:
         f"{1000 * BACKWARD:.0f} backward), an update a micro-batch; medians of {REPETITIONS} runs. The "
         "aims are at least 95% of the slowest stage's rate, and a prediction within 5%.",
         "",
-        "| stages | link, ms | W | staleness | of the slowest stage's rate | worst run | prediction off by |",
+        "| stages | link, ms | W | staleness | of the slowest stage's rate | worst | prediction off by |",
         "|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for stages in (3, 8):

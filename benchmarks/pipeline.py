@@ -52,6 +52,11 @@ class Team:
             for first, command in zip([True, *[False] * len(commands)], commands, strict=False)
         ]
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, the Root's first."""
+        return [process.pid for process in self._processes]
+
     def run(self, seconds: float) -> Rate:
         """Train for so long."""
         first = self._processes[0]
@@ -102,7 +107,8 @@ class Race:
 
 
 @contextmanager
-def _team(contender: str, seats: Sequence[Seat], lan: Lan | None = None) -> Iterator[Team]:
+def team(contender: str, seats: Sequence[Seat], lan: Lan | None = None) -> Iterator[Team]:
+    """Processes of a contender, one for each seat, for as long as the context lasts."""
     commands = [
         [
             *([] if lan is None else lan.inside(place)),
@@ -113,11 +119,11 @@ def _team(contender: str, seats: Sequence[Seat], lan: Lan | None = None) -> Iter
         ]
         for place, seat in enumerate(seats)
     ]
-    team = Team(commands)
+    processes = Team(commands)
     try:
-        yield team
+        yield processes
     finally:
-        team.close()
+        processes.close()
 
 
 def race(work: Workload, other: str, lan: Lan | None = None) -> Race:
@@ -137,12 +143,12 @@ def race(work: Workload, other: str, lan: Lan | None = None) -> Race:
         order = [int(name.removeprefix("node_")) for name in names]
         assert lan is None or order == sorted(order), "the Root is node_0 in a pool of equals"
         teams = [
-            stack.enter_context(_team("ravnest", seats, lan)),
-            stack.enter_context(_team(other, seats if other == "torch" else seats[:1], lan)),
+            stack.enter_context(team("ravnest", seats, lan)),
+            stack.enter_context(team(other, seats if other == "torch" else seats[:1], lan)),
         ]
         found: list[list[Rate]] = [[], []]
-        for team in teams:
-            team.run(SECONDS)  # to warm up, and for Ravnest to choose its window
+        for each in teams:
+            each.run(SECONDS)  # to warm up, and for Ravnest to choose its window
         for repetition in range(REPETITIONS):
             for which in (0, 1) if repetition % 2 else (1, 0):
                 found[which].append(teams[which].run(SECONDS))

@@ -157,8 +157,8 @@ def mlp() -> nn.Module:
 
 
 def small_gpt() -> nn.Module:
-    """Six layers of 256."""
-    return GPT(vocabulary=512, width=256, layers=6, length=64)
+    """Six layers of 128."""
+    return GPT(vocabulary=512, width=128, layers=6, length=64)
 
 
 def digits() -> nn.Module:
@@ -182,5 +182,5 @@ def _text(batch: int, length: int, vocabulary: int) -> Batch:
 
 DIGITS = Workload("digits CNN, batch 64", digits, lambda: _classes((64, 1, 8, 8), 10), 1)
 MLP = Workload("6-layer MLP 512/2048, batch 64", mlp, lambda: _classes((64, 512), 512), 8)
-SMALL_GPT = Workload("GPT, 6 layers of 256, batch 8 x 64", small_gpt, lambda: _text(8, 64, 512), 8)
+SMALL_GPT = Workload("GPT, 6 layers of 128, batch 8 x 64", small_gpt, lambda: _text(8, 64, 512), 8)
 WORKLOADS = {w.name: w for w in (DIGITS, MLP, SMALL_GPT)}

@@ -23,7 +23,9 @@ if __name__ == "__main__":
     node = Node(
         name=sys.argv[1],
         optimizer=torch.optim.AdamW,
-        optimizer_params={"lr": 3e-3},
+        optimizer_params={"lr": 2e-3},
+        lr_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,
+        lr_scheduler_params={"T_max": 20},
         criterion=nn.CrossEntropyLoss(),
         labels=train_loader,
         test_labels=val_loader,

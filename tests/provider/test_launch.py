@@ -272,7 +272,10 @@ def test_the_exit_code_is_the_first_failures(project: Path) -> None:
 def test_one_that_fails_ends_those_that_stay() -> None:
     supervision = run({"node_0": stays(), "node_1": "raise SystemExit(3)"}, grace=0.1)
     assert supervision.exit_code == 3
-    assert supervision.summary() == ["node_1 failed: exit code 3", "node_0 failed: ended by SIGTERM"]
+    assert supervision.summary() == [
+        "node_1 failed: exit code 3",
+        "node_0 did not end by itself: SIGTERM",
+    ]
 
 
 def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
@@ -283,7 +286,10 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         "node_1": f"print('ready', flush=True)\nopen({str(gate)!r}).read()\nraise SystemExit(3)",
     }
     supervision = run(scripts, when_ready=lambda: gate.write_text("") and None, grace=0.1, patience=0.1)
-    assert supervision.summary() == ["node_1 failed: exit code 3", "node_0 failed: ended by SIGKILL"]
+    assert supervision.summary() == [
+        "node_1 failed: exit code 3",
+        "node_0 did not end by itself: SIGKILL",
+    ]
 
 
 def test_an_interrupt_reaches_each_once() -> None:
@@ -307,7 +313,7 @@ def test_the_second_interrupt_kills() -> None:
             interrupt()
 
     run_together(commands_of({"node_0": stays(setup)}), supervision, show, environment=os.environ)
-    assert supervision.summary() == ["node_0 failed: ended by SIGKILL"]
+    assert supervision.summary() == ["node_0 did not end by itself: SIGKILL"]
     assert supervision.exit_code == 128 + signal.SIGKILL
 
 

@@ -47,7 +47,7 @@ def test_when_one_fails_the_others_get_grace_then_sigterm_then_sigkill() -> None
     assert supervision.summary() == [
         "node_1 failed: exit code 3",
         "node_0 failed: exit code 1",
-        "node_2 failed: ended by SIGKILL",
+        "node_2 did not end by itself: SIGKILL",
     ]
 
 
@@ -61,7 +61,7 @@ def test_an_interrupt_is_passed_on_once_and_the_second_kills() -> None:
     assert supervision.deadline is None
     supervision.handle(Ended("node_2", -SIGKILL), now=4)
     assert supervision.exit_code == 128 + SIGINT
-    assert supervision.summary() == ["node_1 was interrupted", "node_2 failed: ended by SIGKILL"]
+    assert supervision.summary() == ["node_1 was interrupted", "node_2 did not end by itself: SIGKILL"]
 
 
 def test_an_interrupted_process_that_stays_is_terminated_too() -> None:
@@ -83,6 +83,12 @@ def test_output_that_is_closed_is_one_interrupt_however_many_notice() -> None:
     assert supervision.handle(OutputClosed(), now=1) == []
     assert supervision.deadline == 10
     assert supervision.handle(Interrupted(), now=2) == [Send("node_0", SIGKILL)]
+
+
+def test_a_signal_that_somebody_else_sent_is_a_failure() -> None:
+    supervision = three()
+    supervision.handle(Ended("node_0", -SIGKILL), now=0)
+    assert supervision.summary() == ["node_0 failed: ended by SIGKILL"]
 
 
 def test_an_unknown_signal_is_named_by_its_number() -> None:

@@ -101,6 +101,21 @@ def test_without_certificates_only_loopback_will_do(made: list[GrpcTransport]) -
         transport.dial(Address("10.0.0.1", 80), hello(0), Inbox(), deadline=1)
 
 
+def test_who_is_known_by_an_open_address_needs_certificates_wherever_it_listens(
+    made: list[GrpcTransport], authority: Authority
+) -> None:
+    public = Address("192.0.2.1", 8080)
+    with pytest.raises(TransportError, match="needs certificates"):
+        open_transport(made).serve(
+            LOOPBACK, lambda peer: hello(1), Inbox(), lambda link: None, known_as=public
+        )
+    far, inbox = open_transport(made, credentials(authority, 1)), Inbox()
+    port = far.serve(LOOPBACK, lambda peer: hello(1), inbox, lambda link: None, known_as=public).port
+    own = open_transport(made, credentials(authority, 0))
+    own.dial(replace(EVERYWHERE, port=port), hello(0), Inbox(), deadline=SECONDS).send(message())
+    inbox.next()
+
+
 @pytest.fixture
 def guarded(made: list[GrpcTransport], authority: Authority) -> Iterator[tuple[Address, Inbox]]:
     """node_1 with TLS; at the end it still serves its own."""

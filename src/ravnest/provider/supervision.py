@@ -68,6 +68,7 @@ class Supervision:
         self._step = _Step.RUNNING
         self._interrupted = False
         self._failed: list[Ended] = []
+        self._sent: set[int] = set()
 
     def handle(self, event: Event, now: float) -> list[Send]:
         """What to do about an event."""
@@ -98,6 +99,7 @@ class Supervision:
 
     def _all(self, kind: signal.Signals, step: _Step, deadline: float | None) -> list[Send]:
         self._step, self.deadline = step, deadline
+        self._sent.add(kind)
         return [Send(name, kind) for name in self.running]
 
     @property
@@ -117,7 +119,13 @@ class Supervision:
             return f"failed: exit code {code}"
         if code == -signal.SIGINT and self._interrupted:
             return "was interrupted"
-        try:
-            return f"failed: ended by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"failed: ended by signal {-code}"
+        if -code in self._sent:
+            return f"did not end by itself: {_name(-code)}"
+        return f"failed: ended by {_name(-code)}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -15,7 +15,7 @@ import torch
 from ravnest.errors import StageInputError
 from ravnest.runtime.events import Batch
 from ravnest.runtime.randomness import batch_seed, draws, seeded
-from ravnest.runtime.updates import UpdateRule, Updates
+from ravnest.runtime.updates import LookAhead, UpdateRule, Updates
 from ravnest.runtime.versions import WeightVersions
 from ravnest.split.chain import StagePass
 from ravnest.split.graph import MODES, Mode
@@ -38,6 +38,7 @@ class Gradients:
 
 @dataclass
 class _UnderWay:
+    version: int
     inputs: tuple[Any, ...]
     parameters: Mapping[str, torch.Tensor]
     done: StagePass | None
@@ -72,7 +73,9 @@ class StageExecution:
             key: p for key, p in parameters.items() if p.requires_grad and key not in owned
         }
         self._lent = [e.key for e in spec.state if e.key in trained and len(e.stages) > 1]
-        self._versions = WeightVersions(trained, stash=stash)
+        self._versions = WeightVersions(
+            trained, stash=stash, look_ahead=LookAhead() if rule.look_ahead and stash else None
+        )
         self._versions.memory.update(
             tensor.untyped_storage().data_ptr() for tensor in module.state_tensors().values()
         )
@@ -109,11 +112,11 @@ class StageExecution:
         if self._recompute:
             with torch.no_grad():
                 outputs, loss = self._run(batch, inputs, parameters, loss_of)
-            kept = _UnderWay(inputs, parameters, None, None, loss_of)
+            kept = _UnderWay(version, inputs, parameters, None, None, loss_of)
         else:
             outputs, loss = self._run(batch, inputs, parameters, loss_of)
             done = StagePass(self.module, inputs, outputs, parameters)
-            kept = _UnderWay(inputs, parameters, done, loss, loss_of)
+            kept = _UnderWay(version, inputs, parameters, done, loss, loss_of)
         self._under_way[batch] = kept
         return self._send(outputs), None if loss is None else float(loss.detach())
 
@@ -126,6 +129,7 @@ class StageExecution:
         loss); ``shared`` are those of weights that this stage or an earlier one owns.
         """
         kept = self._under_way.pop(batch)
+        self._versions.delay = self.updates.done - kept.version
         done, loss = kept.done, kept.loss
         if done is None:
             done, loss = self._again(batch, kept)

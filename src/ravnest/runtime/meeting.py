@@ -44,7 +44,8 @@ class Meeting:
             found.append(link)
             arrived.set()
 
-        transport.serve(self.listen, self._admit, handler, on_link)
+        advertised = Address.parse(place.address)
+        transport.serve(self.listen, self._admit, handler, on_link, known_as=advertised)
         following = None if place.next is None else self._dial(place.next, transport, handler)
         if place.previous is not None:
             self._await(place.previous, arrived)

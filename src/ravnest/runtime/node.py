@@ -95,6 +95,7 @@ class Node:
                 lr_scheduler_params,
                 lr_step_on_epoch_change,
                 settings.clip_grad_norm,
+                settings.look_ahead,
             ),
             settings=settings,
             update_frequency=update_frequency,
@@ -383,11 +384,6 @@ class Node:
             return GrpcTransport()
         return GrpcTransport(Credentials(*(path.read_bytes() for path in paths)))
 
-    def _close_at_exit(self) -> None:
-        """The script has ended; Python keeps the error that ended it, if there was one."""
-        error = getattr(sys, "last_value", None)
-        self.close(None if error is None else self._blame(error))
-
     def _say_what_is_missing(self) -> None:
         if self.compression:
             logger.warning("compression is not built yet: tensors travel as they are")
@@ -396,6 +392,11 @@ class Node:
                 "the plan has several clusters, and averaging between clusters is not built yet: each "
                 "trains a model of its own"
             )
+
+    def _close_at_exit(self) -> None:
+        """The script has ended; Python keeps the error that ended it, if there was one."""
+        error = getattr(sys, "last_value", None)
+        self.close(None if error is None else self._blame(error))
 
     def _blame(self, error: BaseException) -> str:
         if isinstance(error, KeyboardInterrupt):

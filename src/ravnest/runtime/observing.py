@@ -34,13 +34,13 @@ class RunObserver:
     def begun(self, begin: Begin) -> None:
         """A phase has begun here."""
         if begin.kind == "train":
-            self._line.state.epoch = begin.epoch
+            self._line.state.begin(begin.epoch, self._line.clock())
 
     def updated(self, update: Update) -> None:
         """The weights were updated."""
         state = self._line.state
         state.staleness, state.in_flight = update.staleness, update.in_flight
-        state.done += update.count
+        state.add(update.count, self._line.clock())
         if update.loss is not None:
             state.add_loss(update.loss)
             if self._losses is not None:
@@ -97,22 +97,24 @@ class WindowKeeper:
 def costs_of(
     measured: Sequence[tuple[StageTiming, ...]],
 ) -> tuple[list[StageCost], list[LinkDelay]]:
-    """Medians by stage and link."""
+    """Typical costs by stage and link: means, as rates follow those, without the odd ones out."""
     stages = list(zip(*measured, strict=True))
 
-    def median(stage: int, name: str) -> float:
-        return float(statistics.median(getattr(timing, name) for timing in stages[stage]))
+    def typical(stage: int, name: str) -> float:
+        values = sorted(getattr(timing, name) for timing in stages[stage])
+        odd = len(values) // 8
+        return statistics.fmean(values[odd : len(values) - odd])
 
     costs = [
-        StageCost(median(k, "forward"), median(k, "backward"), median(k, "step"))
+        StageCost(typical(k, "forward"), typical(k, "backward"), typical(k, "step"))
         for k in range(len(stages))
     ]
     links = [
         LinkDelay(
-            median(k, "to_next"),
-            median(k + 1, "to_previous"),
-            median(k, "to_next_busy"),
-            median(k + 1, "to_previous_busy"),
+            typical(k, "to_next"),
+            typical(k + 1, "to_previous"),
+            typical(k, "to_next_busy"),
+            typical(k + 1, "to_previous_busy"),
         )
         for k in range(len(stages) - 1)
     ]

@@ -33,20 +33,33 @@ class RunState:
     in_flight: int = 0
     window: int = 0
     staleness: int = 0
-    started: float = 0.0
+    started: float | None = None
+    """When training began, after all waiting for neighbours."""
+    updated: float = 0.0
+
+    def begin(self, epoch: int, now: float) -> None:
+        """An epoch begins."""
+        self.epoch = epoch
+        if self.started is None:
+            self.started = now
 
     def expect(self, epochs: int, batches: int | None) -> None:
-        """So many epochs in all, and so many micro-batches after those that are done."""
+        """So much is to come, after what is done."""
         self.epochs = epochs
         self.batches = None if batches is None else self.done + batches
+
+    def add(self, batches: int, now: float) -> None:
+        """So many micro-batches are done."""
+        self.done += batches
+        self.updated = now
 
     def add_loss(self, loss: float) -> None:
         """Take a loss into the running mean."""
         self.loss = loss if self.loss is None else _SMOOTH * self.loss + (1 - _SMOOTH) * loss
 
-    def line(self, now: float) -> str:
+    def line(self) -> str:
         """The state in one line; what matters least comes last, where a narrow terminal cuts it."""
-        rate = self._rate(now)
+        rate = self._rate()
         epochs = f"/{self.epochs}" if self.epochs else ""
         parts = [f"epoch {self.epoch + 1}{epochs}", *self._loss(), f"{rate:.1f} batches/s"]
         if self.batches and rate > 0:
@@ -55,13 +68,16 @@ class RunState:
             parts.append(f"in flight {self.in_flight}/{self.window}")
         return ", ".join([*parts, f"staleness {self.staleness}"])
 
-    def summary(self, now: float) -> str:
+    def summary(self) -> str:
         """What was done, in one line."""
-        done = f"{self.role}: {self.done} batches in {_duration(now - self.started)}"
-        return ", ".join([done, f"{self._rate(now):.1f} batches/s", *self._loss()])
+        done = f"{self.role}: {self.done} batches in {_duration(self._elapsed())}"
+        return ", ".join([done, f"{self._rate():.1f} batches/s", *self._loss()])
 
-    def _rate(self, now: float) -> float:
-        return self.done / max(now - self.started, 1e-9)
+    def _rate(self) -> float:
+        return self.done / max(self._elapsed(), 1e-9)
+
+    def _elapsed(self) -> float:
+        return 0.0 if self.started is None else self.updated - self.started
 
     def _loss(self) -> list[str]:
         return [] if self.loss is None else [f"loss {self.loss:.4f}"]
@@ -82,14 +98,10 @@ class ProgressLine:
         self.state = state
         self._console = console
         self._visible = shown
-        self._clock = clock
+        self.clock = clock
         self._live: Live | None = None
-        self._shown = clock()
+        self._shown: float | None = None
         self._summed_up = 0
-
-    def begin(self) -> None:
-        """The node has met its neighbours: time counts from now."""
-        self._shown = self.state.started = self._clock()
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -100,11 +112,13 @@ class ProgressLine:
         if not self._visible:
             return
         live = self._console.is_terminal
-        now = self._clock()
+        now = self.clock()
+        if self._shown is None:  # waiting for neighbours does not count
+            self._shown = self.state.started if self.state.started is not None else now
         if now - self._shown < (_LIVE_SECONDS if live else self._plain_seconds()):
             return
         self._shown = now
-        line = self.state.line(now)
+        line = self.state.line()
         if not live:
             self.say(f"{self.state.role}: {line}")
             return
@@ -120,7 +134,7 @@ class ProgressLine:
             self._live = None
         if self._visible and self.state.done > self._summed_up:
             self._summed_up = self.state.done
-            self.say(self.state.summary(self._clock()))
+            self.say(self.state.summary())
 
     def _plain_seconds(self) -> float:
         return _PLAIN_SECONDS if self.state.role is Role.ROOT else _PLAIN_SECONDS_BEHIND

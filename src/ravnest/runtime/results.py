@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TextIO
 
 ACCURACIES = "val_accuracies.txt"
 
@@ -18,16 +19,20 @@ class FigureFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._started = False
+        self._file: TextIO | None = None
 
     def append(self, figure: float) -> None:
-        """Add a line."""
-        if not self._started:
-            self._started = True
+        """Add a line; it is in the file when this returns."""
+        if self._file is None:
             set_aside(self._path)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{figure:.9g}\n")
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._file.write(f"{figure:.9g}\n")
+
+    def close(self) -> None:
+        """No further line comes."""
+        if self._file is not None:
+            self._file.close()
 
 
 def set_aside(path: Path) -> Path | None:

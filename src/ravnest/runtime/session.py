@@ -83,6 +83,7 @@ class Session:
         self.line = ProgressLine(RunState(place.role), console=Console(), shown=settings.progress)
         beside = Path(assignment.loss_filename).with_name(ACCURACIES)
         self.accuracies = FigureFile(name_for(beside, place.cluster))
+        self._losses = FigureFile(name_for(assignment.loss_filename, place.cluster))
         self._assignment = assignment
         self._transport = transport
         self._links = Links()
@@ -133,7 +134,6 @@ class Session:
         except BaseException:
             self._transport.close()
             raise
-        self.line.begin()
         self._worker.start(self._links)
         if self.conductor is not None:
             self._set_window(self.line.state.window)
@@ -163,6 +163,8 @@ class Session:
             _part(link, last)
         self._transport.close()
         self.line.sum_up()
+        self._losses.close()
+        self.accuracies.close()
 
     def _observer(self) -> RunObserver:
         assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings
@@ -177,8 +179,7 @@ class Session:
                 update_frequency=assignment.update_frequency,
                 cap=place.in_flight_limit,
             )
-        losses = FigureFile(name_for(assignment.loss_filename, place.cluster))
-        return RunObserver(self.line, losses, keeper)
+        return RunObserver(self.line, self._losses, keeper)
 
     def _set_window(self, size: int) -> None:
         self.line.state.window = size

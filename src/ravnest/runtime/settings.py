@@ -26,6 +26,9 @@ class NodeSettings:
     """Keep only the inputs of a stage and compute its activations again for the backward."""
     clip_grad_norm: float | None = None
     """Clip gradients to this norm: over the whole model in ``sync``, per stage in ``async``."""
+    look_ahead: bool = False
+    """In ``async``, run forwards on the weights that are expected when the gradient comes back; takes
+    memory for one more copy of them. Helps where gradients are many updates old."""
     listen: str | None = None
     """``host:port`` to listen at, where it differs from the address in ``node_configs.json``."""
     connect_timeout: float = 300.0

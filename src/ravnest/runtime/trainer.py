@@ -46,14 +46,27 @@ def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., A
                     self._finish_call()
                     return result if runs else self._told(call)
             except (RavnestError, KeyboardInterrupt) as error:
-                # What ended the call is not in this code: the message says it, not the way here.
-                raise error.with_traceback(None) from None
+                logger.debug("%s ends", call, exc_info=True)
+                raise _shortened(error) from None
             finally:
                 self._call, self._ended = None, False
 
         return run
 
     return decorate
+
+
+def _shortened(error: BaseException) -> BaseException:
+    """Without our frames below the user's last line: the message says what happened."""
+    last, entry = None, error.__traceback__
+    while entry is not None:
+        if not entry.tb_frame.f_globals.get("__name__", "").startswith("ravnest."):
+            last = entry
+        entry = entry.tb_next
+    if last is None:
+        return error.with_traceback(None)
+    last.tb_next = None
+    return error
 
 
 class Trainer:

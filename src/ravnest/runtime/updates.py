@@ -15,6 +15,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ravnest.errors import SettingsError
 from ravnest.split.gradients import add_gradient, memory_of
 
+_INERTIA = 0.9
+"""Share of a change that the next update repeats: the momentum that optimizers have by default."""
+
 OptimizerParams = Mapping[str, Any] | Callable[[list[tuple[str, nn.Parameter]]], Any]
 
 
@@ -28,6 +31,8 @@ class UpdateRule:
     scheduler_params: Mapping[str, Any] = field(default_factory=dict)
     scheduler_each_epoch: bool = True
     clip: float | None = None
+    look_ahead: bool = False
+    """Forwards run on the weights that are expected when the gradient comes back (``LookAhead``)."""
 
     def check(self) -> None:
         """Refuse what no stage could use; ``SettingsError`` says what to give instead."""
@@ -63,6 +68,8 @@ class Updates:
         self._parameters = dict(parameters)
         self._optimizer: Optimizer | None = None
         self._scheduler: Any = None
+        self.done = 0
+        """Updates so far."""
         if self._parameters:
             self._optimizer = _make_optimizer(rule, self._parameters)
             if rule.scheduler is not None:
@@ -99,6 +106,7 @@ class Updates:
         ``total_norm`` is that of the whole model's mean gradient; without it, a clip is over this
         stage alone.
         """
+        self.done += 1
         if self._optimizer is None:
             return
         self._take_mean(count)
@@ -138,6 +146,40 @@ class Updates:
         else:
             total = torch.tensor(total_norm, dtype=torch.float32)
         nn.utils.clip_grads_with_norm_(self._parameters.values(), clip, total)
+
+
+class LookAhead:
+    """Where the weights of a stage are going, so that a stale gradient is less so.
+
+    A gradient that comes back ``delay`` updates later is applied to other weights than it was
+    computed for. Optimizers move on in much the same direction from one update to the next, so the
+    last change, repeated and dying down as momentum does, says where the weights will be by then.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, torch.Tensor] = {}
+        self._version = 0
+
+    def predict(
+        self,
+        version: int,
+        delay: int,
+        weights: Mapping[str, torch.Tensor],
+        into: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Write the weights of ``version`` as they will be ``delay`` updates later into tensors."""
+        changes = version - self._version
+        ahead = _INERTIA * (1 - _INERTIA**delay) / (1 - _INERTIA) / max(changes, 1)
+        with torch.no_grad():
+            for key, weight in weights.items():
+                before = self._before.get(key)
+                if before is None:
+                    self._before[key] = weight.detach().clone()
+                    into[key].copy_(weight)
+                else:
+                    torch.lerp(before, weight, 1 + ahead, out=into[key].detach())
+                    before.copy_(weight)
+        self._version = version
 
 
 def _make_optimizer(rule: UpdateRule, parameters: Mapping[str, nn.Parameter]) -> Optimizer:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ravnest.runtime.updates import LookAhead
+
 
 class WeightVersions:
     """Weights by version number.
@@ -14,9 +16,18 @@ class WeightVersions:
     is copied once, into memory that freed versions gave back. Elsewhere the weights themselves serve.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], *, stash: bool) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        stash: bool,
+        look_ahead: LookAhead | None = None,
+    ) -> None:
         self._weights = dict(weights)
         self._stash = stash
+        self._look_ahead = look_ahead
+        self.delay = 0
+        """Updates that overtook the last gradient; what ``look_ahead`` looks ahead by."""
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._pool: list[dict[str, torch.Tensor]] = []
         self.memory = {_address(weight) for weight in self._weights.values()}
@@ -27,7 +38,7 @@ class WeightVersions:
         if not self._stash:
             return self._weights
         if version not in self._kept:
-            self._kept[version] = self._copy()
+            self._kept[version] = self._copy(version)
         return self._kept[version]
 
     def free(self, version: int) -> None:
@@ -39,12 +50,15 @@ class WeightVersions:
         """Copies held, those in use and those waiting for use."""
         return len(self._kept) + len(self._pool)
 
-    def _copy(self) -> dict[str, torch.Tensor]:
+    def _copy(self, version: int) -> dict[str, torch.Tensor]:
         if self._pool:
             copies = self._pool.pop()
         else:
             copies = {k: torch.empty_like(w, requires_grad=True) for k, w in self._weights.items()}
             self.memory.update(_address(copy) for copy in copies.values())
+        if self._look_ahead is not None:
+            self._look_ahead.predict(version, self.delay, self._weights, copies)
+            return copies
         with torch.no_grad():
             for key, weight in self._weights.items():
                 copies[key].copy_(weight)

@@ -179,6 +179,8 @@ class Worker:
         """The micro-batch whose backward was the last."""
         self._clip: float | None = None
         self._step_seconds = 0.0
+        self._busy_since = 0.0
+        """When the thread last woke up, or had computed: what it has done since is part of the cost."""
         self.run_id = ""
         self._thread = threading.Thread(target=self._work, name=f"ravnest-node_{node}", daemon=True)
 
@@ -239,7 +241,9 @@ class Worker:
 
     def _work(self) -> None:
         while not self._closed:
-            self._guarded(self._inbox.get())
+            call = self._inbox.get()
+            self._busy_since = time.perf_counter()
+            self._guarded(call)
             while not self._closed:
                 self._drain()
                 if self._run is not None:
@@ -437,8 +441,16 @@ class Worker:
         if self._board.failure is None:
             self._handle(Done())
 
+    def _lap(self) -> float:
+        """Seconds since the thread woke up or computed last, to be charged to what it computed now.
+
+        Handling messages and waiting for Python's lock delay the pipeline as much as computing does.
+        """
+        now = time.perf_counter()
+        seconds, self._busy_since = now - self._busy_since, now
+        return seconds
+
     def _forward(self, batch: Batch, version: int, *, trains: bool) -> None:
-        started = time.perf_counter()
         held = self._batches[batch]
         held.version = version
         kind = self._phases[batch.phase].kind
@@ -458,7 +470,7 @@ class Worker:
                 self._lent = version
                 outputs |= {SHARED + k: v for k, v in self._execution.lend().items()}
         held.outputs, held.values = outputs, {}
-        held.forward_seconds = time.perf_counter() - started
+        held.forward_seconds = self._lap()
 
     def _item(self, kind: PhaseKind, batch: Batch, held: _InHand) -> Any:
         """What the loss compares with: the Leaf's labels, or in a cluster of one the Root's batch.
@@ -480,7 +492,6 @@ class Worker:
         return lambda outputs: leaf.loss(self._execution.output(outputs), item)
 
     def _backward(self, batch: Batch, *, last_of_update: bool) -> None:
-        started = time.perf_counter()
         held = self._batches[batch]
         shared = _shared_in(held.gradients)
         back = self._execution.backward(batch, held.gradients, shared)
@@ -489,14 +500,12 @@ class Worker:
             held.norms = (*self._execution.norms(), *held.norms)
         if held.loss is not None:
             self._losses.append(held.loss)
-        held.backward_seconds = time.perf_counter() - started
+        held.backward_seconds = self._lap()
         self._last = held
 
     def _step(self, update: int, count: int) -> None:
-        started = time.perf_counter()
         self._execution.updates.step(count, self._clip)
         self._clip = None
-        self._step_seconds = time.perf_counter() - started
         losses, self._losses = self._losses[:count], self._losses[count:]
         held = self._last
         assert held is not None
@@ -505,6 +514,7 @@ class Worker:
         self._observer.updated(
             Update(update, held.id.epoch, loss, stale, count, self._machine.in_flight)
         )
+        self._step_seconds = self._lap()
 
     def _end_phase(self, phase: int, *, trains: bool) -> None:
         begin, end = self._phases.pop(phase), self._ends.pop(phase)

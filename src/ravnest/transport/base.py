@@ -88,9 +88,18 @@ class Transport(Protocol):
     """Makes links; one for each node."""
 
     def serve(
-        self, address: Address, admit: Admit, handler: LinkHandler, on_link: Callable[[Link], None]
+        self,
+        address: Address,
+        admit: Admit,
+        handler: LinkHandler,
+        on_link: Callable[[Link], None],
+        *,
+        known_as: Address | None = None,
     ) -> Address:
         """Listen; returns the address with its port, which may be given as 0.
+
+        ``known_as`` is the address that others dial, where it differs: both sides decide by it
+        whether they talk in the clear.
 
         Each peer that ``admit`` answers with a Hello becomes a link: ``on_link`` gets it, in a
         transport thread, before its first message. ``AddressInUseError`` if another listens there.

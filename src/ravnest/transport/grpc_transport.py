@@ -43,7 +43,13 @@ class GrpcTransport:
         self._links: list[FrameLink] = []
 
     def serve(
-        self, address: Address, admit: Admit, handler: LinkHandler, on_link: Callable[[Link], None]
+        self,
+        address: Address,
+        admit: Admit,
+        handler: LinkHandler,
+        on_link: Callable[[Link], None],
+        *,
+        known_as: Address | None = None,
     ) -> Address:
         """Listen; with mutual TLS off loopback."""
 
@@ -52,7 +58,7 @@ class GrpcTransport:
             on_link(link)
 
         listener = Listener(admit, handler, keep, self._limits)
-        port = listener.start(address, self._credentials_for(address))
+        port = listener.start(address, self._credentials_for(known_as or address))
         with self._lock:
             self._listeners.append(listener)
         return replace(address, port=port)

@@ -87,7 +87,13 @@ class MemoryTransport:
         self._network = network
 
     def serve(
-        self, address: Address, admit: Admit, handler: LinkHandler, on_link: Callable[[Link], None]
+        self,
+        address: Address,
+        admit: Admit,
+        handler: LinkHandler,
+        on_link: Callable[[Link], None],
+        *,
+        known_as: Address | None = None,  # noqa: ARG002 - nothing is encrypted here
     ) -> Address:
         """Listen on the network."""
         return self._network.register(address, _Server(admit, handler, on_link, self))
