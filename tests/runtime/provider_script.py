@@ -56,6 +56,7 @@ def main(name: str, given: dict[str, Any]) -> None:
     epochs = given.pop("epochs", EPOCHS)
     endless = given.pop("endless", False)
     evaluates = given.pop("evaluate", True)
+    raises = given.pop("raises", None)
     train_loader, val_loader = loaders()
     node = Node(
         name=name,
@@ -73,6 +74,8 @@ def main(name: str, given: dict[str, Any]) -> None:
         save=True,
     )
     trainer.train()
+    if raises == name:
+        raise LookupError("of the user's")
     if evaluates:
         trainer.evaluate()
 

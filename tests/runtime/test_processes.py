@@ -219,6 +219,17 @@ def test_a_node_that_ends_ends_the_others_with_its_name(
         assert said.count("Traceback") <= 1, "no chain of errors"
 
 
+def test_an_error_of_the_script_between_calls_ends_the_others(
+    tmp_path: Path, form: Form, start: Start
+) -> None:
+    names = form(tmp_path, 2)
+    providers = start(tmp_path, names, raises=names[0], epochs=1)
+    assert [providers[name].wait() for name in names] == [1, 1]
+    assert _message(providers[names[0]]) == "LookupError: of the user's"
+    said = _message(providers[names[1]])
+    assert said == f"ravnest.errors.RunError: {names[0]} failed: LookupError: of the user's"
+
+
 def test_a_port_in_use_is_one_clear_line(tmp_path: Path, form: Form, start: Start) -> None:
     names = form(tmp_path, 2)
     place = json.loads((tmp_path / "node_data" / "nodes" / f"{names[1]}.json").read_text())

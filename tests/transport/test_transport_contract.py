@@ -341,7 +341,7 @@ def test_dialling_waits_for_the_peer(transport: Opener) -> None:
     link = transport().dial(address, hello(0), Inbox(), deadline=SECONDS, waiting=appear)
     assert link.peer == hello(1)
     assert len(told) == 1
-    assert str(address) in told[0]
+    assert told[0].startswith("nothing listens ")
 
 
 def test_a_port_in_use_says_what_to_do(transport: Opener) -> None:
