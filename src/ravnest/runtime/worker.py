@@ -6,19 +6,19 @@ its inbox; results go to the board, which the user's thread waits for.
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from ravnest.errors import RavnestError
-from ravnest.runtime.board import Answer, Board
+from ravnest.errors import RavnestError, RunError
+from ravnest.runtime.board import Board
+from ravnest.runtime.desk import Desk, InHand
 from ravnest.runtime.events import (
     Action,
     Admit,
@@ -48,11 +48,10 @@ from ravnest.runtime.events import (
     SendOutcome,
     WindowSet,
 )
-from ravnest.runtime.execution import Loss, StageExecution
+from ravnest.runtime.execution import StageExecution
 from ravnest.runtime.leaf import Leaf
 from ravnest.runtime.machine import Machine
 from ravnest.runtime.meeting import Links
-from ravnest.split.structure import Structure, flatten, map_tensors
 from ravnest.transport.base import Link, LinkDelay
 from ravnest.wire.messages import (
     Abort,
@@ -69,7 +68,6 @@ from ravnest.wire.messages import (
     Goodbye,
     Message,
     Outcome,
-    PhaseKind,
     Return,
     Save,
     Saved,
@@ -78,8 +76,6 @@ from ravnest.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-SHARED = "shared/"
-"""Prefix of the weights that several stages use, among the values of a message."""
 _NO_DELAY = LinkDelay(0.0, 0.0, 0.0)
 
 
@@ -122,27 +118,6 @@ class Keeper(Protocol):
         """Write another node's stage; the number of the stage."""
 
 
-@dataclass
-class _InHand:
-    """What is known of a micro-batch at this stage."""
-
-    id: BatchId
-    size: int
-    digests: dict[str, str]
-    values: dict[str, Any]
-    item: Any = None
-    """What the Root loaded, where Root and Leaf are one node."""
-    outputs: dict[str, Any] = field(default_factory=dict)
-    gradients: dict[str, Any] = field(default_factory=dict)
-    answer: Outcome | None = None
-    loss: float | None = None
-    norms: tuple[tuple[int, float], ...] = ()
-    timings: tuple[StageTiming, ...] = ()
-    version: int = 0
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-
-
 class Worker:
     """One stage at work in its own thread."""
 
@@ -158,30 +133,21 @@ class Worker:
         observer: Observer,
     ) -> None:
         """``leaf`` belongs to the last stage."""
-        self._execution = execution
+        self._desk = Desk(execution, leaf)
         self._machine = machine
         self._board = board
         self._links = Links()
         self._node = node
-        self._leaf = leaf
         self._keeper = keeper
         self._observer = observer
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._when_idle: list[Callable[[], None]] = []
         self._run: Run | None = None
         self._closed = False
-        self._batches: dict[Batch, _InHand] = {}
-        self._phases: dict[int, Begin] = {}
-        self._ends: dict[int, End] = {}
-        self._lent = -1
-        self._losses: list[float] = []
-        self._last: _InHand | None = None
-        """The micro-batch whose backward was the last."""
         self._clip: float | None = None
         self._step_seconds = 0.0
         self._busy_since = 0.0
         """When the thread last woke up, or had computed: what it has done since is part of the cost."""
-        self.run_id = ""
         self._thread = threading.Thread(target=self._work, name=f"ravnest-node_{node}", daemon=True)
 
     def start(self, links: Links) -> None:
@@ -213,8 +179,7 @@ class Worker:
 
     def begin(self, begin: Begin) -> None:
         """Start a phase."""
-        self.run_id = begin.run
-        self._phases[begin.phase] = begin
+        self._desk.begin(begin)
         self._observer.begun(begin)
         self._handle(PhaseBegun(begin.phase, trains=begin.kind == "train"))
 
@@ -222,11 +187,11 @@ class Worker:
         self, batch: BatchId, size: int, digests: dict[str, str], values: dict[str, Any], item: Any
     ) -> None:
         """A micro-batch from the user."""
-        self._arrive(_InHand(batch, size, digests, values, item=item))
+        self._arrive(InHand(batch, size, digests, values, item=item))
 
     def end(self, end: End) -> None:
         """No further micro-batch belongs to the phase."""
-        self._ends[end.phase] = end
+        self._desk.end(end)
         self._handle(PhaseEnded(end.phase, end.count))
 
     def set_window(self, size: int) -> None:
@@ -291,11 +256,11 @@ class Worker:
             return
         match message.head:
             case Forward() as head:
-                self._arrive(_InHand(head.batch, head.size, head.digests, dict(message.values)))
+                self._arrive(InHand(head.batch, head.size, head.digests, dict(message.values)))
             case Backward() as head:
-                self._take_backward(head, message.values)
+                self._handle(BackwardArrived(self._desk.returned(head, message.values)))
             case Outcome() as head:
-                self._take_outcome(head, message.values)
+                self._handle(OutcomeArrived(self._desk.answered(head, message.values)))
             case Begin() as head:
                 self.begin(head)
             case End() as head:
@@ -314,29 +279,14 @@ class Worker:
             case head:
                 self._announced(head)
 
-    def _arrive(self, held: _InHand) -> None:
-        batch = self._known(held.id)
-        self._batches[batch] = held
-        self._handle(ForwardArrived(batch))
-
-    def _take_backward(self, head: Backward, values: Mapping[str, Any]) -> None:
-        batch = self._known(head.batch)
-        held = self._held(batch)
-        held.gradients = dict(values)
-        held.loss, held.norms, held.timings = head.loss, head.norms, head.timings
-        self._handle(BackwardArrived(batch))
-
-    def _take_outcome(self, head: Outcome, values: Mapping[str, Any]) -> None:
-        batch = self._known(head.batch)
-        held = self._held(batch)
-        held.answer, held.outputs = head, dict(values)
-        self._handle(OutcomeArrived(batch))
+    def _arrive(self, held: InHand) -> None:
+        self._handle(ForwardArrived(self._desk.add(held)))
 
     def _announced(self, head: AnyHead) -> None:
         """What the Root tells everyone: pass it on, and act on it once all before it is done."""
         match head:
             case Figure():
-                self._execution.updates.validated(head.value)
+                self._desk.execution.updates.validated(head.value)
                 with self._board.writing():
                     self._board.figures[head.phase] = head
             case Save(run):
@@ -346,7 +296,7 @@ class Worker:
             case Finish():
                 self._when_idle.append(self._finish)
             case _:
-                raise RavnestError(f"a message {type(head).__name__} has no place here")
+                raise RunError(f"a message {type(head).__name__} has no place here")
         if self._links.next is not None:
             # A node whose script is over has closed already, and misses nothing.
             _try_send(self._links.next, Message(head))
@@ -358,20 +308,6 @@ class Worker:
     def _finish(self) -> None:
         with self._board.writing():
             self._board.finish = True
-
-    def _known(self, batch: BatchId) -> Batch:
-        if batch.run != self.run_id:
-            raise RavnestError(
-                f"micro-batch {batch.index} belongs to run {batch.run[:8]}, not to {self.run_id[:8]}"
-            )
-        return Batch(batch.phase, batch.index)
-
-    def _held(self, batch: Batch) -> _InHand:
-        if batch not in self._batches:
-            raise RavnestError(
-                f"micro-batch {batch.index} of phase {batch.phase} came back, but it was not sent"
-            )
-        return self._batches[batch]
 
     def _neighbour_lost(self, link: Link, reason: str) -> None:
         self.fail(
@@ -401,28 +337,29 @@ class Worker:
             case RunForward() | RunBackward() | RunStep() | RunPhaseEnd():
                 self._run = action
             case SendForward(batch):
-                self._send_forward(self._batches[batch])
+                self._to_next(self._desk.forward_message(batch))
             case SendBackward(batch):
-                self._send_backward(self._batches.pop(batch))
+                timings = self._timings(self._desk.look(batch))
+                self._to_previous(self._desk.backward_message(batch, timings))
             case SendOutcome(batch):
-                self._send_outcome(self._batches.pop(batch))
+                self._to_previous(self._desk.outcome_message(batch))
             case SendBegin(phase):
-                self._to_next(self._phases[phase])
+                self._to_next(Message(self._desk.phase(phase)))
             case SendEnd(phase):
-                self._to_next(self._ends[phase])
+                self._to_next(Message(self._desk.end_of(phase)))
             case SendClip(update):
                 assert self._clip is not None
-                self._to_next(Clip(update, self._clip))
+                self._to_next(Message(Clip(update, self._clip)))
             case GatherNorms(update, count):
-                self._clip = self._total_norm(count)
+                self._clip = self._desk.total_norm(count)
                 self.post(lambda: self._handle(ClipArrived(update)))
             case FreeVersion(version):
-                self._execution.free(version)
+                self._desk.execution.free(version)
             case Admit(total):
                 with self._board.writing():
                     self._board.admitted = total
             case Finished(batch):
-                self._finished(batch, self._batches.pop(batch))
+                self._finished(batch)
             case Fail(reason):
                 self.fail(f"node_{self._node}: {reason}")
 
@@ -430,13 +367,16 @@ class Worker:
         run, self._run = self._run, None
         match run:
             case RunForward(batch, version, trains):
-                self._forward(batch, version, trains=trains)
+                held = self._desk.forward(batch, version, trains=trains)
+                held.forward_seconds = self._lap()
             case RunBackward(batch, _, last_of_update):
-                self._backward(batch, last_of_update=last_of_update)
+                with_norms = last_of_update and self._machine.waits_for_clip
+                held = self._desk.backward(batch, with_norms=with_norms)
+                held.backward_seconds = self._lap()
             case RunStep(update, count):
                 self._step(update, count)
-            case RunPhaseEnd(phase, trains):
-                self._end_phase(phase, trains=trains)
+            case RunPhaseEnd(phase):
+                self._end_phase(phase)
         self._drain()  # so that the machine sees a backward that arrived meanwhile
         if self._board.failure is None:
             self._handle(Done())
@@ -450,114 +390,40 @@ class Worker:
         seconds, self._busy_since = now - self._busy_since, now
         return seconds
 
-    def _forward(self, batch: Batch, version: int, *, trains: bool) -> None:
-        held = self._batches[batch]
-        held.version = version
-        kind = self._phases[batch.phase].kind
-        shared = _shared_in(held.values)
-        self._execution.borrow(shared)
-        item = self._item(kind, batch, held)
-        if trains:
-            outputs, loss = self._execution.forward(batch, version, held.values, self._loss_of(item))
-            held.loss = loss
-        else:
-            outputs, output = self._execution.evaluate(batch, version, held.values)
-            if self._leaf is not None:
-                held.answer, outputs = self._answer(kind, held.id, output, item)
-        if self._leaf is None:
-            outputs |= {SHARED + key: value for key, value in shared.items() if self._passes(key)}
-            if version != self._lent:
-                self._lent = version
-                outputs |= {SHARED + k: v for k, v in self._execution.lend().items()}
-        held.outputs, held.values = outputs, {}
-        held.forward_seconds = self._lap()
-
-    def _item(self, kind: PhaseKind, batch: Batch, held: _InHand) -> Any:
-        """What the loss compares with: the Leaf's labels, or in a cluster of one the Root's batch.
-
-        Labels are iterated only once the phase before is used up, in the order of the Root.
-        """
-        if self._leaf is None or kind == "predict":
-            return None
-        own = held.item is not None
-        if batch.index == 0:
-            self._leaf.begin(kind, loads=not own)
-        item = held.item if own else self._leaf.item(kind, batch.index, held.size, held.digests)
-        return map_tensors(item, self._execution.to_device)
-
-    def _loss_of(self, item: Any) -> Loss | None:
-        leaf = self._leaf
-        if leaf is None:
-            return None
-        return lambda outputs: leaf.loss(self._execution.output(outputs), item)
-
-    def _backward(self, batch: Batch, *, last_of_update: bool) -> None:
-        held = self._batches[batch]
-        shared = _shared_in(held.gradients)
-        back = self._execution.backward(batch, held.gradients, shared)
-        held.gradients = {**back.inputs, **{SHARED + k: g for k, g in back.shared.items()}}
-        if last_of_update and self._machine.waits_for_clip:
-            held.norms = (*self._execution.norms(), *held.norms)
-        if held.loss is not None:
-            self._losses.append(held.loss)
-        held.backward_seconds = self._lap()
-        self._last = held
-
     def _step(self, update: int, count: int) -> None:
-        self._execution.updates.step(count, self._clip)
+        loss = self._desk.step(count, self._clip)
         self._clip = None
-        losses, self._losses = self._losses[:count], self._losses[count:]
-        held = self._last
-        assert held is not None
-        loss = sum(losses) / len(losses) if losses else None
-        stale = update - held.version
-        self._observer.updated(
-            Update(update, held.id.epoch, loss, stale, count, self._machine.in_flight)
-        )
+        last = self._desk.last
+        assert last is not None
+        stale = update - last.version
+        in_flight = self._machine.in_flight
+        self._observer.updated(Update(update, last.id.epoch, loss, stale, count, in_flight))
         self._step_seconds = self._lap()
 
-    def _end_phase(self, phase: int, *, trains: bool) -> None:
-        begin, end = self._phases.pop(phase), self._ends.pop(phase)
-        if trains:
-            self._execution.updates.end_epoch()
-        if self._leaf is not None:
-            if end.count == 0:
-                self._leaf.begin(begin.kind, loads=not self._machine.is_root)
-            self._leaf.end(begin.kind, end.count, exhausted=end.exhausted)
-            if begin.kind == "validate":
-                score = self._leaf.score()
-                self._figure_found(Figure(begin.run, phase, score.name, score.value, score.samples))
+    def _end_phase(self, phase: int) -> None:
+        figure = self._desk.end_phase(phase)
+        if figure is not None:
+            self._figure_found(figure)
         with self._board.writing():
             self._board.over = phase + 1
 
     # What goes out
 
-    def _to_next(self, head: AnyHead, values: Mapping[str, Any] | None = None) -> None:
+    def _to_next(self, message: Message) -> None:
         assert self._links.next is not None
-        self._links.next.send(Message(head, values or {}))
+        self._links.next.send(message)
 
-    def _to_previous(self, head: AnyHead, values: Mapping[str, Any] | None = None) -> None:
+    def _to_previous(self, message: Message) -> None:
         assert self._links.previous is not None
-        self._links.previous.send(Message(head, values or {}))
+        self._links.previous.send(message)
 
-    def _send_forward(self, held: _InHand) -> None:
-        self._to_next(Forward(held.id, held.size, held.digests), held.outputs)
-        held.outputs = {}
-
-    def _send_backward(self, held: _InHand) -> None:
-        timings = (self._timing(held), *held.timings)
-        self._to_previous(Backward(held.id, timings, held.loss, held.norms), held.gradients)
-
-    def _send_outcome(self, held: _InHand) -> None:
-        assert held.answer is not None
-        self._to_previous(held.answer, held.outputs)
-
-    def _timing(self, held: _InHand) -> StageTiming:
+    def _timings(self, held: InHand) -> tuple[StageTiming, ...]:
+        """Of this stage and those behind."""
         following, previous = (
             _NO_DELAY if link is None else link.delay()
             for link in (self._links.next, self._links.previous)
         )
-        return StageTiming(
+        own = StageTiming(
             held.forward_seconds,
             held.backward_seconds,
             self._step_seconds,
@@ -566,73 +432,41 @@ class Worker:
             previous.message,
             previous.busy,
         )
+        return (own, *held.timings)
 
-    def _finished(self, batch: Batch, held: _InHand) -> None:
-        if held.answer is None:
-            self._observer.timed((self._timing(held), *held.timings))
+    def _finished(self, batch: Batch) -> None:
+        timings = self._timings(self._desk.look(batch))
+        answer = self._desk.finished(batch)
+        if answer is None:
+            self._observer.timed(timings)
             return
-        answer = Answer(_rebuild(held.answer, held.outputs), held.answer.value)
         with self._board.writing():
             self._board.answers[batch] = answer
-
-    def _answer(
-        self, kind: PhaseKind, batch: BatchId, output: Any, item: Any
-    ) -> tuple[Outcome, dict[str, Any]]:
-        assert self._leaf is not None
-        if kind == "validate":
-            return Outcome(batch, self._leaf.judge(output, item)), {}
-        leaves, structure = flatten(output)
-        values = {str(place): leaf for place, leaf in enumerate(leaves)}
-        return Outcome(batch, None, json.dumps(structure.to_json())), values
 
     def _figure_found(self, figure: Figure) -> None:
         """On its way to the Root, which tells everyone."""
         if self._links.previous is not None:
-            self._to_previous(figure)
+            self._to_previous(Message(figure))
         else:
             self._announced(figure)
-
-    def _total_norm(self, count: int) -> float:
-        assert self._last is not None
-        norms = torch.tensor([norm for _, norm in sorted(self._last.norms)])
-        return float(torch.linalg.vector_norm(norms)) / count
-
-    def _passes(self, key: str) -> bool:
-        """Whether a stage behind this one may use a shared weight."""
-        return key not in self._execution.last_users or (
-            self._execution.last_users[key] > self._execution.index
-        )
 
     # Trained stages
 
     def _save(self, run: str) -> None:
         manifest, tensors = self._keeper.save(run)
         if self._links.previous is not None:
-            self._to_previous(Saved(run, self._node, manifest), tensors)
+            self._to_previous(Message(Saved(run, self._node, manifest), tensors))
         else:
             with self._board.writing():
                 self._board.saved.add(0)
 
     def _saved(self, head: Saved, values: Mapping[str, Any]) -> None:
         if self._links.previous is not None:
-            self._to_previous(head, values)
+            self._to_previous(Message(head, values))
             return
         stage = self._keeper.receive(head.node, head.manifest, values)
         with self._board.writing():
             self._board.saved.add(stage)
-
-
-def _shared_in(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Take the weights that several stages use out of a message's values."""
-    names = [name for name in values if name.startswith(SHARED)]
-    return {name.removeprefix(SHARED): values.pop(name) for name in names}
-
-
-def _rebuild(answer: Outcome, values: Mapping[str, Any]) -> Any:
-    if not answer.structure:
-        return None
-    structure = Structure.from_json(json.loads(answer.structure))
-    return structure.build(iter([values[str(place)] for place in range(len(values))]))
 
 
 def _try_send(link: Link, message: Message) -> None:
