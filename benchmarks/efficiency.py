@@ -181,7 +181,7 @@ def measure() -> str:
         f"{1000 * BACKWARD:.0f} backward), an update a micro-batch; medians of {REPETITIONS} runs. The "
         "aims are at least 95% of the slowest stage's rate, and a prediction within 5%.",
         "",
-        "| stages | link, ms | W | staleness | of the slowest stage's rate | worst | prediction off by |",
+        "| stages | link, ms | W | staleness | of the slowest stage | worst | prediction off by |",
         "|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for stages in (3, 8):

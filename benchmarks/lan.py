@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from types import TracebackType
 from typing import Self
 
@@ -32,6 +34,8 @@ class Lan:
         self.hosts = [f"10.77.0.{i + 1}" for i in range(count)]
 
     def __enter__(self) -> Self:
+        # Namespaces outlive their makers: a process that is told to end must tidy up first.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         try:
             self._make()
         except BaseException:
