@@ -179,13 +179,15 @@ def test_node_files_describe_the_plan(result: Result) -> None:
         assert node.seed == 11
         assert node.update_frequency == 1
         assert node.in_flight == node.stages, "what the Root keeps in flight, on every node alike"
+        assert node.in_flight_limit >= node.in_flight
 
 
 def test_node_files_have_the_documented_fields(result: Result) -> None:
     data = json.loads((result.folder / "nodes" / "node_0.json").read_bytes())
     assert (data["format"], data["version"]) == ("ravnest-node", 1)
     fields = {"plan", "node", "cluster", "stage", "stages", "role", "address", "previous", "next"}
-    fields |= {"rings", "bundle", "sha256", "seed", "in_flight", "update_frequency", "certificates"}
+    fields |= {"rings", "bundle", "sha256", "seed", "in_flight", "in_flight_limit"}
+    fields |= {"update_frequency", "certificates"}
     assert set(data) == fields | {"format", "version"}
 
 

@@ -36,6 +36,7 @@ def node_file(node: int, stage: int, cluster: int = 0, plan: str = "plan") -> No
         sha256="",
         seed=0,
         in_flight=3,
+        in_flight_limit=9,
         update_frequency=1,
         certificates=CertificateFiles("", "", ""),
     )

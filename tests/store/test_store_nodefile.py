@@ -34,6 +34,7 @@ NODE = NodeFile(
     sha256="ab" * 32,
     seed=42,
     in_flight=3,
+    in_flight_limit=9,
     update_frequency=2,
     certificates=CertificateFiles("c/authority.pem", "c/node_4.pem", "c/node_4.key"),
 )

@@ -29,6 +29,7 @@ from ravnest.wire.messages import (
     Clip,
     End,
     Figure,
+    Finish,
     Forward,
     Goodbye,
     Hello,
@@ -46,19 +47,20 @@ from ravnest.wire.table import Limits
 BATCH = BatchId("run", 3, 1, 7, 2)
 HEAD = Forward(BATCH, 32, {"targets": "abc"})
 HEADS: list[AnyHead] = [
-    Hello(PROTOCOL, "plan", 3, 1, 2, "run", "fp16"),
+    Hello(PROTOCOL, "plan", 3, 1, 2, "run", {"schedule": "sync"}, "fp16"),
     Refused("another plan"),
     HEAD,
-    Backward(BATCH, (StageTiming(0.1, 0.2, 0.3, 0.4),), 0.25, (1.0, math.inf)),
+    Backward(BATCH, (StageTiming(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),), 0.25, ((0, 1.0), (3, math.inf))),
     Backward(BATCH),
     Clip(5, 1.5),
     Begin("run", 1, "validate", 0),
-    End("run", 1, 12),
+    End("run", 1, 12, True),
     Outcome(BATCH),
     Figure("run", 1, "accuracy", 0.5, 100),
     Save("run"),
     Saved("run", 1, '{"a": 1}'),
     Return("run", "train"),
+    Finish("run"),
     Goodbye(1),
     Abort(1, "out of memory"),
 ]
