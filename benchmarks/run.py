@@ -1,7 +1,7 @@
-"""Measure everything and write docs/benchmarks.md.
+"""Measure and write docs/benchmarks.md.
 
-    python benchmarks/run.py                    all sections
-    python benchmarks/run.py --only split_time  one of them, printed only
+    python benchmarks/run.py                            all sections
+    python benchmarks/run.py --only split_time,memory   some of them; the others stay as they are
 
 The figures are ratios measured in one run, side by side, because machines differ and are shared.
 """
@@ -12,6 +12,7 @@ import argparse
 import datetime
 import importlib
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -32,17 +33,34 @@ SECTIONS = {
 
 
 def main() -> None:
-    """Run the sections that were asked for."""
-    options = _options()
-    parts = []
-    for name in [options.only] if options.only else SECTIONS:
+    """Run the sections that were asked for, and put each into the report as soon as it is there."""
+    for name in _options().only:
         print(f"measuring {name} ...", flush=True)
         module = importlib.import_module(name)
-        text = f"## {SECTIONS[name]}\n\n{_about(module.__doc__)}\n\n{module.measure()}\n"
+        text = f"{_about(module.__doc__)}\n\n{module.measure()}\n\n{_circumstances()}"
         print(text, flush=True)
-        parts.append(text)
-    if not options.only:
-        REPORT.write_text("\n".join([_headline(), *parts]), encoding="utf-8")
+        sections = _sections(REPORT.read_text(encoding="utf-8")) if REPORT.exists() else {}
+        sections[SECTIONS[name]] = text
+        REPORT.write_text(_report(sections), encoding="utf-8")
+
+
+def _sections(report: str) -> dict[str, str]:
+    """The texts of a report by their titles."""
+    _, *parts = re.split(r"^## (.+)\n", report, flags=re.MULTILINE)
+    return {title: text.strip() for title, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _report(sections: dict[str, str]) -> str:
+    known = [title for title in SECTIONS.values() if title in sections]
+    return "\n".join([_HEADLINE, *(f"## {title}\n\n{sections[title]}\n" for title in known)])
+
+
+_HEADLINE = """\
+# Benchmarks
+
+Reproduce with `make bench`, or some sections with `make bench ARGS='--only stage_cost,memory'`. Figures are
+ratios measured in one run, side by side, because machines differ and are shared.
+"""
 
 
 def _about(docstring: str | None) -> str:
@@ -51,18 +69,25 @@ def _about(docstring: str | None) -> str:
     return text.partition("Run as a script")[0].strip()
 
 
-def _headline() -> str:
+def _circumstances() -> str:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return (
-        f"# Benchmarks\n\nMeasured {today} with torch {torch.__version__} on {os.cpu_count()} shared "
-        "cores, no GPU. Reproduce with `make bench`.\n"
+        f"*Measured {today} with torch {torch.__version__} on {os.cpu_count()} shared cores, no GPU; "
+        f"load average at the end {os.getloadavg()[0]:.1f}.*"
     )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=list(SECTIONS))
+    parser.add_argument("--only", type=_names, default=list(SECTIONS), metavar="NAME,...")
     return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SECTIONS]:
+        raise argparse.ArgumentTypeError(f"there is no {unknown[0]}, only {', '.join(SECTIONS)}")
+    return names
 
 
 if __name__ == "__main__":
