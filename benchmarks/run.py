@@ -58,8 +58,8 @@ def _report(sections: dict[str, str]) -> str:
 _HEADLINE = """\
 # Benchmarks
 
-Reproduce with `make bench`, or some sections with `make bench ARGS='--only stage_cost,memory'`. Figures are
-ratios measured in one run, side by side, because machines differ and are shared.
+Reproduce with `make bench`, or some sections with `make bench ARGS='--only stage_cost,memory'`.
+Figures are ratios measured in one run, side by side, because machines differ and are shared.
 """
 
 
