@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward
 
 from ravnest.errors import StageInputError
 from ravnest.split.gradients import add_gradient, memory_of
@@ -22,6 +21,11 @@ from ravnest.split.module import StageModule
 
 if TYPE_CHECKING:
     from ravnest.split.splitter import Split
+
+try:  # not of torch's public interface: another version may be without it
+    from torch.autograd.graph import _engine_run_backward
+except ImportError:
+    _engine_run_backward = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -233,7 +237,8 @@ def _differentiate(
     where a gradient is missing or does not fit.
     """
     outputs, gradients = zip(*ends, strict=True)
-    if all(g is not None and g.shape == t.shape and g.dtype == t.dtype for t, g in ends):
+    fit = all(g is not None and g.shape == t.shape and g.dtype == t.dtype for t, g in ends)
+    if fit and _engine_run_backward is not None:
         return _engine_run_backward(
             outputs, gradients, False, False, tuple(leaves), True, accumulate_grad=False
         )
