@@ -63,10 +63,10 @@ class Team:
         assert first.stdin is not None
         assert first.stdout is not None
         print(seconds, file=first.stdin, flush=True)
-        line = first.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{first.args!r} ended with code {first.wait()}")
-        return Rate(**json.loads(line))
+        for line in first.stdout:
+            if line.startswith("{"):  # a node says there, too, whom it waits for
+                return Rate(**json.loads(line))
+        raise RuntimeError(f"{first.args!r} ended with code {first.wait()}")
 
     def close(self) -> None:
         """Let them end; kill those that do not."""
