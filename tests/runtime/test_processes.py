@@ -234,9 +234,8 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, form: Form, start: Star
     names = form(tmp_path, 2)
     place = json.loads((tmp_path / "node_data" / "nodes" / f"{names[1]}.json").read_text())
     host, _, port = place["address"].rpartition(":")
-    with socket.socket() as taken:
-        taken.bind((host, int(port)))
-        taken.listen()
+    # Unlike a plain bind, this does not mind connections of earlier tests that linger.
+    with socket.create_server((host, int(port))):
         providers = start(tmp_path, names[1:])
         assert providers[names[1]].wait() == 1
     assert f"{place['address']} is in use: stop the process" in _message(providers[names[1]])
