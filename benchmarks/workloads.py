@@ -98,11 +98,16 @@ def loss_of(output: torch.Tensor, targets: Any) -> torch.Tensor:
 
 def free_addresses(count: int) -> list[str]:
     """On loopback; nobody listens there just now."""
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at just now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        return [each.getsockname()[1] for each in sockets]
     finally:
         for each in sockets:
             each.close()

@@ -24,6 +24,19 @@ def test_the_provider_script_is_that_of_the_example() -> None:
     assert all(part in example for part in block.split("\n\n", 1))
 
 
+def test_its_table_of_the_zoo_is_what_the_zoo_found() -> None:
+    def rows(text: str, columns: int) -> dict[str, list[str]]:
+        cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
+        return {row[0]: row for row in cells if len(row) == columns}
+
+    shown = rows(README, 5)
+    found = rows((Path(__file__).parent.parent / "docs" / "zoo.md").read_text(), 8)
+    models = [name for name, row in shown.items() if row[1] in ("torchvision", "timm", "transformers")]
+    assert len(models) >= 10
+    for name in models:
+        assert shown[name] == [*found[name][:2], *found[name][4:7]]
+
+
 def test_links_lead_somewhere() -> None:
     root = Path(__file__).parent.parent
     targets = re.findall(r"\]\(([^)#]+)\)", README)

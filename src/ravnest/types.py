@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -48,6 +49,19 @@ class Address:
         if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535):
             raise ValueError(f"must end in a port from 1 to 65535, is {_shown(text)}")
         return cls(_host(host, text), int(port))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether strides visit every element of a block of memory exactly once, in some order."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def _host(host: str, text: str) -> str:

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from node_files import node_file
 from torch import nn
 from typer.testing import CliRunner
 
 from ravnest import __version__
 from ravnest.cli.app import app, main
 from ravnest.split import Split, StageModule, split
-from ravnest.store.nodefile import CertificateFiles, NodeFile, write_node
+from ravnest.store.nodefile import write_node
 from ravnest.store.trained import save_trained
-from ravnest.types import Role
 
 ROOT = Path(__file__).parents[2]
 
@@ -284,7 +284,9 @@ def stages() -> Split:
 
 def save(folder: Path, stages: Split, cluster: int) -> None:
     for number, stage in enumerate(stages.stages):
-        save_trained(folder, place(number, cluster), StageModule(stage.spec, stage.tensors), run="run")
+        save_trained(
+            folder, node_file(number, cluster=cluster), StageModule(stage.spec, stage.tensors), run="run"
+        )
 
 
 def test_fuse_writes_the_state_dict(project: Path, ravnest: Callable[..., Ended], stages: Split) -> None:
@@ -313,34 +315,12 @@ def test_fuse_says_which_stage_is_missing(
 # launch
 
 
-def place(number: int, cluster: int = 0, address: str = "") -> NodeFile:
-    return NodeFile(
-        plan="plan",
-        node=number,
-        cluster=cluster,
-        stage=number,
-        stages=2,
-        role=Role.at(number, 2),
-        address=address or f"127.0.0.1:{8080 + number}",
-        previous=None,
-        next=None,
-        rings=(),
-        bundle="stage",
-        sha256="",
-        seed=0,
-        in_flight=2,
-        in_flight_limit=4,
-        update_frequency=1,
-        certificates=CertificateFiles("a", "b", "c"),
-    )
-
-
 def test_launch_runs_the_script_for_each_node(
     project: Path, ravnest: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for number in range(2):
-        write_node(project / "elsewhere", place(number))
+        write_node(project / "elsewhere", node_file(number))
     (project / "provider.py").write_text(
         "import sys\nprint(sys.argv[1:])\nsys.exit(sys.argv[1] == 'node_1')"
     )
@@ -362,7 +342,7 @@ def test_launch_runs_the_script_for_each_node(
 def test_launch_says_what_is_missing(
     project: Path, ravnest: Callable[..., Ended], arguments: list[str], message: str
 ) -> None:
-    write_node(project / "far", place(0, address="192.0.2.1:8080"))
+    write_node(project / "far", node_file(0, address="192.0.2.1:8080"))
     ended = ravnest("launch", *arguments)
     assert (ended.code, ended.out) == (1, "")
     assert ended.err.startswith(f"error: {message}")

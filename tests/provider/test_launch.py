@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from node_files import node_file
 from rich.console import Console
 
 from ravnest.errors import LaunchError, StageFormatError
 from ravnest.provider.launch import Output, launch, nodes_here, own_hosts, thread_shares
 from ravnest.provider.processes import Command, run_together
 from ravnest.provider.supervision import Supervision
-from ravnest.store.nodefile import CertificateFiles, NodeFile, read_nodes, write_node
-from ravnest.types import Role
+from ravnest.store.nodefile import read_nodes, write_node
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
@@ -33,33 +33,11 @@ threading.Event().wait({seconds})
 """
 
 
-def place(number: int, address: str, stages: int = 3) -> NodeFile:
-    return NodeFile(
-        plan="plan",
-        node=number,
-        cluster=0,
-        stage=number,
-        stages=stages,
-        role=Role.at(number, stages),
-        address=address,
-        previous=None,
-        next=None,
-        rings=(),
-        bundle="cluster_0",
-        sha256="",
-        seed=0,
-        in_flight=2,
-        in_flight_limit=4,
-        update_frequency=1,
-        certificates=CertificateFiles("a", "b", "c"),
-    )
-
-
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with three nodes of this machine."""
     for number in range(3):
-        write_node(tmp_path / "node_data", place(number, f"127.0.0.1:{8080 + number}"))
+        write_node(tmp_path / "node_data", node_file(number, stages=3))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -112,7 +90,9 @@ def test_only_nodes_of_this_machine_are_started() -> None:
         "[fe80::2]:1",
         "nowhere.invalid:1",
     ]
-    here = nodes_here([place(n, address, 11) for n, address in enumerate(addresses)], hosts)
+    here = nodes_here(
+        [node_file(n, address=address, stages=11) for n, address in enumerate(addresses)], hosts
+    )
     assert [node.node for node in here] == list(range(8))
 
 
@@ -168,7 +148,7 @@ def test_missing_node_data_is_named(project: Path) -> None:
 
 def test_nodes_of_other_machines_only(project: Path) -> None:
     script(project, "")
-    write_node(project / "far", place(0, "192.0.2.1:8080"))  # an address that nobody has
+    write_node(project / "far", node_file(0, address="192.0.2.1:8080"))  # an address that nobody has
     with pytest.raises(LaunchError, match="no node of far has an address of this machine"):
         launch("provider.py", folder="far")
 
@@ -375,6 +355,6 @@ def test_nodes_do_not_outlive_a_launcher_that_is_killed(project: Path) -> None:
 
 def test_node_files_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for number in (10, 9, 2):
-        write_node(tmp_path, place(number, "127.0.0.1:1", 11))
+        write_node(tmp_path, node_file(number, address="127.0.0.1:1", stages=11))
     (tmp_path / "nodes" / "node_x.json").write_text(json.dumps({}))
     assert [node.node for node in read_nodes(tmp_path)] == [2, 9, 10]

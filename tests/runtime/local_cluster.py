@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,23 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from workloads import free_ports
 
 from ravnest import Node, Trainer, clusterize, model_fusion, set_seed
 from ravnest.transport.memory import MemoryNetwork
 
 DEADLINE = 120.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at just now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def form(

@@ -153,6 +153,8 @@ def _nursery() -> dict[str, Any] | None:
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    # As in a terminal, also where the tests run in the background of a shell.
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                     selector.close()
                     return dict(json.loads(line))
                 _tell(started=pid)

@@ -17,10 +17,11 @@ from typing import Any
 import provider_script
 import pytest
 import torch
-from local_cluster import Splits, free_ports
+from local_cluster import Splits
 from provider_processes import SCRIPT, Nursery, Provider, watching
 from torch import nn
 from training_cases import SMALL_MODELS, small_model
+from workloads import free_ports
 
 from ravnest import clusterize, model_fusion
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from workloads import GPT
 
 from ravnest import set_seed
 
@@ -32,44 +33,12 @@ class SmallCNN(nn.Module):
         return self.output(self.dropout(torch.relu(self.hidden(pooled))))
 
 
-class Block(nn.Module):
-    """Causal attention and a small MLP."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.mix = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        shape = (batch, length, self.heads, width // self.heads)
-        q, k, v = (t.reshape(shape).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mix(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.norm2(x))
-
-
-class TiedGPT(nn.Module):
+class TiedGPT(GPT):
     """A language model whose output layer is its embedding."""
 
     def __init__(self, vocabulary: int = 16, width: int = 16, layers: int = 3, length: int = 8) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
-        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        super().__init__(vocabulary, width, layers, length, heads=2)
         self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def token_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:

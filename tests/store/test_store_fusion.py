@@ -9,37 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from node_files import node_file
 
 from ravnest import model_fusion
 from ravnest.errors import FusionError
 from ravnest.split import Chain, StageModule
 from ravnest.store import files
 from ravnest.store.files import sha256_of
-from ravnest.store.nodefile import CertificateFiles, NodeFile
 from ravnest.store.trained import save_trained
-from ravnest.types import Role
-
-
-def node_file(node: int, stage: int, cluster: int = 0, plan: str = "plan") -> NodeFile:
-    return NodeFile(
-        plan=plan,
-        node=node,
-        cluster=cluster,
-        stage=stage,
-        stages=3,
-        role=Role.at(stage, 3),
-        address=f"127.0.0.1:{8080 + node}",
-        previous=None,
-        next=None,
-        rings=(),
-        bundle=f"cluster_{cluster}/node_{node}",
-        sha256="",
-        seed=0,
-        in_flight=3,
-        in_flight_limit=9,
-        update_frequency=1,
-        certificates=CertificateFiles("", "", ""),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +33,9 @@ def chain(example: Any) -> Chain:
 def trained(chain: Chain, tmp_path: Path) -> Path:
     """The stages as nodes 5, 3 and 4 of cluster 0 save them: the order of nodes is not the stages'."""
     for module, node in zip(chain.modules, (5, 3, 4), strict=True):
-        save_trained(tmp_path / "trained", node_file(node, module.spec.index), module, run="run-1")
+        save_trained(
+            tmp_path / "trained", node_file(node, stage=module.spec.index, stages=3), module, run="run-1"
+        )
     return tmp_path / "trained"
 
 
@@ -99,7 +78,7 @@ def test_tied_weights_agree_and_the_owners_copy_counts(chain: Chain, trained: Pa
     stale = StageModule(
         replica.spec, {key: torch.zeros_like(t) for key, t in replica.state_tensors().items()}
     )
-    save_trained(trained, node_file(4, 2), stale, run="run-1")
+    save_trained(trained, node_file(4, stage=2, stages=3), stale, run="run-1")
     fused = torch.load(model_fusion(folder=trained), weights_only=True)
     assert torch.equal(fused["embed.weight"], owner.state_tensors()["embed.weight"])
     assert torch.equal(fused["head.weight"], fused["embed.weight"])
@@ -114,7 +93,7 @@ def test_fusion_reads_trained_by_default(trained: Path, monkeypatch: pytest.Monk
 def test_clusters_are_fused_apart(chain: Chain, trained: Path) -> None:
     for module, node in zip(chain.modules, (0, 1, 2), strict=True):
         zeros = {key: torch.zeros_like(t) for key, t in module.state_tensors().items()}
-        other = node_file(node, module.spec.index, cluster=1)
+        other = node_file(node, stage=module.spec.index, stages=3, cluster=1)
         save_trained(trained, other, StageModule(module.spec, zeros), run="run-1")
     first = torch.load(model_fusion(0, folder=trained), weights_only=True)
     second = torch.load(model_fusion(cluster_id=1, folder=trained), weights_only=True)
@@ -273,7 +252,7 @@ def test_saving_again_replaces_a_trained_stage_whole(
     with monkeypatch.context() as patch:
         patch.setattr(files.Path, "replace", fail)
         with pytest.raises(OSError, match="went down"):
-            save_trained(trained, node_file(3, 1), chain.modules[1], run="run-2")
+            save_trained(trained, node_file(3, stage=1, stages=3), chain.modules[1], run="run-2")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

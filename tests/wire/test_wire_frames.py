@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import WireError
+from ravnest.types import is_dense
 from ravnest.wire import envelope
 from ravnest.wire.codecs import CODECS
 from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
 from ravnest.wire.envelope import Kind, seal, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, INLINE_BYTES, Assembler, encode, largest_frame
-from ravnest.wire.layout import DTYPES, is_dense
+from ravnest.wire.layout import DTYPES
 from ravnest.wire.messages import (
     PROTOCOL,
     Abort,

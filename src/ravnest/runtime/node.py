@@ -347,8 +347,10 @@ class Node:
         named = {name: value for name, value in named.items() if name not in _IGNORED}
         values = bind(self.signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
-        digests = {} if loaded is None else digests_of(loaded)
-        return conductor.submit(values, size_of(values), digests, self._own_item(conductor, loaded))
+        item = self._own_item(conductor, loaded)
+        compared = loaded is not None and item is None  # else there is no other side to compare with
+        digests = digests_of(loaded) if compared else {}
+        return conductor.submit(values, size_of(values), digests, item)
 
     def _own_item(self, conductor: Conductor, loaded: Any) -> Any:
         """The loaded batch, where Root and Leaf are one node and its labels are not elsewhere."""

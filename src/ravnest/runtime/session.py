@@ -141,6 +141,7 @@ class Session:
     def serve(self, call: Call) -> None:
         """Work until the Root ends this call of the user's, or the run."""
         board = self.board
+        # No deadline: a Root may take its time between calls, and a dead one is lost by its link.
         board.wait(lambda: board.returned[call] > 0 or board.finish)
         with board.writing():
             board.returned[call] = max(board.returned[call] - 1, 0)

@@ -15,25 +15,19 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.overrides import TorchFunctionMode
 
 from ravnest.errors import CaptureError, SplitError
 from ravnest.split.checkpointing import noted_checkpoints
 from ravnest.split.decided import DecidedConditions
 from ravnest.split.graph import MODES, Mode
-from ravnest.split.source import (
-    code_of_traceback,
-    line_of_stack,
-    line_of_traceback,
-    modules_of_traceback,
-)
+from ravnest.split.refusals import RefusePacking, refuse_custom_autograd, translate
 from ravnest.split.state import ModelState, read_state
 from ravnest.split.structure import LEAF, Structure, flatten, map_tensors
 from ravnest.split.torchscript import from_torchscript
@@ -327,9 +321,9 @@ def _try_export(flat: _Flat, example: Example, way: _Way) -> ExportedProgram:
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(_quiet_torch())
-            stack.enter_context(_refuse_custom_autograd())
+            stack.enter_context(refuse_custom_autograd())
             stack.enter_context(DecidedConditions())
-            stack.enter_context(_RefusePacking())
+            stack.enter_context(RefusePacking())
             if way.hidden:
                 stack.enter_context(_hidden_export())
             warnings.simplefilter("ignore")
@@ -339,7 +333,7 @@ def _try_export(flat: _Flat, example: Example, way: _Way) -> ExportedProgram:
     except CaptureError:
         raise
     except Exception as error:  # whatever the user's forward or the tracer raises, translated once
-        raise _translate(error, flat.model) from error
+        raise translate(error, flat.model) from error
 
 
 @contextlib.contextmanager
@@ -394,62 +388,6 @@ def mode_of(model: nn.Module, mode: Mode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refuse_custom_autograd() -> Iterator[None]:
-    """Export would inline the forward of a ``torch.autograd.Function`` and lose its backward.
-
-    ``apply`` may have been bound long before (``swish = Swish.apply``), so this hooks a function
-    that ``apply`` calls by its global name.
-    """
-    namespace = torch.autograd.function
-    original = namespace._is_setup_context_defined
-
-    def refuse(setup_context: Any) -> Any:
-        owner = sys._getframe(1).f_locals.get("cls")
-        if owner is not None and owner.__module__.partition(".")[0] != "torch":
-            raise CaptureError(
-                f"{line_of_stack()}\n{owner.__qualname__} is a custom torch.autograd.Function: its "
-                "backward cannot be captured, and without it the gradients would be wrong. Write "
-                "the operation with ordinary torch functions, which differentiate themselves"
-            )
-        if owner is not None and owner.__name__ == "CheckpointFunction":
-            raise CaptureError(
-                f"{line_of_stack()}\nreentrant checkpointing cannot be captured: pass "
-                "use_reentrant=False, or switch checkpointing off; Ravnest recomputes by itself"
-            )
-        return original(setup_context)  # type: ignore[no-untyped-call]
-
-    namespace._is_setup_context_defined = refuse
-    try:
-        yield
-    finally:
-        namespace._is_setup_context_defined = original
-
-
-_PACKING = (
-    "packed sequences (pack_padded_sequence, PackedSequence) have sizes that depend on the lengths' "
-    "values. Give the padded tensor to the recurrent layer, and pick what belongs to each sequence from "
-    "its output with a mask or output[torch.arange(lengths.shape[0]), lengths - 1]"
-)
-
-
-class _RefusePacking(TorchFunctionMode):
-    """Refuse packed sequences at the line that packs; the tracer would fail later and elsewhere."""
-
-    _functions = (torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in self._functions:
-            raise CaptureError(f"{line_of_stack()}\nthis line cannot be captured: {_PACKING}")
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
     """Export logs advice and prints half a graph before it raises; the user gets our message."""
     noisy = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo")]
@@ -462,59 +400,3 @@ def _quiet_torch() -> Iterator[None]:
     finally:
         for log, level in zip(noisy, levels, strict=True):
             log.setLevel(level)
-
-
-_READS_COUNTER = "float(self.num_batches_tracked)"
-"""How torch's own batch norm does it."""
-_CUMULATIVE = (
-    "a batch norm with momentum=None reads its counter as a Python number. Give it a momentum (torch's "
-    "default is 0.1), or freeze it with eval()"
-)
-_REMEDIES = (
-    (("PackedSequence",), _PACKING),
-    (
-        (
-            "GuardOnDataDependent",
-            "data-dependent",
-            "DataDependent",
-            "PendingUnbackedSymbol",
-            "must be tuple of ints,but got FakeTensor",
-        ),
-        "forward decides by the value of a tensor (if, while, int(), float(), .item() or a shape that "
-        "depends on data). A graph cannot: use torch.where or masks, or decide outside the model",
-    ),
-    (
-        ("numpy", "can't convert", "Cannot convert", "data_ptr", "tolist"),
-        "forward leaves torch (numpy, a list, a raw pointer). Use torch functions on tensors",
-    ),
-)
-
-
-def _translate(error: Exception, model: nn.Module) -> CaptureError:
-    """Say which line of the user's code cannot be captured, why, and what to do."""
-    if isinstance(error.__cause__, CaptureError):
-        return error.__cause__
-    line = line_of_traceback(error.__traceback__)
-    remedy = _remedy(error)
-    first = next((row.strip() for row in str(error).splitlines() if row.strip()), "")
-    where = f"{line}\nthis line" if line else _layer(error, model)
-    return CaptureError(f"{where} cannot be captured: {remedy}\n({type(error).__name__}: {first[:300]})")
-
-
-def _remedy(error: Exception) -> str:
-    if _READS_COUNTER in code_of_traceback(error.__traceback__):
-        return _CUMULATIVE
-    text = f"{type(error).__name__}: {error}"
-    return next(
-        (advice for signs, advice in _REMEDIES if any(sign in text for sign in signs)),
-        "check that forward runs on the example inputs, and that it uses torch operators only",
-    )
-
-
-def _layer(error: Exception, model: nn.Module) -> str:
-    """The layer that failed, for a model that is made of torch's own layers and has no line."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    for module in modules_of_traceback(error.__traceback__):
-        if paths.get(id(module)):
-            return f"the layer {paths[id(module)]} ({type(module).__name__})"
-    return f"the model ({type(model).__name__})"

@@ -27,10 +27,10 @@ from ravnest.split.graph import (
     StateUse,
     SymbolRange,
     ValueSpec,
-    is_dense,
 )
 from ravnest.split.operators import resolve
 from ravnest.split.structure import Structure
+from ravnest.types import is_dense
 
 FORMAT = "ravnest-stage"
 VERSION = 1

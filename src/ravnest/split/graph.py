@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -238,17 +238,6 @@ class StageSpec:
 
 def _differentiable(dtype: torch.dtype | None) -> bool:
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether strides visit every element of a block of memory exactly once, in some order."""
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def refs_in(argument: Argument) -> Iterator[str]:

@@ -23,11 +23,11 @@ from ravnest.split.graph import (
     StageGraph,
     StageSpec,
     StateSpec,
-    is_dense,
 )
 from ravnest.split.measure import Measurement, measure
 from ravnest.split.normalise import normalise
 from ravnest.split.selfcheck import verify
+from ravnest.types import is_dense
 
 
 @dataclass(frozen=True)

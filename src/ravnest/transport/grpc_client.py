@@ -61,7 +61,7 @@ def attempt(call: Call, seconds: float) -> FrameLink | str:
 
 def _requests(hello: Hello, accepted: SimpleQueue[FrameLink | None]) -> Iterator[bytes]:
     yield hello_frame(hello)
-    link = accepted.get()
+    link = accepted.get()  # the reader always says, at the latest when the stream ends
     if link is not None:
         yield from link.batches()
 

@@ -18,7 +18,7 @@ from ravnest.transport.base import Admit, Link, LinkHandler
 from ravnest.transport.grpc_client import Call, attempt
 from ravnest.transport.grpc_server import Listener
 from ravnest.transport.handshake import HELLO_SECONDS
-from ravnest.transport.link import FrameLink
+from ravnest.transport.link import CLOSE_SECONDS, FrameLink
 from ravnest.transport.trust import Credentials, is_loopback
 from ravnest.types import Address
 from ravnest.wire.frames import DEFAULT_LIMITS
@@ -103,7 +103,7 @@ class GrpcTransport:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(4 * CLOSE_SECONDS)  # each gives up by itself before
         for listener in listeners:
             listener.stop()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ravnest.errors import WireError
+from ravnest.types import is_dense
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -45,19 +46,6 @@ class Layout:
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether strides visit every element of a block of memory exactly once, in some order."""
-    if 0 in shape:
-        return True
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def plain_strides(shape: Sequence[int]) -> tuple[int, ...]:

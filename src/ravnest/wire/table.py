@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from ravnest.errors import WireError
+from ravnest.types import is_dense
 from ravnest.wire.codecs import codec_named
-from ravnest.wire.layout import DTYPES, Layout, is_dense, plain_strides
+from ravnest.wire.layout import DTYPES, Layout, plain_strides
 from ravnest.wire.messages import AnyHead
 
 _LARGEST = 1 << 48
