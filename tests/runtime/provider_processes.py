@@ -23,6 +23,8 @@ from typing import Any
 HERE = Path(__file__).parent
 SCRIPT = HERE / "provider_script.py"
 DEADLINE = 60.0
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+"""A provider imports what the tests import, and has one core."""
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | ENVIRONMENT,
         )
         self._changed = threading.Condition()
         self._providers: dict[int, Provider] = {}

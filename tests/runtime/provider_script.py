@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from training_cases import points
+from training_cases import image_loaders, points, token_loaders, token_loss
 
 from ravnest import Node, Trainer, set_seed
 
@@ -26,10 +26,19 @@ def rule() -> dict[str, Any]:
     }
 
 
-def loaders() -> tuple[Any, Any]:
+def loaders(case: str = "mlp") -> tuple[Any, Any]:
     """Training and validation data in an order that all processes share."""
+    if case == "digits-cnn":
+        return image_loaders(BATCHES)
+    if case == "tied-gpt":
+        return token_loaders(BATCHES)
     order = torch.Generator().manual_seed(42)
     return points(shuffle=True, generator=order), points(12, seed=3)
+
+
+def criterion(case: str) -> Any:
+    """Of the outputs and the batch, or of the outputs and the targets."""
+    return token_loss if case == "tied-gpt" else nn.functional.cross_entropy
 
 
 class Announcing(Trainer):
@@ -57,10 +66,11 @@ def main(name: str, given: dict[str, Any]) -> None:
     endless = given.pop("endless", False)
     evaluates = given.pop("evaluate", True)
     raises = given.pop("raises", None)
-    train_loader, val_loader = loaders()
+    case = given.pop("case", "mlp")
+    train_loader, val_loader = loaders(case)
     node = Node(
         name=name,
-        criterion=nn.functional.cross_entropy,
+        criterion=criterion(case),
         labels=torch.zeros(5 * 10**6, dtype=torch.long) if endless else train_loader,
         test_labels=val_loader,
         **(rule() | given),

@@ -18,9 +18,8 @@ import provider_script
 import pytest
 import torch
 from local_cluster import Splits
-from provider_processes import SCRIPT, Nursery, Provider, watching
-from torch import nn
-from training_cases import SMALL_MODELS, small_model
+from provider_processes import ENVIRONMENT, SCRIPT, Nursery, Provider, watching
+from training_cases import SMALL_MODELS, small_model, train_alone
 from workloads import free_ports
 
 from ravnest import clusterize, model_fusion
@@ -54,15 +53,15 @@ def start(nursery: Nursery) -> Iterator[Start]:
         yield begin
 
 
-Form = Callable[[Path, int], list[str]]
+Form = Callable[..., list[str]]
 
 
 @pytest.fixture
 def form(splits: Splits) -> Form:
     """Put the files of a split model into a folder; names of the nodes, Root first."""
 
-    def copy(folder: Path, nodes: int) -> list[str]:
-        source, names = splits("mlp", nodes)
+    def copy(folder: Path, nodes: int, case: str = "mlp") -> list[str]:
+        source, names = splits(case, nodes)
         shutil.copytree(source / "node_data", folder / "node_data")
         return names
 
@@ -104,13 +103,11 @@ def test_three_nodes_in_any_order_all_end_with_0(
 
 def test_a_script_of_its_own_interpreter(tmp_path: Path, form: Form) -> None:
     names = form(tmp_path, 2)
-    paths = [str(Path(__file__).parents[2] / "src"), str(SCRIPT.parent)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), name],
             cwd=tmp_path,
-            env=environment,
+            env=os.environ | ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -125,23 +122,28 @@ def test_a_script_of_its_own_interpreter(tmp_path: Path, form: Form) -> None:
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4])
-def test_sync_equals_a_single_process(tmp_path: Path, form: Form, start: Start, nodes: int) -> None:
-    names = form(tmp_path, nodes)
-    _ended_well(start(tmp_path, names, schedule="sync"))
-    model = small_model("mlp")
+@pytest.mark.parametrize("case", ["digits-cnn", "tied-gpt"])
+def test_sync_equals_a_single_process(
+    tmp_path: Path, form: Form, start: Start, case: str, nodes: int
+) -> None:
+    names = form(tmp_path, nodes, case)
+    _ended_well(start(tmp_path, names, case=case, schedule="sync", evaluate=False))
+    model = small_model(case)
     rule = provider_script.rule()
     optimizer = rule["optimizer"](model.parameters(), **rule["optimizer_params"])
     scheduler = rule["lr_scheduler"](optimizer, **rule["lr_scheduler_params"])
-    train, _ = provider_script.loaders()
-    updates = 0
-    for _ in range(provider_script.EPOCHS):
-        for x, y in train:
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            updates += 1
-        scheduler.step()
-    assert updates == 20
+    train, validation = provider_script.loaders(case)
+    criterion = provider_script.criterion(case)
+    losses = train_alone(
+        model,
+        train,
+        lambda outputs, batch: criterion(outputs, batch if case == "tied-gpt" else batch[-1]),
+        optimizer,
+        epochs=provider_script.EPOCHS,
+        scheduler=scheduler,
+        after_epoch=lambda: [None for _ in validation or ()],  # draws from the generator they share
+    )
+    assert len(losses) == 20
     fused = torch.load(model_fusion(0, folder=tmp_path / "trained"), weights_only=True)
     expected = model.state_dict()
     assert list(fused) == list(expected)

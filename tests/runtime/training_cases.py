@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from workloads import GPT
+from workloads import GPT, digits
 
 from ravnest import set_seed
 
@@ -39,6 +39,13 @@ class TiedGPT(GPT):
     def __init__(self, vocabulary: int = 16, width: int = 16, layers: int = 3, length: int = 8) -> None:
         super().__init__(vocabulary, width, layers, length, heads=2)
         self.head.weight = self.embed.weight
+
+
+def digits_cnn() -> nn.Module:
+    """The model of the demo, with its dropout switched off."""
+    model = digits()
+    model.dropout.p = 0.0
+    return model
 
 
 def token_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -177,6 +184,7 @@ SMALL_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "dropout": (DropoutMLP, (torch.rand(5, 4),)),
     "half-frozen": (HalfFrozenMLP, (torch.rand(5, 4),)),
     "encoder": (Encoder, _encoder_example()),
+    "digits-cnn": (digits_cnn, (torch.rand(8, 1, 8, 8),)),
     "tied-gpt": (TiedGPT, (torch.randint(0, 16, (4, 8), generator=torch.Generator().manual_seed(0)),)),
 }
 """By name: how to make the model, and example inputs."""
