@@ -166,6 +166,89 @@ class Finish(Head, frozen=True):
     run: str
 
 
+class RoundId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Names a round of averaging; ``attempt`` counts how often it was tried again."""
+
+    number: int
+    attempt: int = 0
+
+
+class Due(Head, frozen=True):
+    """A cluster's Root asks the coordinator for a round, or says that it is ready for one."""
+
+    cluster: int
+    updates: int
+    """So far, in all."""
+    samples: int
+    """Trained on since the last round it took part in."""
+    interval: float
+    """Seconds between its rounds at the rate that it trains with; 0 where not known."""
+    final: bool
+    """It has trained for the last time, and waits."""
+
+
+class Propose(Head, frozen=True):
+    """Hold a copy of the newest parameters ready: from the coordinator to Roots, from them on."""
+
+    round: RoundId
+    assign: bool
+    """Nothing trains meanwhile, and the average is taken as it is (blocking and final rounds)."""
+
+
+class Held(Head, frozen=True):
+    """A node has its copy; at the Root it becomes the word of a cluster."""
+
+    round: RoundId
+    cluster: int
+    node: int
+    samples: int
+    """Of the cluster since the last round it took part in; the Root fills it in."""
+    problem: str = ""
+    """Why the copy must not enter an average."""
+
+
+class Go(Head, frozen=True):
+    """Average now: these clusters, with these weights, on all rings."""
+
+    round: RoundId
+    weights: dict[int, float]
+    """By cluster; they add up to 1. A cluster with weight 0 only receives."""
+
+
+class Piece(Head, frozen=True):
+    """A part of a ring's tensors on its way round; the values travel as ``values``."""
+
+    round: RoundId
+    ring: int
+    segment: int
+    piece: int
+    hop: int
+    """Members that it has passed: below their number it is being summed, from there on it is final."""
+
+
+class Reduced(Head, frozen=True):
+    """A node is done with its part of a round; at the Root it becomes the word of a cluster."""
+
+    round: RoundId
+    cluster: int
+    node: int
+    digests: dict[int, str]
+    """Of the average, by ring."""
+    sent_bytes: int
+    problem: str = ""
+    """Why there is no average."""
+    missing: int | None = None
+    """The cluster whose node did not answer, where that is the problem."""
+
+
+class Settle(Head, frozen=True):
+    """The coordinator's verdict on a round: apply the average, or forget it."""
+
+    round: RoundId
+    commit: bool
+    reason: str = ""
+
+
 class Goodbye(Head, frozen=True):
     """The sender closes; nothing is wrong."""
 
@@ -193,6 +276,13 @@ AnyHead = (
     | Saved
     | Return
     | Finish
+    | Due
+    | Propose
+    | Held
+    | Go
+    | Piece
+    | Reduced
+    | Settle
     | Goodbye
     | Abort
 )
