@@ -2,7 +2,8 @@
 
 Nodes of one process, in threads, over the in-memory network, whose links take as long as they are
 told. Everything is real (Node, worker, session, window) but the computation: each stage sleeps for
-as long as it should compute. So the figures show what the schedule loses, not what the machine does.
+as long as it should compute, and has no optimizer. So the figures show what the schedule loses, not
+what the machine does. The slowest stage's rate is that of the same sleeps alone, one after another.
 The predicted rate is that of the simulation by which the window was chosen, from the times that the
 nodes measured. Run as a script it prints its report.
 """
@@ -30,7 +31,9 @@ from ravnest import Node, Trainer
 from ravnest.runtime import observing, session
 from ravnest.runtime.events import Batch
 from ravnest.runtime.execution import Gradients, StageExecution
+from ravnest.runtime.updates import UpdateRule, Updates
 from ravnest.runtime.window import WindowChoice, choose_window
+from ravnest.split.module import StageModule
 from ravnest.transport.memory import MemoryNetwork
 
 FORWARD, BACKWARD = 0.010, 0.020
@@ -87,6 +90,24 @@ class _Sleeping(Trainer):
         self.reached = clock.rate(), statistics.median(staleness)
 
 
+class _NoUpdates(Updates):
+    """Counts, as there is nothing to update."""
+
+    def step(self, count: int, total_norm: float | None = None) -> None:
+        """An update that takes no time."""
+        del count, total_norm
+        self.done += 1
+
+
+def _alone() -> float:
+    """Seconds that a stage sleeps for a micro-batch if nothing else happens."""
+    begin = time.perf_counter()
+    for _ in range(50):
+        time.sleep(FORWARD)
+        time.sleep(BACKWARD)
+    return (time.perf_counter() - begin) / 50
+
+
 @contextmanager
 def _sleeping() -> Iterator[list[WindowChoice]]:
     """Stages sleep instead of computing; gives the windows that were chosen meanwhile."""
@@ -106,6 +127,10 @@ def _sleeping() -> Iterator[list[WindowChoice]]:
 
 class SleepingStage(StageExecution):
     """Takes its time and computes nothing."""
+
+    def __init__(self, module: StageModule, rule: UpdateRule, **options: Any) -> None:
+        super().__init__(module, rule, **options)
+        self.updates = _NoUpdates(rule, {})
 
     def forward(
         self, batch: Batch, version: int, values: Mapping[str, Any], loss_of: Any = None
@@ -161,8 +186,7 @@ def run(work: Workload, folder: Path, names: list[str], delay: float) -> Reached
     return Reached(rate, chosen[-1], staleness)
 
 
-def _row(stages: int, delay: float, found: list[Reached]) -> str:
-    best = 1 / (FORWARD + BACKWARD)
+def _row(stages: int, delay: float, found: list[Reached], best: float) -> str:
     rate = statistics.median(each.rate for each in found)
     off = statistics.median(abs(each.choice.predicted_rate / each.rate - 1) for each in found)
     windows = sorted({each.choice.window for each in found})
@@ -184,16 +208,19 @@ def measure() -> str:
         "| stages | link, ms | W | staleness | of the slowest stage | worst | prediction off by |",
         "|--:|--:|--:|--:|--:|--:|--:|",
     ]
+    alone: list[float] = []
     for stages in (3, 8):
         with tempfile.TemporaryDirectory() as scratch:
             folder, work = Path(scratch), _work(stages)
             names = work.form(folder, free_addresses(stages))
             found: dict[float, list[Reached]] = {0.0: [], 0.02: []}
             for _ in range(REPETITIONS):
+                alone.append(_alone())
                 for delay, reached in found.items():
                     reached.append(run(work, folder, names, delay))
                     print(stages, delay, reached[-1], file=sys.stderr, flush=True)
-            lines += [_row(stages, delay, reached) for delay, reached in found.items()]
+            best = 1 / statistics.median(alone)
+            lines += [_row(stages, delay, reached, best) for delay, reached in found.items()]
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from ravnest.runtime.machine import Schedule
 from ravnest.runtime.simulate import LinkDelay, Scenario, StageCost, simulate, steady_rate
-from ravnest.runtime.window import TARGET, WindowChoice, choose_window
+from ravnest.runtime.window import TARGET, WindowChoice, choose_window, unexplained_after
 
 
 def choose(
@@ -23,6 +24,40 @@ def choose(
         schedule=schedule,
         cap=cap,
     )
+
+
+def test_costs_that_vary_need_more_under_way_than_their_mean() -> None:
+    drawn = random.Random(1)
+    varying = [tuple(StageCost(drawn.uniform(5, 15), 20) for _ in range(64)) for _ in range(8)]
+    links = [LinkDelay(0, 0)] * 7
+    choice = choose_window(varying, links, update_frequency=1, schedule="async", cap=64)
+    even = choose_window([StageCost(10, 20)] * 8, links, update_frequency=1, schedule="async", cap=64)
+    assert even.window == 8
+    assert even.window < choice.window <= 2 * even.window
+    assert choice.predicted_rate >= TARGET * choice.slowest_rate
+
+
+@pytest.mark.parametrize("hidden", [0.0, 24.0])
+def test_what_costs_do_not_explain_is_found_and_stays_found(hidden: float) -> None:
+    costs, links = [StageCost(10, 20)] * 4, [LinkDelay(5, 5)] * 3
+    slower = [LinkDelay(5 + hidden / 6, 5 + hidden / 6)] * 3
+    truth = choose_window(costs, slower, update_frequency=1, schedule="async", cap=64)
+    unexplained, window = 0.0, 1
+    for _ in range(4):
+        rate = steady_rate(Scenario(tuple(costs), tuple(slower), window))
+        unexplained = unexplained_after(
+            unexplained, [window / rate], window, costs, links, update_frequency=1
+        )
+        window = choose_window(
+            costs, links, update_frequency=1, schedule="async", cap=64, unexplained=unexplained
+        ).window
+        assert unexplained == pytest.approx(hidden, abs=0.5)
+        assert window == truth.window
+
+
+def test_a_user_who_is_late_is_no_reason_for_more_under_way() -> None:
+    costs, links = [StageCost(10, 20)] * 4, [LinkDelay(5, 5)] * 3
+    assert unexplained_after(0.0, [150.0] * 8, 12, costs, links, update_frequency=1) == 0.0
 
 
 @pytest.mark.parametrize(("stages", "window"), [(1, 1), (2, 4), (3, 7), (8, 21)])

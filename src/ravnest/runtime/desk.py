@@ -53,6 +53,8 @@ class InHand:
     timings: tuple[StageTiming, ...] = ()
     """Of the stages behind."""
     version: int = 0
+    began: float = 0.0
+    """When its forward started here."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
 

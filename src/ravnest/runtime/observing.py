@@ -11,7 +11,7 @@ from ravnest.runtime.machine import Schedule
 from ravnest.runtime.progress import ProgressLine
 from ravnest.runtime.results import FigureFile
 from ravnest.runtime.simulate import LinkDelay, StageCost
-from ravnest.runtime.window import choose_window
+from ravnest.runtime.window import choose_window, unexplained_after
 from ravnest.runtime.worker import Update
 from ravnest.wire.messages import Begin, StageTiming
 
@@ -47,10 +47,10 @@ class RunObserver:
                 self._losses.append(update.loss)
         self._line.changed()
 
-    def timed(self, timings: tuple[StageTiming, ...]) -> None:
-        """At the Root: what a micro-batch cost at each stage."""
+    def timed(self, timings: tuple[StageTiming, ...], round_trip: float) -> None:
+        """At the Root: what a micro-batch cost at each stage, and how long it was under way."""
         if self._window is not None:
-            self._window.timed(timings)
+            self._window.timed(timings, round_trip)
 
 
 class WindowKeeper:
@@ -59,54 +59,86 @@ class WindowKeeper:
     def __init__(
         self,
         apply: Callable[[int], None],
+        window: int,
         *,
         schedule: Schedule,
         update_frequency: int,
         cap: int,
     ) -> None:
-        """``apply`` gets a new window; it is called in a thread of its own."""
+        """``window`` is the first; ``apply`` gets another, in a thread of its own."""
         self._apply = apply
+        self._window = window
         self._schedule: Schedule = schedule
         self._update_frequency = update_frequency
         self._cap = cap
         self._timings: deque[tuple[StageTiming, ...]] = deque(maxlen=_MEASURED)
+        self._round_trips: deque[float] = deque(maxlen=_MEASURED)
+        self._filling = window
+        """Micro-batches that started before the window had its size."""
+        self._unexplained = 0.0
         self._seen = 0
         self._next = _FIRST_CHOICE
 
-    def timed(self, timings: tuple[StageTiming, ...]) -> None:
+    def timed(self, timings: tuple[StageTiming, ...], round_trip: float) -> None:
         """A micro-batch has come back."""
         self._timings.append(timings)
+        if self._filling:
+            self._filling -= 1
+        else:
+            self._round_trips.append(round_trip)
         self._seen += 1
         if self._seen == self._next:
-            self._next *= 2
-            measured = list(self._timings)
-            threading.Thread(target=self._choose, args=(measured,), daemon=True).start()
+            self._next = min(2 * self._next, self._next + _MEASURED)
+            measured, under_way = list(self._timings), list(self._round_trips)
+            threading.Thread(target=self._choose, args=(measured, under_way), daemon=True).start()
 
-    def _choose(self, measured: Sequence[tuple[StageTiming, ...]]) -> None:
+    def _choose(self, measured: Sequence[tuple[StageTiming, ...]], under_way: Sequence[float]) -> None:
         costs, links = costs_of(measured)
+        if self._schedule == "async" and len(under_way) >= _FIRST_CHOICE:
+            self._unexplained = unexplained_after(
+                self._unexplained,
+                under_way,
+                self._window,
+                costs,
+                links,
+                update_frequency=self._update_frequency,
+            )
         choice = choose_window(
             costs,
             links,
             update_frequency=self._update_frequency,
             schedule=self._schedule,
             cap=self._cap,
+            unexplained=self._unexplained,
         )
-        self._apply(choice.window)
+        if choice.window != self._window:
+            self._filling = max(choice.window, self._window)
+            self._round_trips.clear()
+            self._window = choice.window
+            self._apply(choice.window)
 
 
 def costs_of(
     measured: Sequence[tuple[StageTiming, ...]],
-) -> tuple[list[StageCost], list[LinkDelay]]:
-    """Typical costs by stage and link: means, as rates follow those, without the odd ones out."""
+) -> tuple[list[tuple[StageCost, ...]], list[LinkDelay]]:
+    """Costs by stage as they were measured, micro-batch by micro-batch, and typical delays of links.
+
+    That they vary matters: a pipeline with just enough under way for the mean waits whenever one
+    micro-batch takes longer. Single hiccups are no part of what to expect.
+    """
     stages = list(zip(*measured, strict=True))
 
+    def usual(stage: int, name: str) -> list[float]:
+        values = [getattr(timing, name) for timing in stages[stage]]
+        ordered, odd = sorted(values), len(values) // 16
+        least, most = ordered[odd], ordered[-1 - odd]
+        return [min(max(value, least), most) for value in values]
+
     def typical(stage: int, name: str) -> float:
-        values = sorted(getattr(timing, name) for timing in stages[stage])
-        odd = len(values) // 8
-        return statistics.fmean(values[odd : len(values) - odd])
+        return statistics.fmean(usual(stage, name))
 
     costs = [
-        StageCost(typical(k, "forward"), typical(k, "backward"), typical(k, "step"))
+        tuple(map(StageCost, usual(k, "forward"), usual(k, "backward"), usual(k, "step")))
         for k in range(len(stages))
     ]
     links = [

@@ -176,6 +176,7 @@ class Session:
         if settings.in_flight is None and place.stages > 1:
             keeper = WindowKeeper(
                 self._set_window,
+                place.in_flight,
                 schedule=settings.schedule,
                 update_frequency=assignment.update_frequency,
                 cap=place.in_flight_limit,

@@ -48,6 +48,15 @@ class StageCost:
     step: float = 0.0
 
 
+Costs = StageCost | tuple[StageCost, ...]
+"""What a stage computes: every micro-batch the same, or as measured, in turn."""
+
+
+def each_cost(costs: Costs) -> tuple[StageCost, ...]:
+    """One or several costs as several."""
+    return (costs,) if isinstance(costs, StageCost) else costs
+
+
 @dataclass(frozen=True)
 class LinkDelay:
     """Seconds from one stage to the next, and back, on a link where nothing waits."""
@@ -63,7 +72,7 @@ class LinkDelay:
 class Scenario:
     """A pipeline and the training phase that it is to run; its user is never late."""
 
-    costs: tuple[StageCost, ...]
+    costs: tuple[Costs, ...]
     links: tuple[LinkDelay, ...]
     """One fewer than stages."""
     window: int
@@ -78,6 +87,11 @@ class Scenario:
         assert len(self.links) == len(self.costs) - 1, "a link between each two stages"
         assert self.holds is None or len(self.holds) == len(self.costs), "a hold for each stage"
         assert self.batches >= 1, "a phase to simulate has micro-batches"
+
+    @property
+    def varieties(self) -> int:
+        """Micro-batches after which measured costs repeat; 1 where all are alike."""
+        return max(len(each_cost(cost)) for cost in self.costs)
 
 
 @dataclass(frozen=True)
@@ -141,7 +155,7 @@ class _Way:
 @dataclass
 class _Stage:
     machine: Machine
-    cost: StageCost
+    costs: tuple[StageCost, ...]
     ahead: _Way
     """To the next stage."""
     back: _Way
@@ -151,6 +165,10 @@ class _Stage:
     versions: int = 1
     peak_versions: int = 1
     peak_in_flight: int = 0
+
+    def cost(self, number: int) -> StageCost:
+        """Of the micro-batch or update with this number."""
+        return self.costs[number % len(self.costs)]
 
     def use(self, makespan: float) -> StageUse:
         return StageUse(
@@ -179,7 +197,7 @@ class _World:
                     update_frequency=scenario.update_frequency,
                     hold=scenario.holds[position] if scenario.holds else None,
                 ),
-                cost,
+                each_cost(cost),
                 ahead[position],
                 back[position],
             )
@@ -236,14 +254,14 @@ class _World:
     def _compute(self, position: int, stage: _Stage, run: Run) -> None:
         seconds = 0.0
         match run:
-            case RunForward():
-                seconds = stage.cost.forward
+            case RunForward(batch):
+                seconds = stage.cost(batch.index).forward
                 stage.peak_in_flight = max(stage.peak_in_flight, stage.machine.in_flight)
-            case RunBackward(_, version):
-                seconds = stage.cost.backward
+            case RunBackward(batch, version):
+                seconds = stage.cost(batch.index).backward
                 stage.stalenesses.append(stage.machine.version - version)
-            case RunStep():
-                seconds = stage.cost.step
+            case RunStep(update):
+                seconds = stage.cost(update).step
                 stage.versions += 1
                 stage.peak_versions = max(stage.peak_versions, stage.versions)
         stage.busy += seconds
@@ -275,8 +293,9 @@ def simulate(scenario: Scenario, *, record: bool = False) -> Simulation:
 def steady_rate(scenario: Scenario, rounds: int = 2) -> float:
     """The rate of a phase that goes on, whatever its ``batches``; cheaper than to simulate it all."""
     first, period = _ramp(scenario), _period(scenario)
-    # Sync repeats itself to the letter.
-    last = first + period * (1 if scenario.schedule == "sync" else rounds)
+    # Sync repeats itself to the letter, unless its costs vary.
+    least = period * (1 if scenario.schedule == "sync" else rounds)
+    last = first + max(least, math.ceil(scenario.varieties / period) * period)
     world = _World(replace(scenario, batches=last + 2 * (period + scenario.window)), record=False)
     world.run(last + 1)
     return _rate(world.finished, first, last)

@@ -7,11 +7,12 @@ the weights.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ravnest.runtime.machine import Schedule
-from ravnest.runtime.simulate import LinkDelay, Scenario, StageCost, steady_rate
+from ravnest.runtime.simulate import Costs, LinkDelay, Scenario, StageCost, each_cost, steady_rate
 
 TARGET = 0.98
 """Share of the best rate that is good enough."""
@@ -35,20 +36,23 @@ class WindowChoice:
 
 
 def choose_window(
-    costs: Sequence[StageCost],
+    costs: Sequence[Costs],
     links: Sequence[LinkDelay],
     *,
     update_frequency: int,
     schedule: Schedule,
     cap: int,
+    unexplained: float = 0.0,
 ) -> WindowChoice:
     """The smallest window predicted to reach 98% of the slowest part's rate, at most ``cap``.
+
+    ``unexplained`` is what a round trip was found to take beyond the costs (``unexplained_after``).
 
     In ``sync`` the flush at each update costs time whatever the window: there the measure is the
     rate at the largest window of use, that of a whole update.
     """
     assert cap >= 1, f"a window of at most {cap}"
-    trials = _Trials(tuple(costs), tuple(links), update_frequency, schedule)
+    trials = _Trials(tuple(costs), _slower(links, unexplained), update_frequency, schedule)
     if trials.slowest_time == 0:
         window = min(cap, len(costs))
         reason = f"{window} in flight: no stage takes any time"
@@ -57,8 +61,37 @@ def choose_window(
     return choose(trials, cap)
 
 
+def unexplained_after(
+    before: float,
+    round_trips: Sequence[float],
+    window: int,
+    costs: Sequence[Costs],
+    links: Sequence[LinkDelay],
+    *,
+    update_frequency: int,
+) -> float:
+    """Seconds of a round trip that costs and delays do not explain; ``before``: as found earlier.
+
+    Waking threads, the operating system, other processes: nobody measures all that, but it keeps
+    micro-batches under way. With ``window`` of them under way and nothing left to explain, a round
+    trip takes ``window`` times as long as one takes to come back. A pipeline that is full says
+    nothing about what it hides, so that an earlier finding stands.
+    """
+    trials = _Trials(tuple(costs), _slower(links, before), update_frequency, "async")
+    expected = window / trials.rate(window)
+    return max(0.0, before + statistics.fmean(round_trips) - expected)
+
+
+def _slower(links: Sequence[LinkDelay], seconds: float) -> tuple[LinkDelay, ...]:
+    """Links that take so much longer, all together, there and back."""
+    each = seconds / (2 * max(len(links), 1))
+    return tuple(
+        replace(link, forward=link.forward + each, backward=link.backward + each) for link in links
+    )
+
+
 def stage_holds(
-    costs: Sequence[StageCost], links: Sequence[LinkDelay], window: int, schedule: Schedule
+    costs: Sequence[Costs], links: Sequence[LinkDelay], window: int, schedule: Schedule
 ) -> tuple[int, ...]:
     """Of how many micro-batches each stage needs to keep activations for the window's rate.
 
@@ -69,7 +102,7 @@ def stage_holds(
     """
     if schedule == "sync":
         return (*[window] * (len(costs) - 1), 1)
-    trips = [cost.forward + cost.backward for cost in costs]
+    trips = [mean.forward + mean.backward for mean in map(mean_cost, costs)]
     hops = [*(link.forward + link.backward for link in links), 0.0]
     total = sum(trips) + sum(hops)
     holds = [
@@ -79,19 +112,30 @@ def stage_holds(
     return (*holds, 1)  # the Leaf turns round at once
 
 
+def mean_cost(costs: Costs) -> StageCost:
+    """What a stage computes for a micro-batch on average: its rate follows that."""
+    each = each_cost(costs)
+    return StageCost(
+        statistics.fmean(cost.forward for cost in each),
+        statistics.fmean(cost.backward for cost in each),
+        statistics.fmean(cost.step for cost in each),
+    )
+
+
 class _Trials:
     """One pipeline, tried with several windows."""
 
     def __init__(
         self,
-        costs: tuple[StageCost, ...],
+        costs: tuple[Costs, ...],
         links: tuple[LinkDelay, ...],
         update_frequency: int,
         schedule: Schedule,
     ) -> None:
+        means = [mean_cost(cost) for cost in costs]
         times = {
-            f"stage {index}": cost.forward + cost.backward + cost.step / update_frequency
-            for index, cost in enumerate(costs)
+            f"stage {index}": mean.forward + mean.backward + mean.step / update_frequency
+            for index, mean in enumerate(means)
         }
         times |= {
             f"link from stage {index} to {index + 1}": max(link.forward_busy, link.backward_busy)
@@ -103,7 +147,7 @@ class _Trials:
         self.schedule: Schedule = schedule
         self.slowest = max(times, key=times.__getitem__)
         self.slowest_time = times[self.slowest]
-        self.round_trip = sum(cost.forward + cost.backward for cost in costs) + sum(
+        self.round_trip = sum(mean.forward + mean.backward for mean in means) + sum(
             link.forward + link.backward for link in links
         )
 

@@ -104,8 +104,8 @@ class Observer(Protocol):
     def updated(self, update: Update) -> None:
         """The weights were updated (at the Root, with the loss)."""
 
-    def timed(self, timings: tuple[StageTiming, ...]) -> None:
-        """At the Root: what a micro-batch cost at each stage."""
+    def timed(self, timings: tuple[StageTiming, ...], round_trip: float) -> None:
+        """At the Root: what a micro-batch cost at each stage, and how long it was under way."""
 
 
 class Keeper(Protocol):
@@ -367,8 +367,9 @@ class Worker:
         run, self._run = self._run, None
         match run:
             case RunForward(batch, version, trains):
+                began = time.perf_counter()
                 held = self._desk.forward(batch, version, trains=trains)
-                held.forward_seconds = self._lap()
+                held.began, held.forward_seconds = began, self._lap()
             case RunBackward(batch, _, last_of_update):
                 with_norms = last_of_update and self._machine.waits_for_clip
                 held = self._desk.backward(batch, with_norms=with_norms)
@@ -435,10 +436,10 @@ class Worker:
         return (own, *held.timings)
 
     def _finished(self, batch: Batch) -> None:
-        timings = self._timings(self._desk.look(batch))
+        held = self._desk.look(batch)
         answer = self._desk.finished(batch)
         if answer is None:
-            self._observer.timed(timings)
+            self._observer.timed(self._timings(held), time.perf_counter() - held.began)
             return
         with self._board.writing():
             self._board.answers[batch] = answer

@@ -38,6 +38,8 @@ class DelayMeter:
         self._next_probe = 0.0
         self._arrived = 0
         self._next_ack = 0.0
+        self._delay: LinkDelay | None = LinkDelay(0.0, 0.0)
+        """What ``delay`` found, until there are new figures."""
 
     def message_sent(self, now: float) -> int | None:
         """A message was queued; the token of a probe if one is due."""
@@ -62,7 +64,7 @@ class DelayMeter:
             if self._probe is None or self._probe[0] != token:
                 return None
             self._round_trips.append(now - self._probe[1])
-            self._probe = None
+            self._probe = self._delay = None
             return self._new_probe(now) if self._probes < _PROBES_AT_START else None
 
     def ack_arrived(self, count: int, now: float) -> None:
@@ -76,6 +78,7 @@ class DelayMeter:
             left = now - min(self._round_trips, default=0.0)
             self._busy.append(max(left - max(sent[0], self._left), 0.0) / len(sent))
             self._left = left
+            self._delay = None
 
     def message_arrived(self, now: float) -> int | None:
         """A message came; the count to acknowledge, if it is time to."""
@@ -89,9 +92,11 @@ class DelayMeter:
     def delay(self) -> LinkDelay:
         """The figures so far."""
         with self._lock:
-            round_trip = min(self._round_trips, default=0.0)
-            busy = statistics.median(self._busy) if self._busy else 0.0
-            return LinkDelay(round_trip, round_trip / 2 + busy, busy)
+            if self._delay is None:
+                round_trip = min(self._round_trips, default=0.0)
+                busy = statistics.median(self._busy) if self._busy else 0.0
+                self._delay = LinkDelay(round_trip, round_trip / 2 + busy, busy)
+            return self._delay
 
     def _new_probe(self, now: float) -> int:
         self._probes += 1
