@@ -94,9 +94,9 @@ class Round:
         if self._weights:
             self._try_again(f"cluster {cluster} was lost: {reason}", {cluster: reason}, now, gone=True)
         else:
-            self.clusters.remove(cluster)
-            self._held.pop(cluster, None)
-            self.missing[cluster] = reason
+            self._leave_out({cluster: reason}, tell=False)
+            if len(self.clusters) < 2:
+                self._close(self._too_few(), now)
 
     def check(self, now: float) -> None:
         """Go on if everyone has answered, or the time for it is over."""
