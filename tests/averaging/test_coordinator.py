@@ -545,6 +545,15 @@ class TestTakeover:
         case.held(2, of=RoundId(7, 1))
         assert case.round == RoundId(8)
 
+    def test_who_waits_for_the_final_round_still_does_behind_a_corrected_number(self) -> None:
+        case = Case([1, 2], first_round=7)
+        case.due(2)
+        case.due(1, final=True)
+        case.held(2, of=RoundId(9))
+        case.all_hold(1, 2)
+        case.all_reduce(1, 2)
+        assert asked(case.due(2, 16, final=True)) == [1, 2]
+
     def test_no_cluster_can_keep_a_round_from_ending(self) -> None:
         case = Case([1, 2, 3])
         case.due(1)

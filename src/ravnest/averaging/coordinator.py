@@ -2,8 +2,9 @@
 
 The Root of the lowest live cluster runs it. If that cluster dies, the Root of the next one starts a
 fresh ``Coordinator`` behind the newest round that it knows, and all Roots send it the Due that is
-still unanswered. Should a Root know of a newer round than that, it says so (``gathering.py``) and
-the numbering goes on behind it. One round is open at a time.
+still unanswered. Those may learn of the death before it does: it keeps what reaches it early and
+hands it in when it takes over. Should a Root know of a newer round, it says so (``gathering.py``)
+and the numbering goes on behind it. One round is open at a time.
 """
 
 from __future__ import annotations
@@ -209,7 +210,8 @@ class Coordinator:
     def _start(self, kind: RoundKind, clusters: set[int], missing: dict[int, str], now: float) -> None:
         for cluster in clusters:
             self._due.pop(cluster, None)
-        self._ready -= clusters
+        if kind == "final":
+            self._ready -= clusters
         self._round = Round(self._next, kind, clusters, missing, self._timing, now)
         self._next += 1
         self._round.open(now)
