@@ -24,6 +24,7 @@ def test_public_names() -> None:
         "clusterize",
         "model_fusion",
         "set_seed",
+        "shard",
     ]
     assert all(hasattr(ravnest, name) for name in ravnest.__all__)
 

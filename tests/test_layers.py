@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("provider",),
     ("runtime",),
     ("averaging",),
-    ("formation",),
+    ("formation", "shard"),
     ("store",),
     ("plan",),
     ("split",),

@@ -1,0 +1,101 @@
+"""A Root's own count: when its cluster is due for a round, and what it brings to one."""
+
+from __future__ import annotations
+
+from ravnest.wire.messages import Due
+
+NEWEST = 0.2
+"""Share of the newest gap between updates in the average of all."""
+
+
+class Pace:
+    """Updates and samples since the last round, and how long they take.
+
+    ``reduce_factor`` updates make a cluster due; with None the end of an epoch does. What a cluster
+    brings is all samples since the last average that it applied: a round that came to nothing, or
+    that it missed, takes nothing away. Updates count since the cluster last asked or was asked, so
+    that a round that fails is not asked for again at every update.
+    """
+
+    def __init__(self, cluster: int, reduce_factor: int | None) -> None:
+        assert reduce_factor is None or reduce_factor >= 1, f"a round every {reduce_factor} updates"
+        self._cluster = cluster
+        self._reduce_factor = reduce_factor
+        self.updates = 0
+        """So far, in all."""
+        self.samples = 0
+        """Since the last average that was applied here."""
+        self.pending: Due | None = None
+        """What the coordinator has not answered; whoever takes over from it gets it again."""
+        self._since = 0
+        self._epoch_over = False
+        self._held = 0
+        self._held_pending: Due | None = None
+        self._gap = 0.0
+        self._last_update: float | None = None
+        self._epoch = 0.0
+        self._last_epoch: float | None = None
+
+    def updated(self, samples: int, now: float) -> None:
+        """An update was made, of so many samples."""
+        if self._last_update is not None:
+            gap = now - self._last_update
+            self._gap = gap if not self._gap else (1 - NEWEST) * self._gap + NEWEST * gap
+        if self._last_epoch is None:
+            self._last_epoch = now
+        self._last_update = now
+        self.updates += 1
+        self._since += 1
+        self.samples += samples
+
+    def epoch_ended(self, now: float) -> None:
+        """All updates of an epoch are made."""
+        if self._last_epoch is not None:
+            self._epoch = now - self._last_epoch
+        self._last_epoch = now
+        self._last_update = None
+        self._epoch_over = True
+
+    def paused(self) -> None:
+        """The time until the next update is not that of training: a validation, or a wait."""
+        self._last_update = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to ask for a round."""
+        if self._reduce_factor is None:
+            return self._epoch_over and self._since > 0
+        return self._since >= self._reduce_factor
+
+    @property
+    def interval(self) -> float:
+        """Seconds of training between two rounds; 0 while not known."""
+        return self._epoch if self._reduce_factor is None else self._gap * self._reduce_factor
+
+    def ask(self, *, final: bool = False) -> Due:
+        """The Due to send now; counting starts anew."""
+        self._start_anew()
+        self.pending = Due(self._cluster, self.updates, self.samples, self.interval, final)
+        return self.pending
+
+    def hold(self) -> int:
+        """The parameters as they are now are held for a round; the samples that they stand for."""
+        self._start_anew()
+        self._held, self._held_pending = self.samples, self.pending
+        return self._held
+
+    def settled(self, *, commit: bool, assign: bool) -> None:
+        """The round that was held for, or waited for, is over.
+
+        A wait for the final round goes on through rounds of the others, those without ``assign``.
+        """
+        if commit:
+            self.samples -= self._held
+        self._held = 0
+        final = self.pending is not None and self.pending.final
+        if assign or (self.pending is self._held_pending and not final):
+            self.pending = None
+        self._held_pending = None
+
+    def _start_anew(self) -> None:
+        self._since, self._epoch_over = 0, False

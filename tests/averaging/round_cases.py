@@ -1,0 +1,130 @@
+"""Clusters that answer a coordinator, in virtual time and as told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ravnest.averaging.coordinator import Coordinator, Mode
+from ravnest.averaging.deadlines import Deadlines
+from ravnest.averaging.events import (
+    Action,
+    ClusterJoined,
+    ClusterLost,
+    DueArrived,
+    Event,
+    HeldArrived,
+    ReducedArrived,
+    Report,
+    Send,
+    Tick,
+    Wake,
+)
+from ravnest.averaging.outcome import RoundOutcome
+from ravnest.wire.messages import Due, Go, Held, Propose, Reduced, RoundId, Settle
+
+
+class Case:
+    """A coordinator, the time, and all that it wanted done."""
+
+    def __init__(
+        self,
+        clusters: int | Iterable[int] = 3,
+        mode: Mode = "background",
+        *,
+        first_round: int = 0,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        members = range(clusters) if isinstance(clusters, int) else clusters
+        self.coordinator = Coordinator(
+            members, min(members), mode=mode, first_round=first_round, deadlines=deadlines
+        )
+        self.now = 0.0
+        self.done: list[Action] = []
+
+    def feed(self, event: Event) -> list[Action]:
+        actions = self.coordinator.handle(event, self.now)
+        self.done += actions
+        return actions
+
+    def due(
+        self, cluster: int, updates: int = 8, *, interval: float = 0.0, final: bool = False
+    ) -> list[Action]:
+        return self.feed(DueArrived(Due(cluster, updates, 32 * updates, interval, final)))
+
+    def held(
+        self, cluster: int, samples: int = 1, problem: str = "", of: RoundId | None = None
+    ) -> list[Action]:
+        return self.feed(HeldArrived(Held(of or self.round, cluster, cluster, samples, problem)))
+
+    def reduced(
+        self,
+        cluster: int,
+        digest: str = "same",
+        problem: str = "",
+        missing: int | None = None,
+        of: RoundId | None = None,
+    ) -> list[Action]:
+        head = Reduced(of or self.round, cluster, cluster, {0: digest}, 100, problem, missing)
+        return self.feed(ReducedArrived(head))
+
+    def lost(self, cluster: int, reason: str = "its link is gone") -> list[Action]:
+        return self.feed(ClusterLost(cluster, reason))
+
+    def joined(self, cluster: int) -> list[Action]:
+        return self.feed(ClusterJoined(cluster))
+
+    def wait(self, seconds: float) -> list[Action]:
+        """Time passes; a Wake on the way is followed."""
+        end, found = self.now + seconds, list[Action]()
+        while (wake := self.wake) is not None and self.now < wake <= end:
+            self.now = wake
+            found += self.feed(Tick())
+        self.now = end
+        return found
+
+    def all_hold(self, *clusters: int, samples: int = 1) -> list[Action]:
+        return [action for cluster in clusters for action in self.held(cluster, samples)]
+
+    def all_reduce(self, *clusters: int) -> list[Action]:
+        return [action for cluster in clusters for action in self.reduced(cluster)]
+
+    @property
+    def round(self) -> RoundId:
+        """The newest that was proposed."""
+        return [s.head.round for s in self.sends if isinstance(s.head, Propose)][-1]
+
+    @property
+    def sends(self) -> list[Send]:
+        return [action for action in self.done if isinstance(action, Send)]
+
+    @property
+    def wake(self) -> float | None:
+        wakes = [action.at for action in self.done if isinstance(action, Wake)]
+        return wakes[-1] if wakes else None
+
+    @property
+    def outcomes(self) -> list[RoundOutcome]:
+        return [action.outcome for action in self.done if isinstance(action, Report)]
+
+    @property
+    def outcome(self) -> RoundOutcome:
+        return self.outcomes[-1]
+
+
+def asked(actions: Iterable[Action]) -> list[int]:
+    """The clusters that get a Propose."""
+    return [a.cluster for a in actions if isinstance(a, Send) and isinstance(a.head, Propose)]
+
+
+def weights(actions: Iterable[Action]) -> dict[int, float]:
+    """Those of the one Go among the actions, which all its members got."""
+    sent = [a for a in actions if isinstance(a, Send) and isinstance(a.head, Go)]
+    (found,) = {tuple(sorted(a.head.weights.items())) for a in sent if isinstance(a.head, Go)}
+    assert [a.cluster for a in sent] == [cluster for cluster, _ in found]
+    return dict(found)
+
+
+def settled(actions: Iterable[Action]) -> dict[int, bool]:
+    """Who gets a Settle, and whether it commits."""
+    sent = [a for a in actions if isinstance(a, Send)]
+    return {a.cluster: a.head.commit for a in sent if isinstance(a.head, Settle)}

@@ -1,0 +1,140 @@
+"""Shares of a dataset: each sample once, the same on all nodes of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from node_files import node_file
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+import ravnest
+from ravnest.errors import SettingsError, StageFormatError
+from ravnest.store.nodefile import Neighbour, RingEntry, write_node
+
+
+def write_plan(folder: Path, sizes: list[int], *, rings: bool = True) -> list[list[str]]:
+    """Clusters with so many nodes each; the names of their nodes."""
+    members = tuple(Neighbour(cluster, "127.0.0.1:1") for cluster in range(len(sizes)))
+    ring = (RingEntry(0, ("weight",), members),) if rings else ()
+    names, node = [], 0
+    for cluster, size in enumerate(sizes):
+        names.append([f"node_{node + stage}" for stage in range(size)])
+        for stage in range(size):
+            place = node_file(node, stage=stage, stages=size, cluster=cluster, rings=ring)
+            write_node(folder, place)
+            node += 1
+    return names
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+def drawn(dataset: Any) -> list[int]:
+    return [int(dataset[index][0]) for index in range(len(dataset))]
+
+
+@pytest.mark.parametrize("rings", [True, False])
+def test_clusters_see_each_sample_once(tmp_path: Path, rings: bool) -> None:
+    first, second, third = write_plan(tmp_path, [2, 1, 1], rings=rings)
+    data = numbers(100)
+    shares = [
+        drawn(ravnest.shard(data, names[0], 7, folder=tmp_path)) for names in (first, second, third)
+    ]
+    assert sorted(chain(*shares)) == list(range(100))
+    assert [len(share) for share in shares] == [33, 33, 34]
+    assert shares[0] != sorted(shares[0]), "a share is random, not a piece as it lies"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 6), st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_shares_differ_by_at_most_one(
+    tmp_path_factory: pytest.TempPathFactory, clusters: int, more: int, seed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("plan")
+    names = write_plan(folder, [1] * clusters)
+    data = numbers(clusters + more)
+    shares = [drawn(ravnest.shard(data, name, seed, folder=folder)) for (name,) in names]
+    assert sorted(chain(*shares)) == list(range(clusters + more))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_nodes_of_a_cluster_get_the_same_in_the_same_order(tmp_path: Path) -> None:
+    (root, leaf), _ = write_plan(tmp_path, [2, 1])
+    data = numbers(50)
+    torch.manual_seed(1)
+    share = drawn(ravnest.shard(data, root, 3, folder=tmp_path))
+    torch.manual_seed(2)
+    assert drawn(ravnest.shard(data, leaf, 3, folder=tmp_path)) == share
+
+
+def test_other_seeds_give_other_shares_and_42_is_the_default(tmp_path: Path) -> None:
+    (name,), _ = write_plan(tmp_path, [1, 1])
+    data = numbers(50)
+    shares = {seed: drawn(ravnest.shard(data, name, seed, folder=tmp_path)) for seed in (0, 1, 42)}
+    assert set(shares[0]) != set(shares[1])
+    assert drawn(ravnest.shard(data, name, folder=tmp_path)) == shares[42]
+
+
+def test_drawing_a_share_leaves_the_global_generator_alone(tmp_path: Path) -> None:
+    (name,), _ = write_plan(tmp_path, [1, 1])
+    before = torch.get_rng_state()
+    ravnest.shard(numbers(50), name, folder=tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loader_takes_a_share(tmp_path: Path) -> None:
+    (name,), _ = write_plan(tmp_path, [1, 1])
+    share = ravnest.shard(numbers(10), name, folder=tmp_path)
+    assert isinstance(share, Subset)
+    assert sum(len(batch[0]) for batch in DataLoader(share, batch_size=2)) == 5
+
+
+@pytest.mark.parametrize("rings", [True, False])
+def test_a_single_cluster_has_it_all(tmp_path: Path, rings: bool) -> None:
+    ((name, _),) = write_plan(tmp_path, [2], rings=rings)
+    data = numbers(10)
+    assert ravnest.shard(data, name, folder=tmp_path) is data
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Endless(torch.utils.data.Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("dataset", [Stream(), Endless()])
+def test_a_dataset_without_a_length_is_refused(tmp_path: Path, dataset: Any) -> None:
+    (name,), _ = write_plan(tmp_path, [1, 1])
+    with pytest.raises(SettingsError, match=f"{type(dataset).__name__} has none.*every k-th sample"):
+        ravnest.shard(dataset, name, folder=tmp_path)
+
+
+def test_fewer_samples_than_clusters_are_refused(tmp_path: Path) -> None:
+    (name,), _ = write_plan(tmp_path, [1, 1])
+    with pytest.raises(SettingsError, match="1 samples cannot be shared by 2 clusters"):
+        ravnest.shard(numbers(1), name, folder=tmp_path)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, True, 1.5, "1"])
+def test_a_bad_seed_is_refused(tmp_path: Path, seed: Any) -> None:
+    (name,), _ = write_plan(tmp_path, [1, 1])
+    with pytest.raises(SettingsError, match="seed of shard"):
+        ravnest.shard(numbers(4), name, seed, folder=tmp_path)
+
+
+def test_a_name_that_no_node_has_is_refused(tmp_path: Path) -> None:
+    write_plan(tmp_path, [1, 1])
+    with pytest.raises(StageFormatError, match="node_9"):
+        ravnest.shard(numbers(4), "node_9", folder=tmp_path)
