@@ -33,10 +33,17 @@ def largest_frame(limits: Limits) -> int:
 
 
 def encode(
-    message: Message, codec: Codec = RAW, chunk: int = CHUNK_BYTES, limits: Limits = DEFAULT_LIMITS
+    message: Message,
+    codec: Codec = RAW,
+    chunk: int = CHUNK_BYTES,
+    limits: Limits = DEFAULT_LIMITS,
+    clamped: Callable[[int], None] | None = None,
 ) -> Iterator[bytes]:
-    """The frames of a message; ``WireError`` if it holds what cannot travel."""
-    return (b"".join(parts) for parts in encode_parts(message, codec, chunk, limits))
+    """The frames of a message; ``WireError`` if it holds what cannot travel.
+
+    ``clamped`` is told how many values of a tensor were beyond the range of the codec.
+    """
+    return (b"".join(parts) for parts in encode_parts(message, codec, chunk, limits, clamped))
 
 
 def encode_parts(
@@ -46,10 +53,7 @@ def encode_parts(
     limits: Limits = DEFAULT_LIMITS,
     clamped: Callable[[int], None] | None = None,
 ) -> Iterator[list[Buffer]]:
-    """As ``encode``, with frames in parts that share the memory of the tensors.
-
-    ``clamped`` is told how many values of a tensor were beyond the range of the codec.
-    """
+    """As ``encode``, with frames in parts that share the memory of the tensors."""
     entries: list[TensorEntry | NumberEntry] = []
     payloads: list[memoryview] = []
     offset = 0
