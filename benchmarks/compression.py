@@ -43,7 +43,7 @@ from ravnest.transport.memory import MemoryNetwork
 from ravnest.types import Address
 from ravnest.wire.codecs import CODECS, Codec
 from ravnest.wire.layout import Layout
-from ravnest.wire.messages import PROTOCOL, AnyHead, Backward, BatchId, Forward, Hello, Message
+from ravnest.wire.messages import PROTOCOL, AnyHead, Backward, BatchId, Forward, Goodbye, Hello, Message
 
 SEEDS = int(os.environ.get("RAVNEST_BENCH_COMPRESSION_SEEDS", "3"))
 EPOCHS = int(os.environ.get("RAVNEST_BENCH_COMPRESSION_EPOCHS", "10"))
@@ -130,10 +130,13 @@ class Wires:
 
     def close(self) -> tuple[int, int]:
         """Bytes that were sent in all, and values that were clamped."""
-        links = self._links.values()
+        links = self._links
+        found = sum(k.sent_bytes for k in links.values()), sum(k.clamped for k in links.values())
+        for (source, _), link in links.items():
+            link.send(Message(Goodbye(source)))
         for transport in self._transports:
             transport.close()
-        return sum(link.sent_bytes for link in links), sum(link.clamped for link in links)
+        return found
 
 
 def _always(hello: Hello) -> Callable[[Hello], Hello]:
