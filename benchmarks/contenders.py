@@ -56,6 +56,7 @@ class Seat:
     device: str = "lo"
     """torch: the network device to use."""
     schedule: str = "async"
+    compression: bool | str = False
 
     def work(self) -> Workload:
         """The workload itself."""
@@ -145,6 +146,7 @@ def ravnest(seat: Seat) -> None:
         update_frequency=work.update_frequency,
         labels=loader,
         schedule=seat.schedule,
+        compression=seat.compression,
         folder=Path(seat.folder) / NODE_DATA,
         loss_filename=Path(seat.folder) / "losses.txt",
         progress=False,

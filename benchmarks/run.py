@@ -29,6 +29,7 @@ SECTIONS = {
     "pipeline": "Pipelines side by side",
     "idle": "What an idle node costs",
     "learning": "What stale gradients cost",
+    "compression": "What compression saves and costs",
 }
 
 

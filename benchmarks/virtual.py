@@ -43,6 +43,8 @@ from ravnest.split.module import StageModule
 
 Samples = Iterable[tuple[torch.Tensor, Any]]
 LossOf = Callable[[Any, Any], torch.Tensor]
+Carry = Callable[[int, int, dict[str, Any]], dict[str, Any]]
+"""Brings values from one stage to another: from, to, values."""
 
 
 class VirtualPipeline:
@@ -59,6 +61,7 @@ class VirtualPipeline:
         cost: StageCost,
         link: LinkDelay,
         update_frequency: int = 1,
+        carry: Carry = lambda _from, _to, values: values,
     ) -> None:
         """All stages cost the same, as do all links. No weights may be shared between stages."""
         count = len(modules)
@@ -77,6 +80,7 @@ class VirtualPipeline:
             for position in range(count)
         ]
         self._loss_of = loss_of
+        self._carry = carry
         self._cost = cost
         self._link = link
         self._now = 0.0
@@ -164,7 +168,7 @@ class VirtualPipeline:
             (lambda o: self._loss_of(execution.output(o), targets)) if last else None,
         )
         if loss is None:
-            self._values[position + 1, batch] = outputs
+            self._values[position + 1, batch] = self._carry(position, position + 1, outputs)
         else:
             self.losses.append(loss)
 
@@ -174,4 +178,4 @@ class VirtualPipeline:
         gradients = self._values.pop((position, batch), {})
         back = self._executions[position].backward(batch, gradients, {})
         if position:
-            self._values[position - 1, batch] = back.inputs
+            self._values[position - 1, batch] = self._carry(position, position - 1, dict(back.inputs))

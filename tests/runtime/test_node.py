@@ -188,9 +188,7 @@ def test_any_optimizer_without_a_closure_trains(cluster: Formed, optimizer: Any)
     assert all(not torch.equal(fused[name], before[name]) for name in before)
 
 
-def test_averaging_and_compression_are_accepted(
-    cluster: Formed, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_averaging_and_compression_are_accepted(cluster: Formed) -> None:
     node = cluster().node("node_0", reduce_factor=4, average_optim=True, compression="fp16")
     assert (node.reduce_factor, node.average_optim, node.compression) == (4, True, "fp16")
     assert repr(node) == "Node(node_0, Root of cluster 0)"

@@ -23,8 +23,8 @@ EVERYWHERE = Address("0.0.0.0", 0)
 Opener = Callable[[], Transport]
 
 
-def hello(node: int) -> Hello:
-    return Hello(PROTOCOL, "plan", node, 0, node)
+def hello(node: int, codec: str = "raw") -> Hello:
+    return Hello(PROTOCOL, "plan", node, 0, node, codec=codec)
 
 
 @dataclass
@@ -94,11 +94,12 @@ def connect(
     far_inbox: Inbox | None = None,
     address: Address = LOOPBACK,
     expect: int | None = None,
+    codecs: tuple[str, str] = ("raw", "raw"),
 ) -> Pair:
     near_inbox, far_inbox = near_inbox or Inbox(), far_inbox or Inbox()
     links: SimpleQueue[Link] = SimpleQueue()
-    bound = far.serve(address, lambda peer: hello(1), far_inbox, links.put)
-    link = near.dial(bound, hello(0), near_inbox, deadline=SECONDS, expect=expect)
+    bound = far.serve(address, lambda peer: hello(1, codecs[1]), far_inbox, links.put)
+    link = near.dial(bound, hello(0, codecs[0]), near_inbox, deadline=SECONDS, expect=expect)
     return Pair(link, links.get(timeout=SECONDS), near_inbox, far_inbox, near, far, bound)
 
 

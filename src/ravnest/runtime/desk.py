@@ -234,7 +234,9 @@ class Desk:
         """For the stage behind."""
         held = self._batches[batch]
         outputs, held.outputs = held.outputs, {}
-        return Message(Forward(held.id, held.size, held.digests), outputs)
+        # Stages that share a weight must hold the same; its gradients may be compressed as any.
+        exact = frozenset(name for name in outputs if name.startswith(SHARED))
+        return Message(Forward(held.id, held.size, held.digests), outputs, exact)
 
     def backward_message(self, batch: Batch, timings: tuple[StageTiming, ...]) -> Message:
         """For the stage before; the micro-batch leaves the desk."""

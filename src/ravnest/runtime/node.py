@@ -22,7 +22,7 @@ from ravnest.runtime.conductor import Conductor
 from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, has_targets, size_of
 from ravnest.runtime.events import Batch
 from ravnest.runtime.session import Assignment, Session
-from ravnest.runtime.settings import NodeSettings, is_count
+from ravnest.runtime.settings import NodeSettings, codec_for, is_count
 from ravnest.runtime.updates import OptimizerParams, UpdateRule
 from ravnest.split.graph import InputEntry
 from ravnest.split.module import StageModule
@@ -74,8 +74,9 @@ class Node:
         ``model`` initialises the stage from a module with the same parameter names. ``optimizer`` is
         a class, ``optimizer_params`` its settings or a function that makes parameter groups from the
         stage's named parameters. ``criterion`` and the labels are needed at the Leaf.
-        ``update_frequency`` micro-batches make an update. ``reduce_factor``, ``average_optim`` and
-        ``compression`` are accepted; averaging and compression are not built yet.
+        ``update_frequency`` micro-batches make an update. ``compression`` is how tensors travel to
+        neighbours that ask for the same: ``True`` or ``"fp16"``, ``"bf16"``, ``"int8"``.
+        ``reduce_factor`` and ``average_optim`` are accepted; averaging is not built yet.
         """
         if not isinstance(name, str):
             given = "" if name is None else f", not {name!r}"
@@ -103,6 +104,7 @@ class Node:
             labels=labels,
             test_labels=test_labels,
             loss_filename=loss_filename,
+            codec=codec_for(compression),
         )
         self._model = model
         self._device = _device(device)
@@ -387,8 +389,6 @@ class Node:
         return GrpcTransport(Credentials(*(path.read_bytes() for path in paths)))
 
     def _say_what_is_missing(self) -> None:
-        if self.compression:
-            logger.warning("compression is not built yet: tensors travel as they are")
         if any(len(ring.members) > 1 for ring in self._assignment.place.rings):
             logger.warning(
                 "the plan has several clusters, and averaging between clusters is not built yet: each "

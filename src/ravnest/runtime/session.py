@@ -47,6 +47,7 @@ class Assignment:
     labels: Any
     test_labels: Any
     loss_filename: str | Path
+    codec: str = "raw"
 
     @property
     def seed(self) -> int:
@@ -71,7 +72,15 @@ class Assignment:
             "clip_grad_norm": str(self.rule.clip),
             "seed": str(self.seed),
         }
-        return Hello(PROTOCOL, place.plan, place.node, place.cluster, place.stage, settings=agreed)
+        return Hello(
+            PROTOCOL,
+            place.plan,
+            place.node,
+            place.cluster,
+            place.stage,
+            settings=agreed,
+            codec=self.codec,
+        )
 
 
 class Session:
@@ -162,10 +171,19 @@ class Session:
         links = [link for link in (self._links.previous, self._links.next) if link is not None]
         for link in links:
             _part(link, last)
+        self._say_what_was_clamped(links)
         self._transport.close()
         self.line.sum_up()
         self._losses.close()
         self.accuracies.close()
+
+    def _say_what_was_clamped(self, links: list[Link]) -> None:
+        place, codec = self._assignment.place, self._assignment.codec
+        if codec == "raw":
+            return
+        count = sum(link.clamped for link in links)
+        level = logging.WARNING if count else logging.INFO
+        logger.log(level, "node_%d: %d values were beyond %s and clamped", place.node, count, codec)
 
     def _observer(self) -> RunObserver:
         assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings

@@ -11,6 +11,7 @@ from typing import Any
 from ravnest.errors import SettingsError
 from ravnest.runtime.machine import Schedule
 from ravnest.transport.base import Transport
+from ravnest.wire.codecs import CODECS, FP16, RAW
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,18 @@ class NodeSettings:
         for name in ("connect_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be a positive number of seconds")
+
+
+def codec_for(compression: object) -> str:
+    """The codec that ``Node(compression=...)`` asks for."""
+    if isinstance(compression, bool):
+        return FP16.name if compression else RAW.name
+    if isinstance(compression, str) and compression in CODECS and compression != RAW.name:
+        return compression
+    choices = ", ".join(repr(name) for name in CODECS if name != RAW.name)
+    raise SettingsError(
+        f"compression must be False, True (which is 'fp16') or one of {choices}, not {compression!r}"
+    )
 
 
 _NAMED = (

@@ -61,6 +61,10 @@ class Link(Protocol):
     def received_bytes(self) -> int:
         """Taken from the network so far, with frames and checksums."""
 
+    @property
+    def clamped(self) -> int:
+        """Values sent so far that were beyond the range of the codec that both ends agreed on."""
+
     def send(self, message: Message) -> None:
         """Queue a message; never blocks, raises ``LinkClosedError`` after ``close`` or a loss.
 

@@ -18,10 +18,11 @@ from queue import SimpleQueue
 from ravnest.errors import LinkClosedError, WireError
 from ravnest.transport.base import LinkDelay, LinkHandler
 from ravnest.transport.meter import DelayMeter
+from ravnest.wire.codecs import CODECS, RAW, Codec
 from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
 from ravnest.wire.envelope import Buffer, Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, Assembler, encode_parts, largest_frame
-from ravnest.wire.messages import Goodbye, Hello, Message
+from ravnest.wire.messages import LOSSY, Goodbye, Hello, Message
 from ravnest.wire.table import Limits
 
 CLOSE_SECONDS = 5.0
@@ -37,6 +38,20 @@ def largest_batch(limits: Limits) -> int:
 
 
 _log = logging.getLogger(__name__)
+
+
+def agreed_codec(local: Hello, peer: Hello) -> Codec:
+    """What both ends asked for if that is the same, else raw, and said so."""
+    if local.codec == peer.codec and local.codec in CODECS:
+        return CODECS[local.codec]
+    _log.warning(
+        "node_%d asks for %.20s and node_%d for %.20s: between them tensors travel as they are",
+        local.node,
+        local.codec,
+        peer.node,
+        peer.codec,
+    )
+    return RAW
 
 
 class _Mark(Enum):
@@ -61,6 +76,8 @@ class FrameLink:
         self.peer = peer
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.clamped = 0
+        self._codec = agreed_codec(local, peer)
         self._handler = handler
         self._hang_up = hang_up
         self._largest = largest_frame(limits)
@@ -229,7 +246,7 @@ class FrameLink:
             if isinstance(item, Probe):
                 yield encode_control(item)
             elif isinstance(item, Message):
-                frames = encode_parts(item)
+                frames = self._encode(item)
                 del item  # or an idle link would keep the tensors of its last message alive
                 try:
                     for parts in frames:
@@ -239,6 +256,13 @@ class FrameLink:
                     self.fail(f"a message to node_{self.peer.node} cannot be sent: {error}")
                     return
                 del frames, parts
+
+    def _encode(self, message: Message) -> Iterator[list[Buffer]]:
+        codec = self._codec if isinstance(message.head, LOSSY) else RAW
+        return encode_parts(message, codec, clamped=self._count_clamped)
+
+    def _count_clamped(self, values: int) -> None:
+        self.clamped += values
 
     def _close(self) -> None:
         if self.flush(CLOSE_SECONDS):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 from ravnest.errors import WireError
 from ravnest.wire import envelope
-from ravnest.wire.codecs import RAW, Codec, codec_named
+from ravnest.wire.codecs import RAW, Codec, Encoded, codec_named
 from ravnest.wire.envelope import Buffer, Frame, Kind, seal, unseal
 from ravnest.wire.layout import NAMES, Layout, dense, plain_strides
 from ravnest.wire.messages import Message, Value
@@ -33,14 +33,25 @@ def largest_frame(limits: Limits) -> int:
 
 
 def encode(
-    message: Message, codec: Codec = RAW, chunk: int = CHUNK_BYTES, limits: Limits = DEFAULT_LIMITS
+    message: Message,
+    codec: Codec = RAW,
+    chunk: int = CHUNK_BYTES,
+    limits: Limits = DEFAULT_LIMITS,
+    clamped: Callable[[int], None] | None = None,
 ) -> Iterator[bytes]:
-    """The frames of a message; ``WireError`` if it holds what cannot travel."""
-    return (b"".join(parts) for parts in encode_parts(message, codec, chunk, limits))
+    """The frames of a message; ``WireError`` if it holds what cannot travel.
+
+    ``clamped`` is told how many values of a tensor were beyond the range of the codec.
+    """
+    return (b"".join(parts) for parts in encode_parts(message, codec, chunk, limits, clamped))
 
 
 def encode_parts(
-    message: Message, codec: Codec = RAW, chunk: int = CHUNK_BYTES, limits: Limits = DEFAULT_LIMITS
+    message: Message,
+    codec: Codec = RAW,
+    chunk: int = CHUNK_BYTES,
+    limits: Limits = DEFAULT_LIMITS,
+    clamped: Callable[[int], None] | None = None,
 ) -> Iterator[list[Buffer]]:
     """As ``encode``, with frames in parts that share the memory of the tensors."""
     entries: list[TensorEntry | NumberEntry] = []
@@ -48,10 +59,13 @@ def encode_parts(
     offset = 0
     for name, value in message.values.items():
         if isinstance(value, torch.Tensor):
-            entry, payload = _tensor(name, value, codec, offset)
+            chosen = RAW if name in message.exact else codec
+            entry, encoded = _tensor(name, value, chosen, offset)
             offset += entry.nbytes
             entries.append(entry)
-            payloads.append(payload)
+            payloads.append(encoded.payload.numpy().data)
+            if encoded.clamped and clamped is not None:
+                clamped(encoded.clamped)
         else:
             entries.append(NumberEntry(name, value))
     inline = offset <= INLINE_BYTES
@@ -64,17 +78,15 @@ def encode_parts(
             yield seal(Kind.CHUNK, number, parts)
 
 
-def _tensor(
-    name: str, tensor: torch.Tensor, codec: Codec, offset: int
-) -> tuple[TensorEntry, memoryview]:
+def _tensor(name: str, tensor: torch.Tensor, codec: Codec, offset: int) -> tuple[TensorEntry, Encoded]:
     tensor = dense(name, tensor)
     layout = Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-    payload = codec.encode(tensor, layout).numpy().data
+    encoded = codec.encode(tensor, layout)
     strides = None if layout.strides == plain_strides(layout.shape) else layout.strides
     entry = TensorEntry(
-        name, NAMES[layout.dtype], layout.shape, strides, codec.name, offset, len(payload)
+        name, NAMES[layout.dtype], layout.shape, strides, encoded.codec, offset, len(encoded.payload)
     )
-    return entry, payload
+    return entry, encoded
 
 
 def _pieces(payloads: list[memoryview], chunk: int) -> Iterator[list[memoryview]]:

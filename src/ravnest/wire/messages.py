@@ -47,7 +47,8 @@ class Hello(Head, frozen=True):
     settings: dict[str, str] = {}
     """What the nodes of a cluster must agree on."""
     codec: str = "raw"
-    """How this node would like tensors to travel."""
+    """How this node would like activations, gradients and averages to travel; if its peer likes the
+    same, they do, else as they are."""
 
 
 class Refused(Head, frozen=True):
@@ -287,6 +288,9 @@ AnyHead = (
     | Abort
 )
 
+LOSSY = (Forward, Backward, Piece)
+"""Heads of the messages whose tensors may be compressed; those of others are results."""
+
 Value = torch.Tensor | int | float
 
 
@@ -296,3 +300,5 @@ class Message:
 
     head: AnyHead
     values: Mapping[str, Value] = field(default_factory=dict)
+    exact: frozenset[str] = frozenset()
+    """Names of tensors that are never compressed; known to the sender only."""

@@ -1,0 +1,321 @@
+"""What each codec costs a core, saves on the wire, and does to what is learned.
+
+Speed is of float32 numbers into and out of a codec, in bytes before compression a second of a core's
+time, in one thread. Bytes and losses are of training under virtual time (`virtual.py`) in three
+stages, whose values travel over real links of the in-memory network: their `sent_bytes` are counted,
+with frames, heads and acknowledgements. Losses are means over the last tenth of the updates, against
+the same training uncompressed. Any change of the arithmetic, however small, leads to another path:
+the row `nudged` is uncompressed training whose first weights differ by a thousandth of themselves, at
+random, and tells which changes mean nothing. At 100 Mbit/s, pipelines of three processes in network namespaces take turns,
+uncompressed and `int8`. Run as a script it prints its report; arguments choose parts (`speed`,
+`learning`, `links`).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from contenders import Rate, Seat
+from lan import Lan, possible
+from learning import COST, KINDS, LAYERS, LENGTH, LINK, WIDTH, sequences, token_loss
+from pipeline import MEGABITS, REPETITIONS, SECONDS, STAGES, team
+from torch import nn
+from virtual import VirtualPipeline
+from workloads import GPT, SMALL_GPT, THIN_GPT, Workload, digits
+
+from ravnest import set_seed
+from ravnest.runtime.updates import UpdateRule
+from ravnest.split import split
+from ravnest.split.module import StageModule
+from ravnest.transport.base import Link
+from ravnest.transport.memory import MemoryNetwork
+from ravnest.types import Address
+from ravnest.wire.codecs import CODECS, Codec
+from ravnest.wire.layout import Layout
+from ravnest.wire.messages import PROTOCOL, AnyHead, Backward, BatchId, Forward, Goodbye, Hello, Message
+
+SEEDS = int(os.environ.get("RAVNEST_BENCH_COMPRESSION_SEEDS", "5"))
+EPOCHS = int(os.environ.get("RAVNEST_BENCH_COMPRESSION_EPOCHS", "10"))
+STEPS = int(os.environ.get("RAVNEST_BENCH_COMPRESSION_STEPS", "2000"))
+ROUNDS = 15
+SIZES = (1 << 20, 4 << 20, 16 << 20)
+PORTS = (29710, 29720)
+NUDGE = 1e-3
+LOSSY = [name for name in CODECS if name != "raw"]
+_RUN = "0" * 32
+
+
+# Speed
+
+
+def _speed() -> str:
+    lines = ["| codec | tensor | encode, GB/s | decode, GB/s | bytes |", "|---|--:|--:|--:|--:|"]
+    for size in SIZES:
+        tensor = torch.randn(size // 4)
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in LOSSY}
+        for _ in range(ROUNDS):
+            for name in LOSSY:
+                _rates(CODECS[name], tensor)  # to have its memory: fresh pages cost more than a codec
+                found[name].append(_rates(CODECS[name], tensor))
+        for name, rates in found.items():
+            encode, decode = (statistics.median(column) for column in zip(*rates, strict=True))
+            ratio = size / CODECS[name].nbytes(Layout(tensor.dtype, tuple(tensor.shape), (1,)))
+            lines.append(
+                f"| {name} | {size >> 20} MiB | {encode:.1f} | {decode:.1f} | {ratio:.2f} x fewer |"
+            )
+    return "\n".join(lines) + "\n\n`int8` is required to reach 1 GB/s in each direction."
+
+
+def _rates(codec: Codec, tensor: torch.Tensor) -> tuple[float, float]:
+    layout = Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    begin = time.thread_time()
+    payload = codec.encode(tensor, layout).payload
+    middle = time.thread_time()
+    codec.decode(payload, layout)
+    end = time.thread_time()
+    return tensor.nbytes / (middle - begin) / 1e9, tensor.nbytes / (end - middle) / 1e9
+
+
+# Bytes and losses
+
+
+class _Inbox:
+    def __init__(self) -> None:
+        self.messages: SimpleQueue[Message] = SimpleQueue()
+
+    def on_message(self, link: Link, message: Message) -> None:
+        self.messages.put(message)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+class Wires:
+    """Links between neighbouring stages; values go from one to the other and are waited for."""
+
+    def __init__(self, stages: int, codec: str) -> None:
+        network = MemoryNetwork()
+        self._transports = [network.transport() for _ in range(stages)]
+        self._links: dict[tuple[int, int], Link] = {}
+        self._inboxes = [_Inbox() for _ in range(stages)]
+        hellos = [Hello(PROTOCOL, "plan", place, 0, place, codec=codec) for place in range(stages)]
+        for near in range(stages - 1):
+            far = near + 1
+            made: SimpleQueue[Link] = SimpleQueue()
+            address = self._transports[far].serve(
+                Address("127.0.0.1", 0), _always(hellos[far]), self._inboxes[far], made.put
+            )
+            self._links[near, far] = self._transports[near].dial(
+                address, hellos[near], self._inboxes[near], deadline=10
+            )
+            self._links[far, near] = made.get(timeout=10)
+
+    def carry(self, source: int, target: int, values: dict[str, Any]) -> dict[str, Any]:
+        """As ``virtual.Carry``."""
+        batch = BatchId(_RUN, 0, 0, 0)
+        head: AnyHead = Forward(batch, 1) if target > source else Backward(batch)
+        self._links[source, target].send(Message(head, values))
+        return dict(self._inboxes[target].messages.get(timeout=10).values)
+
+    def close(self) -> tuple[int, int]:
+        """Bytes that were sent in all, and values that were clamped."""
+        links = self._links
+        found = sum(k.sent_bytes for k in links.values()), sum(k.clamped for k in links.values())
+        for (source, _), link in links.items():
+            link.send(Message(Goodbye(source)))
+        for transport in self._transports:
+            transport.close()
+        return found
+
+
+def _always(hello: Hello) -> Callable[[Hello], Hello]:
+    return lambda _peer: hello
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run."""
+
+    loss: float
+    sent: int
+    clamped: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to learn."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    samples: Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+    """Of a seed."""
+    loss_of: Callable[[Any, Any], torch.Tensor]
+    updates: int
+
+
+def _digits_samples(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    digits()
+    from model import loaders  # noqa: PLC0415
+
+    loader, _ = loaders(seed)
+    for _ in range(EPOCHS):
+        yield from loader
+
+
+def _sorting_samples(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for _, sample in zip(range(STEPS), sequences(seed), strict=False):
+        yield sample
+
+
+def train(task: Task, codec: str, seed: int, nudge: float = 0.0) -> Trained:
+    """Train once."""
+    set_seed(seed)
+    model = task.make()
+    example = next(iter(task.samples(0)))[0]
+    parts = split(model, (example,), stages=STAGES, check=False).stages
+    modules = [StageModule(p.spec, {k: t.clone() for k, t in p.tensors.items()}) for p in parts]
+    with torch.no_grad():
+        for parameter in (p for module in modules for p in module.parameters()):
+            parameter.add_(parameter * torch.randn_like(parameter), alpha=nudge)
+    schedule = {"max_lr": 1e-3, "total_steps": task.updates + 1, "cycle_momentum": False}
+    rule = UpdateRule(
+        torch.optim.AdamW,
+        {"lr": 1e-3},
+        torch.optim.lr_scheduler.OneCycleLR,
+        schedule,
+        scheduler_each_epoch=False,
+    )
+    wires = Wires(STAGES, codec)
+    pipeline = VirtualPipeline(
+        modules,
+        rule,
+        task.loss_of,
+        schedule="async",
+        window=STAGES,
+        cost=COST,
+        link=LINK,
+        carry=wires.carry,
+    )
+    pipeline.train(task.samples(seed))
+    sent, clamped = wires.close()
+    last = pipeline.losses[-max(1, len(pipeline.losses) // 10) :]
+    return Trained(statistics.fmean(last), sent, clamped)
+
+
+def _learning() -> str:
+    sorting = f"GPT that sorts, {LAYERS} layers of {WIDTH}, {STEPS} updates"
+    tasks = [
+        Task(
+            f"digits CNN, {EPOCHS} epochs",
+            digits,
+            _digits_samples,
+            nn.functional.cross_entropy,
+            sum(1 for _ in _digits_samples(0)),
+        ),
+        Task(
+            sorting,
+            lambda: GPT(KINDS, WIDTH, LAYERS, 2 * LENGTH - 1),
+            _sorting_samples,
+            token_loss,
+            STEPS,
+        ),
+    ]
+    return "\n\n".join(_table(task) for task in tasks)
+
+
+def _table(task: Task) -> str:
+    found: dict[str, list[Trained]] = {name: [] for name in ("raw", "nudged", *LOSSY)}
+    for seed in range(SEEDS):
+        for name, runs in found.items():
+            nudged = name == "nudged"
+            runs.append(train(task, "raw" if nudged else name, seed, NUDGE if nudged else 0.0))
+            print(task.name, seed, name, runs[-1], file=sys.stderr, flush=True)
+    sent = statistics.fmean(run.sent for run in found["raw"])
+    loss = statistics.fmean(run.loss for run in found["raw"])
+    lines = [
+        f"{task.name}, means of {SEEDS} seeds:",
+        "",
+        "| codec | MB sent | fewer | required | loss | change | clamped |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, runs in found.items():
+        size, end = statistics.fmean(r.sent for r in runs), statistics.fmean(r.loss for r in runs)
+        due = {"raw": "", "nudged": "", "int8": "3.7"}.get(name, "1.95")
+        clamped = sum(run.clamped for run in runs)
+        lines.append(
+            f"| {name} | {size / 1e6:.1f} | {sent / size:.2f} x | {due} | {end:.4f} | "
+            f"{end / loss - 1:+.2%} | {clamped} |"
+        )
+    return "\n".join(lines)
+
+
+# Slow links
+
+
+def _links() -> str:
+    if not possible():
+        return f"Links of {MEGABITS} Mbit/s were not measured: that needs root and iproute2."
+    lines = [
+        f"Three nodes with links of {MEGABITS} Mbit/s, samples a second:",
+        "",
+        "| model | uncompressed | int8 | ratio | all | required |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for work, required in ((THIN_GPT, "2.0"), (SMALL_GPT, "")):
+        with Lan(STAGES, MEGABITS) as lan:
+            plain, small = race(work, lan)
+        ratios = [b.samples / a.samples for a, b in zip(plain, small, strict=True)]
+        rates = [statistics.median(rate.samples for rate in side) for side in (plain, small)]
+        lines.append(
+            f"| {work.name} | {rates[0]:.0f} | {rates[1]:.0f} | **{statistics.median(ratios):.2f}** | "
+            f"{min(ratios):.2f} to {max(ratios):.2f} | {required} |"
+        )
+    return "\n".join([*lines, "", _NOTE])
+
+
+_NOTE = """\
+Compression helps where the links are the bottleneck. All three nodes share the cores of one machine
+here: the larger model computes about as long as its tensors travel, so there is less to win."""
+
+
+def race(work: Workload, lan: Lan) -> list[list[Rate]]:
+    """Uncompressed and ``int8`` in turns."""
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        teams = []
+        for compression, port in zip((False, "int8"), PORTS, strict=True):
+            folder = Path(scratch) / str(port)
+            names = work.form(folder, [f"{host}:{port}" for host in lan.hosts], MEGABITS)
+            seats = [Seat(work.name, str(folder), name, compression=compression) for name in names]
+            teams.append(stack.enter_context(team("ravnest", seats, lan)))
+        for each in teams:
+            each.run(SECONDS)  # to warm up, and for Ravnest to choose its window
+        found: list[list[Rate]] = [[], []]
+        for repetition in range(REPETITIONS):
+            for which in (0, 1) if repetition % 2 else (1, 0):
+                found[which].append(teams[which].run(SECONDS))
+            print(work.name, *(f"{side[-1].samples:.0f}" for side in found), file=sys.stderr, flush=True)
+    return found
+
+
+PARTS = {"speed": _speed, "learning": _learning, "links": _links}
+
+
+def measure(parts: Sequence[str] = tuple(PARTS)) -> str:
+    """The report, as Markdown."""
+    torch.set_num_threads(1)
+    return "\n\n".join(PARTS[part]() for part in parts)
+
+
+if __name__ == "__main__":
+    print(measure(sys.argv[1:] or tuple(PARTS)))

@@ -1,0 +1,85 @@
+"""Neighbours compress what both ask for, and only what may lose; on gRPC and on the in-memory twin."""
+
+import logging
+
+import pytest
+import torch
+from transport_nodes import SECONDS, Opener, Pair, connect
+
+from ravnest.transport.link import agreed_codec
+from ravnest.wire.messages import (
+    PROTOCOL,
+    AnyHead,
+    Backward,
+    BatchId,
+    Forward,
+    Hello,
+    Message,
+    Outcome,
+    Piece,
+    RoundId,
+    Saved,
+)
+
+BATCH = BatchId("run", 0, 0, 0)
+LOSSY: list[AnyHead] = [Forward(BATCH, 1), Backward(BATCH), Piece(RoundId(0), 0, 0, 0, 0)]
+EXACT: list[AnyHead] = [Saved("run", 0, "{}"), Outcome(BATCH)]
+NUMBERS = torch.linspace(-1, 1, 1 << 14)
+
+
+def received(pair: Pair, head: AnyHead, *, exact: frozenset[str] = frozenset()) -> torch.Tensor:
+    pair.near.send(Message(head, {"x": NUMBERS}, exact))
+    value = pair.far_inbox.next().values["x"]
+    assert isinstance(value, torch.Tensor)
+    assert torch.allclose(value, NUMBERS, atol=0.01)
+    return value
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+def test_what_both_ask_for_is_used(transport: Opener, codec: str) -> None:
+    pair = connect(transport(), transport(), codecs=(codec, codec))
+    for head in LOSSY:
+        assert not received(pair, head).equal(NUMBERS)
+        assert received(pair, head, exact=frozenset({"x"})).equal(NUMBERS)
+    for head in EXACT:
+        assert received(pair, head).equal(NUMBERS)
+
+
+@pytest.mark.parametrize("codecs", [("int8", "raw"), ("raw", "fp16"), ("fp16", "int8")])
+def test_what_one_asks_for_is_not(
+    transport: Opener, codecs: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = connect(transport(), transport(), codecs=codecs)
+    for _ in range(3):
+        assert received(pair, LOSSY[0]).equal(NUMBERS)
+    said = [record.getMessage() for record in caplog.records if "travel as they are" in record.message]
+    ours = f"node_0 asks for {codecs[0]} and node_1 for {codecs[1]}"
+    assert sum(ours in line for line in said) == 1
+    assert len(said) == 2, "each end says it once"
+
+
+def test_nothing_is_said_where_nobody_asks(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    assert received(pair, LOSSY[0]).equal(NUMBERS)
+    assert not caplog.records
+
+
+def test_a_codec_that_we_do_not_know_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        ours, theirs = (Hello(PROTOCOL, "plan", n, 0, n, codec="zip" * 1000) for n in (0, 1))
+        assert agreed_codec(ours, theirs).name == "raw"
+    assert all(len(record.getMessage()) < 200 for record in caplog.records)
+
+
+def test_fewer_bytes_travel_and_clamped_values_are_counted(transport: Opener) -> None:
+    sent = {}
+    for codec in ("raw", "fp16", "int8"):
+        pair = connect(transport(), transport(), codecs=(codec, codec))
+        received(pair, LOSSY[0])
+        assert pair.near.flush(SECONDS)
+        sent[codec] = pair.near.sent_bytes
+        pair.near.send(Message(LOSSY[0], {"x": torch.full((300,), 1e6)}))
+        pair.far_inbox.next()
+        assert pair.near.clamped == (300 if codec == "fp16" else 0)
+        assert pair.far.clamped == 0
+    assert sent["raw"] > 1.9 * sent["fp16"]
+    assert sent["raw"] > 3.6 * sent["int8"]
