@@ -1,0 +1,57 @@
+"""The tensors of a ring as one vector, which is what goes round, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+_BLOCK = 1 << 16
+"""Elements that are checked at once: they stay in the cache, and the answer comes early."""
+
+
+def vector_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """What a ring sums in: float64 where it holds any, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
+    """A copy of all values: in the order of the mapping, and of the indices within a tensor.
+
+    Not in the order of memory, which may differ between the members of a ring.
+    """
+    flat = torch.empty(sum(t.numel() for t in tensors.values()), dtype=vector_dtype(tensors.values()))
+    start = 0
+    for tensor in tensors.values():
+        stop = start + tensor.numel()
+        flat[start:stop].view(tensor.shape).copy_(tensor.detach())
+        start = stop
+    return flat
+
+
+def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of ``flatten``, in new storage, with the dtypes, shapes and strides of ``like``.
+
+    Strides with gaps or overlaps become those of a contiguous tensor.
+    """
+    expected = sum(t.numel() for t in like.values())
+    assert vector.numel() == expected, f"{vector.numel()} values for tensors with {expected}"
+    made: dict[str, Tensor] = {}
+    start = 0
+    for name, tensor in like.items():
+        stop = start + tensor.numel()
+        target = torch.empty_like(tensor, memory_format=torch.preserve_format, requires_grad=False)
+        made[name] = target.copy_(vector[start:stop].view(tensor.shape))
+        start = stop
+    return made
+
+
+def is_finite(vector: Tensor) -> bool:
+    """Whether there is no NaN and no infinity in it."""
+    # A sum of finite values can overflow, so it only clears: what it does not clear is looked at.
+    for block in torch.split(vector, _BLOCK):
+        if not math.isfinite(float(block.sum())) and not bool(torch.isfinite(block).all()):
+            return False
+    return True

@@ -1,0 +1,167 @@
+"""One ring in one round, as one of its members sees it. Pure: no threads, no clock, no network.
+
+The vector is cut into as many segments as there are members, and each segment into pieces. Member i
+starts the pieces of segment i on their way. Each member that a piece comes to adds its own share; the
+last one to do so owns the sum and sends it round once more. A piece moves on as soon as it is summed,
+whatever the others do. Every member sends 2 (m - 1) / m of the vector, for any number m of members.
+
+Each sum is made once, by its owner, and copied from there, so that all members hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ravnest.errors import WireError
+
+PIECE_BYTES = 1 << 20
+"""Measured: smaller ones cost more messages, larger ones leave the cache and wait for one another."""
+
+Roundtrip = Callable[[Tensor], Tensor]
+"""What a value is after it has travelled: encoded and decoded."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A piece for the next member of the ring; nobody changes its values any more."""
+
+    segment: int
+    piece: int
+    hop: int
+    """Members that it has passed, this one included."""
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one member brings to one round of one ring."""
+
+    position: int
+    """Of this member in the ring."""
+    members: int
+    vector: Tensor
+    weight: float
+    """Times the vector is what enters the sum; with 0 the vector may hold anything."""
+    piece_elements: int
+    """The same for all members."""
+    roundtrip: Roundtrip | None = None
+    """Where values change on their way, so that the owner of a sum keeps what the others get."""
+    into: Tensor | None = None
+    """Where the result goes; may be the vector, if that is of no more use."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.position < self.members, f"{self.position} of {self.members}"
+        assert self.piece_elements > 0
+        assert self.vector.dim() == 1
+        assert self.into is None or self.into.shape == self.vector.shape
+
+
+class RingReduce:
+    """Takes pieces, says which to send on, and has the result when ``done``."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._result = torch.empty_like(share.vector) if share.into is None else share.into
+        self._due = {key: self._first_hop(key[0]) for key in self._pieces()}
+        """The hop with which a piece comes next; it is not here any more when it is final."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all pieces are final."""
+        return not self._due
+
+    @property
+    def result(self) -> Tensor:
+        """The sum of all shares."""
+        assert self.done, f"{len(self._due)} pieces are still on their way"
+        return self._result
+
+    def start(self) -> list[Outgoing]:
+        """The pieces that this member sends off; all that is to be done where it is alone."""
+        share = self._share
+        outgoing = []
+        for segment, piece in list(self._due):
+            if segment != share.position:
+                continue
+            own = self._own(segment, piece)
+            own = own * share.weight if share.weight else torch.zeros_like(own)
+            if share.members == 1:
+                self._keep(segment, piece, own)
+            else:
+                outgoing.append(Outgoing(segment, piece, 1, own))
+        return outgoing
+
+    def take(self, segment: int, piece: int, hop: int, values: Tensor) -> list[Outgoing]:
+        """A piece came from the member before; its values are changed, and sent on.
+
+        ``WireError`` if it is none that can come now.
+        """
+        share = self._share
+        self._check(segment, piece, hop, values)
+        if hop >= share.members:
+            self._keep(segment, piece, values)
+            onward = hop + 1 < 2 * share.members - 1
+            return [Outgoing(segment, piece, hop + 1, values)] if onward else []
+        self._add(values, segment, piece)
+        if hop + 1 < share.members:
+            self._due[segment, piece] = hop + share.members
+        else:
+            if share.roundtrip is not None:
+                values = share.roundtrip(values)
+            self._keep(segment, piece, values)
+        return [Outgoing(segment, piece, hop + 1, values)]
+
+    def _add(self, values: Tensor, segment: int, piece: int) -> None:
+        # 0 times NaN is NaN, so a share without weight is left out altogether.
+        if self._share.weight:
+            values.add_(self._own(segment, piece), alpha=self._share.weight)
+
+    def _keep(self, segment: int, piece: int, values: Tensor) -> None:
+        start, stop = self._range(segment, piece)
+        self._result[start:stop].copy_(values)
+        del self._due[segment, piece]
+
+    def _check(self, segment: int, piece: int, hop: int, values: Tensor) -> None:
+        due = self._due.get((segment, piece))
+        if due is None:
+            there = 0 <= segment < self._share.members and 0 <= piece < self._count(segment)
+            what = "is complete already" if there else "does not exist"
+            raise WireError(f"piece {piece} of segment {segment} came, which {what}")
+        if hop != due:
+            raise WireError(
+                f"piece {piece} of segment {segment} came after {hop} members and is due after {due}"
+            )
+        own = self._own(segment, piece)
+        if values.shape != own.shape or values.dtype != own.dtype:
+            raise WireError(
+                f"piece {piece} of segment {segment} has {list(values.shape)} of {values.dtype}, and"
+                f" should have {list(own.shape)} of {own.dtype}"
+            )
+
+    def _first_hop(self, segment: int) -> int:
+        distance = (self._share.position - segment) % self._share.members
+        return distance or self._share.members
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        return [(s, piece) for s in range(self._share.members) for piece in range(self._count(s))]
+
+    def _count(self, segment: int) -> int:
+        start, stop = self._segment(segment)
+        return -(-(stop - start) // self._share.piece_elements)
+
+    def _segment(self, segment: int) -> tuple[int, int]:
+        total, members = self._share.vector.numel(), self._share.members
+        return segment * total // members, (segment + 1) * total // members
+
+    def _range(self, segment: int, piece: int) -> tuple[int, int]:
+        start, stop = self._segment(segment)
+        begin = start + piece * self._share.piece_elements
+        return begin, min(begin + self._share.piece_elements, stop)
+
+    def _own(self, segment: int, piece: int) -> Tensor:
+        start, stop = self._range(segment, piece)
+        return self._share.vector[start:stop]
