@@ -17,6 +17,8 @@ def node_file(node: int, *, stage: int | None = None, stages: int = 2, **changes
         "address": f"127.0.0.1:{8080 + node}",
         "previous": None,
         "next": None,
+        "pipeline": (),
+        "roots": (),
         "rings": (),
         "bundle": "stage",
         "sha256": "",

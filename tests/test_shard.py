@@ -16,18 +16,17 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import ravnest
 from ravnest.errors import SettingsError, StageFormatError
-from ravnest.store.nodefile import Neighbour, RingEntry, write_node
+from ravnest.store.nodefile import Neighbour, write_node
 
 
-def write_plan(folder: Path, sizes: list[int], *, rings: bool = True) -> list[list[str]]:
+def write_plan(folder: Path, sizes: list[int]) -> list[list[str]]:
     """Clusters with so many nodes each; the names of their nodes."""
-    members = tuple(Neighbour(cluster, "127.0.0.1:1") for cluster in range(len(sizes)))
-    ring = (RingEntry(0, ("weight",), members),) if rings else ()
+    roots = tuple(Neighbour(sum(sizes[:c]), "127.0.0.1:1") for c in range(len(sizes)))
     names, node = [], 0
     for cluster, size in enumerate(sizes):
         names.append([f"node_{node + stage}" for stage in range(size)])
         for stage in range(size):
-            place = node_file(node, stage=stage, stages=size, cluster=cluster, rings=ring)
+            place = node_file(node, stage=stage, stages=size, cluster=cluster, roots=roots)
             write_node(folder, place)
             node += 1
     return names
@@ -41,9 +40,8 @@ def drawn(dataset: Any) -> list[int]:
     return [int(dataset[index][0]) for index in range(len(dataset))]
 
 
-@pytest.mark.parametrize("rings", [True, False])
-def test_clusters_see_each_sample_once(tmp_path: Path, rings: bool) -> None:
-    first, second, third = write_plan(tmp_path, [2, 1, 1], rings=rings)
+def test_clusters_see_each_sample_once(tmp_path: Path) -> None:
+    first, second, third = write_plan(tmp_path, [2, 1, 1])
     data = numbers(100)
     shares = [
         drawn(ravnest.shard(data, names[0], 7, folder=tmp_path)) for names in (first, second, third)
@@ -97,9 +95,8 @@ def test_a_loader_takes_a_share(tmp_path: Path) -> None:
     assert sum(len(batch[0]) for batch in DataLoader(share, batch_size=2)) == 5
 
 
-@pytest.mark.parametrize("rings", [True, False])
-def test_a_single_cluster_has_it_all(tmp_path: Path, rings: bool) -> None:
-    ((name, _),) = write_plan(tmp_path, [2], rings=rings)
+def test_a_single_cluster_has_it_all(tmp_path: Path) -> None:
+    ((name, _),) = write_plan(tmp_path, [2])
     data = numbers(10)
     assert ravnest.shard(data, name, folder=tmp_path) is data
 

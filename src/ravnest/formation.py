@@ -192,10 +192,14 @@ def _node_file(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> NodeFi
         cluster=stage.cluster,
         stage=stage.index,
         stages=len(cluster.stages),
+        pipeline=tuple(each.node.id for each in cluster.stages),
         role=stage.role,
         address=str(stage.node.address),
         previous=_neighbour(plan.previous(node)),
         next=_neighbour(plan.next(node)),
+        roots=tuple(
+            Neighbour(each.stages[0].node.id, str(each.stages[0].node.address)) for each in plan.clusters
+        ),
         rings=tuple(
             RingEntry(
                 ring.id, ring.names, tuple(Neighbour(m.node_id, str(m.address)) for m in ring.members)

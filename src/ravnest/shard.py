@@ -10,9 +10,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ravnest.errors import SettingsError
-from ravnest.store.nodefile import NodeFile, read_node, read_nodes
+from ravnest.store.nodefile import read_node
 
 T = TypeVar("T")
+
+
+class Shard(Subset[T]):
+    """A cluster's share; a type of its own, so that training can tell."""
 
 
 def shard(
@@ -30,7 +34,7 @@ def shard(
             f"the seed of shard() must be a whole number from 0 to 2**32 - 1, not {seed!r}"
         )
     place = read_node(Path(folder), name)
-    clusters = _clusters(place, Path(folder))
+    clusters = len(place.roots)
     if clusters == 1:
         return dataset
     if samples < clusters:
@@ -39,7 +43,7 @@ def shard(
         )
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
     first, end = (samples * part // clusters for part in (place.cluster, place.cluster + 1))
-    return Subset(dataset, order[first:end].tolist())
+    return Shard(dataset, order[first:end].tolist())
 
 
 def _length(dataset: Dataset[T]) -> int:
@@ -49,10 +53,3 @@ def _length(dataset: Dataset[T]) -> int:
             " Let it yield every k-th sample itself, from the number of the cluster on, of k clusters"
         )
     return len(dataset)
-
-
-def _clusters(place: NodeFile, folder: Path) -> int:
-    """How many clusters the plan has: each ring has one member of each."""
-    if place.rings:
-        return max(len(ring.members) for ring in place.rings)
-    return 1 + max(node.cluster for node in read_nodes(folder))

@@ -12,6 +12,7 @@ import torch
 
 from ravnest.errors import PlanError
 from ravnest.plan.profile import ModelProfile, StateTensor, Unit
+from ravnest.split import state
 from ravnest.split.cuts import Layout
 from ravnest.split.evalcuts import crossing_bytes, state_keys
 from ravnest.split.measure import Measurement, OperationCost
@@ -150,11 +151,17 @@ def _state(prepared: PreparedModel, layout: Layout, bounds: list[int]) -> tuple[
                 name=key,
                 bytes=tensor.numel() * tensor.element_size(),
                 trainable=key in used and entry.kind == "parameter" and tensor.requires_grad,
-                averaged=entry.persistent and tensor.is_floating_point(),
+                averaged=_averaged(entry),
                 units=tuple(sorted(used.get(key, {unit}))),
             )
         )
     return tuple(tensors)
+
+
+def _averaged(entry: state.StateTensor) -> bool:
+    """Whether clusters average it: what trains, and statistics; whole numbers are left alone."""
+    changes = entry.kind == "buffer" or entry.tensor.requires_grad
+    return entry.persistent and changes and entry.tensor.is_floating_point()
 
 
 def _parameter_gradients(prepared: PreparedModel, layout: Layout) -> np.ndarray:

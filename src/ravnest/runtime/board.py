@@ -39,6 +39,10 @@ class Board:
         """Stages whose trained weights have reached the Root."""
         self.returned: Counter[Call] = Counter()
         """Calls that the Root has ended, and that have not returned here."""
+        self.updates = 0
+        """Made here so far."""
+        self.rounds = 0
+        """Averages that this cluster stood still for, and that are over."""
         self.finish = False
         """The Root is done with the run."""
         self.left: int | None = None

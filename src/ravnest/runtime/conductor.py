@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import uuid
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ravnest.errors import RunError
 from ravnest.runtime.board import Answer, Board
@@ -23,20 +24,43 @@ from ravnest.wire.messages import (
 )
 
 
+@dataclass(frozen=True)
+class Standstill:
+    """How averages between clusters hold up the training of this one."""
+
+    blocking: bool
+    reduce_factor: int | None
+    ask: Ask
+
+
+class Ask(Protocol):
+    """Tells the other clusters that this one stands still."""
+
+    def __call__(self, *, final: bool) -> None:
+        """``final``: for the last time."""
+
+
 class Conductor:
     """Used by the user's thread, at the Root. Waits are ended by a failure, or when all stalls."""
 
-    def __init__(self, worker: Worker, board: Board, *, stages: int, stall: float) -> None:
+    def __init__(
+        self, worker: Worker, board: Board, *, stages: int, stall: float, update_frequency: int
+    ) -> None:
         self._worker = worker
         self._board = board
         self._stages = stages
         self._stall = stall
+        self._update_frequency = update_frequency
+        self.standing_still: Standstill | None = None
+        """For averages, where there are other clusters."""
         self.run = uuid.uuid4().hex
         self.open: Begin | None = None
         """The phase that micro-batches belong to now."""
         self._phases = 0
         self._count = 0
         self._submitted = 0
+        self._updates = 0
+        """That all micro-batches so far make."""
 
     def begin(self, kind: PhaseKind, epoch: int) -> None:
         """Start a phase; the one before must have ended."""
@@ -62,6 +86,9 @@ class Conductor:
         self._worker.post(call)
         self._count += 1
         self._submitted += 1
+        if begin.kind == "train" and self._count % self._update_frequency == 0:
+            self._updates += 1
+            self._stand_still_if_due()
         return Batch(batch.phase, batch.index)
 
     def end(self, *, exhausted: bool) -> int:
@@ -70,7 +97,29 @@ class Conductor:
         assert begin is not None, "no phase is open"
         end = End(self.run, begin.phase, self._count, exhausted)
         self._worker.post(functools.partial(self._worker.end, end))
+        if begin.kind == "train":
+            rest = self._count % self._update_frequency
+            self._updates += rest > 0
+            self._stand_still_if_due(made_update=rest > 0, epoch_over=True)
         return begin.phase
+
+    def average(self, *, final: bool) -> None:
+        """Stand still until the clusters have averaged; what was submitted is applied first."""
+        if self.standing_still is None:
+            return
+        self._wait(lambda: self._board.updates >= self._updates, "micro-batches to come back")
+        over = self._board.rounds
+        self.standing_still.ask(final=final)
+        # No deadline here: the coordinator has its own, and in the end waits for all that live.
+        self._board.wait(lambda: self._board.rounds > over)
+
+    def _stand_still_if_due(self, *, made_update: bool = True, epoch_over: bool = False) -> None:
+        still = self.standing_still
+        if still is None or not still.blocking:
+            return
+        every = still.reduce_factor
+        if epoch_over if every is None else made_update and self._updates % every == 0:
+            self.average(final=False)
 
     def settle(self) -> None:
         """Wait until all phases that have ended are over: all micro-batches are back and applied."""

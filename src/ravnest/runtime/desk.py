@@ -71,6 +71,7 @@ class Desk:
         self._ends: dict[int, End] = {}
         self._lent = -1
         self._losses: list[float] = []
+        self._samples = 0
         self.last: InHand | None = None
         """The micro-batch whose backward was the last."""
         self.run = ""
@@ -162,11 +163,21 @@ class Desk:
         if held.loss is not None:
             self._losses.append(held.loss)
         self.last = held
+        self._samples += held.size
         return held
+
+    def renew(self) -> None:
+        """The weights are others now: stages behind get those that they share once more."""
+        self._lent = -1
+
+    def take_samples(self) -> int:
+        """Samples whose gradients were computed since the last call."""
+        samples, self._samples = self._samples, 0
+        return samples
 
     def step(self, count: int, clip: float | None) -> float | None:
         """Update the weights with the mean of ``count`` gradients; the mean of their losses."""
-        self.execution.updates.step(count, clip)
+        self.execution.step(count, clip)
         losses, self._losses = self._losses[:count], self._losses[count:]
         return sum(losses) / len(losses) if losses else None
 

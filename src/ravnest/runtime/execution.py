@@ -81,6 +81,7 @@ class StageExecution:
         )
         self.updates = Updates(rule, trained)
         self._under_way: dict[Batch, _UnderWay] = {}
+        self._after_step: list[Callable[[], None]] = []
         self._places = {
             e.key: min(p for p in e.positions if p >= 0) for e in spec.state if e.key in trained
         }
@@ -169,6 +170,42 @@ class StageExecution:
         """The model's output from the last stage's outputs; None at other stages."""
         structure = self.module.graph.structure
         return None if structure is None else structure.build(iter(outputs))
+
+    def step(self, count: int, total_norm: float | None = None) -> None:
+        """Update the weights with the mean of ``count`` gradients."""
+        self.updates.step(count, total_norm)
+        self.catch_up()
+
+    def after_step(self, change: Callable[[], None]) -> None:
+        """Have something else change the weights: after the next update, when no graph is based on
+        those in place, or in ``catch_up``.
+        """
+        self._after_step.append(change)
+
+    def catch_up(self) -> None:
+        """Make the changes that wait for an update; nothing is under way."""
+        waiting, self._after_step = self._after_step, []
+        for change in waiting:
+            change()
+
+    def trained(self) -> Mapping[str, torch.Tensor]:
+        """The weights that this stage owns and trains, in place."""
+        return self._versions.weights
+
+    def add(self, changes: Mapping[str, torch.Tensor]) -> None:
+        """Add to the weights; micro-batches under way keep the versions that they have."""
+        with torch.no_grad():
+            for key, change in changes.items():
+                self._versions.weights[key].add_(self.to_device(change))
+        self._versions.moved(changes)
+
+    def assign(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replace weights; micro-batches under way keep the versions that they have."""
+        with torch.no_grad():
+            for key, weight in weights.items():
+                self._versions.weights[key].copy_(weight)
+        if not self._under_way:
+            self._versions.renew()
 
     def free(self, version: int) -> None:
         """Nothing under way uses this version any more."""

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ravnest.errors import RunError, UnreachableError
 from ravnest.store.nodefile import Neighbour, NodeFile
 from ravnest.transport.base import Link, LinkHandler, Transport
 from ravnest.types import Address
-from ravnest.wire.messages import PROTOCOL, Hello, Refused
+from ravnest.wire.messages import PROTOCOL, Hello, Message, Refused
+
+SHARED = ("averaging", "average_optim")
+"""Settings that all clusters must agree on."""
+
+
+class Others(LinkHandler, Protocol):
+    """Whoever deals with nodes of other clusters."""
+
+    def on_link(self, link: Link) -> None:
+        """One has connected."""
+
+
+@dataclass(frozen=True)
+class _Router:
+    """Hands what arrives to whom it is for."""
+
+    cluster: int
+    neighbours: LinkHandler
+    others: LinkHandler
+
+    def on_message(self, link: Link, message: Message) -> None:
+        self._for(link).on_message(link, message)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        self._for(link).on_lost(link, reason)
+
+    def _for(self, link: Link) -> LinkHandler:
+        return self.neighbours if link.peer.cluster == self.cluster else self.others
 
 
 @dataclass(frozen=True)
@@ -32,20 +61,29 @@ class Meeting:
     say: Callable[[str], None]
     """Tells the user that the node waits."""
 
-    def listen_and_dial(self, transport: Transport, handler: LinkHandler) -> Links:
-        """Links to both neighbours, in whatever order they start; ``RunError`` names who is missing."""
+    def listen_and_dial(
+        self, transport: Transport, handler: LinkHandler, others: Others | None = None
+    ) -> Links:
+        """Links to both neighbours, in whatever order they start; ``RunError`` names who is missing.
+
+        ``others`` gets the links of nodes of other clusters, which may come at any time.
+        """
         place = self.place
-        if place.previous is None and place.next is None:
+        if place.previous is None and place.next is None and others is None:
             return Links()
         arrived = threading.Event()
         found: list[Link] = []
 
         def on_link(link: Link) -> None:
+            if others is not None and link.peer.cluster != place.cluster:
+                others.on_link(link)
+                return
             found.append(link)
             arrived.set()
 
         advertised = Address.parse(place.address)
-        transport.serve(self.listen, self._admit, handler, on_link, known_as=advertised)
+        router = handler if others is None else _Router(place.cluster, handler, others)
+        transport.serve(self.listen, self._admit, router, on_link, known_as=advertised)
         following = None if place.next is None else self._dial(place.next, transport, handler)
         if place.previous is not None:
             self._await(place.previous, arrived)
@@ -90,15 +128,32 @@ class Meeting:
                 f"its node_data is of another clusterize() call (plan {hello.plan[:12]}, here "
                 f"{own.plan[:12]}): copy the same node_data to all nodes"
             )
+        if hello.cluster != own.cluster:
+            return self._admit_other(hello)
         if previous is None or (hello.node, hello.cluster) != (previous.node, own.cluster):
             return Refused(f"node_{hello.node} is not the node before {self.place.name}")
-        for name, value in own.settings.items():
-            if hello.settings.get(name) != value:
+        return self._compare(hello, own.settings, "all nodes of a cluster need the same")
+
+    def _admit_other(self, hello: Hello) -> Hello | Refused:
+        """Only those whom we average with: members of our rings, and Roots among themselves."""
+        place = self.place
+        lists = [*(ring.members for ring in place.rings), *([place.roots] if place.stage == 0 else [])]
+        known = {(c, member.node) for members in lists for c, member in enumerate(members)}
+        if (hello.cluster, hello.node) not in known:
+            return Refused(
+                f"node_{hello.node} of cluster {hello.cluster} averages nothing with {place.name}"
+            )
+        return self._compare(hello, SHARED, "all clusters need the same")
+
+    def _compare(self, hello: Hello, names: Iterable[str], rule: str) -> Hello | Refused:
+        for name in names:
+            theirs, ours = hello.settings.get(name), self.hello.settings[name]
+            if theirs != ours:
                 return Refused(
-                    f"node_{hello.node} runs with {name}={hello.settings.get(name)}, {self.place.name} "
-                    f"with {name}={value}: all nodes of a cluster need the same"
+                    f"node_{hello.node} runs with {name}={theirs}, {self.place.name} "
+                    f"with {name}={ours}: {rule}"
                 )
-        return own
+        return self.hello
 
 
 def _named(neighbour: Neighbour) -> str:

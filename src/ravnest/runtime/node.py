@@ -76,7 +76,8 @@ class Node:
         stage's named parameters. ``criterion`` and the labels are needed at the Leaf.
         ``update_frequency`` micro-batches make an update. ``compression`` is how tensors travel to
         neighbours that ask for the same: ``True`` or ``"fp16"``, ``"bf16"``, ``"int8"``.
-        ``reduce_factor`` and ``average_optim`` are accepted; averaging is not built yet.
+        Clusters average their parameters every ``reduce_factor`` updates, or once an epoch, and at
+        the end of training; with ``average_optim`` the optimizer's state too.
         """
         if not isinstance(name, str):
             given = "" if name is None else f", not {name!r}"
@@ -84,6 +85,11 @@ class Node:
         if not is_count(update_frequency):
             raise SettingsError(
                 f"update_frequency must be a whole number from 1, not {update_frequency!r}"
+            )
+        if reduce_factor is not None and not is_count(reduce_factor):
+            raise SettingsError(
+                f"reduce_factor must be a whole number of updates from 1, or None for once an epoch, "
+                f"not {reduce_factor!r}"
             )
         settings = NodeSettings.of(kwargs)
         self._folder = Path(settings.folder)
@@ -104,6 +110,8 @@ class Node:
             labels=labels,
             test_labels=test_labels,
             loss_filename=loss_filename,
+            reduce_factor=reduce_factor,
+            average_optim=bool(average_optim),
             codec=codec_for(compression),
         )
         self._model = model
@@ -150,6 +158,11 @@ class Node:
         return self._assignment.place.stage == 0
 
     @property
+    def clusters(self) -> int:
+        """How many there are, this one included."""
+        return len(self._assignment.place.roots)
+
+    @property
     def started(self) -> bool:
         """Whether it works already."""
         return self._session is not None
@@ -170,7 +183,6 @@ class Node:
         if self._closed:
             raise RunError(f"{self.name} is closed: make a new Node for another run")
         self._assignment.rule.check()
-        self._say_what_is_missing()
         session = Session(self._assignment, self._load_stage(), self._transport())
         session.open()
         self._session = session
@@ -333,6 +345,15 @@ class Node:
         self.end_phase()
         self._conducting().returns(call)
 
+    def average(self) -> None:
+        """At the Root: wait for the other clusters and take the average of all, bit for bit the same.
+
+        ``Trainer`` does so at the end of training. With a single cluster there is nothing to do.
+        """
+        if self.is_root:
+            self.end_phase()
+            self._conducting().average(final=True)
+
     def save(self) -> None:
         """At the Root: have every node write its trained stage, and collect them here."""
         self.end_phase()
@@ -387,13 +408,6 @@ class Node:
         if not all(path.exists() for path in paths):
             return GrpcTransport()
         return GrpcTransport(Credentials(*(path.read_bytes() for path in paths)))
-
-    def _say_what_is_missing(self) -> None:
-        if any(len(ring.members) > 1 for ring in self._assignment.place.rings):
-            logger.warning(
-                "the plan has several clusters, and averaging between clusters is not built yet: each "
-                "trains a model of its own"
-            )
 
     def _close_at_exit(self) -> None:
         """The script has ended; Python keeps the error that ended it, if there was one."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ravnest.averaging.council import Rounds
+from ravnest.averaging.outcome import RoundOutcome
+from ravnest.averaging.service import Averaging
 from ravnest.errors import RavnestError, SettingsError
+from ravnest.runtime.averaged import AveragedState
 from ravnest.runtime.board import Board
-from ravnest.runtime.conductor import Conductor
+from ravnest.runtime.conductor import Conductor, Standstill
 from ravnest.runtime.data import Criterion
 from ravnest.runtime.execution import StageExecution
 from ravnest.runtime.keeping import TrainedFolder
@@ -47,6 +52,8 @@ class Assignment:
     labels: Any
     test_labels: Any
     loss_filename: str | Path
+    reduce_factor: int | None = None
+    average_optim: bool = False
     codec: str = "raw"
 
     @property
@@ -71,6 +78,8 @@ class Assignment:
             "update_frequency": str(self.update_frequency),
             "clip_grad_norm": str(self.rule.clip),
             "seed": str(self.seed),
+            "averaging": self.settings.averaging,
+            "average_optim": str(self.average_optim),
         }
         return Hello(
             PROTOCOL,
@@ -125,8 +134,15 @@ class Session:
         self.conductor: Conductor | None = None
         if place.stage == 0:
             self.conductor = Conductor(
-                self._worker, self.board, stages=place.stages, stall=settings.stall_timeout
+                self._worker,
+                self.board,
+                stages=place.stages,
+                stall=settings.stall_timeout,
+                update_frequency=assignment.update_frequency,
             )
+        self.rounds: Counter[str] = Counter()
+        """Of averaging, as the coordinator saw them: ``averaged``, ``failed``, ``sent_bytes``."""
+        self._averaging = self._make_averaging() if len(place.roots) > 1 else None
 
     def open(self) -> None:
         """Meet the neighbours and start to work; closes everything if that fails."""
@@ -139,13 +155,17 @@ class Session:
             self.line.say,
         )
         try:
-            self._links = meeting.listen_and_dial(self._transport, self._worker)
+            self._links = meeting.listen_and_dial(self._transport, self._worker, self._averaging)
         except BaseException:
             self._transport.close()
             raise
         self._worker.start(self._links)
+        if self._averaging is not None:
+            self._averaging.start(self._links.previous, self._links.next)
         if self.conductor is not None:
             self._set_window(self.line.state.window)
+            if self._averaging is not None:
+                self._averaging.meet(assignment.settings.connect_timeout, self.line.say)
 
     def serve(self, call: Call) -> None:
         """Work until the Root ends this call of the user's, or the run."""
@@ -171,6 +191,8 @@ class Session:
         links = [link for link in (self._links.previous, self._links.next) if link is not None]
         for link in links:
             _part(link, last)
+        if self._averaging is not None:
+            self._averaging.close(Goodbye(node) if reason is None and not failed else None)
         self._say_what_was_clamped(links)
         self._transport.close()
         self.line.sum_up()
@@ -200,6 +222,33 @@ class Session:
                 cap=place.in_flight_limit,
             )
         return RunObserver(self.line, self._losses, keeper)
+
+    def _make_averaging(self) -> Averaging:
+        assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings
+        state = AveragedState(self._worker, place.rings, with_optimizer=assignment.average_optim)
+        rounds = None
+        if self.conductor is not None:
+            rounds = Rounds(settings.averaging, assignment.reduce_factor, self._released, self._reported)
+        averaging = Averaging(place, state, assignment.hello(), self._transport, rounds=rounds)
+        self._worker.averaging = averaging
+        if self.conductor is not None:
+            self.conductor.standing_still = Standstill(
+                settings.averaging == "blocking", assignment.reduce_factor, averaging.ask
+            )
+        return averaging
+
+    def _released(self) -> None:
+        with self.board.writing():
+            self.board.rounds += 1
+
+    def _reported(self, outcome: RoundOutcome) -> None:
+        """At the coordinator, in the thread of averaging."""
+        self.rounds["averaged" if outcome.committed else "failed"] += 1
+        self.rounds["sent_bytes"] += outcome.sent_bytes
+        whole = outcome.committed and not outcome.missing and not outcome.problems
+        logger.log(logging.INFO if whole else logging.WARNING, "%s", outcome.describe())
+        if outcome.kind == "final":
+            self.line.say(f"{self._assignment.place.role}: {outcome.describe()}")
 
     def _set_window(self, size: int) -> None:
         self.line.state.window = size

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ravnest.averaging.coordinator import Mode
 from ravnest.errors import SettingsError
 from ravnest.runtime.machine import Schedule
 from ravnest.transport.base import Transport
@@ -30,6 +31,8 @@ class NodeSettings:
     look_ahead: bool = False
     """In ``async``, run forwards on the weights that are expected when the gradient comes back; takes
     memory for one more copy of them. Helps where gradients are many updates old."""
+    averaging: Mode = "background"
+    """Between clusters. ``background``: training goes on meanwhile. ``blocking``: all stand still."""
     listen: str | None = None
     """``host:port`` to listen at, where it differs from the address in ``node_configs.json``."""
     connect_timeout: float = 300.0
@@ -63,6 +66,8 @@ class NodeSettings:
     def _check(self) -> None:
         if self.schedule not in ("async", "sync"):
             raise SettingsError(f"schedule must be 'async' or 'sync', not {self.schedule!r}")
+        if self.averaging not in ("background", "blocking"):
+            raise SettingsError(f"averaging must be 'background' or 'blocking', not {self.averaging!r}")
         if self.in_flight is not None and not is_count(self.in_flight):
             raise SettingsError(f"in_flight must be a whole number from 1, not {self.in_flight!r}")
         for name in ("connect_timeout", "stall_timeout"):

@@ -15,6 +15,7 @@ from ravnest.errors import RavnestError, SettingsError
 from ravnest.runtime.binding import inputs_in
 from ravnest.runtime.node import Node
 from ravnest.runtime.settings import is_count
+from ravnest.shard import Shard
 from ravnest.split.structure import map_tensors, tensors_in
 from ravnest.wire.messages import Call, Figure
 
@@ -167,7 +168,14 @@ class Trainer:
             batches = self.epochs * len(self.train_loader)
         except TypeError:
             batches = None
-        self.node.session.line.state.expect(self.node.epoch + self.epochs, batches)
+        line = self.node.session.line
+        line.state.expect(self.node.epoch + self.epochs, batches)
+        shared = isinstance(getattr(self.train_loader, "dataset", None), Shard)
+        if self.node.clusters > 1 and self.node.cluster == 0 and not shared:
+            line.say(
+                f"{self.node.role}: each of {self.node.clusters} clusters trains on all data; "
+                "ravnest.shard(dataset, name) would give each its share"
+            )
 
     def _finish_call(self) -> None:
         """The end of a call on all nodes; at the Root after all that it asked for is done."""
@@ -175,8 +183,10 @@ class Trainer:
         if call is None or self._ended:
             return
         self._ended = True
-        if self.node.is_root and call == "train" and self.save:
-            self.node.save()
+        if self.node.is_root and call == "train":
+            self.node.average()
+            if self.save:
+                self.node.save()
         self.node.finish_call(call)
         if call == "train":
             self.node.session.line.sum_up()

@@ -181,6 +181,16 @@ class LookAhead:
                     before.copy_(weight)
         self._version = version
 
+    def moved(self, changes: Mapping[str, torch.Tensor]) -> None:
+        """What moved the weights is no motion that would go on."""
+        for key, change in changes.items():
+            if key in self._before:
+                self._before[key] += change
+
+    def renew(self) -> None:
+        """The weights are others now: what is known of their motion is of no use."""
+        self._before.clear()
+
 
 def _make_optimizer(rule: UpdateRule, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     assert rule.optimizer is not None

@@ -23,20 +23,21 @@ class WeightVersions:
         stash: bool,
         look_ahead: LookAhead | None = None,
     ) -> None:
-        self._weights = dict(weights)
+        self.weights = dict(weights)
+        """In place: those that updates change."""
         self._stash = stash
         self._look_ahead = look_ahead
         self.delay = 0
         """Updates that overtook the last gradient; what ``look_ahead`` looks ahead by."""
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._pool: list[dict[str, torch.Tensor]] = []
-        self.memory = {_address(weight) for weight in self._weights.values()}
+        self.memory = {_address(weight) for weight in self.weights.values()}
         """Addresses of all memory that holds weights and will be written to again."""
 
     def at(self, version: int) -> Mapping[str, torch.Tensor]:
         """Weights of a version that is the newest, or was when it was first asked for."""
         if not self._stash:
-            return self._weights
+            return self.weights
         if version not in self._kept:
             self._kept[version] = self._copy(version)
         return self._kept[version]
@@ -46,6 +47,18 @@ class WeightVersions:
         if (buffers := self._kept.pop(version, None)) is not None:
             self._pool.append(buffers)
 
+    def moved(self, changes: Mapping[str, torch.Tensor]) -> None:
+        """The weights were changed by something else than an update; versions under way were not."""
+        if self._look_ahead is not None:
+            self._look_ahead.moved(changes)
+
+    def renew(self) -> None:
+        """The weights are others now, and nothing is under way: no copy is of use any more."""
+        for version in list(self._kept):
+            self.free(version)
+        if self._look_ahead is not None:
+            self._look_ahead.renew()
+
     def __len__(self) -> int:
         """Copies held, those in use and those waiting for use."""
         return len(self._kept) + len(self._pool)
@@ -54,13 +67,13 @@ class WeightVersions:
         if self._pool:
             copies = self._pool.pop()
         else:
-            copies = {k: torch.empty_like(w, requires_grad=True) for k, w in self._weights.items()}
+            copies = {k: torch.empty_like(w, requires_grad=True) for k, w in self.weights.items()}
             self.memory.update(_address(copy) for copy in copies.values())
         if self._look_ahead is not None:
-            self._look_ahead.predict(version, self.delay, self._weights, copies)
+            self._look_ahead.predict(version, self.delay, self.weights, copies)
             return copies
         with torch.no_grad():
-            for key, weight in self._weights.items():
+            for key, weight in self.weights.items():
                 copies[key].copy_(weight)
         return copies
 

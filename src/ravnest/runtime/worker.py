@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ravnest.averaging.service import Averaging
 from ravnest.errors import RavnestError, RunError
 from ravnest.runtime.board import Board
 from ravnest.runtime.desk import Desk, InHand
@@ -65,12 +66,17 @@ from ravnest.wire.messages import (
     Figure,
     Finish,
     Forward,
+    Go,
     Goodbye,
+    Held,
     Message,
     Outcome,
+    Propose,
+    Reduced,
     Return,
     Save,
     Saved,
+    Settle,
     StageTiming,
 )
 
@@ -140,6 +146,8 @@ class Worker:
         self._node = node
         self._keeper = keeper
         self._observer = observer
+        self.averaging: Averaging | None = None
+        """Set before the start, where there are other clusters."""
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._when_idle: list[Callable[[], None]] = []
         self._run: Run | None = None
@@ -161,6 +169,19 @@ class Worker:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
+    @property
+    def execution(self) -> StageExecution:
+        """What computes; it belongs to the worker's thread."""
+        return self._desk.execution
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Make a call once nothing is left to compute; in the worker's thread."""
+        self._when_idle.append(call)
+
+    def renew(self) -> None:
+        """The weights are others now; in the worker's thread."""
+        self._desk.renew()
+
     def post(self, call: Callable[[], None]) -> None:
         """Have the worker's thread make a call, after those posted before."""
         self._inbox.put(call)
@@ -169,7 +190,11 @@ class Worker:
 
     def on_message(self, link: Link, message: Message) -> None:
         """A neighbour's message."""
-        self.post(lambda: self._take(link, message))
+        head = message.head
+        if self.averaging is not None and isinstance(head, Propose | Go | Settle | Held | Reduced):
+            self.averaging.from_pipeline(head)
+        else:
+            self.post(lambda: self._take(link, message))
 
     def on_lost(self, link: Link, reason: str) -> None:
         """A neighbour is gone without a word."""
@@ -398,10 +423,17 @@ class Worker:
         assert last is not None
         stale = update - last.version
         in_flight = self._machine.in_flight
+        samples = self._desk.take_samples()
+        if self.averaging is not None:
+            self.averaging.updated(samples)
         self._observer.updated(Update(update, last.id.epoch, loss, stale, count, in_flight))
         self._step_seconds = self._lap()
+        with self._board.writing():
+            self._board.updates = update + 1
 
     def _end_phase(self, phase: int) -> None:
+        if self.averaging is not None and self._desk.phase(phase).kind == "train":
+            self.averaging.epoch_ended()
         figure = self._desk.end_phase(phase)
         if figure is not None:
             self._figure_found(figure)

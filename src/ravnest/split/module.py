@@ -81,6 +81,12 @@ class StageModule(nn.Module):
         """The module's current parameters, buffers and constants by key."""
         return {key: table[leaf] for key, (table, leaf) in self._places.items()}
 
+    def replace_buffer(self, key: str, tensor: torch.Tensor) -> None:
+        """Put another tensor in the place of a buffer; graphs under way keep the one before."""
+        (entry,) = (entry for entry in self.spec.state if entry.key == key)
+        assert entry.kind == "buffer", f"{key} is a {entry.kind}"
+        _attach(self, entry, tensor)
+
     def parameters_by_key(self) -> dict[str, nn.Parameter]:
         """The module's parameters, tied ones once."""
         return {key: table[leaf] for key, (table, leaf) in self._parameter_places.items()}

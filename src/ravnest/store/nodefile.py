@@ -52,10 +52,14 @@ class NodeFile:
     cluster: int
     stage: int
     stages: int
+    pipeline: tuple[int, ...]
+    """The nodes of the cluster, Root first."""
     role: Role
     address: str
     previous: Neighbour | None
     next: Neighbour | None
+    roots: tuple[Neighbour, ...]
+    """The Root of each cluster, in the order of the clusters."""
     rings: tuple[RingEntry, ...]
     bundle: str
     """Folder of the stage below node_data."""
@@ -128,6 +132,8 @@ def _from_json(data: dict[str, Any]) -> NodeFile:
     fields["role"] = Role(fields["role"])
     for side in ("previous", "next"):
         fields[side] = None if fields[side] is None else Neighbour(**fields[side])
+    fields["pipeline"] = tuple(fields["pipeline"])
+    fields["roots"] = tuple(Neighbour(**root) for root in fields["roots"])
     fields["rings"] = tuple(
         RingEntry(
             ring["id"], tuple(ring["names"]), tuple(Neighbour(**member) for member in ring["members"])

@@ -1,0 +1,160 @@
+"""Links to nodes of other clusters: those in our rings, and between Roots."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ravnest.errors import RavnestError, UnreachableError
+from ravnest.store.nodefile import Neighbour, NodeFile
+from ravnest.transport.base import Link, LinkHandler, Transport
+from ravnest.types import Address
+from ravnest.wire.messages import AnyHead, Hello, Message
+
+logger = logging.getLogger(__name__)
+
+REACH_SECONDS = 10.0
+"""In the middle of a round: whoever does not answer by then is left out of it."""
+
+
+class PeerError(UnreachableError):
+    """A node of another cluster cannot be reached."""
+
+    def __init__(self, message: str, cluster: int) -> None:
+        super().__init__(message)
+        self.cluster = cluster
+
+
+class Peers:
+    """One link for each node of another cluster; all methods may be called from any thread.
+
+    The Root of the later cluster dials that of the earlier; in a ring each node dials the next.
+    """
+
+    def __init__(
+        self, place: NodeFile, hello: Hello, transport: Transport, handler: LinkHandler
+    ) -> None:
+        self._place = place
+        self._hello = hello
+        self._transport = transport
+        self._handler = handler
+        self._changed = threading.Condition()
+        self._links: dict[int, Link] = {}
+        self._closed = False
+
+    def keep(self, link: Link) -> None:
+        """A link is open; it takes the place of an earlier one to the same node."""
+        with self._changed:
+            self._links[link.peer.node] = link
+            self._changed.notify_all()
+
+    def forget(self, link: Link) -> bool:
+        """A link is gone; whether it was the one in use."""
+        with self._changed:
+            if self._links.get(link.peer.node) is not link:
+                return False
+            del self._links[link.peer.node]
+            return True
+
+    def root(self, cluster: int) -> Link | None:
+        """To the Root of a cluster, if it is there."""
+        with self._changed:
+            return self._links.get(self._place.roots[cluster].node)
+
+    def cluster_of(self, node: int) -> int | None:
+        """The cluster of a node in one of our rings, or of a Root."""
+        lists = [self._place.roots, *(ring.members for ring in self._place.rings)]
+        return next(
+            (c for members in lists for c, member in enumerate(members) if member.node == node), None
+        )
+
+    def reach(self, peer: Neighbour, cluster: int) -> Link:
+        """A link to a node of a ring; ``PeerError`` if there is none to be had soon."""
+        with self._changed:
+            link = self._links.get(peer.node)
+        if link is not None:
+            return link
+        try:
+            link = self._dial(peer, REACH_SECONDS)
+        except RavnestError as error:
+            raise PeerError(f"node_{peer.node} of cluster {cluster}: {error}", cluster) from error
+        self.keep(link)
+        return link
+
+    def meet(self, timeout: float, say: Callable[[str], None], met: Callable[[Link], None]) -> set[int]:
+        """At a Root: find the Roots of the other clusters; those that are still missing in the end."""
+        for cluster in range(self._place.cluster):
+            self.find(cluster, timeout, met, say)
+        others = set(range(len(self._place.roots))) - {self._place.cluster}
+        missing = {cluster for cluster in others if self.root(cluster) is None}
+        for cluster in sorted(cluster for cluster in missing if cluster > self._place.cluster):
+            root = self._place.roots[cluster]
+            say(f"{self._place.name} ({self._place.role}) waits for cluster {cluster} to connect: "
+                f"node_{root.node} at {root.address}")  # fmt: skip
+        deadline = time.monotonic() + timeout
+        while missing and not self._closed:
+            with self._changed:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    break
+            missing = {cluster for cluster in others if self.root(cluster) is None}
+        return missing
+
+    def find(
+        self,
+        cluster: int,
+        timeout: float,
+        met: Callable[[Link], None],
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """Dial the Root of an earlier cluster in the background; ``met`` gets the link."""
+        root = self._place.roots[cluster]
+        waiting = f"{self._place.name} ({self._place.role}) waits for cluster {cluster}"
+
+        def dial() -> None:
+            try:
+                link = self._dial(
+                    root, timeout, None if say is None else lambda why: say(f"{waiting}: {why}")
+                )
+            except RavnestError as error:
+                if not self._closed:
+                    logger.warning("cluster %d cannot be reached: %s", cluster, error)
+                return
+            self.keep(link)
+            met(link)
+
+        threading.Thread(target=dial, name=f"find cluster {cluster}", daemon=True).start()
+
+    def close(self, last: AnyHead | None) -> None:
+        """Hang up, with a last word where there is one."""
+        with self._changed:
+            self._closed = True
+            links = list(self._links.values())
+            self._links.clear()
+            self._changed.notify_all()
+        for link in links:
+            try:
+                if last is not None:
+                    link.send(Message(last))
+            except RavnestError:
+                logger.debug("node_%d was gone already", link.peer.node)
+            link.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no link is wanted any more."""
+        return self._closed
+
+    def _dial(
+        self, peer: Neighbour, seconds: float, waiting: Callable[[str], None] | None = None
+    ) -> Link:
+        return self._transport.dial(
+            Address.parse(peer.address),
+            self._hello,
+            self._handler,
+            deadline=seconds,
+            waiting=waiting,
+            expect=peer.node,
+        )

@@ -1,0 +1,375 @@
+"""A node's part in averaging, at work: its thread, its links to other clusters, its rounds.
+
+Everything is decided elsewhere and carried out here: by the coordinator and the gathering at Roots
+(pure), by the exchange (all rings of the node), by the stage (which copies and changes its weights
+in its own thread). The service's thread only passes messages on and never waits for a peer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ravnest.averaging.council import Council, Rounds
+from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
+from ravnest.averaging.peers import PeerError, Peers
+from ravnest.errors import RavnestError
+from ravnest.store.nodefile import NodeFile
+from ravnest.transport.base import Link, Transport
+from ravnest.wire.messages import (
+    AnyHead,
+    Due,
+    Go,
+    Goodbye,
+    Held,
+    Hello,
+    Message,
+    Piece,
+    Propose,
+    Reduced,
+    RoundId,
+    Settle,
+)
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5.0
+_RETURN_SECONDS = 600.0
+"""So long the Root of a cluster that was lost is looked for."""
+STALL_SECONDS = 30.0
+"""Without a single piece a round is given up: the peer lives, but something in between does not."""
+
+Vectors = Mapping[int, Tensor]
+"""By ring."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """What a round came to at one node."""
+
+    round: RoundId
+    values: Vectors
+    held: Vectors
+    """The copy that entered it."""
+    assign: bool
+    """Nothing trains meanwhile; else what was trained since the copy is kept."""
+    faulty: bool
+    """The copy was of no use, and neither is what was trained since."""
+
+
+class Stage(Protocol):
+    """What is averaged. Calls come from any thread and return at once."""
+
+    def hold(self, *, idle: bool, then: Callable[[dict[int, Tensor]], None]) -> None:
+        """Copy the newest values between two computations, or when nothing is under way.
+
+        ``then`` is called in the stage's own thread.
+        """
+
+    def fault(self, vectors: Vectors) -> str:
+        """Why a copy must not enter an average; empty if it may."""
+
+    def prepare(self, average: Average) -> None:
+        """Keep an average until its round is settled."""
+
+    def settle(self, round_id: RoundId, *, commit: bool) -> None:
+        """Apply the average of a round, before all that is asked of the stage later; or drop it."""
+
+    def sizes(self) -> Mapping[int, int]:
+        """Numbers in each ring."""
+
+
+@dataclass
+class _Current:
+    """The round that this node is in."""
+
+    id: RoundId
+    assign: bool
+    held: Vectors | None = None
+    started: float | None = None
+    """When it was told to average."""
+    faulty: bool = False
+    done: Exchanged | None = None
+
+
+class Averaging:
+    """One node's service; implements ``LinkHandler`` for links to other clusters."""
+
+    def __init__(
+        self,
+        place: NodeFile,
+        stage: Stage,
+        hello: Hello,
+        transport: Transport,
+        *,
+        rounds: Rounds | None,
+    ) -> None:
+        """``rounds`` belong to Roots."""
+        self._place = place
+        self._stage = stage
+        self._peers = Peers(place, hello, transport, self)
+        self._council: Council | None = None
+        if rounds is not None:
+            self._council = Council(place, rounds, self._peers, told=self._tell, post=self.post)
+        self._exchange = Exchange(stage.sizes())
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._current: _Current | None = None
+        self._previous: Link | None = None
+        self._next: Link | None = None
+        name = f"ravnest-averaging-{place.name}"
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def start(self, previous: Link | None, following: Link | None) -> None:
+        """Begin, now that the neighbours in the pipeline are known."""
+        self._previous, self._next = previous, following
+        self._thread.start()
+
+    def meet(self, timeout: float, say: Callable[[str], None]) -> None:
+        """At a Root: wait for the Roots of the other clusters; go on without those that do not come."""
+        missing = self._peers.meet(timeout, say, self._found)
+        for cluster in sorted(missing):
+            logger.warning(
+                "cluster %d has not come within %.0f s: cluster %d trains without it until it does",
+                cluster,
+                timeout,
+                self._place.cluster,
+            )
+
+    def close(self, last: AnyHead | None) -> None:
+        """Leave the other clusters, with a last word where nothing is wrong."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_SECONDS)
+        self._peers.close(last)
+
+    # Of the Root's training; from any thread
+
+    def updated(self, samples: int) -> None:
+        """The cluster has made an update of so many samples."""
+        council, now = self._council, time.monotonic()
+        if council is not None:
+            self.post(lambda: council.updated(samples, now))
+
+    def epoch_ended(self) -> None:
+        """The cluster has made all updates of an epoch."""
+        council, now = self._council, time.monotonic()
+        if council is not None:
+            self.post(lambda: council.epoch_ended(now))
+
+    def ask(self, *, final: bool) -> None:
+        """The cluster stands still until the next round is over."""
+        council = self._council
+        assert council is not None, "the Root asks"
+        self.post(lambda: council.ask(final=final))
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the service's thread make a call."""
+        self._inbox.put(call)
+
+    # Of links; called in their threads
+
+    def on_message(self, link: Link, message: Message) -> None:
+        """From a node of another cluster."""
+        head = message.head
+        match head:
+            case Piece():
+                self._exchange.take(link, message)
+            case Goodbye():
+                self.post(lambda: self._gone(link, "it has left"))
+            case Due() | Held() | Reduced() | Propose() | Go() | Settle():
+                self.post(lambda: self._from_root(link, head))
+            case _:
+                logger.warning("node_%d has no business to send %s", link.peer.node, type(head).__name__)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        """A node of another cluster is gone."""
+        self._exchange.lost(link, reason)
+        self.post(lambda: self._gone(link, reason))
+
+    def on_link(self, link: Link) -> None:
+        """A node of another cluster has connected."""
+        self._peers.keep(link)
+        self._found(link)
+
+    def _found(self, link: Link) -> None:
+        self.post(lambda: self._met(link))
+
+    def from_pipeline(self, head: Propose | Go | Settle | Held | Reduced) -> None:
+        """From the node before or behind in the pipeline."""
+        if isinstance(head, Propose | Go | Settle):
+            self._pass_on(head)
+            self.post(lambda: self._told(head))
+        else:
+            self.post(lambda: self._up(head))
+
+    def _pass_on(self, head: Propose | Go | Settle) -> None:
+        """To the node behind, and a verdict to the stage: before whatever the Root says next."""
+        if self._next is not None:
+            try:
+                self._next.send(Message(head))
+            except RavnestError:
+                logger.debug("the node behind %s is gone", self._place.name)
+        if isinstance(head, Settle):
+            self._stage.settle(head.round, commit=head.commit)
+
+    # The thread
+
+    def _work(self) -> None:
+        while True:
+            try:
+                call = self._inbox.get(timeout=self._patience())
+            except queue.Empty:
+                call = self._look_at_the_clock
+            if call is None:
+                return
+            try:
+                call()
+            except RavnestError as error:
+                logger.warning("averaging at %s: %s", self._place.name, error)
+            except Exception:  # the top of the thread: nothing may end it in silence
+                logger.exception("averaging at %s failed", self._place.name)
+
+    def _patience(self) -> float | None:
+        """Seconds until something is to be looked at; None if there is nothing to wait for."""
+        now = time.monotonic()
+        wakes = [self._council.wake if self._council is not None else math.inf, self._stall()]
+        soonest = min(wakes)
+        return None if soonest == math.inf else max(soonest - now, 0.0)
+
+    def _stall(self) -> float:
+        """When the round that is under way has gone too long without a piece."""
+        current = self._current
+        if current is None or current.started is None or current.done is not None:
+            return math.inf
+        return max(current.started, self._exchange.progress[1]) + STALL_SECONDS
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        if self._council is not None and self._council.wake <= now:
+            self._council.tick()
+        current = self._current
+        if current is not None and self._stall() <= now:
+            self._exchange.cancel(current.id, f"no piece has come for {STALL_SECONDS:.0f} s")
+
+    # Other clusters
+
+    def _met(self, link: Link) -> None:
+        if self._council is not None and link.peer.stage == 0:
+            self._council.joined(link.peer.cluster)
+
+    def _gone(self, link: Link, reason: str) -> None:
+        cluster = link.peer.cluster
+        if not self._peers.forget(link) or self._council is None or link.peer.stage != 0:
+            return
+        self._council.lost(cluster, reason)
+        if cluster < self._place.cluster and not self._peers.closed:
+            self._peers.find(cluster, _RETURN_SECONDS, self._found)
+
+    def _from_root(self, link: Link, head: Due | Held | Reduced | Propose | Go | Settle) -> None:
+        if self._council is None or link.peer.stage != 0:
+            logger.warning("node_%d has no business to send %s", link.peer.node, type(head).__name__)
+            return
+        self._council.heard(link.peer.cluster, head)
+
+    # The round, from the Root on along the pipeline
+
+    def _tell(self, head: Propose | Go | Settle) -> None:
+        """At the Root: the council's word to all nodes of the cluster."""
+        self._pass_on(head)
+        self._told(head)
+
+    def _told(self, head: Propose | Go | Settle) -> None:
+        match head:
+            case Propose(round_id, assign):
+                self._exchange.cancel(RoundId(round_id.number, round_id.attempt - 1), "it is over")
+                self._current = _Current(round_id, assign)
+                self._stage.hold(
+                    idle=assign, then=lambda held: self.post(lambda: self._held(round_id, held))
+                )
+            case Go():
+                self._go(head)
+            case Settle():
+                self._current = None
+                self._exchange.cancel(head.round, head.reason or "it is over")
+
+    def _held(self, round_id: RoundId, held: Vectors) -> None:
+        current = self._current
+        if current is None or current.id != round_id:
+            return
+        current.held = held
+        problem = self._stage.fault(held)
+        current.faulty = bool(problem)
+        self._up(Held(round_id, self._place.cluster, self._place.node, 0, problem))
+
+    def _up(self, head: Held | Reduced) -> None:
+        """The word of a node on its way to the Root, which gathers them."""
+        if self._council is not None:
+            self._council.collect(head)
+        elif self._previous is not None:
+            self._previous.send(Message(head))
+
+    def _go(self, head: Go) -> None:
+        current = self._current
+        if current is None or current.id != head.round or current.held is None:
+            return
+        current.started = time.monotonic()
+        # Reaching a peer may take a while.
+        held = current.held
+        threading.Thread(target=self._begin, args=(head, held), daemon=True).start()
+
+    def _begin(self, head: Go, held: Vectors) -> None:
+        try:
+            parts = {ring.id: self._part(ring.id, head, held[ring.id]) for ring in self._place.rings}
+        except RavnestError as error:
+            missing = error.cluster if isinstance(error, PeerError) else None
+            problem = Exchanged(head.round, {}, {}, 0, str(error))
+            self.post(lambda: self._ended(problem, missing))
+            return
+        self._exchange.start(head.round, parts, lambda done: self.post(lambda: self._ended(done)))
+
+    def _part(self, number: int, head: Go, vector: Tensor) -> RingPart:
+        (ring,) = (ring for ring in self._place.rings if ring.id == number)
+        members = sorted(head.weights)
+        position = members.index(self._place.cluster)
+        before = ring.members[members[position - 1]]
+        after = members[(position + 1) % len(members)]
+        alone = len(members) == 1
+        return RingPart(
+            vector,
+            head.weights[self._place.cluster],
+            position,
+            len(members),
+            before.node,
+            None if alone else self._peers.reach(ring.members[after], after),
+        )
+
+    def _ended(self, done: Exchanged, missing: int | None = None) -> None:
+        current = self._current
+        if current is None or current.id != done.round:
+            return
+        current.done = done
+        if not done.problem:
+            assert current.held is not None, "an average is of what was held"
+            average = Average(done.round, done.averages, current.held, current.assign, current.faulty)
+            self._stage.prepare(average)
+        if missing is None and done.peer is not None:
+            missing = self._peers.cluster_of(done.peer)
+        self._up(
+            Reduced(
+                round=done.round,
+                cluster=self._place.cluster,
+                node=self._place.node,
+                digests=dict(done.digests),
+                sent_bytes=done.sent_bytes,
+                problem=done.problem,
+                missing=missing,
+            )
+        )
