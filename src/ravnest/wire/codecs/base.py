@@ -12,9 +12,9 @@ import torch
 from ravnest.errors import WireError
 from ravnest.wire.layout import Layout, flat_bytes
 
-BLOCK = 128
+SMALLEST = 128
 """Fewer elements than this are not worth a loss: they travel as they are."""
-TILE = 255 * BLOCK
+TILE = 1023 * 32
 """Elements in one go: they stay in the cache, and below 32,768 torch starts no further threads, which
 would take the cores from the stage that computes meanwhile."""
 

@@ -7,8 +7,8 @@ import math
 import torch
 
 from ravnest.wire.codecs.base import (
-    BLOCK,
     RAW,
+    SMALLEST,
     TILE,
     Encoded,
     check_dtype,
@@ -41,7 +41,7 @@ class Half:
 
     def encode(self, tensor: torch.Tensor, layout: Layout) -> Encoded:
         """Rounded; raw for what is no wider, or tiny."""
-        if layout.dtype not in _WIDER or tensor.numel() < BLOCK:
+        if layout.dtype not in _WIDER or tensor.numel() < SMALLEST:
             return RAW.encode(tensor, layout)
         numbers = torch.empty(tensor.numel(), dtype=self._dtype)
         clamped = 0

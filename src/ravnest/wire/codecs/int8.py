@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from ravnest.wire.codecs.base import (
-    BLOCK,
     RAW,
+    SMALLEST,
     TILE,
     Encoded,
     check_dtype,
@@ -22,6 +22,9 @@ from ravnest.wire.codecs.base import (
 from ravnest.wire.layout import Layout
 
 _WIDER = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_BLOCK = 32
+"""The fewest numbers to a scale with which tensors still take 3.7 times fewer bytes: the largest of a
+few is nearer to all of them."""
 _STEPS = 127
 _SCALE = torch.bfloat16
 """Eight digits times the seven of a step are exact in a float32, so that a block decoded and encoded
@@ -31,7 +34,7 @@ _LEAST = 2.0**-119
 
 
 class Int8:
-    """Blocks of 128 numbers, each as the nearest of 255 steps between plus and minus its largest.
+    """Blocks of 32 numbers, each as the nearest of 255 steps between plus and minus its largest.
 
     The payload is the scales of all blocks, then a signed byte for each element. Nothing is clamped: a
     tensor with NaN, infinities, or numbers that leave no room for rounding travels raw.
@@ -51,29 +54,24 @@ class Int8:
     def encode(self, tensor: torch.Tensor, layout: Layout) -> Encoded:
         """In two passes over the tensor, as the arithmetic of scales is cheaper for all at once."""
         count = tensor.numel()
-        if layout.dtype not in _WIDER or count < BLOCK:
+        if layout.dtype not in _WIDER or count < SMALLEST:
             return RAW.encode(tensor, layout)
-        source = flat(tensor)
+        tiles = list(_tiles(flat(tensor)))
         steps = torch.empty(_blocks(count), 1)
-        lowest = torch.empty_like(steps)
-        for tile, high, low in zip(
-            _tiles(source), _rows(steps, count), _rows(lowest, count), strict=True
-        ):
-            wide = self._wide(tile)
-            torch.amax(wide, 1, True, out=high)
-            torch.amin(wide, 1, True, out=low)
-        torch.maximum(steps, lowest.neg_(), out=steps)
+        rows = list(_rows(steps, count))
+        for tile, largest in zip(tiles, rows, strict=True):
+            scratch = self._scratch.like(tile)
+            torch.amax(_absolute(tile, scratch), 1, True, out=largest)
         if not float(steps.amax()) < _most(layout.dtype):  # nor if it is NaN
             return RAW.encode(tensor, layout)
         payload = torch.empty(self.nbytes(layout), dtype=torch.uint8)
         scales, bytes_ = _parts(payload, count)
         scales.copy_(steps.clamp_(min=_LEAST).mul_(1 / _STEPS))
         torch.reciprocal(scales.float(), out=steps)
-        parts = zip(_tiles(source), _rows(steps, count), _tiles(bytes_), strict=True)
-        for tile, per_step, target in parts:
+        for tile, per_step, target in zip(tiles, rows, _tiles(bytes_), strict=True):
             scratch = self._scratch.like(tile)
-            torch.mul(self._wide(tile), per_step, out=scratch)
-            target.copy_(scratch.round_())
+            wide = tile if tile.dtype is torch.float32 else scratch.copy_(tile)
+            target.copy_(torch.mul(wide, per_step, out=scratch).round_())
         return Encoded(payload, self.name)
 
     def decode(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -90,20 +88,17 @@ class Int8:
                 target.copy_(wide)
         return tensor
 
-    def _wide(self, tile: torch.Tensor) -> torch.Tensor:
-        return tile if tile.dtype is torch.float32 else self._scratch.like(tile).copy_(tile)
-
 
 class _Scratch(threading.local):
     """Memory for one tile, of each thread its own: fresh memory costs more than the arithmetic."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(TILE // BLOCK, BLOCK)
+        self._memory = torch.empty(TILE // _BLOCK, _BLOCK)
 
     def like(self, tile: torch.Tensor) -> torch.Tensor:
         rows, columns = tile.shape
         memory = self._memory[:rows]
-        return memory if columns == BLOCK else memory[:, :columns]
+        return memory if columns == _BLOCK else memory[:, :columns]
 
 
 def _most(dtype: torch.dtype) -> float:
@@ -111,8 +106,14 @@ def _most(dtype: torch.dtype) -> float:
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max) * (1 - 2**-7)
 
 
+def _absolute(tile: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    if tile.dtype is torch.float32:
+        return torch.abs(tile, out=scratch)
+    return scratch.copy_(tile).abs_()
+
+
 def _blocks(count: int) -> int:
-    return -(-count // BLOCK)
+    return -(-count // _BLOCK)
 
 
 def _parts(payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,17 +124,17 @@ def _parts(payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 def _tiles(elements: torch.Tensor) -> Iterator[torch.Tensor]:
     """Whole blocks as rows, a tile of them at a time, then what is left as a row of its own."""
-    whole = elements.numel() // BLOCK
-    yield from pieces(elements[: whole * BLOCK].view(whole, BLOCK), TILE // BLOCK)
-    if elements.numel() % BLOCK:
-        yield elements[whole * BLOCK :].unsqueeze(0)
+    whole = elements.numel() // _BLOCK
+    yield from pieces(elements[: whole * _BLOCK].view(whole, _BLOCK), TILE // _BLOCK)
+    if elements.numel() % _BLOCK:
+        yield elements[whole * _BLOCK :].unsqueeze(0)
 
 
 def _rows(scales: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
     """The scales of each of the tiles of ``count`` elements."""
-    whole = count // BLOCK
-    yield from pieces(scales[:whole], TILE // BLOCK)
-    if count % BLOCK:
+    whole = count // _BLOCK
+    yield from pieces(scales[:whole], TILE // _BLOCK)
+    if count % _BLOCK:
         yield scales[whole:]
 
 
