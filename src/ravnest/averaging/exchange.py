@@ -26,6 +26,9 @@ _ROUNDS_AHEAD = 2
 """Of which pieces are kept before they start here: the next one, and that one tried again."""
 
 
+_VALUES = frozenset({"values"})
+
+
 def _nbytes(values: Tensor) -> int:
     return values.nbytes
 
@@ -43,7 +46,7 @@ class RingPart:
     successor: Link | None
     """To whom they go; None where it is alone."""
     roundtrip: Roundtrip | None = None
-    """Of the links' codec, where it is lossy."""
+    """Of the links' codec; None where values travel as they are."""
     into: Tensor | None = None
     """Where the average goes, else new memory; may be the vector, if no other attempt will need it."""
     bytes_of: Callable[[Tensor], int] = _nbytes
@@ -268,11 +271,12 @@ class Exchange:
 
     def _send(self, current: _Round, ring: _Ring, outgoing: list[Outgoing]) -> None:
         link, number = ring.part.successor, ring.number
+        exact = _VALUES if ring.part.roundtrip is None else frozenset[str]()
         for item in outgoing:
             assert link is not None, f"ring {number} has {ring.part.members} members and no successor"
             head = Piece(current.id, number, item.segment, item.piece, item.hop)
             try:
-                link.send(Message(head, {"values": item.values}))
+                link.send(Message(head, {"values": item.values}, exact))
             except LinkClosedError as error:
                 self._end(current, str(error), link.peer.node)
                 return

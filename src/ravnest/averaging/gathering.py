@@ -166,7 +166,10 @@ class Gathering:
         current.step = "held"
         root = self._nodes[0]
         problem = _problems(current.held.values())
-        return [Answer(Held(current.id, self.cluster, root, current.held[root].samples, problem))]
+        samples = current.held[root].samples
+        wishes = {(held.codec, held.base) for held in current.held.values()}
+        codec, base = next(iter(wishes)) if len(wishes) == 1 else ("raw", None)
+        return [Answer(Held(current.id, self.cluster, root, samples, problem, codec, base))]
 
     def _answer_reduced(self, current: _Open) -> list[GatherAction]:
         digests: dict[int, str] = {}

@@ -21,8 +21,8 @@ from ravnest.errors import WireError
 PIECE_BYTES = 1 << 20
 """Measured: smaller ones cost more messages, larger ones leave the cache and wait for one another."""
 
-Roundtrip = Callable[[Tensor], Tensor]
-"""What a value is after it has travelled: encoded and decoded."""
+Roundtrip = Callable[[str, Tensor], Tensor]
+"""What a sum is after it has travelled, encoded and decoded; the name tells sums apart."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Share:
     piece_elements: int
     """The same for all members."""
     roundtrip: Roundtrip | None = None
-    """Where values change on their way, so that the owner of a sum keeps what the others get."""
+    """Where values change on their way: the owner of a sum keeps what the others get, and whoever
+    sends one on knows what was lost."""
     into: Tensor | None = None
     """Where the result goes; may be the vector, if that is of no more use."""
 
@@ -92,7 +93,7 @@ class RingReduce:
             if share.members == 1:
                 self._keep(segment, piece, own)
             else:
-                outgoing.append(Outgoing(segment, piece, 1, own))
+                outgoing.append(Outgoing(segment, piece, 1, self._as_it_arrives(segment, piece, own)))
         return outgoing
 
     def take(self, segment: int, piece: int, hop: int, values: Tensor) -> list[Outgoing]:
@@ -107,13 +108,16 @@ class RingReduce:
             onward = hop + 1 < 2 * share.members - 1
             return [Outgoing(segment, piece, hop + 1, values)] if onward else []
         self._add(values, segment, piece)
+        values = self._as_it_arrives(segment, piece, values)
         if hop + 1 < share.members:
             self._due[segment, piece] = hop + share.members
         else:
-            if share.roundtrip is not None:
-                values = share.roundtrip(values)
             self._keep(segment, piece, values)
         return [Outgoing(segment, piece, hop + 1, values)]
+
+    def _as_it_arrives(self, segment: int, piece: int, values: Tensor) -> Tensor:
+        roundtrip = self._share.roundtrip
+        return values if roundtrip is None else roundtrip(f"{segment}/{piece}", values)
 
     def _add(self, values: Tensor, segment: int, piece: int) -> None:
         # 0 times NaN is NaN, so a share without weight is left out altogether.
