@@ -173,6 +173,11 @@ class Averaging:
         assert council is not None, "the Root asks"
         self.post(lambda: council.ask(final=final))
 
+    @property
+    def clamped(self) -> int:
+        """Values of averages that were beyond the range of the codec."""
+        return self._peers.clamped
+
     def post(self, call: Callable[[], None]) -> None:
         """Have the service's thread make a call."""
         self._inbox.put(call)
