@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from local_cluster import Formed, LocalCluster, Splits, form
+from provider_processes import Nursery, Provider, Start, watching
 from training_cases import SMALL_MODELS, small_model
 
 
@@ -34,3 +36,25 @@ def cluster(splits: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return LocalCluster(tmp_path, names, options, node_data=folder / "node_data")
 
     return make
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(nursery: Nursery) -> Iterator[Start]:
+    """Start nodes in the order given; ends those that a test leaves behind."""
+    running: dict[str, Provider] = {}
+
+    def begin(folder: Path, names: Sequence[str], **settings: Any) -> dict[str, Provider]:
+        own = {"connect_timeout": 60.0} | settings
+        started = {name: nursery.start(name, folder, own) for name in names}
+        running.update({f"{folder}/{name}": provider for name, provider in started.items()})
+        return started
+
+    with watching(running):
+        yield begin

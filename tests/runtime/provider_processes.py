@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,24 @@ def watching(providers: Mapping[str, Provider]) -> Iterator[None]:
             if not provider.ended.is_set():
                 provider.kill(signal.SIGKILL)
                 provider.ended.wait(DEADLINE)
+
+
+Start = Callable[..., dict[str, Provider]]
+"""Type of the fixture ``start``."""
+
+
+def ended_well(providers: Mapping[str, Provider]) -> None:
+    """All end with code 0."""
+    for name, provider in providers.items():
+        assert provider.wait() == 0, f"{name}:\n{provider.output}"
+
+
+def await_line(provider: Provider, line: str) -> None:
+    """Wait until a provider has printed a line."""
+    deadline = time.monotonic() + DEADLINE
+    while line not in provider.output:
+        assert not provider.ended.wait(0.05), provider.output
+        assert time.monotonic() < deadline, provider.output
 
 
 def _tell(**what: Any) -> None:

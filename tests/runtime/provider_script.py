@@ -64,6 +64,7 @@ def main(name: str, given: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     epochs = given.pop("epochs", EPOCHS)
     endless = given.pop("endless", False)
+    announced = given.pop("announced", 10**6 if endless else 0)  # micro-batches of such a run
     evaluates = given.pop("evaluate", True)
     raises = given.pop("raises", None)
     case = given.pop("case", "mlp")
@@ -71,16 +72,16 @@ def main(name: str, given: dict[str, Any]) -> None:
     node = Node(
         name=name,
         criterion=criterion(case),
-        labels=torch.zeros(5 * 10**6, dtype=torch.long) if endless else train_loader,
+        labels=torch.zeros(5 * announced, dtype=torch.long) if announced else train_loader,
         test_labels=val_loader,
         **(rule() | given),
     )
-    kind = Announcing if endless else Trainer
+    kind = Announcing if announced else Trainer
     trainer = kind(
         node=node,
         train_loader=train_loader,
-        val_loader=None if endless else val_loader,
-        epochs=10**6 if endless else epochs,
+        val_loader=None if announced else val_loader,
+        epochs=announced // BATCHES if announced else epochs,
         save=True,
     )
     trainer.train()

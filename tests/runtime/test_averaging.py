@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from many_clusters import Clusters, form_clusters, raise_errors
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training_cases import SMALL_MODELS, small_model
+from training_cases import SMALL_MODELS, SmallCNN, small_model, token_loaders, token_loss
 
 import ravnest
 
@@ -37,6 +39,14 @@ def shards(data: Any, folder: Path, size: int = 4) -> Any:
     return loaders
 
 
+def in_order(data: Any, folder: Path, size: int) -> Any:
+    """Loaders of a node: its cluster's share, never shuffled."""
+    return lambda name: (
+        DataLoader(ravnest.shard(data, name, folder=folder / "node_data"), size),
+        None,
+    )
+
+
 def mlp_clusters(folder: Path, sizes: Sequence[int] = (3, 2), **options: Any) -> Clusters:
     return form_clusters(folder, small_model("mlp"), SMALL_MODELS["mlp"][1], sizes, **options)
 
@@ -53,3 +63,148 @@ def test_clusters_end_with_the_same_model(tmp_path: Path, sizes: tuple[int, ...]
     models = [clusters.fused(c) for c in range(len(sizes))]
     assert all(same(models[0], model) for model in models[1:])
     assert not same(models[0], small_model("mlp").state_dict())
+
+
+def test_blocking_rounds_at_every_update_equal_large_batches(tmp_path: Path) -> None:
+    clusters = mlp_clusters(
+        tmp_path,
+        (2, 1, 1),
+        schedule="sync",
+        averaging="blocking",
+        reduce_factor=1,
+        optimizer_params={"lr": 0.1, "momentum": 0.9},
+    )
+    data = points_data()
+    loaders = in_order(data, tmp_path, size=4)
+    raise_errors(clusters.train(loaders, epochs=2, save=True))
+    model = small_model("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    own = [loaders(names[0])[0] for names in clusters.names]
+    for _ in range(2):
+        for parts in zip(*own, strict=True):
+            inputs, labels = (torch.cat([part[i] for part in parts]) for i in range(2))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    expected = model.state_dict()
+    for cluster in range(3):
+        fused = clusters.fused(cluster)
+        assert all(torch.allclose(fused[k], expected[k], rtol=0, atol=1e-6) for k in expected)
+
+
+def test_what_is_averaged_and_what_is_left_alone(tmp_path: Path) -> None:
+    images = torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    data = TensorDataset(images, torch.arange(40) % 10)
+    model = SmallCNN()
+    clusters = form_clusters(tmp_path, model, (images[:4],), (2, 1))
+    sizes = {0: 4, 1: 2}  # so that clusters count other numbers of batches
+
+    def loaders(name: str) -> tuple[DataLoader, None]:
+        share = ravnest.shard(data, name, folder=tmp_path / "node_data")
+        return DataLoader(share, sizes[clusters.of(name)]), None
+
+    raise_errors(clusters.train(loaders, epochs=1, save=True))
+    first, second = clusters.fused(0), clusters.fused(1)
+    assert torch.equal(first["norm1.running_mean"], second["norm1.running_mean"])
+    assert torch.equal(first["norm2.running_var"], second["norm2.running_var"])
+    assert not torch.equal(first["norm1.running_mean"], torch.zeros(8))
+    assert int(first["norm1.num_batches_tracked"]) == 5
+    assert int(second["norm1.num_batches_tracked"]) == 10
+    assert all(torch.equal(first[k], second[k]) for k in first if "num_batches" not in k)
+
+
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+def test_tied_weights_stay_tied(tmp_path: Path, schedule: str) -> None:
+    example = SMALL_MODELS["tied-gpt"][1]
+    options = {"schedule": schedule, "criterion": token_loss, "reduce_factor": 2}
+    clusters = form_clusters(tmp_path, small_model("tied-gpt"), example, (3, 2), **options)
+    raise_errors(clusters.train(lambda _: token_loaders(8), epochs=1, save=True))
+    first, second = clusters.fused(0), clusters.fused(1)
+    assert same(first, second)
+    assert torch.equal(first["embed.weight"], first["head.weight"])
+
+
+def test_optimizer_state_is_averaged_if_asked(tmp_path: Path) -> None:
+    adam = {"optimizer": torch.optim.AdamW, "optimizer_params": {"lr": 1e-2}}
+    states: dict[str, dict[str, Any]] = {}
+
+    def then(name: str, trainer: Any) -> None:
+        optimizer = trainer.node.session.execution.updates.optimizer
+        states[name] = next(iter(optimizer.state.values()))
+
+    clusters = mlp_clusters(tmp_path, (1, 1), average_optim=True, reduce_factor=4, **adam)
+    raise_errors(clusters.train(shards(points_data(), tmp_path), epochs=1, then=then))
+    first, second = states["node_0"], states["node_1"]
+    assert torch.equal(first["exp_avg"], second["exp_avg"])
+    assert torch.equal(first["exp_avg_sq"], second["exp_avg_sq"])
+    assert bool((first["exp_avg_sq"] >= 0).all())
+    assert float(first["step"]) == 12
+
+    states.clear()
+    clusters.nodes.options["average_optim"] = False
+    raise_errors(clusters.train(shards(points_data(), tmp_path), epochs=1, then=then))
+    assert not torch.equal(states["node_0"]["exp_avg"], states["node_1"]["exp_avg"])
+
+
+def test_nan_of_one_cluster_stays_out_and_is_healed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clusters = mlp_clusters(tmp_path, (2, 1), reduce_factor=4)
+    loaders = shards(points_data(), tmp_path)
+    spoilt = threading.Event()
+
+    def broken(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(outputs, batch[-1])
+        if spoilt.is_set():
+            return loss
+        spoilt.set()
+        return loss * float("nan")
+
+    def node(name: str) -> dict[str, Any]:
+        return {"criterion": broken} if clusters.of(name) == 1 else {}
+
+    with caplog.at_level("INFO", logger="ravnest"):
+        raise_errors(clusters.train(loaders, node=node, epochs=3, save=True))
+    assert any("NaN or Inf in first.weight" in record.getMessage() for record in caplog.records)
+    first, second = clusters.fused(0), clusters.fused(1)
+    assert same(first, second)
+    assert all(bool(tensor.isfinite().all()) for tensor in first.values())
+
+
+def test_a_slow_cluster_holds_up_nobody_and_weighs_less(tmp_path: Path) -> None:
+    clusters = mlp_clusters(tmp_path, (1, 1), reduce_factor=4)
+    release = threading.Event()
+    weights: list[dict[int, float]] = []
+
+    def slow(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        release.wait(30)  # until the other one has trained for long
+        return nn.functional.cross_entropy(outputs, batch[-1])
+
+    class Fast:
+        """Lets the slow one go when it has trained."""
+
+        def __init__(self, loader: DataLoader) -> None:
+            self.dataset = loader.dataset
+            self._loader = loader
+
+        def __len__(self) -> int:
+            return len(self._loader)
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from self._loader
+            release.set()
+
+    def loaders(name: str) -> tuple[Any, None]:
+        loader, _ = shards(points_data(), tmp_path)(name)
+        return (Fast(loader) if clusters.of(name) == 0 else loader), None
+
+    def node(name: str) -> dict[str, Any]:
+        return {"criterion": slow, "labels": loaders("node_1")[0]} if clusters.of(name) else {}
+
+    def then(name: str, trainer: Any) -> None:
+        if name == "node_0":
+            weights.extend(dict(outcome.weights) for outcome in trainer.node.session.outcomes)
+
+    raise_errors(clusters.train(loaders, node=node, epochs=1, then=then, save=True))
+    assert same(clusters.fused(0), clusters.fused(1))
+    assert weights, "rounds were reported"

@@ -10,15 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import provider_script
 import pytest
 import torch
 from local_cluster import Splits
-from provider_processes import ENVIRONMENT, SCRIPT, Nursery, Provider, watching
+from provider_processes import ENVIRONMENT, SCRIPT, Provider, Start, await_line, ended_well
 from training_cases import SMALL_MODELS, small_model, train_alone
 from workloads import free_ports
 
@@ -26,31 +25,6 @@ from ravnest import clusterize, model_fusion
 
 SOON = 10.0
 """Seconds in which all nodes must notice that one is gone."""
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
-
-
-Start = Callable[..., dict[str, Provider]]
-
-
-@pytest.fixture
-def start(nursery: Nursery) -> Iterator[Start]:
-    """Start nodes in the order given; ends those that a test leaves behind."""
-    running: dict[str, Provider] = {}
-
-    def begin(folder: Path, names: Sequence[str], **settings: Any) -> dict[str, Provider]:
-        own = {"connect_timeout": 60.0} | settings
-        started = {name: nursery.start(name, folder, own) for name in names}
-        running.update({f"{folder}/{name}": provider for name, provider in started.items()})
-        return started
-
-    with watching(running):
-        yield begin
 
 
 Form = Callable[..., list[str]]
@@ -68,11 +42,6 @@ def form(splits: Splits) -> Form:
     return copy
 
 
-def _ended_well(providers: dict[str, Provider]) -> None:
-    for name, provider in providers.items():
-        assert provider.wait() == 0, f"{name}:\n{provider.output}"
-
-
 def _message(provider: Provider) -> str:
     """The last line of what a user sees."""
     return provider.output.strip().splitlines()[-1]
@@ -88,10 +57,10 @@ def test_three_nodes_in_any_order_all_end_with_0(
     names = form(tmp_path, 3)
     first, *others = [names[i] for i in order]
     providers = start(tmp_path, [first], evaluate=evaluate)
-    _await_line(providers[first], f"{first} (")
+    await_line(providers[first], f"{first} (")
     assert " waits for node_" in providers[first].output
     providers |= start(tmp_path, others, evaluate=evaluate)
-    _ended_well(providers)
+    ended_well(providers)
     accuracies = (tmp_path / "val_accuracies.txt").read_text().split()
     assert len(accuracies) == provider_script.EPOCHS + evaluate
     root = providers[names[0]].output
@@ -127,7 +96,7 @@ def test_sync_equals_a_single_process(
     tmp_path: Path, form: Form, start: Start, case: str, nodes: int
 ) -> None:
     names = form(tmp_path, nodes, case)
-    _ended_well(start(tmp_path, names, case=case, schedule="sync", evaluate=False))
+    ended_well(start(tmp_path, names, case=case, schedule="sync", evaluate=False))
     model = small_model(case)
     rule = provider_script.rule()
     optimizer = rule["optimizer"](model.parameters(), **rule["optimizer_params"])
@@ -167,7 +136,7 @@ def test_addresses_that_others_can_reach_use_mutual_tls(
     providers = start(tmp_path, names[1:])
     leaf = json.loads((node_data / "nodes" / f"{names[1]}.json").read_text())
     _assert_speaks_tls_only(int(leaf["address"].rpartition(":")[2]), providers[names[1]])
-    _ended_well(providers | start(tmp_path, names[:1]))
+    ended_well(providers | start(tmp_path, names[:1]))
 
 
 def _assert_speaks_tls_only(port: int, provider: Provider) -> None:
@@ -192,14 +161,6 @@ def _assert_speaks_tls_only(port: int, provider: Provider) -> None:
 # Runs that do not
 
 
-def _await_line(provider: Provider, line: str) -> None:
-    """Wait until a provider has printed a line."""
-    deadline = time.monotonic() + 60
-    while line not in provider.output:
-        assert not provider.ended.wait(0.05), provider.output
-        assert time.monotonic() < deadline, provider.output
-
-
 @pytest.mark.parametrize("victim", [0, 1, 2], ids=["Root", "Stem", "Leaf"])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_node_that_ends_ends_the_others_with_its_name(
@@ -207,7 +168,7 @@ def test_a_node_that_ends_ends_the_others_with_its_name(
 ) -> None:
     names = form(tmp_path, 3)
     providers = start(tmp_path, names, endless=True)
-    _await_line(providers[names[0]], "under way")
+    await_line(providers[names[0]], "under way")
     providers[names[victim]].kill(how)
     begun = time.monotonic()
     for name, provider in providers.items():

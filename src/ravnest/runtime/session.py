@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from ravnest.wire.messages import PROTOCOL, Abort, AnyHead, Call, Figure, Goodby
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
+_OUTCOMES = 256
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,9 @@ class Session:
                 update_frequency=assignment.update_frequency,
             )
         self.rounds: Counter[str] = Counter()
-        """Of averaging, as the coordinator saw them: ``averaged``, ``failed``, ``sent_bytes``."""
+        """Of averaging, at the coordinator: ``averaged``, ``failed``, and their ``sent_bytes``."""
+        self.outcomes: deque[RoundOutcome] = deque(maxlen=_OUTCOMES)
+        """The last of them, newest last."""
         self._averaging = self._make_averaging() if len(place.roots) > 1 else None
 
     def open(self) -> None:
@@ -245,6 +248,7 @@ class Session:
         """At the coordinator, in the thread of averaging."""
         self.rounds["averaged" if outcome.committed else "failed"] += 1
         self.rounds["sent_bytes"] += outcome.sent_bytes
+        self.outcomes.append(outcome)
         whole = outcome.committed and not outcome.missing and not outcome.problems
         logger.log(logging.INFO if whole else logging.WARNING, "%s", outcome.describe())
         if outcome.kind == "final":
