@@ -1,5 +1,6 @@
 # Everything a newcomer needs: each target makes .venv and installs what it uses.
 PYTHON ?= python3
+CLUSTERS ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -21,8 +22,8 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[demo,dev,zoo]'
 	@touch $@ $(VENV)/.demo
 
-demo: $(VENV)/.demo ## set up, then split, train with three providers, fuse and score the digits CNN
-	$(BIN)/python examples/digits/demo.py
+demo: $(VENV)/.demo ## set up, then split, train with providers, fuse and score the digits CNN; CLUSTERS=2 for two
+	$(BIN)/python examples/digits/demo.py $(CLUSTERS)
 
 test: $(VENV)/.dev ## set up, then run all tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)

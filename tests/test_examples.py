@@ -9,10 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_digits_demo_reaches_95_percent(tmp_path: Path) -> None:
+def run_the_demo(folder: Path, *arguments: str) -> str:
+    """What it prints; it leaves nothing behind and its model is a good one."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "digits" / "demo.py")],
-        cwd=tmp_path,
+        [sys.executable, str(ROOT / "examples" / "digits" / "demo.py"), *arguments],
+        cwd=folder,
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT / "src"),
@@ -25,9 +26,22 @@ def test_the_digits_demo_reaches_95_percent(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "Cluster 0 : Node(0) -> Node(1) -> Node(2)" in done.stdout
-    assert "node_0 | Root: epoch 5, validation accuracy" in done.stdout
     accuracy = re.search(r"^accuracy of the fused model: (\d+\.\d)%$", done.stdout, re.M)
     assert accuracy, done.stdout
     assert float(accuracy[1]) > 95.0
-    assert list(tmp_path.iterdir()) == [], "the demo leaves files behind"
+    assert list(folder.iterdir()) == [], "the demo leaves files behind"
+    return done.stdout
+
+
+def test_the_digits_demo_reaches_95_percent(tmp_path: Path) -> None:
+    shown = run_the_demo(tmp_path)
+    assert "Cluster 0 : Node(0) -> Node(1) -> Node(2)" in shown
+    assert "node_0 | Root: epoch 5, validation accuracy" in shown
+
+
+def test_two_unequal_clusters_end_with_one_model(tmp_path: Path) -> None:
+    shown = run_the_demo(tmp_path, "2")
+    assert "Cluster 0 : Node(0) -> Node(1) -> Node(2)\nCluster 1 : Node(3) -> Node(4)\n" in shown
+    assert re.search(r"^node_0 \| Root: final round \d+: averaged clusters 0, 1 ", shown, re.M)
+    assert "trains on all data" not in shown, "each cluster has its share"
+    assert "the clusters have one and the same model" in shown

@@ -1,4 +1,7 @@
-"""Split the digits CNN for three nodes, train it with three providers, fuse it, load and score it.
+"""Split the digits CNN, train it with a provider for each node, fuse it, load and score it.
+
+    python demo.py      three nodes in one cluster
+    python demo.py 2    five nodes in two clusters, each with half of the data, which average
 
 The providers are processes of their own on this machine, and talk to each other over gRPC.
 """
@@ -17,45 +20,53 @@ from ravnest import clusterize, model_fusion, set_seed
 from ravnest.provider.launch import launch
 
 HERE = Path(__file__).parent
+NODES = {1: "node_configs.json", 2: "node_configs_2_clusters.json"}
 
 
-def node_configs() -> str:
-    """The example's node_configs.json, with ports that are free on this machine."""
+def node_configs(clusters: int) -> str:
+    """The example's nodes, with ports that are free on this machine."""
     with ExitStack() as held:  # all at once, so that no port is given twice
 
         def free_port(_: re.Match[str]) -> str:
             taken = held.enter_context(socket.create_server(("127.0.0.1", 0)))
             return f"127.0.0.1:{taken.getsockname()[1]}"
 
-        return re.sub(r"127\.0\.0\.1:\d+", free_port, (HERE / "node_configs.json").read_text())
+        return re.sub(r"127\.0\.0\.1:\d+", free_port, (HERE / NODES[clusters]).read_text())
 
 
-def accuracy(model: torch.nn.Module, loader: torch.utils.data.DataLoader) -> float:
+def accuracy(state: dict[str, torch.Tensor]) -> float:
+    """Of the model with these weights, on the validation data."""
+    model = DigitsCNN()
+    model.load_state_dict(state)
     model.eval()
+    _, val_loader = loaders()
     with torch.no_grad():
-        hits = [(model(images).argmax(1) == labels).float() for images, labels in loader]
+        hits = [(model(images).argmax(1) == labels).float() for images, labels in val_loader]
     return torch.cat(hits).mean().item()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, clusters: int) -> None:
     set_seed(42)
     node_data = folder / "node_data"
     node_data.mkdir()
-    (node_data / "node_configs.json").write_text(node_configs())
+    (node_data / "node_configs.json").write_text(node_configs(clusters))
     clusterize(model=DigitsCNN(), example_args=(torch.rand(64, 1, 8, 8),), folder=node_data)
 
-    print("\nThree providers train it; each runs `python provider.py node_<i>`:")
+    print("\nProviders train it; each runs `python provider.py node_<i>`:")
     failed = launch(HERE / "provider.py", folder=node_data, work=folder)
     if failed:
         sys.exit(failed)
 
-    fused = model_fusion(cluster_id=0, folder=folder / "trained")
-    model = DigitsCNN()
-    model.load_state_dict(torch.load(fused, weights_only=True))
-    _, val_loader = loaders()
-    print(f"\naccuracy of the fused model: {accuracy(model, val_loader):.1%}")
+    fused = [
+        torch.load(model_fusion(cluster_id=cluster, folder=folder / "trained"), weights_only=True)
+        for cluster in range(clusters)
+    ]
+    if clusters > 1:
+        same = all(torch.equal(fused[0][key], other[key]) for other in fused[1:] for key in fused[0])
+        print("\nthe clusters have", "one and the same model" if same else "DIFFERENT models")
+    print(f"\naccuracy of the fused model: {accuracy(fused[0]):.1%}")
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        main(Path(scratch))
+        main(Path(scratch), clusters=int(sys.argv[1]) if sys.argv[1:] else 1)

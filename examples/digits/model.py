@@ -31,16 +31,22 @@ class DigitsCNN(nn.Module):
         return self.output(self.dropout(hidden))
 
 
-def loaders(seed: int = 42, batch_size: int = 64) -> tuple[DataLoader, DataLoader]:
-    """Training and validation data; every provider that calls this sees the same order."""
+def datasets(seed: int = 42) -> tuple[TensorDataset, TensorDataset]:
+    """Training and validation data."""
     images, labels = load_digits(return_X_y=True)
     pixels = torch.tensor(images / 16.0, dtype=torch.float32).reshape(-1, 1, 8, 8)
     train_x, test_x, train_y, test_y = train_test_split(
         pixels, torch.tensor(labels), test_size=0.25, random_state=seed, stratify=labels
     )
+    return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
+
+
+def loaders(seed: int = 42, batch_size: int = 64) -> tuple[DataLoader, DataLoader]:
+    """All of the data in batches, in an order that depends on the seed and nothing else."""
+    train_set, val_set = datasets(seed)
     order = torch.Generator().manual_seed(seed)
-    train = DataLoader(TensorDataset(train_x, train_y), batch_size, shuffle=True, generator=order)
-    return train, DataLoader(TensorDataset(test_x, test_y), batch_size)
+    train_loader = DataLoader(train_set, batch_size, shuffle=True, generator=order)
+    return train_loader, DataLoader(val_set, batch_size)
 
 
 def example() -> tuple[nn.Module, tuple[torch.Tensor]]:

@@ -3,22 +3,28 @@
 import sys
 
 import torch
-from model import loaders
+from model import datasets
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ravnest import Node, Trainer, set_seed
+from ravnest import Node, Trainer, set_seed, shard
 
 set_seed(42)
 
 
-def preprocess_dataset() -> tuple[DataLoader, DataLoader]:
-    """Training and validation data, in the same order on every node."""
-    return loaders()
+def preprocess_dataset(name: str) -> tuple[DataLoader, DataLoader]:
+    """Training data, of which each cluster gets a share, and validation data.
+
+    The order is the same on all nodes of a cluster, which see the same batches.
+    """
+    train_set, val_set = datasets()
+    order = torch.Generator().manual_seed(42)
+    share = shard(train_set, name)
+    return DataLoader(share, 64, shuffle=True, generator=order), DataLoader(val_set, 64)
 
 
 if __name__ == "__main__":
-    train_loader, val_loader = preprocess_dataset()
+    train_loader, val_loader = preprocess_dataset(sys.argv[1])
 
     node = Node(
         name=sys.argv[1],
