@@ -214,7 +214,7 @@ class Round:
             self._weights.pop(cluster, None)
             self.missing[cluster] = reason
             if tell:
-                self.actions.append(Send(cluster, Settle(self.id, commit=False, reason=reason)))
+                self.actions.append(Send(cluster, self._settle(False, reason)))
 
     def _too_few(self) -> str:
         only = f"only cluster {self.clusters[0]} is" if self.clusters else "no cluster is"
@@ -237,8 +237,11 @@ class Round:
             digests=digests,
         )
         if settle:
-            self._send(Settle(self.id, committed, reason or self.outcome.describe()))
+            self._send(self._settle(committed, reason or self.outcome.describe()))
         self.actions.append(Report(self.outcome))
+
+    def _settle(self, commit: bool, reason: str) -> Settle:
+        return Settle(self.id, commit, reason, self.assign)
 
     def _send(self, head: Propose | Go | Settle) -> None:
         self.actions += [Send(cluster, head) for cluster in self.clusters]

@@ -124,6 +124,8 @@ class Averaging:
         self._exchange = Exchange(stage.sizes())
         self._coding = Coding(hello.codec)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._known: set[Link] = set()
+        """Links to Roots that the council has heard of."""
         self._current: _Current | None = None
         self._previous: Link | None = None
         self._next: Link | None = None
@@ -270,12 +272,16 @@ class Averaging:
     # Other clusters
 
     def _met(self, link: Link) -> None:
-        if self._council is not None and link.peer.stage == 0:
+        """A link is there; its first messages may be quicker than the word of it."""
+        if self._council is not None and link.peer.stage == 0 and link not in self._known:
+            self._known.add(link)
+            self._peers.keep(link)
             self._council.joined(link.peer.cluster)
 
     def _gone(self, link: Link, reason: str) -> None:
         """``reason`` is empty if it has left, and nothing is wrong."""
         cluster = link.peer.cluster
+        self._known.discard(link)
         if not self._peers.forget(link) or self._council is None or link.peer.stage != 0:
             return
         self._council.lost(cluster, reason)
@@ -286,6 +292,7 @@ class Averaging:
         if self._council is None or link.peer.stage != 0:
             logger.warning("node_%d has no business to send %s", link.peer.node, type(head).__name__)
             return
+        self._met(link)
         self._council.heard(link.peer.cluster, head)
 
     # The round, from the Root on along the pipeline

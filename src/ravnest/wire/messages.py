@@ -255,6 +255,8 @@ class Settle(Head, frozen=True):
     round: RoundId
     commit: bool
     reason: str = ""
+    assign: bool = False
+    """As proposed: who stands still for the round goes on, even if the Propose never came."""
 
 
 class Goodbye(Head, frozen=True):
