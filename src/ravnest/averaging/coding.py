@@ -7,18 +7,16 @@ same sum of the next round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch import Tensor
 
 from ravnest.averaging.ring import Roundtrip
+from ravnest.averaging.stage import Vectors
 from ravnest.wire.codecs import RAW, ErrorFeedback, codec_named
 from ravnest.wire.codecs.base import SMALLEST
 from ravnest.wire.layout import Layout
 from ravnest.wire.messages import Go, RoundId
-
-Vectors = Mapping[int, Tensor]
-"""By ring."""
 
 
 class Coding:

@@ -12,9 +12,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from ravnest.averaging.coding import Coding
 from ravnest.averaging.council import Council, Rounds
 from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
 from ravnest.averaging.peers import PeerError, Peers
+from ravnest.averaging.stage import Average, Stage, Vectors
 from ravnest.errors import RavnestError
 from ravnest.store.nodefile import NodeFile, RingEntry
 from ravnest.transport.base import Link, Transport
@@ -47,45 +47,6 @@ _RETURN_SECONDS = 600.0
 """So long the Root of a cluster that was lost is looked for."""
 STALL_SECONDS = 30.0
 """Without a single piece a round is given up: the peer lives, but something in between does not."""
-
-Vectors = Mapping[int, Tensor]
-"""By ring."""
-
-
-@dataclass(frozen=True)
-class Average:
-    """What a round came to at one node."""
-
-    round: RoundId
-    values: Vectors
-    held: Vectors
-    """The copy that entered it."""
-    assign: bool
-    """Nothing trains meanwhile; else what was trained since the copy is kept."""
-    faulty: bool
-    """The copy was of no use, and neither is what was trained since."""
-
-
-class Stage(Protocol):
-    """What is averaged. Calls come from any thread and return at once."""
-
-    def hold(self, *, idle: bool, then: Callable[[dict[int, Tensor]], None]) -> None:
-        """Copy the newest values between two computations, or when nothing is under way.
-
-        ``then`` is called in the stage's own thread.
-        """
-
-    def fault(self, vectors: Vectors) -> str:
-        """Why a copy must not enter an average; empty if it may."""
-
-    def prepare(self, average: Average) -> None:
-        """Keep an average until its round is settled."""
-
-    def settle(self, round_id: RoundId, *, commit: bool) -> None:
-        """Apply the average of a round, before all that is asked of the stage later; or drop it."""
-
-    def sizes(self) -> Mapping[int, int]:
-        """Numbers in each ring."""
 
 
 @dataclass
@@ -352,9 +313,10 @@ class Averaging:
         try:
             vectors = self._coding.outgoing(head, held)
             parts = {ring.id: self._part(ring, head, vectors[ring.id]) for ring in self._place.rings}
-        except RavnestError as error:
+        except (RavnestError, LookupError, ValueError) as error:
+            # The last two are those of a Go that makes no sense.
             missing = error.cluster if isinstance(error, PeerError) else None
-            problem = Exchanged(head.round, {}, {}, 0, str(error))
+            problem = Exchanged(head.round, {}, {}, 0, str(error) or type(error).__name__)
             self.post(lambda: self._ended(head, problem, missing))
             return
         self._exchange.start(head.round, parts, lambda done: self.post(lambda: self._ended(head, done)))

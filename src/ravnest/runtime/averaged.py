@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ravnest.averaging.flat import flatten, is_finite, unflatten
-from ravnest.averaging.service import Average
+from ravnest.averaging.stage import Average
 from ravnest.errors import SettingsError
 from ravnest.runtime.worker import Worker
 from ravnest.store.nodefile import RingEntry
