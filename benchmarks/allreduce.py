@@ -181,7 +181,7 @@ def gloo(rank: int, count: int, elements: int) -> None:
 
 
 def hivemind() -> list[str] | str:
-    """The command of a member of hivemind's, in an environment that is made once; or why there is none."""
+    """The command of a member, in an environment that is made once; or why there is none."""
     python = HIVEMIND_ENVIRONMENT / "bin" / "python"
     if not (HIVEMIND_ENVIRONMENT / "ready").exists():
         venv.create(HIVEMIND_ENVIRONMENT, with_pip=True, clear=True)
