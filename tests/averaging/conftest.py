@@ -6,12 +6,30 @@ import pytest
 
 from ravnest.transport.base import Transport
 from ravnest.transport.grpc_transport import GrpcTransport
-from ravnest.transport.memory import MemoryNetwork
+from ravnest.transport.memory import MemoryNetwork, MemoryTransport
+
+
+class Closing(MemoryNetwork):
+    """Closes the transports that it made, so that no thread outlives its test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[MemoryTransport] = []
+
+    def transport(self) -> MemoryTransport:
+        self._made.append(super().transport())
+        return self._made[-1]
+
+    def close(self) -> None:
+        for each in self._made:
+            each.close()
 
 
 @pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork()
+def network() -> Iterator[MemoryNetwork]:
+    made = Closing()
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=["memory", "grpc"])
