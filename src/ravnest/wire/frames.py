@@ -84,7 +84,7 @@ def _tensor(name: str, tensor: torch.Tensor, codec: Codec, offset: int) -> tuple
     encoded = codec.encode(tensor, layout)
     strides = None if layout.strides == plain_strides(layout.shape) else layout.strides
     entry = TensorEntry(
-        name, NAMES[layout.dtype], layout.shape, strides, encoded.codec, offset, len(encoded.payload)
+        name, NAMES[layout.dtype], layout.shape, strides, encoded.codec, offset, encoded.payload.numel()
     )
     return entry, encoded
 

@@ -67,7 +67,9 @@ def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise WireError(f"{name!r} is of {tensor.dtype}, which cannot travel")
     if tensor.is_meta:
         raise WireError(f"{name!r} is a meta tensor: it has no values")
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    tensor = tensor.detach().cpu()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     return tensor if is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
 
 
