@@ -10,22 +10,37 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import venv
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
+from ravnest.averaging.ring import PIECE_BYTES
+from ravnest.transport.base import Link
+from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.types import Address
+from ravnest.wire.messages import PROTOCOL, Hello, Message, RoundId
 
 ELEMENTS = 16 << 20
 MEMBERS = 4
-ROUNDS = 7
+ROUNDS = 9
 GROWTH = (2, 4, 8)
+GROWTH_ELEMENTS = 4 << 20
+PIECES = (PIECE_BYTES // 4, PIECE_BYTES // 2, PIECE_BYTES, 2 * PIECE_BYTES)
+LEAVE_SECONDS = 10.0
 HERE = Path(__file__).resolve()
 HIVEMIND = "hivemind==1.1.12"
-HIVEMIND_SCRIPT = HERE.with_name("allreduce_hivemind.py")
 HIVEMIND_ENVIRONMENT = HERE.parent.parent / ".venv-hivemind"
 
 
@@ -65,16 +80,18 @@ class Members:
 
 
 @contextmanager
-def members(command: list[str], count: int, elements: int) -> Iterator[Members]:
-    """Started, and killed at the end."""
+def members(command: Sequence[str], count: int, elements: int) -> Iterator[Members]:
+    """Started; told to leave at the end, and killed if they do not."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(count), str(elements)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=None if _is_ours(command) else subprocess.DEVNULL,
             env=environment,
             text=True,
+            start_new_session=True,  # hivemind's have children of their own
         )
         for rank in range(count)
     ]
@@ -82,8 +99,23 @@ def members(command: list[str], count: int, elements: int) -> Iterator[Members]:
         yield Members(processes)
     finally:
         for process in processes:
-            process.kill()
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVE_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _is_ours(command: Sequence[str]) -> bool:
+    return command[0] == sys.executable
+
+
+def ours(kind: str, *more: str) -> list[str]:
+    """The command of a member in this file."""
+    return [sys.executable, str(HERE), kind, *more]
 
 
 def say(value: Any) -> None:
@@ -100,42 +132,30 @@ def orders() -> Iterator[None]:
             say("ready")
 
 
-def ravnest(rank: int, count: int, elements: int) -> None:
+class _Handler:
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def on_message(self, link: Link, message: Message) -> None:
+        self._exchange.take(link, message)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        self._exchange.lost(link, reason)
+
+
+def ravnest(piece_bytes: int, rank: int, count: int, elements: int) -> None:
     """A member of ours."""
-    from queue import SimpleQueue
-
-    import torch
-
-    from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
-    from ravnest.averaging.ring import PIECE_BYTES
-    from ravnest.transport.base import Link
-    from ravnest.transport.grpc_transport import GrpcTransport
-    from ravnest.types import Address
-    from ravnest.wire.messages import PROTOCOL, Hello, Message, RoundId
-
     torch.set_num_threads(1)
-    exchange = Exchange({0: elements}, piece_bytes=int(os.environ.get("PIECE_BYTES", PIECE_BYTES)))
-
-    class Handler:
-        def on_message(self, link: Link, message: Message) -> None:
-            exchange.take(link, message)
-
-        def on_lost(self, link: Link, reason: str) -> None:
-            exchange.lost(link, reason)
-
-    def hello(node: int) -> Hello:
-        return Hello(PROTOCOL, "benchmark", node, node, 0)
-
-    transport, handler = GrpcTransport(), Handler()
-    address = transport.serve(
-        Address("127.0.0.1", 0), lambda peer: hello(rank), handler, lambda link: None
-    )
+    exchange = Exchange({0: elements}, piece_bytes=piece_bytes)
+    transport, handler = GrpcTransport(), _Handler(exchange)
+    hello = Hello(PROTOCOL, "benchmark", rank, rank, 0)
+    address = transport.serve(Address("127.0.0.1", 0), lambda peer: hello, handler, lambda link: None)
     say(address.port)
     ports = json.loads(sys.stdin.readline())
     target = Address("127.0.0.1", ports[(rank + 1) % count])
-    successor = transport.dial(target, hello(rank), handler, deadline=30)
-    generator = torch.Generator().manual_seed(rank)
-    vector, into = torch.randn(elements, generator=generator), torch.empty(elements)
+    successor = transport.dial(target, hello, handler, deadline=30)
+    vector = torch.randn(elements, generator=torch.Generator().manual_seed(rank))
+    into = torch.zeros(elements)
     part = RingPart(vector, 1 / count, rank, count, (rank - 1) % count, successor, into=into)
     ended: SimpleQueue[Exchanged] = SimpleQueue()
     say("connected")
@@ -147,9 +167,6 @@ def ravnest(rank: int, count: int, elements: int) -> None:
 
 def gloo(rank: int, count: int, elements: int) -> None:
     """A member of torch.distributed."""
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if not rank else None
     say(store.port if store else 0)
@@ -163,8 +180,91 @@ def gloo(rank: int, count: int, elements: int) -> None:
         say("done")
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        {"ravnest": ravnest, "gloo": gloo}[sys.argv[1]](*map(int, sys.argv[2:]))
+def hivemind() -> list[str] | str:
+    """The command of a member, in an environment that is made once; or why there is none."""
+    python = HIVEMIND_ENVIRONMENT / "bin" / "python"
+    if not (HIVEMIND_ENVIRONMENT / "ready").exists():
+        venv.create(HIVEMIND_ENVIRONMENT, with_pip=True, clear=True)
+        constraints = HIVEMIND_ENVIRONMENT / "constraints.txt"
+        constraints.write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
+        done = subprocess.run([*pip, HIVEMIND], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"cannot be installed here: {done.stderr.strip().splitlines()[-1]}"
+        (HIVEMIND_ENVIRONMENT / "ready").touch()
+    return [str(python), str(HERE.with_name("allreduce_hivemind.py"))]
+
+
+def race(contenders: dict[str, list[str]], rounds: int) -> dict[str, float]:
+    """Median seconds of contenders that take turns, their first two thrown away."""
+    with ExitStack() as stack:
+        opened = {
+            name: stack.enter_context(members(command, MEMBERS, ELEMENTS))
+            for name, command in contenders.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in opened}
+        for _ in range(rounds + 2):
+            for name, group in opened.items():
+                seconds, answers = group.once()
+                assert all(answer == answers[0] for answer in answers), f"{name}: {answers}"
+                times[name].append(seconds)
+    return {name: statistics.median(column[2:]) for name, column in times.items()}
+
+
+def measure() -> str:
+    """The whole report in Markdown."""
+    other = hivemind()
+    contenders = {"ravnest": ours("ravnest", str(PIECE_BYTES)), "gloo": ours("gloo")}
+    if isinstance(other, list):
+        contenders["hivemind"] = other
+    seconds = race(contenders, ROUNDS)
+    mine, theirs = seconds["ravnest"], seconds["gloo"]
+    rows = [
+        f"| 64 MiB between {MEMBERS} processes | seconds | ours takes | required |",
+        "|---|---|---|---|",
+        f"| ours | {mine:.2f} | | |",
+        f"| gloo | {theirs:.2f} | {mine / theirs:.2f} x as long | at most 3 x |",
+    ]
+    if "hivemind" in seconds:
+        third = seconds["hivemind"]
+        rows.append(f"| {HIVEMIND} | {third:.2f} | 1 / {third / mine:.1f} of it | at most 1 / 3 |")
     else:
-        print(measure())
+        rows.append(f"| {HIVEMIND} | {other} | | at most 1 / 3 |")
+    return "\n".join([*rows, "", *_pieces(), "", *_growth()])
+
+
+def _pieces() -> list[str]:
+    names = {f"{size >> 10} KiB": ours("ravnest", str(size)) for size in PIECES}
+    seconds = race(names, ROUNDS // 2)
+    columns = " | ".join(names)
+    figures = " | ".join(f"{value:.2f}" for value in seconds.values())
+    return [
+        f"| size of a piece | {columns} |",
+        "|---|" + len(names) * "---|",
+        f"| seconds | {figures} |",
+    ]
+
+
+def _growth() -> list[str]:
+    sent = []
+    for count in GROWTH:
+        with members(ours("ravnest", str(PIECE_BYTES)), count, GROWTH_ELEMENTS) as group:
+            _, answers = group.once()
+            sent.append(max(answer[2] for answer in answers))
+    columns = " | ".join(str(count) for count in GROWTH)
+    figures = " | ".join(f"{value / (4 * GROWTH_ELEMENTS):.2f}" for value in sent)
+    return [
+        f"| members | {columns} |",
+        "|---|" + len(GROWTH) * "---|",
+        f"| sent by each, in vectors: 2 (m - 1) / m | {figures} |",
+    ]
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case []:
+            print(measure())
+        case ["ravnest", *numbers]:
+            ravnest(*map(int, numbers))
+        case ["gloo", *numbers]:
+            gloo(*map(int, numbers))

@@ -25,6 +25,7 @@ SECTIONS = {
     "planning": "Quality and growth of planning",
     "schedule": "Windows of the schedule",
     "transport": "Cost of a link",
+    "allreduce": "Averaging between clusters",
     "efficiency": "Efficiency of the schedule",
     "pipeline": "Pipelines side by side",
     "idle": "What an idle node costs",

@@ -132,9 +132,14 @@ class TestOrder:
 
     def test_a_verdict_on_a_round_that_never_was_ends_the_wait(self) -> None:
         made = gathering()
-        settle = Settle(RoundId(9), commit=False, reason="only cluster 2 is there")
+        settle = Settle(RoundId(9), commit=False, reason="only cluster 2 is there", assign=True)
         assert made.hear(1, settle) == [Over(settle, assign=True)]
         assert made.next_round == 10
+
+    def test_unless_the_others_trained_on(self) -> None:
+        made = gathering()
+        settle = Settle(RoundId(9), commit=False, reason="not answered within 30.0 s")
+        assert made.hear(1, settle) == [Over(settle, assign=False)]
 
     def test_only_the_coordinator_that_is_followed_is_heard(self) -> None:
         made = gathering()

@@ -201,6 +201,11 @@ class Root:
         if cluster == self.gathering.coordinator:
             self.follow(min(self.believed))
 
+    def joins(self, event: ClusterJoined) -> None:
+        """Who is known to be dead has no link to join by."""
+        if event.cluster in self.believed:
+            self.coordinate(event)
+
     def follow(self, leader: int) -> None:
         self.carry_out(self.gathering.follow(leader, "the coordinator was lost"))
         if leader == self.cluster:
@@ -209,9 +214,9 @@ class Root:
                 self.believed, leader, mode=self.world.mode, first_round=first
             )
             for event in self.early:
-                self.coordinate(event)
+                self.joins(event) if isinstance(event, ClusterJoined) else self.coordinate(event)
         else:
             other = self.world.roots[leader]
-            self.world.send(self.cluster, leader, lambda: other.coordinate(ClusterJoined(self.cluster)))
+            self.world.send(self.cluster, leader, lambda: other.joins(ClusterJoined(self.cluster)))
         if self.pace.pending is not None:
             self.send_due(self.pace.pending)

@@ -208,3 +208,34 @@ def test_a_slow_cluster_holds_up_nobody_and_weighs_less(tmp_path: Path) -> None:
     raise_errors(clusters.train(loaders, node=node, epochs=1, then=then, save=True))
     assert same(clusters.fused(0), clusters.fused(1))
     assert weights, "rounds were reported"
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+def test_compressed_rounds_end_with_the_same_model(tmp_path: Path, codec: str) -> None:
+    data = points_data(192)
+    example = (torch.rand(4, 4),)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    options = {"reduce_factor": 2, "averaging": "blocking", "schedule": "sync"}
+    sent: dict[str, list[int]] = {}
+
+    def train(folder: Path, compression: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        clusters = form_clusters(folder, model, example, (2, 1), compression=compression, **options)
+
+        def then(name: str, trainer: Any) -> None:
+            if name == "node_0":
+                sent[str(compression)] = [o.sent_bytes for o in trainer.node.session.outcomes]
+
+        raise_errors(clusters.train(shards(data, folder), epochs=1, save=True, then=then))
+        first, second = clusters.fused(0), clusters.fused(1)
+        assert same(first, second)
+        return first
+
+    exact, lossy = train(tmp_path / "exact", False), train(tmp_path / "lossy", codec)
+    moved = torch.cat([(exact[k] - model.state_dict()[k]).flatten() for k in exact]).norm()
+    off = torch.cat([(exact[k] - lossy[k]).flatten() for k in exact]).norm()
+    assert off < 0.05 * moved
+    plain, small = sent["False"], sent[codec]
+    assert small[0] == plain[0], "the first round knows no average to start from"
+    assert small[-1] == plain[-1], "the end result is exact"
+    assert small[1] * (1.9 if codec != "int8" else 3.0) < plain[1]

@@ -114,11 +114,13 @@ class Council:
         self._follow_lowest(f"cluster {cluster} has joined", anew=again)
 
     def lost(self, cluster: int, reason: str) -> None:
-        """The Root of a cluster is gone."""
+        """The Root of a cluster is gone; without a reason it has left, as its script is over."""
         if cluster not in self._live:
             return
         self._live.discard(cluster)
-        logger.warning("cluster %d is gone (%s); cluster %d trains on", cluster, reason, self._own)
+        if reason:
+            logger.warning("cluster %d is gone (%s); cluster %d trains on", cluster, reason, self._own)
+        reason = reason or "it has left"
         if self._coordinator is not None:
             self._coordinate(ClusterLost(cluster, reason))
         self._follow_lowest(f"cluster {cluster} is gone")

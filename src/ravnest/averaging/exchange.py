@@ -26,6 +26,9 @@ _ROUNDS_AHEAD = 2
 """Of which pieces are kept before they start here: the next one, and that one tried again."""
 
 
+_VALUES = frozenset({"values"})
+
+
 def _nbytes(values: Tensor) -> int:
     return values.nbytes
 
@@ -43,9 +46,12 @@ class RingPart:
     successor: Link | None
     """To whom they go; None where it is alone."""
     roundtrip: Roundtrip | None = None
-    """Of the links' codec, where it is lossy."""
+    """Of the links' codec; None where values travel as they are."""
     into: Tensor | None = None
-    """Where the average goes, else new memory; may be the vector, if no other attempt will need it."""
+    """Where the average goes, else new memory; may be the vector, if no other attempt will need it.
+
+    For no other use if the round ends with a problem: a piece may still be on its way into it.
+    """
     bytes_of: Callable[[Tensor], int] = _nbytes
     """What values cost on the way, with the links' codec."""
 
@@ -102,8 +108,8 @@ class _Early:
     inboxes: dict[int, deque[_Arrival]] = field(default_factory=dict)
     elements: Counter[int] = field(default_factory=Counter)
     """Kept, by ring."""
-    problem: tuple[int, str] | None = None
-    """A node, and what it did; the round fails when it starts."""
+    problem: tuple[str, int] | None = None
+    """What a node did, and which; the round fails when it starts."""
 
 
 class Exchange:
@@ -161,9 +167,9 @@ class Exchange:
         if before is not None:
             self._end(before, f"round {_name(round_id)} took its place")
         if early.problem is not None:
-            self._end(current, early.problem[1], early.problem[0])
-        for number in early.inboxes:
-            self._end(current, f"pieces came of ring {number}, which this node is not in")
+            self._end(current, *early.problem)
+        for inbox in early.inboxes.values():
+            self._end(current, *_stray(inbox[0]))
         if not rings:
             self._end(current)
         for ring in rings.values():
@@ -177,10 +183,9 @@ class Exchange:
         """A ``Piece`` has arrived; kept if its round has not started here, dropped if it is over."""
         piece, values = message.head, message.values.get("values")
         assert isinstance(piece, Piece), f"a {type(piece).__name__} is no piece"
-        peer = link.peer.node
         if not isinstance(values, Tensor):
             values = torch.empty(0)  # which no piece has
-        arrival = _Arrival(peer, piece, values)
+        arrival = _Arrival(link.peer.node, piece, values)
         with self._lock:
             current = self._round
             if piece.round > self._newest:
@@ -195,7 +200,7 @@ class Exchange:
                     return
                 ring.busy = True
         if ring is None:
-            self._end(current, f"node_{peer} sent a piece of ring {piece.ring}: not of this node", peer)
+            self._end(current, *_stray(arrival))
         else:
             self._work(current, ring)
 
@@ -237,7 +242,7 @@ class Exchange:
         early.elements[piece.ring] += max(arrival.values.numel(), 1)
         if early.elements[piece.ring] > self._most_elements.get(piece.ring, 0):
             words = f"node_{arrival.peer} sent more of ring {piece.ring} than there is of it"
-            early.problem = early.problem or (arrival.peer, words)
+            early.problem = early.problem or (words, arrival.peer)
         else:
             early.inboxes.setdefault(piece.ring, deque()).append(arrival)
 
@@ -268,11 +273,12 @@ class Exchange:
 
     def _send(self, current: _Round, ring: _Ring, outgoing: list[Outgoing]) -> None:
         link, number = ring.part.successor, ring.number
+        exact = _VALUES if ring.part.roundtrip is None else frozenset[str]()
         for item in outgoing:
             assert link is not None, f"ring {number} has {ring.part.members} members and no successor"
             head = Piece(current.id, number, item.segment, item.piece, item.hop)
             try:
-                link.send(Message(head, {"values": item.values}))
+                link.send(Message(head, {"values": item.values}, exact))
             except LinkClosedError as error:
                 self._end(current, str(error), link.peer.node)
                 return
@@ -300,6 +306,11 @@ class Exchange:
         averages = {} if problem else {number: ring.reduce.result for number, ring in rings.items()}
         digests = {} if problem else {number: ring.digest for number, ring in rings.items()}
         current.on_end(Exchanged(current.id, averages, digests, sent, problem, peer))
+
+
+def _stray(arrival: _Arrival) -> tuple[str, int]:
+    number, peer = arrival.piece.ring, arrival.peer
+    return f"node_{peer} sent a piece of ring {number}, which this node is not in", peer
 
 
 def _name(round_id: RoundId) -> str:

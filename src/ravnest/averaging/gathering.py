@@ -11,7 +11,7 @@ Root of the lowest cluster that it believes alive. Then
   taken over and cannot know of a round that others were in: the Root answers with a Held of the
   first id that it has not seen, and the coordinator goes on behind it;
 - Go and Settle count for the open round only. A Settle that is newer than all rounds proposed here
-  says that there is none: whoever has stopped for it goes on;
+  says that there is none: whoever has stopped for it goes on, unless the others did not;
 - with another coordinator, or a new link to the same one, the open round is void here, and the Root
   sends its ``Pace.pending`` again.
 """
@@ -154,7 +154,8 @@ class Gathering:
             return []
         actions = self._void(head.reason)
         self._newest, self._known_here = head.round, True
-        return [*actions, Over(Settle(head.round, commit=False, reason=head.reason), assign=True)]
+        void = Settle(head.round, commit=False, reason=head.reason, assign=head.assign)
+        return [*actions, Over(void, head.assign)]
 
     def _void(self, reason: str) -> list[GatherAction]:
         current, self._open = self._open, None
@@ -166,7 +167,10 @@ class Gathering:
         current.step = "held"
         root = self._nodes[0]
         problem = _problems(current.held.values())
-        return [Answer(Held(current.id, self.cluster, root, current.held[root].samples, problem))]
+        samples = current.held[root].samples
+        wishes = {(held.codec, held.base) for held in current.held.values()}
+        codec, base = next(iter(wishes)) if len(wishes) == 1 else ("raw", None)
+        return [Answer(Held(current.id, self.cluster, root, samples, problem, codec, base))]
 
     def _answer_reduced(self, current: _Open) -> list[GatherAction]:
         digests: dict[int, str] = {}

@@ -43,6 +43,7 @@ class Peers:
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
         self._closed = False
+        self._clamped = 0
 
     def keep(self, link: Link) -> None:
         """A link is open; it takes the place of an earlier one to the same node."""
@@ -56,7 +57,14 @@ class Peers:
             if self._links.get(link.peer.node) is not link:
                 return False
             del self._links[link.peer.node]
+            self._clamped += link.clamped
             return True
+
+    @property
+    def clamped(self) -> int:
+        """Values beyond the range of the codec that were sent, on all links so far."""
+        with self._changed:
+            return self._clamped + sum(link.clamped for link in self._links.values())
 
     def root(self, cluster: int) -> Link | None:
         """To the Root of a cluster, if it is there."""
@@ -132,6 +140,7 @@ class Peers:
         with self._changed:
             self._closed = True
             links = list(self._links.values())
+            self._clamped += sum(link.clamped for link in links)
             self._links.clear()
             self._changed.notify_all()
         for link in links:

@@ -140,7 +140,18 @@ class Round:
         self._weights = dict.fromkeys(self.clusters, 0.0) | shares(able)
         self._since = now
         self.deadline = None if self.kind == "final" else now + self._timing.reduce_within()
-        self._send(Go(self.id, dict(self._weights)))
+        codec, base = self._coding()
+        self._send(Go(self.id, dict(self._weights), codec, base))
+
+    def _coding(self) -> tuple[str, RoundId | None]:
+        """How the average travels: compressed if all want the same and know the same last average.
+
+        The end result is exact.
+        """
+        wishes = {(held.codec, held.base) for held in self._held.values()}
+        exact = self.kind == "final" or len(wishes) > 1
+        codec, base = next(iter(wishes))
+        return ("raw", None) if exact or base is None else (codec, base)
 
     def _judge(self, now: float) -> None:
         silent = {cluster for cluster in self.clusters if cluster not in self._reduced}
@@ -203,7 +214,7 @@ class Round:
             self._weights.pop(cluster, None)
             self.missing[cluster] = reason
             if tell:
-                self.actions.append(Send(cluster, Settle(self.id, commit=False, reason=reason)))
+                self.actions.append(Send(cluster, self._settle(False, reason)))
 
     def _too_few(self) -> str:
         only = f"only cluster {self.clusters[0]} is" if self.clusters else "no cluster is"
@@ -226,8 +237,11 @@ class Round:
             digests=digests,
         )
         if settle:
-            self._send(Settle(self.id, committed, reason or self.outcome.describe()))
+            self._send(self._settle(committed, reason or self.outcome.describe()))
         self.actions.append(Report(self.outcome))
+
+    def _settle(self, commit: bool, reason: str) -> Settle:
+        return Settle(self.id, commit, reason, self.assign)
 
     def _send(self, head: Propose | Go | Settle) -> None:
         self.actions += [Send(cluster, head) for cluster in self.clusters]

@@ -12,17 +12,18 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from ravnest.averaging.coding import Coding
 from ravnest.averaging.council import Council, Rounds
 from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
 from ravnest.averaging.peers import PeerError, Peers
+from ravnest.averaging.stage import Average, Stage, Vectors
 from ravnest.errors import RavnestError
-from ravnest.store.nodefile import NodeFile
+from ravnest.store.nodefile import NodeFile, RingEntry
 from ravnest.transport.base import Link, Transport
 from ravnest.wire.messages import (
     AnyHead,
@@ -47,45 +48,6 @@ _RETURN_SECONDS = 600.0
 STALL_SECONDS = 30.0
 """Without a single piece a round is given up: the peer lives, but something in between does not."""
 
-Vectors = Mapping[int, Tensor]
-"""By ring."""
-
-
-@dataclass(frozen=True)
-class Average:
-    """What a round came to at one node."""
-
-    round: RoundId
-    values: Vectors
-    held: Vectors
-    """The copy that entered it."""
-    assign: bool
-    """Nothing trains meanwhile; else what was trained since the copy is kept."""
-    faulty: bool
-    """The copy was of no use, and neither is what was trained since."""
-
-
-class Stage(Protocol):
-    """What is averaged. Calls come from any thread and return at once."""
-
-    def hold(self, *, idle: bool, then: Callable[[dict[int, Tensor]], None]) -> None:
-        """Copy the newest values between two computations, or when nothing is under way.
-
-        ``then`` is called in the stage's own thread.
-        """
-
-    def fault(self, vectors: Vectors) -> str:
-        """Why a copy must not enter an average; empty if it may."""
-
-    def prepare(self, average: Average) -> None:
-        """Keep an average until its round is settled."""
-
-    def settle(self, round_id: RoundId, *, commit: bool) -> None:
-        """Apply the average of a round, before all that is asked of the stage later; or drop it."""
-
-    def sizes(self) -> Mapping[int, int]:
-        """Numbers in each ring."""
-
 
 @dataclass
 class _Current:
@@ -98,6 +60,7 @@ class _Current:
     """When it was told to average."""
     faulty: bool = False
     done: Exchanged | None = None
+    average: Vectors | None = None
 
 
 class Averaging:
@@ -120,7 +83,10 @@ class Averaging:
         if rounds is not None:
             self._council = Council(place, rounds, self._peers, told=self._tell, post=self.post)
         self._exchange = Exchange(stage.sizes())
+        self._coding = Coding(hello.codec)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._known: set[Link] = set()
+        """Links to Roots that the council has heard of."""
         self._current: _Current | None = None
         self._previous: Link | None = None
         self._next: Link | None = None
@@ -170,6 +136,11 @@ class Averaging:
         assert council is not None, "the Root asks"
         self.post(lambda: council.ask(final=final))
 
+    @property
+    def clamped(self) -> int:
+        """Values of averages that were beyond the range of the codec."""
+        return self._peers.clamped
+
     def post(self, call: Callable[[], None]) -> None:
         """Have the service's thread make a call."""
         self._inbox.put(call)
@@ -183,7 +154,7 @@ class Averaging:
             case Piece():
                 self._exchange.take(link, message)
             case Goodbye():
-                self.post(lambda: self._gone(link, "it has left"))
+                self.post(lambda: self._gone(link, ""))
             case Due() | Held() | Reduced() | Propose() | Go() | Settle():
                 self.post(lambda: self._from_root(link, head))
             case _:
@@ -262,21 +233,27 @@ class Averaging:
     # Other clusters
 
     def _met(self, link: Link) -> None:
-        if self._council is not None and link.peer.stage == 0:
+        """A link is there; its first messages may be quicker than the word of it."""
+        if self._council is not None and link.peer.stage == 0 and link not in self._known:
+            self._known.add(link)
+            self._peers.keep(link)
             self._council.joined(link.peer.cluster)
 
     def _gone(self, link: Link, reason: str) -> None:
+        """``reason`` is empty if it has left, and nothing is wrong."""
         cluster = link.peer.cluster
+        self._known.discard(link)
         if not self._peers.forget(link) or self._council is None or link.peer.stage != 0:
             return
         self._council.lost(cluster, reason)
-        if cluster < self._place.cluster and not self._peers.closed:
+        if cluster < self._place.cluster and reason and not self._peers.closed:
             self._peers.find(cluster, _RETURN_SECONDS, self._found)
 
     def _from_root(self, link: Link, head: Due | Held | Reduced | Propose | Go | Settle) -> None:
         if self._council is None or link.peer.stage != 0:
             logger.warning("node_%d has no business to send %s", link.peer.node, type(head).__name__)
             return
+        self._met(link)
         self._council.heard(link.peer.cluster, head)
 
     # The round, from the Root on along the pipeline
@@ -297,8 +274,15 @@ class Averaging:
             case Go():
                 self._go(head)
             case Settle():
-                self._current = None
-                self._exchange.cancel(head.round, head.reason or "it is over")
+                self._settled(head)
+
+    def _settled(self, head: Settle) -> None:
+        current, self._current = self._current, None
+        self._exchange.cancel(head.round, head.reason or "it is over")
+        average = None
+        if current is not None and current.id == head.round and head.commit:
+            average = current.average
+        self._coding.settled(head.round, average)
 
     def _held(self, round_id: RoundId, held: Vectors) -> None:
         current = self._current
@@ -307,7 +291,8 @@ class Averaging:
         current.held = held
         problem = self._stage.fault(held)
         current.faulty = bool(problem)
-        self._up(Held(round_id, self._place.cluster, self._place.node, 0, problem))
+        coding, place = self._coding, self._place
+        self._up(Held(round_id, place.cluster, place.node, 0, problem, coding.codec, coding.base))
 
     def _up(self, head: Held | Reduced) -> None:
         """The word of a node on its way to the Root, which gathers them."""
@@ -322,21 +307,21 @@ class Averaging:
             return
         current.started = time.monotonic()
         # Reaching a peer may take a while.
-        held = current.held
-        threading.Thread(target=self._begin, args=(head, held), daemon=True).start()
+        threading.Thread(target=self._begin, args=(head, current.held), daemon=True).start()
 
     def _begin(self, head: Go, held: Vectors) -> None:
         try:
-            parts = {ring.id: self._part(ring.id, head, held[ring.id]) for ring in self._place.rings}
-        except RavnestError as error:
+            vectors = self._coding.outgoing(head, held)
+            parts = {ring.id: self._part(ring, head, vectors[ring.id]) for ring in self._place.rings}
+        except (RavnestError, LookupError, ValueError) as error:
+            # The last two are those of a Go that makes no sense.
             missing = error.cluster if isinstance(error, PeerError) else None
-            problem = Exchanged(head.round, {}, {}, 0, str(error))
-            self.post(lambda: self._ended(problem, missing))
+            problem = Exchanged(head.round, {}, {}, 0, str(error) or type(error).__name__)
+            self.post(lambda: self._ended(head, problem, missing))
             return
-        self._exchange.start(head.round, parts, lambda done: self.post(lambda: self._ended(done)))
+        self._exchange.start(head.round, parts, lambda done: self.post(lambda: self._ended(head, done)))
 
-    def _part(self, number: int, head: Go, vector: Tensor) -> RingPart:
-        (ring,) = (ring for ring in self._place.rings if ring.id == number)
+    def _part(self, ring: RingEntry, head: Go, vector: Tensor) -> RingPart:
         members = sorted(head.weights)
         position = members.index(self._place.cluster)
         before = ring.members[members[position - 1]]
@@ -349,16 +334,19 @@ class Averaging:
             len(members),
             before.node,
             None if alone else self._peers.reach(ring.members[after], after),
+            roundtrip=self._coding.roundtrip(head, ring.id),
+            bytes_of=self._coding.bytes_of(head),
         )
 
-    def _ended(self, done: Exchanged, missing: int | None = None) -> None:
+    def _ended(self, head: Go, done: Exchanged, missing: int | None = None) -> None:
         current = self._current
         if current is None or current.id != done.round:
             return
         current.done = done
         if not done.problem:
             assert current.held is not None, "an average is of what was held"
-            average = Average(done.round, done.averages, current.held, current.assign, current.faulty)
+            current.average = self._coding.average(head, done.averages)
+            average = Average(done.round, current.average, current.held, current.assign, current.faulty)
             self._stage.prepare(average)
         if missing is None and done.peer is not None:
             missing = self._peers.cluster_of(done.peer)

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ravnest.averaging.flat import flatten, is_finite, unflatten
-from ravnest.averaging.service import Average
+from ravnest.averaging.stage import Average
 from ravnest.errors import SettingsError
 from ravnest.runtime.worker import Worker
 from ravnest.store.nodefile import RingEntry
@@ -31,6 +31,16 @@ class _Slot:
         return f"{self.kept_as} of {self.key}" if self.kept_as else self.key
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """An average that waits for its verdict."""
+
+    assign: bool
+    faulty: bool
+    parts: dict[int, dict[str, torch.Tensor]]
+    """By ring and slot: the average; of weights that train on, how they are to move."""
+
+
 class AveragedState:
     """The tensors of a stage by ring; implements the ``Stage`` of ``averaging.service``.
 
@@ -45,7 +55,7 @@ class AveragedState:
         optimizer = execution.updates.optimizer
         kept = state_names(optimizer) if with_optimizer and optimizer is not None else {}
         weights = execution.trained()
-        self._prepared: dict[RoundId, Average] = {}
+        self._prepared: dict[RoundId, _Prepared] = {}
         self._slots: dict[int, list[_Slot]] = {}
         for ring in rings:
             slots = [_Slot(keys[name]) for name in ring.names]
@@ -82,46 +92,53 @@ class AveragedState:
         return ""
 
     def prepare(self, average: Average) -> None:
-        """Keep an average until its round is settled."""
-        self._prepared[average.round] = average
+        """Keep an average until its round is settled, with all that the worker need not compute."""
+        parts = {
+            ring: unflatten(average.values[ring], _named(self._tensors(slots)))
+            for ring, slots in self._slots.items()
+        }
+        if not (average.assign or average.faulty):
+            for ring, slots in self._slots.items():
+                held = unflatten(average.held[ring], parts[ring])
+                for slot in filter(self._is_weight, slots):
+                    parts[ring][str(slot)].sub_(held[str(slot)])
+        self._prepared[average.round] = _Prepared(average.assign, average.faulty, parts)
 
     def settle(self, round_id: RoundId, *, commit: bool) -> None:
         """Apply the average of a round, before all that is asked of the worker later; or drop it."""
-        average = self._prepared.pop(round_id, None)
-        if average is not None and commit:
-            self._worker.post(lambda: self._apply(average))
+        prepared = self._prepared.pop(round_id, None)
+        if prepared is not None and commit:
+            self._worker.post(lambda: self._apply(prepared))
 
-    def _apply(self, average: Average) -> None:
-        if average.assign:
-            self._assign(average.values)
-        elif average.faulty:
-            self._execution.after_step(lambda: self._start_anew(average.values))
+    def _apply(self, prepared: _Prepared) -> None:
+        if prepared.assign:
+            self._assign(prepared)
+        elif prepared.faulty:
+            self._execution.after_step(lambda: self._start_anew(prepared))
         else:
-            self._execution.after_step(lambda: self._add(average.values, average.held))
+            self._execution.after_step(lambda: self._add(prepared))
 
-    def _start_anew(self, averages: Mapping[int, torch.Tensor]) -> None:
-        """What the optimizer keeps is no better than the weights that it made."""
-        self._assign(averages)
-        if self._execution.updates.optimizer is not None:
-            self._execution.updates.optimizer.state.clear()
-
-    def _add(self, averages: Mapping[int, torch.Tensor], held: Mapping[int, torch.Tensor]) -> None:
+    def _add(self, prepared: _Prepared) -> None:
         """Weights move by what the average differs from the copy; the rest becomes the average."""
         for ring, slots in self._slots.items():
-            like = _named(self._tensors(slots))
-            average, copy = unflatten(averages[ring], like), unflatten(held[ring], like)
-            weights = [slot for slot in slots if self._is_weight(slot)]
-            self._execution.add({s.key: average[str(s)].sub_(copy[str(s)]) for s in weights})
-            self._replace(slots, average)
+            part = prepared.parts[ring]
+            self._execution.add({slot.key: part[str(slot)] for slot in filter(self._is_weight, slots)})
+            self._replace(slots, part)
 
-    def _assign(self, averages: Mapping[int, torch.Tensor]) -> None:
+    def _assign(self, prepared: _Prepared) -> None:
         """Everything becomes the average."""
         for ring, slots in self._slots.items():
-            average = unflatten(averages[ring], _named(self._tensors(slots)))
-            weights = [slot for slot in slots if self._is_weight(slot)]
-            self._execution.assign({slot.key: average[str(slot)] for slot in weights})
-            self._replace(slots, average)
+            part = prepared.parts[ring]
+            weights = filter(self._is_weight, slots)
+            self._execution.assign({slot.key: part[str(slot)] for slot in weights})
+            self._replace(slots, part)
         self._worker.renew()
+
+    def _start_anew(self, prepared: _Prepared) -> None:
+        """What the optimizer keeps is no better than the weights that it made."""
+        self._assign(prepared)
+        if self._execution.updates.optimizer is not None:
+            self._execution.updates.optimizer.state.clear()
 
     def _is_weight(self, slot: _Slot) -> bool:
         return not slot.kept_as and slot.key in self._execution.trained()

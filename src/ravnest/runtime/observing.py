@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -15,9 +16,17 @@ from ravnest.runtime.window import choose_window, unexplained_after
 from ravnest.runtime.worker import Update
 from ravnest.wire.messages import Begin, StageTiming
 
-_MEASURED = 64
+_MEASURED = 32
 """Micro-batches that a choice looks back on."""
 _FIRST_CHOICE = 8
+_SELDOM = 512
+"""Micro-batches between choices, once the first ones are made."""
+_BREATH_SECONDS = 0.0005
+
+
+def _breathe() -> None:
+    """A choice is in no hurry: training has Python's lock when it needs it."""
+    time.sleep(_BREATH_SECONDS)
 
 
 class RunObserver:
@@ -88,7 +97,7 @@ class WindowKeeper:
             self._round_trips.append(round_trip)
         self._seen += 1
         if self._seen == self._next:
-            self._next = min(2 * self._next, self._next + _MEASURED)
+            self._next += min(self._next, _SELDOM)
             measured, under_way = list(self._timings), list(self._round_trips)
             threading.Thread(target=self._choose, args=(measured, under_way), daemon=True).start()
 
@@ -102,6 +111,7 @@ class WindowKeeper:
                 costs,
                 links,
                 update_frequency=self._update_frequency,
+                breathe=_breathe,
             )
         choice = choose_window(
             costs,
@@ -110,6 +120,7 @@ class WindowKeeper:
             schedule=self._schedule,
             cap=self._cap,
             unexplained=self._unexplained,
+            breathe=_breathe,
         )
         if choice.window != self._window:
             self._filling = max(choice.window, self._window)

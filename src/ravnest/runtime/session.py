@@ -206,7 +206,8 @@ class Session:
         place, codec = self._assignment.place, self._assignment.codec
         if codec == "raw":
             return
-        count = sum(link.clamped for link in links)
+        others = self._averaging.clamped if self._averaging is not None else 0
+        count = others + sum(link.clamped for link in links)
         level = logging.WARNING if count else logging.INFO
         logger.log(level, "node_%d: %d values were beyond %s and clamped", place.node, count, codec)
 

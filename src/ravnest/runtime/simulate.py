@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ravnest.runtime.events import (
@@ -37,6 +37,8 @@ from ravnest.runtime.events import (
 from ravnest.runtime.machine import Machine, Schedule, show
 
 DONE = Done()
+_BREATH = 50
+"""Events, of about 10 microseconds each."""
 
 
 @dataclass(frozen=True)
@@ -212,13 +214,18 @@ class _World:
         self._batches = scenario.batches
         self._submitted = 0
 
-    def run(self, until: int) -> None:
-        """Go on until so many micro-batches have come back and, if they are all, nothing is left."""
+    def run(self, until: int, breathe: Callable[[], None] | None = None) -> None:
+        """Go on until so many micro-batches have come back and, if they are all, nothing is left.
+
+        ``breathe`` is called now and then.
+        """
         self._push(0.0, 0, PhaseBegun(0, True))
         heap, stages, pop = self._heap, self.stages, heapq.heappop
         while heap and (len(self.finished) < until or until == self._batches):
             self.now, _, position, event = pop(heap)
             self.events += 1
+            if breathe is not None and self.events % _BREATH == 0:
+                breathe()
             stage = stages[position]
             for action in stage.machine.handle(event, self.now):
                 self._carry_out(position, stage, action)
@@ -290,14 +297,18 @@ def simulate(scenario: Scenario, *, record: bool = False) -> Simulation:
     )
 
 
-def steady_rate(scenario: Scenario, rounds: int = 2) -> float:
-    """The rate of a phase that goes on, whatever its ``batches``; cheaper than to simulate it all."""
+def steady_rate(scenario: Scenario, rounds: int = 2, breathe: Callable[[], None] | None = None) -> float:
+    """The rate of a phase that goes on, whatever its ``batches``; cheaper than to simulate it all.
+
+    ``breathe`` is called every half a millisecond or so: whoever simulates beside a thread that has
+    better to do can let it have Python's lock.
+    """
     first, period = _ramp(scenario), _period(scenario)
     # Sync repeats itself to the letter, unless its costs vary.
     least = period * (1 if scenario.schedule == "sync" else rounds)
     last = first + max(least, math.ceil(scenario.varieties / period) * period)
     world = _World(replace(scenario, batches=last + 2 * (period + scenario.window)), record=False)
-    world.run(last + 1)
+    world.run(last + 1, breathe)
     return _rate(world.finished, first, last)
 
 

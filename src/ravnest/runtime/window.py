@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.runtime.machine import Schedule
@@ -43,16 +43,18 @@ def choose_window(
     schedule: Schedule,
     cap: int,
     unexplained: float = 0.0,
+    breathe: Callable[[], None] | None = None,
 ) -> WindowChoice:
     """The smallest window predicted to reach 98% of the slowest part's rate, at most ``cap``.
 
-    ``unexplained`` is what a round trip was found to take beyond the costs (``unexplained_after``).
+    ``unexplained`` is what a round trip was found to take beyond the costs (``unexplained_after``);
+    ``breathe`` is as in ``steady_rate``.
 
     In ``sync`` the flush at each update costs time whatever the window: there the measure is the
     rate at the largest window of use, that of a whole update.
     """
     assert cap >= 1, f"a window of at most {cap}"
-    trials = _Trials(tuple(costs), _slower(links, unexplained), update_frequency, schedule)
+    trials = _Trials(tuple(costs), _slower(links, unexplained), update_frequency, schedule, breathe)
     if trials.slowest_time == 0:
         window = min(cap, len(costs))
         reason = f"{window} in flight: no stage takes any time"
@@ -69,6 +71,7 @@ def unexplained_after(
     links: Sequence[LinkDelay],
     *,
     update_frequency: int,
+    breathe: Callable[[], None] | None = None,
 ) -> float:
     """Seconds of a round trip that costs and delays do not explain; ``before``: as found earlier.
 
@@ -77,7 +80,7 @@ def unexplained_after(
     trip takes ``window`` times as long as one takes to come back. A pipeline that is full says
     nothing about what it hides, so that an earlier finding stands.
     """
-    trials = _Trials(tuple(costs), _slower(links, before), update_frequency, "async")
+    trials = _Trials(tuple(costs), _slower(links, before), update_frequency, "async", breathe)
     expected = window / trials.rate(window)
     return max(0.0, before + statistics.fmean(round_trips) - expected)
 
@@ -131,6 +134,7 @@ class _Trials:
         links: tuple[LinkDelay, ...],
         update_frequency: int,
         schedule: Schedule,
+        breathe: Callable[[], None] | None,
     ) -> None:
         means = [mean_cost(cost) for cost in costs]
         times = {
@@ -145,6 +149,7 @@ class _Trials:
         self.links = links
         self.update_frequency = update_frequency
         self.schedule: Schedule = schedule
+        self._breathe = breathe
         self.slowest = max(times, key=times.__getitem__)
         self.slowest_time = times[self.slowest]
         self.round_trip = sum(mean.forward + mean.backward for mean in means) + sum(
@@ -158,7 +163,7 @@ class _Trials:
     def rate(self, window: int) -> float:
         scenario = Scenario(self.costs, self.links, window, self.update_frequency, self.schedule)
         # What waits before the slowest stage at first may come out a little faster.
-        return min(self.slowest_rate, steady_rate(scenario))
+        return min(self.slowest_rate, steady_rate(scenario, breathe=self._breathe))
 
     def least(self, rate: float) -> int:
         """No smaller window reaches the rate: a place is taken for a round trip at least."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ravnest.errors import TransportError, UnreachableError
+from ravnest.transport.allocator import keep_freed_memory
 from ravnest.transport.base import Admit, Link, LinkHandler
 from ravnest.transport.grpc_client import Call, attempt
 from ravnest.transport.grpc_server import Listener
@@ -57,6 +58,7 @@ class GrpcTransport:
             self._keep(link)
             on_link(link)
 
+        keep_freed_memory()
         listener = Listener(admit, handler, keep, self._limits)
         port = listener.start(address, self._credentials_for(known_as or address))
         with self._lock:
@@ -74,6 +76,7 @@ class GrpcTransport:
         expect: int | None = None,
     ) -> Link:
         """Reach a peer; pauses between attempts grow and are jittered, so that nodes do not march."""
+        keep_freed_memory()
         call = Call(address, hello, handler, expect, self._credentials_for(address), self._limits)
         begin = time.monotonic()
         pause, next_word = _FIRST_PAUSE, begin

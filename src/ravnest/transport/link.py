@@ -22,7 +22,7 @@ from ravnest.wire.codecs import CODECS, RAW, Codec
 from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
 from ravnest.wire.envelope import Buffer, Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, Assembler, encode_parts, largest_frame
-from ravnest.wire.messages import LOSSY, Goodbye, Hello, Message
+from ravnest.wire.messages import LOSSY, Goodbye, Hello, Message, Piece
 from ravnest.wire.table import Limits
 
 CLOSE_SECONDS = 5.0
@@ -113,7 +113,7 @@ class FrameLink:
             if self._closing or self._ended:
                 how = "closed" if self._closing else "lost"
                 raise LinkClosedError(f"the link to node_{self.peer.node} is {how}")
-            token = self._meter.message_sent(time.perf_counter())
+            token = None if _unmetered(message) else self._meter.message_sent(time.perf_counter())
             self._queue.put(message)
         if token is not None:
             self._control(Probe(token))
@@ -275,7 +275,8 @@ class FrameLink:
     def _deliver(self, message: Message) -> None:
         if isinstance(message.head, Goodbye):
             self._goodbye = True
-        count = self._meter.message_arrived(time.perf_counter())
+        metered = not _unmetered(message)
+        count = self._meter.message_arrived(time.perf_counter()) if metered else None
         if count is not None and len(self._controls) < _MOST_CONTROLS // 2:
             self._controls.append(Ack(count))  # it travels with what the handler sends
         try:
@@ -318,6 +319,14 @@ class FrameLink:
             if isinstance(control, Probe):
                 self._meter.probe_left(control.token, time.perf_counter())
             yield encode_control(control)
+
+
+def _unmetered(message: Message) -> bool:
+    """Pieces of a round come in bursts for one direction, and nobody plans with their delay.
+
+    Acknowledging them would cost a message the other way every few milliseconds.
+    """
+    return isinstance(message.head, Piece)
 
 
 class _Flush:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,8 @@ class Layout:
     strides: tuple[int, ...]
 
 
-def plain_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=1024)
+def plain_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, as torch has them."""
     strides = []
     step = 1

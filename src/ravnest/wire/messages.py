@@ -206,6 +206,10 @@ class Held(Head, frozen=True):
     """Of the cluster since the last round it took part in; the Root fills it in."""
     problem: str = ""
     """Why the copy must not enter an average."""
+    codec: str = "raw"
+    """How its sender would like averages to travel."""
+    base: RoundId | None = None
+    """The last average that it applied, if it kept that: compressed is what has changed since."""
 
 
 class Go(Head, frozen=True):
@@ -214,6 +218,9 @@ class Go(Head, frozen=True):
     round: RoundId
     weights: dict[int, float]
     """By cluster; they add up to 1. A cluster with weight 0 only receives."""
+    codec: str = "raw"
+    base: RoundId | None = None
+    """With another codec than raw: what is averaged is the change since this average."""
 
 
 class Piece(Head, frozen=True):
@@ -248,6 +255,8 @@ class Settle(Head, frozen=True):
     round: RoundId
     commit: bool
     reason: str = ""
+    assign: bool = False
+    """As proposed: who stands still for the round goes on, even if the Propose never came."""
 
 
 class Goodbye(Head, frozen=True):

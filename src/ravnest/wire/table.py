@@ -5,6 +5,7 @@ A peer's table is checked against the limits before any memory is allocated for 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -102,7 +103,9 @@ def layouts(opening: Opening, limits: Limits) -> dict[str, Layout]:
             raise WireError(f"two values are called {entry.name!r}")
         seen.add(entry.name)
         if isinstance(entry, TensorEntry):
-            found[entry.name] = layout = _layout(entry, limits)
+            found[entry.name] = layout = _layout(
+                entry.name, entry.dtype, entry.shape, entry.strides, entry.codec, entry.nbytes, limits
+            )
             if entry.offset != travelling:
                 raise WireError(f"{entry.name!r} lies at {entry.offset} and should at {travelling}")
             travelling += entry.nbytes
@@ -119,26 +122,34 @@ def _memory(layout: Layout) -> int:
     return layout.dtype.itemsize * math.prod(layout.shape)
 
 
-def _layout(entry: TensorEntry, limits: Limits) -> Layout:
-    name = entry.name
-    dtype = DTYPES.get(entry.dtype)
+@functools.lru_cache(maxsize=1024)
+def _layout(
+    name: str,
+    dtype_name: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    codec: str,
+    nbytes: int,
+    limits: Limits,
+) -> Layout:
+    """Remembered, as most messages of a link announce what the one before did."""
+    dtype = DTYPES.get(dtype_name)
     if dtype is None:
-        raise WireError(f"{name!r} has the unknown dtype {entry.dtype!r}")
-    if len(entry.shape) > limits.max_dimensions:
-        raise WireError(f"{name!r} has {len(entry.shape)} dimensions, over {limits.max_dimensions}")
+        raise WireError(f"{name!r} has the unknown dtype {dtype_name!r}")
+    if len(shape) > limits.max_dimensions:
+        raise WireError(f"{name!r} has {len(shape)} dimensions, over {limits.max_dimensions}")
     # With the zeros left out: torch multiplies the others, even where there are no elements.
-    elements = math.prod(size or 1 for size in entry.shape)
-    if elements >= _LARGEST or any(size < 0 for size in entry.shape):
-        raise WireError(f"{name!r} has the impossible shape {list(entry.shape)}")
-    strides = entry.strides
+    elements = math.prod(size or 1 for size in shape)
+    if elements >= _LARGEST or any(size < 0 for size in shape):
+        raise WireError(f"{name!r} has the impossible shape {list(shape)}")
     if strides is None:
-        strides = plain_strides(entry.shape)
-    elif len(strides) != len(entry.shape) or not is_dense(entry.shape, strides):
-        raise WireError(f"{name!r} has strides {list(strides)} that do not fit {list(entry.shape)}")
+        strides = plain_strides(shape)
+    elif len(strides) != len(shape) or not is_dense(shape, strides):
+        raise WireError(f"{name!r} has strides {list(strides)} that do not fit {list(shape)}")
     if any(not 0 <= stride < _LARGEST for stride in strides):
         raise WireError(f"{name!r} has the impossible strides {list(strides)}")
-    layout = Layout(dtype, entry.shape, strides)
-    due = codec_named(entry.codec).nbytes(layout)
-    if entry.nbytes != due:
-        raise WireError(f"{name!r} announces {entry.nbytes} bytes and its shape needs {due}")
+    layout = Layout(dtype, shape, strides)
+    due = codec_named(codec).nbytes(layout)
+    if nbytes != due:
+        raise WireError(f"{name!r} announces {nbytes} bytes and its shape needs {due}")
     return layout

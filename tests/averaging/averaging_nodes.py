@@ -1,0 +1,81 @@
+"""Nodes that form rings, over either transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
+from ravnest.transport.base import Link, Transport
+from ravnest.types import Address
+from ravnest.wire.messages import PROTOCOL, Hello, Message, Piece, RoundId
+
+SECONDS = 20.0
+"""No wait of a test is longer; all that succeed are far shorter."""
+PIECE_BYTES = 256
+RINGS = {0: 1000, 1: 7, 2: 0}
+"""Elements of each."""
+
+
+@dataclass
+class Member:
+    """A node: an exchange, and links to its neighbours."""
+
+    number: int
+    exchange: Exchange
+    successor: Link | None = None
+    ended: SimpleQueue[Exchanged] = field(default_factory=SimpleQueue)
+    arrived: SimpleQueue[Message] = field(default_factory=SimpleQueue)
+
+    def on_message(self, link: Link, message: Message) -> None:
+        assert isinstance(message.head, Piece)
+        self.exchange.take(link, message)
+        self.arrived.put(message)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        self.exchange.lost(link, reason)
+
+    def vectors(self) -> dict[int, Tensor]:
+        generator = torch.Generator().manual_seed(self.number)
+        return {ring: torch.randn(count, generator=generator) for ring, count in RINGS.items()}
+
+    def start(self, round_id: RoundId, members: int, weight: float | None = None) -> None:
+        parts = {
+            ring: RingPart(
+                vector,
+                1 / members if weight is None else weight,
+                self.number,
+                members,
+                (self.number - 1) % members,
+                self.successor,
+            )
+            for ring, vector in self.vectors().items()
+        }
+        self.exchange.start(round_id, parts, self.ended.put)
+
+    def end(self) -> Exchanged:
+        return self.ended.get(timeout=SECONDS)
+
+
+def ring_of(count: int, transport: Callable[[], Transport]) -> list[Member]:
+    """Members that have dialled the next one each."""
+
+    def hello(number: int) -> Hello:
+        return Hello(PROTOCOL, "plan", number, number, 0)
+
+    members = [Member(number, Exchange(RINGS, piece_bytes=PIECE_BYTES)) for number in range(count)]
+    transports = [transport() for _ in members]
+    addresses = [
+        each.serve(
+            Address("127.0.0.1", 0), lambda peer, n=member.number: hello(n), member, lambda link: None
+        )
+        for member, each in zip(members, transports, strict=True)
+    ]
+    for member, each in zip(members, transports, strict=True):
+        target = (member.number + 1) % count
+        member.successor = each.dial(addresses[target], hello(member.number), member, deadline=SECONDS)
+    return members

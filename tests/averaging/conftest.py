@@ -1,0 +1,46 @@
+"""Fixtures of the averaging tests."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ravnest.transport.base import Transport
+from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.memory import MemoryNetwork, MemoryTransport
+
+
+class Closing(MemoryNetwork):
+    """Closes the transports that it made, so that no thread outlives its test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[MemoryTransport] = []
+
+    def transport(self) -> MemoryTransport:
+        self._made.append(super().transport())
+        return self._made[-1]
+
+    def close(self) -> None:
+        for each in self._made:
+            each.close()
+
+
+@pytest.fixture
+def network() -> Iterator[MemoryNetwork]:
+    made = Closing()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["memory", "grpc"])
+def opener(request: pytest.FixtureRequest, network: MemoryNetwork) -> Iterator[Callable[[], Transport]]:
+    """Makes transports, and closes them."""
+    made: list[Transport] = []
+
+    def make() -> Transport:
+        made.append(network.transport() if request.param == "memory" else GrpcTransport())
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -1,0 +1,91 @@
+"""How averages travel, and who decides it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from round_cases import Case
+
+from ravnest.averaging.coding import Coding
+from ravnest.averaging.events import HeldArrived, Send
+from ravnest.wire.messages import Go, Held, RoundId
+
+LAST = RoundId(3)
+
+
+def decided(wishes: list[tuple[str, RoundId | None]], *, final: bool = False) -> Go:
+    """The Go of a round whose clusters wish to compress like this."""
+    case = Case(len(wishes), first_round=4)
+    for cluster in range(len(wishes) if final else 1):
+        case.due(cluster, final=final)
+    for cluster, (codec, base) in enumerate(wishes):
+        actions = case.feed(HeldArrived(Held(case.round, cluster, cluster, 1, "", codec, base)))
+    (head,) = {repr(a.head): a.head for a in actions if isinstance(a, Send)}.values()
+    assert isinstance(head, Go)
+    return head
+
+
+def test_compressed_if_all_want_the_same_and_know_the_same_average() -> None:
+    go = decided([("int8", LAST), ("int8", LAST)])
+    assert (go.codec, go.base) == ("int8", LAST)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        [("int8", LAST), ("fp16", LAST)],
+        [("int8", LAST), ("int8", RoundId(2))],
+        [("int8", None), ("int8", None)],
+        [("int8", LAST), ("raw", None)],
+    ],
+    ids=["other codecs", "another average", "no average", "no wish"],
+)
+def test_else_as_it_is(wishes: list[tuple[str, RoundId | None]]) -> None:
+    assert (decided(wishes).codec, decided(wishes).base) == ("raw", None)
+
+
+def test_the_end_result_is_exact() -> None:
+    assert decided([("int8", LAST), ("int8", LAST)], final=True).codec == "raw"
+
+
+def test_changes_since_the_last_average_enter_and_come_out() -> None:
+    coding = Coding("fp16")
+    before = torch.full((200,), 1000.0)
+    coding.settled(LAST, {0: before})
+    assert coding.base == LAST
+    go = Go(RoundId(4), {0: 0.5, 1: 0.5}, "fp16", LAST)
+    held = {0: before + torch.linspace(0, 0.5, 200)}
+    change = coding.outgoing(go, held)
+    assert change[0].abs().max() <= 0.5
+    assert coding.average(go, change)[0].allclose(held[0], atol=1e-4)
+    assert coding.bytes_of(go)(change[0]) == 400
+    plain = Go(RoundId(4), {0: 0.5, 1: 0.5})
+    assert coding.outgoing(plain, held) is held
+    assert coding.roundtrip(plain, 0) is None
+    assert coding.bytes_of(plain)(held[0]) == 800
+
+
+def test_errors_are_made_up_for_unless_their_round_came_to_nothing() -> None:
+    coding = Coding("int8")
+    coding.settled(LAST, {0: torch.zeros(256)})
+    go = Go(RoundId(4), {0: 0.5, 1: 0.5}, "int8", LAST)
+    meant = torch.linspace(-1, 1, 256) ** 3
+    first = coding.roundtrip(go, 0)
+    assert first is not None
+    arrived = first("0/0", meant)
+    total = arrived.clone()
+    for _ in range(9):
+        again = coding.roundtrip(go, 0)
+        assert again is not None
+        total += again("0/0", meant)
+    assert (total - 10 * meant).abs().max() <= 1.02 / 254, "one rounding, not ten"
+    coding.settled(RoundId(4), None)
+    afresh = coding.roundtrip(go, 0)
+    assert afresh is not None
+    assert torch.equal(afresh("0/0", meant), arrived)
+
+
+def test_without_compression_nothing_is_kept() -> None:
+    coding = Coding("raw")
+    coding.settled(LAST, {0: torch.zeros(4)})
+    assert coding.base is None
