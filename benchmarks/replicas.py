@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from learning import BATCH, KINDS, LAYERS, LENGTH, WIDTH, token_loss
+from learning import KINDS, LAYERS, LENGTH, WIDTH, token_loss
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from workloads import GPT, digits
@@ -24,7 +24,7 @@ SEQUENCES, HELD_OUT = 16384, 1024
 _ORDER = 9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lesson:
     """What is to be learned, and how."""
 
@@ -168,7 +168,7 @@ DIGITS = Lesson(
     _digits_data,
     nn.functional.cross_entropy,
     nn.functional.cross_entropy,
-    16,
+    8,
     torch.optim.AdamW,
 )
 SORTING = Lesson(
@@ -177,6 +177,6 @@ SORTING = Lesson(
     _sequences,
     token_loss,
     _known_places,
-    BATCH,
+    8,
     torch.optim.AdamW,
 )
