@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -65,14 +65,12 @@ class _TimedWorker:
 class TimedState(AveragedState):
     """Times everything that averaging does in the thread that computes."""
 
-    def __init__(self, worker: Any, rings: Any, *, with_optimizer: bool) -> None:
-        super().__init__(worker, rings, with_optimizer=with_optimizer)
+    def __init__(self, worker: Any, rings: Any, **options: Any) -> None:
+        super().__init__(worker, rings, **options)
         self._worker = _TimedWorker(worker)  # type: ignore[assignment]
-
-    def _add(
-        self, averages: Mapping[int, torch.Tensor], held: Mapping[int, torch.Tensor]
-    ) -> None:  # not when it is posted: after the next update
-        _Stopped.during(lambda: super(TimedState, self)._add(averages, held))
+        execution = worker.execution
+        later = execution.after_step  # what is not done when it is posted
+        execution.after_step = lambda change: later(lambda: _Stopped.during(change))
 
 
 class _Watching(Racing):
