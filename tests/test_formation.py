@@ -186,14 +186,20 @@ def test_node_files_have_the_documented_fields(result: Result) -> None:
     data = json.loads((result.folder / "nodes" / "node_0.json").read_bytes())
     assert (data["format"], data["version"]) == ("ravnest-node", 1)
     fields = {"plan", "node", "cluster", "stage", "stages", "role", "address", "previous", "next"}
-    fields |= {"rings", "bundle", "sha256", "seed", "in_flight", "in_flight_limit"}
+    fields |= {"pipeline", "roots", "rings", "bundle", "sha256", "seed", "in_flight", "in_flight_limit"}
     fields |= {"update_frequency", "certificates"}
     assert set(data) == fields | {"format", "version"}
 
 
 def test_neighbours_form_the_pipelines(result: Result) -> None:
+    roots = [cluster.stages[0].node.id for cluster in result.plan.clusters]
     for cluster in result.plan.clusters:
         nodes = [result.nodes[stage.node.id] for stage in cluster.stages]
+        for node in nodes:
+            assert node.pipeline == tuple(each.node for each in nodes)
+            assert [(r.node, r.address) for r in node.roots] == [
+                (root, result.nodes[root].address) for root in roots
+            ]
         assert nodes[0].previous is None
         assert nodes[-1].next is None
         for before, after in pairwise(nodes):

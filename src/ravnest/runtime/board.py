@@ -40,7 +40,7 @@ class Board:
         self.returned: Counter[Call] = Counter()
         """Calls that the Root has ended, and that have not returned here."""
         self.updates = 0
-        """Made here so far."""
+        """Made here so far; kept where clusters average."""
         self.rounds = 0
         """Averages that this cluster stood still for, and that are over."""
         self.finish = False

@@ -19,8 +19,8 @@ from ravnest.wire.messages import Begin, StageTiming
 _MEASURED = 32
 """Micro-batches that a choice looks back on."""
 _FIRST_CHOICE = 8
-_SELDOM = 512
-"""Micro-batches between choices, once the first ones are made."""
+_SELDOM = 64
+"""Measured micro-batches between choices, once the first ones are made."""
 _BREATH_SECONDS = 0.0005
 
 

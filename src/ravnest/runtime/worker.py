@@ -83,6 +83,9 @@ from ravnest.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _NO_DELAY = LinkDelay(0.0, 0.0, 0.0)
+_ALL_TIMED = 64
+"""Micro-batches at the start of a phase."""
+_TIMED_EVERY = 8
 
 
 @dataclass(frozen=True)
@@ -428,8 +431,9 @@ class Worker:
             self.averaging.updated(samples)
         self._observer.updated(Update(update, last.id.epoch, loss, stale, count, in_flight))
         self._step_seconds = self._lap()
-        with self._board.writing():
-            self._board.updates = update + 1
+        if self.averaging is not None:
+            with self._board.writing():
+                self._board.updates = update + 1
 
     def _end_phase(self, phase: int) -> None:
         if self.averaging is not None and self._desk.phase(phase).kind == "train":
@@ -451,7 +455,9 @@ class Worker:
         self._links.previous.send(message)
 
     def _timings(self, held: InHand) -> tuple[StageTiming, ...]:
-        """Of this stage and those behind."""
+        """Of this stage and those behind; empty where the Leaf did not start with its own."""
+        if not (held.timings or (self._machine.is_leaf and _is_timed(held.id.index))):
+            return ()
         following, previous = (
             _NO_DELAY if link is None else link.delay()
             for link in (self._links.next, self._links.previous)
@@ -471,7 +477,8 @@ class Worker:
         held = self._desk.look(batch)
         answer = self._desk.finished(batch)
         if answer is None:
-            self._observer.timed(self._timings(held), time.perf_counter() - held.began)
+            if timings := self._timings(held):
+                self._observer.timed(timings, time.perf_counter() - held.began)
             return
         with self._board.writing():
             self._board.answers[batch] = answer
@@ -500,6 +507,11 @@ class Worker:
         stage = self._keeper.receive(head.node, head.manifest, values)
         with self._board.writing():
             self._board.saved.add(stage)
+
+
+def _is_timed(index: int) -> bool:
+    """Whether the Root is told what a micro-batch cost: first of each, then of some."""
+    return index < _ALL_TIMED or index % _TIMED_EVERY == 0
 
 
 def _try_send(link: Link, message: Message) -> None:
