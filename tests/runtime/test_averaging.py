@@ -239,3 +239,31 @@ def test_compressed_rounds_end_with_the_same_model(tmp_path: Path, codec: str) -
     assert small[0] == plain[0], "the first round knows no average to start from"
     assert small[-1] == plain[-1], "the end result is exact"
     assert small[1] * (1.9 if codec != "int8" else 3.0) < plain[1]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_cluster_that_comes_late_takes_part(tmp_path: Path, late: int) -> None:
+    clusters = mlp_clusters(tmp_path, (1, 1), reduce_factor=2)
+    early_trains, late_trains = threading.Event(), threading.Event()
+
+    def early(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        if early_trains.is_set():
+            assert late_trains.wait(30)
+        early_trains.set()
+        return nn.functional.cross_entropy(outputs, batch[-1])
+
+    def coming(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        late_trains.set()
+        return nn.functional.cross_entropy(outputs, batch[-1])
+
+    def loaders(name: str) -> Any:
+        assert clusters.of(name) != late or early_trains.wait(30)
+        return shards(points_data(), tmp_path)(name)
+
+    def node(name: str) -> dict[str, Any]:
+        if clusters.of(name) == late:
+            return {"criterion": coming}
+        return {"criterion": early, "connect_timeout": 0.2}
+
+    raise_errors(clusters.train(loaders, node=node, epochs=1, save=True))
+    assert same(clusters.fused(0), clusters.fused(1))

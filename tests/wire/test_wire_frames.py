@@ -455,7 +455,7 @@ def test_splitting_ends_and_loses_nothing(noise: bytes) -> None:
     assert b"".join(split(noise)) == noise
 
 
-@pytest.mark.parametrize("control", [Probe(3), Echo(2**40), Ack(7), Closing()])
+@pytest.mark.parametrize("control", [Probe(3), Echo(2**40), Ack(7, 0.25), Closing()])
 def test_controls_come_back(control: Control) -> None:
     assert decode_control(unseal(b"".join(encode_control(control)), 100)) == control
 

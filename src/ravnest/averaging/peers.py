@@ -117,21 +117,27 @@ class Peers:
         met: Callable[[Link], None],
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """Dial the Root of an earlier cluster in the background; ``met`` gets the link."""
+        """Dial the Root of an earlier cluster in the background, for as long as it takes.
+
+        ``met`` gets the link. ``say`` is told what is waited for in the first ``timeout`` seconds.
+        """
         root = self._place.roots[cluster]
         waiting = f"{self._place.name} ({self._place.role}) waits for cluster {cluster}"
 
         def dial() -> None:
-            try:
-                link = self._dial(
-                    root, timeout, None if say is None else lambda why: say(f"{waiting}: {why}")
-                )
-            except RavnestError as error:
-                if not self._closed:
-                    logger.warning("cluster %d cannot be reached: %s", cluster, error)
-                return
-            self.keep(link)
-            met(link)
+            told = None if say is None else lambda why: say(f"{waiting}: {why}")
+            while not self._closed:
+                try:
+                    link = self._dial(root, timeout, told)
+                except UnreachableError:
+                    told = None
+                except RavnestError as error:
+                    logger.warning("cluster %d cannot be joined: %s", cluster, error)
+                    return
+                else:
+                    self.keep(link)
+                    met(link)
+                    return
 
         threading.Thread(target=dial, name=f"find cluster {cluster}", daemon=True).start()
 

@@ -43,8 +43,8 @@ from ravnest.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
-_RETURN_SECONDS = 600.0
-"""So long the Root of a cluster that was lost is looked for."""
+_RETURN_SECONDS = 60.0
+"""Of one attempt to find the Root of a cluster that was lost."""
 STALL_SECONDS = 30.0
 """Without a single piece a round is given up: the peer lives, but something in between does not."""
 

@@ -145,6 +145,8 @@ class Session:
         """Of averaging, at the coordinator: ``averaged``, ``failed``, and their ``sent_bytes``."""
         self.outcomes: deque[RoundOutcome] = deque(maxlen=_OUTCOMES)
         """The last of them, newest last."""
+        self._trouble: tuple[object, ...] = ()
+        """Of the last round: what is no news is no warning."""
         self._averaging = self._make_averaging() if len(place.roots) > 1 else None
 
     def open(self) -> None:
@@ -250,8 +252,10 @@ class Session:
         self.rounds["averaged" if outcome.committed else "failed"] += 1
         self.rounds["sent_bytes"] += outcome.sent_bytes
         self.outcomes.append(outcome)
-        whole = outcome.committed and not outcome.missing and not outcome.problems
-        logger.log(logging.INFO if whole else logging.WARNING, "%s", outcome.describe())
+        trouble = outcome.reason, frozenset(outcome.missing), frozenset(outcome.problems)
+        new = any(trouble) and trouble != self._trouble
+        self._trouble = trouble
+        logger.log(logging.WARNING if new else logging.INFO, "%s", outcome.describe())
         if outcome.kind == "final":
             self.line.say(f"{self._assignment.place.role}: {outcome.describe()}")
 

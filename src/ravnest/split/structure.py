@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from keyword import iskeyword
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -196,6 +196,10 @@ def flatten(
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors in a nested value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if type(value) in (list, tuple):  # what most loaders give, without an outline that nobody wants
+        return [tensor for item in cast("list[object]", value) for tensor in tensors_in(item)]
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 

@@ -85,6 +85,8 @@ class FrameLink:
         self._meter = DelayMeter()
         self._queue: SimpleQueue[Message | Probe | _Mark] = SimpleQueue()
         self._controls: deque[Control] = deque()
+        self._ack: tuple[int, float] | None = None
+        """Messages that have arrived, and when the last of them did; to be told."""
         self._lock = threading.Lock()
         self._closing = False
         self._ended = False
@@ -276,16 +278,16 @@ class FrameLink:
         if isinstance(message.head, Goodbye):
             self._goodbye = True
         metered = not _unmetered(message)
-        count = self._meter.message_arrived(time.perf_counter()) if metered else None
-        if count is not None and len(self._controls) < _MOST_CONTROLS // 2:
-            self._controls.append(Ack(count))  # it travels with what the handler sends
+        if metered:
+            now = time.perf_counter()
+            count = self._meter.message_arrived(now)
+            if count is not None:
+                self._ack = count, now
         try:
             self._handler.on_message(self, message)
         except Exception as error:
             _log.exception("the handler of %r failed", self)
             self.fail(f"node_{self.local.node} failed to handle a message: {error!r}")
-        if count is not None and self._controls:
-            self._queue.put(_Mark.WAKE)
 
     def _answer(self, control: Control) -> None:
         match control:
@@ -293,8 +295,8 @@ class FrameLink:
                 self._control(Echo(token))
             case Closing():
                 self._peer_closed = True
-            case Ack(count):
-                self._meter.ack_arrived(count, time.perf_counter())
+            case Ack(count, held):
+                self._meter.ack_arrived(count, time.perf_counter() - max(0.0, held))
             case Echo(token) if token >= _FIRST_FLUSH:
                 with self._lock:
                     flush = self._flushes.get(token)
@@ -314,6 +316,10 @@ class FrameLink:
 
     def _control_frames(self) -> Iterator[list[Buffer]]:
         """Between any two frames of messages: a probe behind a large tensor would measure that."""
+        ack, self._ack = self._ack, None
+        if ack is not None:  # not worth a message of its own
+            count, arrived = ack
+            yield encode_control(Ack(count, time.perf_counter() - arrived))
         while self._controls:
             control = self._controls.popleft()
             if isinstance(control, Probe):

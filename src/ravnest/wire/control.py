@@ -21,9 +21,11 @@ class Echo(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """So many messages of the link have arrived; sent at once, but not for each of a burst."""
+    """So many messages of the link have arrived; it travels with whatever is sent next."""
 
     count: int
+    held: float
+    """Seconds since the last of them came."""
 
 
 class Closing(msgspec.Struct, frozen=True, array_like=True, tag=3):
