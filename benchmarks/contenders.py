@@ -57,6 +57,7 @@ class Seat:
     """torch: the network device to use."""
     schedule: str = "async"
     compression: bool | str = False
+    reduce_factor: int | None = None
 
     def work(self) -> Workload:
         """The workload itself."""
@@ -134,7 +135,7 @@ class Racing(Trainer):
         return Rate(clock.rate(), state.window, statistics.median(staleness))
 
 
-def ravnest(seat: Seat) -> None:
+def ravnest(seat: Seat, racing: type[Racing] = Racing) -> None:
     """One node."""
     work = seat.work()
     loader = work.loader()
@@ -147,11 +148,12 @@ def ravnest(seat: Seat) -> None:
         labels=loader,
         schedule=seat.schedule,
         compression=seat.compression,
+        reduce_factor=seat.reduce_factor,
         folder=Path(seat.folder) / NODE_DATA,
         loss_filename=Path(seat.folder) / "losses.txt",
         progress=False,
     ) as node:
-        Racing(node, loader, work.samples).train()
+        racing(node, loader, work.samples).train()
 
 
 class _Plain(nn.Module):

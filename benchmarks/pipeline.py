@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from contenders import Rate, Seat
 from lan import Lan, possible
@@ -59,20 +60,34 @@ class Team:
 
     def run(self, seconds: float) -> Rate:
         """Train for so long."""
+        self.order(seconds)
+        return Rate(**self.answer())
+
+    def order(self, seconds: float) -> None:
+        """Begin to train for so long."""
         first = self._processes[0]
         assert first.stdin is not None
-        assert first.stdout is not None
         print(seconds, file=first.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        """What came of the last order, when it is done."""
+        first = self._processes[0]
+        assert first.stdout is not None
         for line in first.stdout:
             if line.startswith("{"):  # a node says there, too, whom it waits for
-                return Rate(**json.loads(line))
+                found: dict[str, Any] = json.loads(line)
+                return found
         raise RuntimeError(f"{first.args!r} ended with code {first.wait()}")
 
-    def close(self) -> None:
-        """Let them end; kill those that do not."""
+    def dismiss(self) -> None:
+        """No more orders."""
         first = self._processes[0]
         assert first.stdin is not None
         first.stdin.close()
+
+    def close(self) -> None:
+        """Let them end; kill those that do not."""
+        self.dismiss()
         for process in self._processes:
             try:
                 process.wait(_PATIENCE)

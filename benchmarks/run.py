@@ -31,6 +31,7 @@ SECTIONS = {
     "idle": "What an idle node costs",
     "learning": "What stale gradients cost",
     "compression": "What compression saves and costs",
+    "averaging": "What clusters that average are worth",
 }
 
 

@@ -53,6 +53,13 @@ class Workload:
 
     def form(self, folder: Path, addresses: Sequence[str], bandwidth: float = 1000) -> list[str]:
         """Split the model for a node at each address; their names, Root first."""
+        (names,) = self.form_clusters(folder, addresses, 1, bandwidth)
+        return names
+
+    def form_clusters(
+        self, folder: Path, addresses: Sequence[str], clusters: int, bandwidth: float = 1000
+    ) -> list[list[str]]:
+        """The same for several clusters, as the planner likes them."""
         node_data = folder / NODE_DATA
         node_data.mkdir(parents=True)
         benchmarks = {"ram": 4, "bandwidth": bandwidth}
@@ -65,11 +72,11 @@ class Workload:
             plan = clusterize(
                 model,
                 (self.batch()[0],),
-                clusters=1,
+                clusters=clusters,
                 update_frequency=self.update_frequency,
                 folder=node_data,
             )
-        return [f"node_{stage.node.id}" for stage in plan.clusters[0].stages]
+        return [[f"node_{stage.node.id}" for stage in each.stages] for each in plan.clusters]
 
 
 class Endless:

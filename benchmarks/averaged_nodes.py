@@ -1,0 +1,106 @@
+"""Processes of clusters that average: they train as ordered, and say what averaging took.
+
+    python averaged_nodes.py '<settings as JSON>'
+
+A Root reads the seconds to train for and answers with a ``Taken``, as `contenders.py` does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from contenders import Racing, Rate, Seat, ravnest
+
+from ravnest.runtime import session
+from ravnest.runtime.averaged import AveragedState
+
+
+@dataclass(frozen=True)
+class Taken(Rate):
+    """What a Root measured."""
+
+    seconds: float = 0.0
+    """Of training, from the order to its end."""
+    cpu: float = 0.0
+    """Seconds of its process, for a sample: computing, sending and averaging."""
+    stopped: float = 0.0
+    """Share of its time that the thread that computes spent on averages: to copy and change weights."""
+    rounds: int = 0
+    """Averaged; counted at the Root that coordinates."""
+
+
+class _Stopped:
+    """Seconds that the thread that computes spent on averages; of the processor, which is shared."""
+
+    seconds = 0.0
+
+    @classmethod
+    def during(cls, call: Callable[[], None]) -> None:
+        begin = time.thread_time()
+        call()
+        cls.seconds += time.thread_time() - begin
+
+
+class _TimedWorker:
+    """A worker that times what is posted to it for averages."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """In the thread of the worker."""
+        self._worker.post(lambda: _Stopped.during(call))
+
+
+class TimedState(AveragedState):
+    """Times everything that averaging does in the thread that computes."""
+
+    def __init__(self, worker: Any, rings: Any, **options: Any) -> None:
+        super().__init__(worker, rings, **options)
+        self._worker = _TimedWorker(worker)  # type: ignore[assignment]
+        execution = worker.execution
+        later = execution.after_step  # what is not done when it is posted
+        execution.after_step = lambda change: later(lambda: _Stopped.during(change))
+
+
+class _Watching(Racing):
+    def _run(self, seconds: float) -> Taken:
+        rounds, stopped, computed = self.node.session.rounds, _Stopped.seconds, self._computed()
+        averaged, cpu, begin = rounds["averaged"], time.process_time(), time.perf_counter()
+        done = self.node.session.line.state.done
+        rate = super()._run(seconds)
+        samples = (self.node.session.line.state.done - done) * self._samples
+        return Taken(
+            **asdict(rate),
+            seconds=time.perf_counter() - begin,
+            cpu=(time.process_time() - cpu) / samples,
+            stopped=(_Stopped.seconds - stopped) / (self._computed() - computed),
+            rounds=rounds["averaged"] - averaged,
+        )
+
+    def _computed(self) -> float:
+        """Seconds that the thread that computes has had of the processor."""
+        answers: SimpleQueue[float] = SimpleQueue()
+        self.node.session._worker.post(lambda: answers.put(time.thread_time()))
+        return answers.get(timeout=60)
+
+
+def main() -> None:
+    """Be one node."""
+    torch.set_num_threads(1)
+    session.AveragedState = TimedState  # type: ignore[misc]
+    ravnest(Seat(**json.loads(sys.argv[1])), _Watching)
+
+
+if __name__ == "__main__":
+    main()

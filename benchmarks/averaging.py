@@ -1,0 +1,300 @@
+"""What clusters that average are worth, and what averaging costs.
+
+The worth is that of `sync` clusters with blocking rounds, each with its share of the data: in one
+process, as plain training of one model a cluster (`replicas.py`), which real clusters are compared
+with. The costs are those of real nodes: processes on loopback that train in `async` with background
+rounds, or, for bytes, threads over the in-memory network. Run as a script it prints its report;
+arguments choose parts (`worth`, `cost`, `bytes`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import local_clusters
+import torch
+from averaged_nodes import Taken
+from contenders import Seat
+from pipeline import Team
+from replicas import DIGITS as DIGITS_CNN
+from replicas import SORTING, Lesson, Replicas, learn
+from torch import nn
+from torch.utils.data import TensorDataset
+from workloads import DIGITS, free_addresses
+
+REPETITIONS = int(os.environ.get("RAVNEST_BENCH_REPETITIONS", "9"))
+SECONDS = float(os.environ.get("RAVNEST_BENCH_SECONDS", "4"))
+NEVER = 10**9
+_NODE = Path(__file__).with_name("averaged_nodes.py")
+
+# What clusters are worth
+
+RATE = 1e-3
+"""Learning rate of a single cluster."""
+REDUCE_FACTOR = 5
+UPDATES = {DIGITS_CNN: 1008, SORTING: 2400}
+"""Of the single cluster."""
+SEEDS = int(os.environ.get("RAVNEST_BENCH_SEEDS", "3"))
+LENGTHS = (0.75, 1.0, 1.25, 1.5, 2.0)
+"""Of the training of k clusters, as multiples of the same number of epochs."""
+CHECKED = 20
+"""Updates that real clusters are compared after."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a training."""
+
+    updates: int
+    """Of each cluster."""
+    loss: float
+    """Held out; median of the seeds."""
+
+
+def result_of(lesson: Lesson, clusters: int, updates: int, rate: float) -> Result:
+    """Train with warm-up and decay."""
+    losses = [
+        learn(
+            lesson,
+            clusters,
+            seed,
+            rates=_rates(rate, updates),
+            reduce_factor=REDUCE_FACTOR,
+            every=updates,
+        )[-1]
+        for seed in range(SEEDS)
+    ]
+    print(lesson.name, clusters, updates, rate, losses, file=sys.stderr, flush=True)
+    return Result(updates, statistics.median(losses))
+
+
+def _rates(peak: float, updates: int) -> list[float]:
+    """Up for a tenth of the updates, and down to 0 along a cosine."""
+    return [
+        peak * min(1.0, 10 * (i + 1) / updates) * 0.5 * (1 + math.cos(math.pi * i / updates))
+        for i in range(updates)
+    ]
+
+
+def _until(loss: float, lesson: Lesson, clusters: int) -> list[Result]:
+    """Longer and longer trainings of clusters, up to the first that reaches a loss."""
+    found: list[Result] = []
+    for length in LENGTHS:
+        updates = round(length * UPDATES[lesson] / clusters)
+        found.append(result_of(lesson, clusters, updates, clusters * RATE))
+        if found[-1].loss <= loss:
+            break
+    return found
+
+
+def _updates_to(loss: float, found: Sequence[Result]) -> float:
+    """Between the last training that does not reach the loss and the first that does."""
+    if found[-1].loss > loss:
+        return math.inf
+    if len(found) == 1:
+        return found[0].updates
+    before, after = found[-2:]
+    part = math.log(before.loss / loss) / math.log(before.loss / after.loss)
+    return before.updates + part * (after.updates - before.updates)
+
+
+def _worth_rows(lesson: Lesson) -> list[str]:
+    single = result_of(lesson, 1, UPDATES[lesson], RATE)
+    rows = [f"| {lesson.name} | 1 | 1 | {single.updates} | {single.loss:.4f} | 1 |"]
+    for clusters in (2, 4):
+        found = _until(single.loss, lesson, clusters)
+        share = _updates_to(single.loss, found) / single.updates
+        for run in found:
+            reached = f"**{share:.2f}**" if run is found[-1] else ""
+            rows.append(f"| | {clusters} | {clusters} | {run.updates} | {run.loss:.4f} | {reached} |")
+    for factor in (2, 4):
+        alone = result_of(lesson, 1, UPDATES[lesson], factor * RATE)
+        rows.append(f"| | 1 | {factor} | {alone.updates} | {alone.loss:.4f} | |")
+    return rows
+
+
+def difference(lesson: Lesson, clusters: int, nodes: int) -> float:
+    """Between parameters of real clusters and of replicas after some updates: the largest."""
+    train_set, _ = lesson.data(0)
+    data = TensorDataset(*train_set[: CHECKED * lesson.batch * clusters])
+    plain = replace(lesson, make=lambda: _without_dropout(lesson.make()), data=lambda _: (data, data))
+    replicas = Replicas(plain, clusters, 0, RATE)
+    for update in range(1, CHECKED + 1):
+        replicas.update()
+        if update % REDUCE_FACTOR == 0:
+            replicas.average()
+    settings = {"optimizer_params": {"lr": RATE}, "reduce_factor": REDUCE_FACTOR}
+    trained = local_clusters.train(plain, data, (clusters, nodes), **settings)
+    names = [name for name, _ in replicas.models[0].named_parameters()]
+    expected = replicas.models[0].state_dict()
+    return max(float((s[n] - expected[n]).abs().max()) for s in trained.states for n in names)
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """Nodes draw their own random numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _worth() -> str:
+    off = max(difference(lesson, 2, 2) for lesson in UPDATES)
+    same = f"within {off:.0e} of the replicas'" if off else "those of the replicas to the last bit"
+    lines = [
+        "Updates that each of k clusters with shards needs for the loss of a single cluster. AdamW, "
+        f"batches of {DIGITS_CNN.batch}, learning rates with warm-up and decay over the length of each "
+        f"training; their peak is {RATE} times the number of clusters. Averages every {REDUCE_FACTOR} "
+        f"updates. Held-out loss of the averaged model, median of {SEEDS} seeds; the share is "
+        "interpolated between the trainings around it. The aims are about 1/2 and 1/4. The last rows "
+        "show what a single cluster makes of the same rates. Parameters of real clusters (2 + 2 nodes) "
+        f"are {same} after {CHECKED} updates.",
+        "",
+        "| | clusters | rate | updates of each | loss | share of the updates |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    return "\n".join([*lines, *(row for lesson in UPDATES for row in _worth_rows(lesson))])
+
+
+# What averaging takes from training
+
+EPOCH = 11
+"""Updates of an epoch in each of the demo's two clusters."""
+FACTORS = {NEVER: "never", EPOCH: "once an epoch (11 updates)", 5: "every 5 updates"}
+
+
+class Clusters:
+    """Two clusters of processes that average every so many updates."""
+
+    def __init__(self, teams: Sequence[Team]) -> None:
+        self._teams = teams
+
+    def run(self) -> list[Taken]:
+        """Train for a while; what each Root measured."""
+        for team in self._teams:
+            team.order(SECONDS)
+        return [Taken(**team.answer()) for team in self._teams]
+
+    def close(self) -> None:
+        """Let all end: in the last round they wait for each other."""
+        for team in self._teams:
+            team.dismiss()
+        for team in self._teams:
+            team.close()
+
+
+@contextmanager
+def clusters_of(nodes: int, reduce_factor: int) -> Iterator[Clusters]:
+    """Two clusters of so many nodes each."""
+    with tempfile.TemporaryDirectory() as scratch:
+        names = DIGITS.form_clusters(Path(scratch), free_addresses(2 * nodes), 2)
+        seats = [
+            [Seat(DIGITS.name, scratch, name, reduce_factor=reduce_factor) for name in cluster]
+            for cluster in names
+        ]
+        commands = [
+            [[sys.executable, str(_NODE), json.dumps(asdict(seat))] for seat in cluster]
+            for cluster in seats
+        ]
+        clusters = Clusters([Team(each) for each in commands])
+        try:
+            yield clusters
+        finally:
+            clusters.close()
+
+
+def _cost_rows(nodes: int) -> list[str]:
+    found: dict[int, list[list[Taken]]] = {factor: [] for factor in FACTORS}
+    with ExitStack() as stack:
+        running = {f: stack.enter_context(clusters_of(nodes, f)) for f in FACTORS}
+        for each in running.values():
+            each.run()  # to warm up
+        for repetition in range(REPETITIONS):
+            order = list(FACTORS)
+            for factor in order[repetition % 3 :] + order[: repetition % 3]:
+                found[factor].append(running[factor].run())
+            shown = (f"{sum(t.samples for t in runs[-1]):.0f}" for runs in found.values())
+            print(nodes, *shown, file=sys.stderr, flush=True)
+    return [_cost_row(nodes, factor, found[factor], found[NEVER]) for factor in FACTORS]
+
+
+def _cost_row(nodes: int, factor: int, runs: list[list[Taken]], without: list[list[Taken]]) -> str:
+    rates = [sum(t.samples for t in run) for run in runs]
+    ratios = sorted(
+        rate / sum(t.samples for t in other) for rate, other in zip(rates, without, strict=True)
+    )
+    cpu = statistics.median(
+        sum(t.cpu for t in run) / sum(t.cpu for t in other)
+        for run, other in zip(runs, without, strict=True)
+    )
+    stopped = statistics.median(statistics.fmean(t.stopped for t in run) for run in runs)
+    rounds = statistics.median(max(t.rounds for t in run) / run[0].seconds for run in runs)
+    cells = [f"{nodes} + {nodes}", FACTORS[factor], f"{rounds:.1f}", f"{statistics.median(rates):.0f}"]
+    if factor == NEVER:
+        return f"| {' | '.join(cells)} | 1 | | 1 | |"
+    quarter = len(ratios) // 4
+    return (
+        f"| {' | '.join(cells)} | **{statistics.median(ratios):.3f}** | {ratios[quarter]:.3f} to "
+        f"{ratios[-1 - quarter]:.3f} | {cpu:.3f} | **{stopped:.2%}** |"
+    )
+
+
+def _cost() -> str:
+    lines = [
+        "Training time that background averaging takes: the digits CNN in two clusters, all nodes "
+        f"processes of one thread on loopback, {REPETITIONS} runs of {SECONDS:.0f} s in turns. The aim "
+        "is at most 2%. Stopped is the share of its time that the thread that computes spends on "
+        "averages; CPU is that of the Roots' processes for a sample. More processes than cores make "
+        "the rate uncertain; its ratio is the median of neighbours, with the middle half of them.",
+        "",
+        "| nodes | averages | rounds/s | samples/s | against never | middle half | CPU | stopped |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    return "\n".join([*lines, *_cost_rows(1), *_cost_rows(2)])
+
+
+# What a node sends
+
+
+def _bytes() -> str:
+    train_set, _ = DIGITS_CNN.data(0)
+    data = TensorDataset(*train_set[: 8 * 2 * DIGITS_CNN.batch])
+    state = DIGITS_CNN.first(0).state_dict().values()
+    size = sum(tensor.nbytes for tensor in state if tensor.is_floating_point())
+    lines = [
+        "Bytes that a node sends in a round, against those that it averages: the digits CNN, a node "
+        "a cluster. A ring of m members takes 2 (m - 1) / m, whatever their number.",
+        "",
+        "| clusters | bytes sent in a round by each node | of its parameters | 2 (m - 1) / m |",
+        "|--:|--:|--:|--:|",
+    ]
+    for clusters in (2, 4, 8):
+        settings = {"optimizer_params": {"lr": RATE}, "reduce_factor": 1}
+        rounds = local_clusters.train(DIGITS_CNN, data, (clusters, 1), **settings).rounds
+        sent = rounds["sent_bytes"] / rounds["averaged"] / clusters
+        lines.append(
+            f"| {clusters} | {sent:.0f} | **{sent / size:.3f}** | {2 * (clusters - 1) / clusters:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+PARTS = {"worth": _worth, "cost": _cost, "bytes": _bytes}
+
+
+def measure(parts: Sequence[str] = tuple(PARTS)) -> str:
+    """The report, as Markdown."""
+    torch.set_num_threads(1)
+    return "\n\n".join(PARTS[part]() for part in parts)
+
+
+if __name__ == "__main__":
+    print(measure(sys.argv[1:] or tuple(PARTS)))
