@@ -128,13 +128,12 @@ class TestBackground:
         assert not case.outcome.committed
         assert case.outcome.reason == "only cluster 0 is there to take part"
 
-    def test_the_only_cluster_learns_that_there_is_no_round(self) -> None:
+    def test_the_only_cluster_trains_on_without_rounds(self) -> None:
         case = Case(2)
         case.lost(1)
-        (report,) = case.due(0)
-        assert isinstance(report, Report)
-        assert report.outcome.missing == {1: "its link is gone"}
-        assert case.sends == []
+        assert case.due(0) == []
+        case.joined(1)
+        assert asked(case.due(0, 16)) == [0, 1], "until another one comes"
 
 
 class TestProblems:

@@ -45,6 +45,21 @@ def test_the_interval_is_that_of_training() -> None:
     assert pace.interval == pytest.approx(5.0)
 
 
+def test_a_round_that_others_asked_for_is_enough_for_an_epoch() -> None:
+    pace = Pace(0, None)
+    for number in range(8):
+        pace.updated(4, float(number))
+        if number == 3:
+            pace.hold()
+            pace.settled(commit=True, assign=False)
+    pace.epoch_ended(8.0)
+    assert not pace.is_due, "half of the epoch is averaged already"
+    for number in range(8):
+        pace.updated(4, 8.0 + number)
+    pace.epoch_ended(16.0)
+    assert pace.is_due
+
+
 def test_the_interval_of_epochs() -> None:
     pace = Pace(0, None)
     train(pace, 5)

@@ -197,6 +197,9 @@ class Coordinator:
         if not self._due:
             return False
         missing = self._lost | dict.fromkeys(self._ready, "waits for the final round")
+        if self._mode == "background" and len(training) < 2:
+            self._due.clear()  # nobody waits, and there is nobody to average with
+            return False
         if self._mode == "background":
             self._start("background", training, missing, now)
             return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ravnest.wire.messages import Due
 
+MOST_OF_AN_EPOCH = 0.75
+"""Clusters end their epochs at different times: one that others have just asked for is enough."""
 NEWEST = 0.2
 """Share of the newest gap between updates in the average of all."""
 
@@ -29,6 +31,8 @@ class Pace:
         """What the coordinator has not answered; whoever takes over from it gets it again."""
         self._since = 0
         self._epoch_over = False
+        self._epoch_updates = 0
+        self._this_epoch = 0
         self._held = 0
         self._held_pending: Due | None = None
         self._gap = 0.0
@@ -46,6 +50,7 @@ class Pace:
         self._last_update = now
         self.updates += 1
         self._since += 1
+        self._this_epoch += 1
         self.samples += samples
 
     def epoch_ended(self, now: float) -> None:
@@ -54,7 +59,8 @@ class Pace:
             self._epoch = now - self._last_epoch
         self._last_epoch = now
         self._last_update = None
-        self._epoch_over = True
+        self._epoch_over = self._this_epoch > 0
+        self._epoch_updates, self._this_epoch = self._this_epoch, 0
 
     def paused(self) -> None:
         """The time until the next update is not that of training: a validation, or a wait."""
@@ -64,7 +70,7 @@ class Pace:
     def is_due(self) -> bool:
         """Whether it is time to ask for a round."""
         if self._reduce_factor is None:
-            return self._epoch_over and self._since > 0
+            return self._epoch_over and self._since >= MOST_OF_AN_EPOCH * self._epoch_updates
         return self._since >= self._reduce_factor
 
     @property

@@ -42,6 +42,9 @@ class Peers:
         self._handler = handler
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
+        """The newest to each node."""
+        self._open: list[Link] = []
+        """All of them: two nodes that dial each other at once have two."""
         self._closed = False
         self._clamped = 0
 
@@ -49,22 +52,26 @@ class Peers:
         """A link is open; it takes the place of an earlier one to the same node."""
         with self._changed:
             self._links[link.peer.node] = link
+            if link not in self._open:
+                self._open.append(link)
             self._changed.notify_all()
 
     def forget(self, link: Link) -> bool:
         """A link is gone; whether it was the one in use."""
         with self._changed:
+            if link in self._open:
+                self._open.remove(link)
+                self._clamped += link.clamped
             if self._links.get(link.peer.node) is not link:
                 return False
             del self._links[link.peer.node]
-            self._clamped += link.clamped
             return True
 
     @property
     def clamped(self) -> int:
         """Values beyond the range of the codec that were sent, on all links so far."""
         with self._changed:
-            return self._clamped + sum(link.clamped for link in self._links.values())
+            return self._clamped + sum(link.clamped for link in self._open)
 
     def root(self, cluster: int) -> Link | None:
         """To the Root of a cluster, if it is there."""
@@ -145,7 +152,7 @@ class Peers:
         """Hang up, with a last word where there is one."""
         with self._changed:
             self._closed = True
-            links = list(self._links.values())
+            links, self._open = self._open, []
             self._clamped += sum(link.clamped for link in links)
             self._links.clear()
             self._changed.notify_all()
