@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import SMALL_MODELS, SmallCNN, small_model, token_loaders, token_loss
 
 import ravnest
+from ravnest import Trainer
+from ravnest.averaging.council import Council
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +180,7 @@ def test_a_slow_cluster_holds_up_nobody_and_weighs_less(tmp_path: Path) -> None:
     weights: list[dict[int, float]] = []
 
     def slow(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        release.wait(30)  # until the other one has trained for long
+        assert release.wait(30), "until the other one has been given all its data"
         return nn.functional.cross_entropy(outputs, batch[-1])
 
     class Fast:
@@ -207,7 +210,7 @@ def test_a_slow_cluster_holds_up_nobody_and_weighs_less(tmp_path: Path) -> None:
 
     raise_errors(clusters.train(loaders, node=node, epochs=1, then=then, save=True))
     assert same(clusters.fused(0), clusters.fused(1))
-    assert weights, "rounds were reported"
+    assert weights[0][0] > weights[0][1], "who has trained more weighs more"
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
@@ -267,3 +270,36 @@ def test_a_cluster_that_comes_late_takes_part(tmp_path: Path, late: int) -> None
 
     raise_errors(clusters.train(loaders, node=node, epochs=1, save=True))
     assert same(clusters.fused(0), clusters.fused(1))
+
+
+def test_a_root_that_waits_for_other_clusters_hears_of_its_own(tmp_path: Path) -> None:
+    clusters = mlp_clusters(tmp_path, (2, 1), connect_timeout=60.0)
+    loaders = shards(points_data(), tmp_path)
+    clusters.nodes.names = clusters.names[0]  # the other cluster never comes
+
+    def script(name: str) -> None:
+        train_loader, _ = loaders(name)
+        with clusters.nodes.node(name, labels=train_loader) as own:
+            own.start()
+            if not own.is_root:
+                own.close("the Leaf's disk is full")
+            else:
+                Trainer(own, train_loader=train_loader).train()
+
+    begun = time.monotonic()
+    root, _ = clusters.nodes.errors(script)
+    assert "the Leaf's disk is full" in str(root)
+    assert time.monotonic() - begun < 30
+
+
+def test_an_error_in_averaging_ends_the_run_and_not_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = mlp_clusters(tmp_path, (1, 1))
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr(Council, "ask", broken)
+    outcomes = clusters.train(shards(points_data(), tmp_path), epochs=1)
+    assert all("ZeroDivisionError: a bug of ours" in str(o.error) for o in outcomes.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from ravnest.errors import RavnestError, UnreachableError
@@ -46,6 +45,7 @@ class Peers:
         self._open: list[Link] = []
         """All of them: two nodes that dial each other at once have two."""
         self._closed = False
+        self._gave_up = False
         self._clamped = 0
 
     def keep(self, link: Link) -> None:
@@ -102,20 +102,26 @@ class Peers:
         """At a Root: find the Roots of the other clusters; those that are still missing in the end."""
         for cluster in range(self._place.cluster):
             self.find(cluster, timeout, met, say)
-        others = set(range(len(self._place.roots))) - {self._place.cluster}
-        missing = {cluster for cluster in others if self.root(cluster) is None}
-        for cluster in sorted(cluster for cluster in missing if cluster > self._place.cluster):
+        later = sorted(cluster for cluster in self._missing() if cluster > self._place.cluster)
+        for cluster in later:
             root = self._place.roots[cluster]
-            say(f"{self._place.name} ({self._place.role}) waits for cluster {cluster} to connect: "
-                f"node_{root.node} at {root.address}")  # fmt: skip
-        deadline = time.monotonic() + timeout
-        while missing and not self._closed:
-            with self._changed:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    break
-            missing = {cluster for cluster in others if self.root(cluster) is None}
-        return missing
+            say(
+                f"{self._place.name} ({self._place.role}) waits for cluster {cluster} to connect: "
+                f"node_{root.node} at {root.address}"
+            )
+        with self._changed:
+            self._changed.wait_for(lambda: self._gave_up or not self._missing(), timeout)
+            return self._missing()
+
+    def give_up(self) -> None:
+        """There is no use in waiting for others any more."""
+        with self._changed:
+            self._gave_up = True
+            self._changed.notify_all()
+
+    def _missing(self) -> set[int]:
+        others = set(range(len(self._place.roots))) - {self._place.cluster}
+        return {cluster for cluster in others if self.root(cluster) is None}
 
     def find(
         self,
@@ -151,7 +157,7 @@ class Peers:
     def close(self, last: AnyHead | None) -> None:
         """Hang up, with a last word where there is one."""
         with self._changed:
-            self._closed = True
+            self._closed = self._gave_up = True
             links, self._open = self._open, []
             self._clamped += sum(link.clamped for link in links)
             self._links.clear()

@@ -74,10 +74,12 @@ class Averaging:
         transport: Transport,
         *,
         rounds: Rounds | None,
+        failed: Callable[[str], None],
     ) -> None:
-        """``rounds`` belong to Roots."""
+        """``rounds`` belong to Roots. ``failed`` hears of errors of ours: nobody is to wait for ever."""
         self._place = place
         self._stage = stage
+        self._failed = failed
         self._peers = Peers(place, hello, transport, self)
         self._council: Council | None = None
         if rounds is not None:
@@ -108,6 +110,10 @@ class Averaging:
                 timeout,
                 self._place.cluster,
             )
+
+    def give_up(self) -> None:
+        """The run has failed: nobody waits for other clusters any more."""
+        self._peers.give_up()
 
     def close(self, last: AnyHead | None) -> None:
         """Leave the other clusters, with a last word where nothing is wrong."""
@@ -205,8 +211,9 @@ class Averaging:
                 call()
             except RavnestError as error:
                 logger.warning("averaging at %s: %s", self._place.name, error)
-            except Exception:  # the top of the thread: nothing may end it in silence
+            except Exception as error:  # the top of the thread: nothing may end it in silence
                 logger.exception("averaging at %s failed", self._place.name)
+                self._failed(f"averaging at {self._place.name}: {type(error).__name__}: {error}")
 
     def _patience(self) -> float | None:
         """Seconds until something is to be looked at; None if there is nothing to wait for."""

@@ -235,7 +235,15 @@ class Session:
         rounds = None
         if self.conductor is not None:
             rounds = Rounds(settings.averaging, assignment.reduce_factor, self._released, self._reported)
-        averaging = Averaging(place, state, assignment.hello(), self._transport, rounds=rounds)
+        worker = self._worker
+        averaging = Averaging(
+            place,
+            state,
+            assignment.hello(),
+            self._transport,
+            rounds=rounds,
+            failed=lambda reason: worker.post(lambda: worker.fail(reason)),
+        )
         self._worker.averaging = averaging
         if self.conductor is not None:
             self.conductor.standing_still = Standstill(

@@ -271,6 +271,8 @@ class Worker:
         for link in (self._links.previous, self._links.next):
             if link is not None and link is not source:
                 _try_send(link, abort)
+        if self.averaging is not None:
+            self.averaging.give_up()
         self._run = None
         self._when_idle.clear()
 
