@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ravnest.runtime.observing import RunObserver
 from ravnest.runtime.progress import ProgressLine, RunState
-from ravnest.runtime.worker import Update
+from ravnest.runtime.reports import Update
 from ravnest.types import Role
 from ravnest.wire.messages import Begin
 

@@ -32,9 +32,9 @@ from ravnest.averaging.gathering import Answer, GatherAction, Gathering, Over, R
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.pace import Pace
 from ravnest.averaging.peers import Peers
-from ravnest.errors import RavnestError
 from ravnest.store.nodefile import NodeFile
-from ravnest.wire.messages import Due, Go, Held, Message, Propose, Reduced, Settle
+from ravnest.transport.partings import try_send
+from ravnest.wire.messages import Due, Go, Held, Propose, Reduced, Settle
 
 logger = logging.getLogger(__name__)
 
@@ -196,10 +196,7 @@ class Council:
         if link is None:
             logger.debug("cluster %d is not there to hear of %s", cluster, type(head).__name__)
             return
-        try:
-            link.send(Message(head))
-        except RavnestError as error:  # its loss is told by the link itself
-            logger.debug("cluster %d: %s", cluster, error)
+        try_send(link, head)
 
     def _carry_out(self, actions: list[GatherAction]) -> None:
         for action in actions:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from ravnest.errors import RavnestError, UnreachableError
 from ravnest.store.nodefile import Neighbour, NodeFile
 from ravnest.transport.base import Link, LinkHandler, Transport
+from ravnest.transport.partings import part
 from ravnest.types import Address
-from ravnest.wire.messages import AnyHead, Hello, Message
+from ravnest.wire.messages import AnyHead, Hello
 
 logger = logging.getLogger(__name__)
 
@@ -163,12 +164,7 @@ class Peers:
             self._links.clear()
             self._changed.notify_all()
         for link in links:
-            try:
-                if last is not None:
-                    link.send(Message(last))
-            except RavnestError:
-                logger.debug("node_%d was gone already", link.peer.node)
-            link.close()
+            part(link, last)
 
     @property
     def closed(self) -> bool:

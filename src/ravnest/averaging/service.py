@@ -25,6 +25,7 @@ from ravnest.averaging.stage import Average, Stage, Vectors
 from ravnest.errors import RavnestError
 from ravnest.store.nodefile import NodeFile, RingEntry
 from ravnest.transport.base import Link, Transport
+from ravnest.transport.partings import try_send
 from ravnest.wire.messages import (
     AnyHead,
     Due,
@@ -190,10 +191,7 @@ class Averaging:
     def _pass_on(self, head: Propose | Go | Settle) -> None:
         """To the node behind, and a verdict to the stage: before whatever the Root says next."""
         if self._next is not None:
-            try:
-                self._next.send(Message(head))
-            except RavnestError:
-                logger.debug("the node behind %s is gone", self._place.name)
+            try_send(self._next, head)
         if isinstance(head, Settle):
             self._stage.settle(head.round, commit=head.commit)
 

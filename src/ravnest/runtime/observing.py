@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 from ravnest.runtime.machine import Schedule
 from ravnest.runtime.progress import ProgressLine
+from ravnest.runtime.reports import Update
 from ravnest.runtime.results import FigureFile
 from ravnest.runtime.simulate import LinkDelay, StageCost
 from ravnest.runtime.window import choose_window, unexplained_after
-from ravnest.runtime.worker import Update
 from ravnest.wire.messages import Begin, StageTiming
 
 _MEASURED = 32

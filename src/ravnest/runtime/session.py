@@ -13,7 +13,7 @@ from rich.console import Console
 from ravnest.averaging.council import Rounds
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.service import Averaging
-from ravnest.errors import RavnestError, SettingsError
+from ravnest.errors import SettingsError
 from ravnest.runtime.averaged import AveragedState
 from ravnest.runtime.board import Board
 from ravnest.runtime.conductor import Conductor, Standstill
@@ -32,8 +32,9 @@ from ravnest.runtime.worker import Worker
 from ravnest.split.module import StageModule
 from ravnest.store.nodefile import NodeFile
 from ravnest.transport.base import Link, Transport
+from ravnest.transport.partings import part
 from ravnest.types import Address
-from ravnest.wire.messages import PROTOCOL, Abort, AnyHead, Call, Figure, Goodbye, Hello, Message
+from ravnest.wire.messages import PROTOCOL, Abort, AnyHead, Call, Figure, Goodbye, Hello
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class Session:
         last: AnyHead = Goodbye(node) if reason is None else Abort(node, reason)
         links = [link for link in (self._links.previous, self._links.next) if link is not None]
         for link in links:
-            _part(link, last)
+            part(link, last)
         if self._averaging is not None:
             self._averaging.close(Goodbye(node) if reason is None and not failed else None)
         self._say_what_was_clamped(links)
@@ -270,11 +271,3 @@ class Session:
     def _set_window(self, size: int) -> None:
         self.line.state.window = size
         self._worker.post(lambda: self._worker.set_window(size))
-
-
-def _part(link: Link, last: AnyHead) -> None:
-    try:
-        link.send(Message(last))
-    except RavnestError:
-        logger.debug("node_%d was gone already", link.peer.node)
-    link.close()

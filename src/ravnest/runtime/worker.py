@@ -11,10 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from ravnest.averaging.service import Averaging
 from ravnest.errors import RavnestError, RunError
@@ -53,7 +50,9 @@ from ravnest.runtime.execution import StageExecution
 from ravnest.runtime.leaf import Leaf
 from ravnest.runtime.machine import Machine
 from ravnest.runtime.meeting import Links
+from ravnest.runtime.reports import Keeper, Observer, Update
 from ravnest.transport.base import Link, LinkDelay
+from ravnest.transport.partings import try_send
 from ravnest.wire.messages import (
     Abort,
     AnyHead,
@@ -86,45 +85,6 @@ _NO_DELAY = LinkDelay(0.0, 0.0, 0.0)
 _ALL_TIMED = 64
 """Micro-batches at the start of a phase."""
 _TIMED_EVERY = 8
-
-
-@dataclass(frozen=True)
-class Update:
-    """An update of the Root's weights, as the progress line and the loss file see it."""
-
-    number: int
-    epoch: int
-    loss: float | None
-    """Mean over its micro-batches."""
-    staleness: int
-    """Updates that overtook its last micro-batch between forward and backward."""
-    count: int
-    """Micro-batches in it."""
-    in_flight: int
-    """Micro-batches that this stage has under way."""
-
-
-class Observer(Protocol):
-    """Told what happens, in the worker's thread; must be quick."""
-
-    def begun(self, begin: Begin) -> None:
-        """A phase has begun here."""
-
-    def updated(self, update: Update) -> None:
-        """The weights were updated (at the Root, with the loss)."""
-
-    def timed(self, timings: tuple[StageTiming, ...], round_trip: float) -> None:
-        """At the Root: what a micro-batch cost at each stage, and how long it was under way."""
-
-
-class Keeper(Protocol):
-    """Where trained stages go."""
-
-    def save(self, run: str) -> tuple[str, dict[str, torch.Tensor]]:
-        """Write this node's stage; its manifest and tensors, for the Root."""
-
-    def receive(self, node: int, manifest: str, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Write another node's stage; the number of the stage."""
 
 
 class Worker:
@@ -267,10 +227,10 @@ class Worker:
         """End the run on all nodes, with a reason that names the node where it began."""
         if self._closed or not self._board.fail(reason):
             return
-        abort = Message(Abort(self._node if node is None else node, reason))
+        abort = Abort(self._node if node is None else node, reason)
         for link in (self._links.previous, self._links.next):
             if link is not None and link is not source:
-                _try_send(link, abort)
+                try_send(link, abort)
         if self.averaging is not None:
             self.averaging.give_up()
         self._run = None
@@ -329,7 +289,7 @@ class Worker:
                 raise RunError(f"a message {type(head).__name__} has no place here")
         if self._links.next is not None:
             # A node whose script is over has closed already, and misses nothing.
-            _try_send(self._links.next, Message(head))
+            try_send(self._links.next, head)
 
     def _return(self, call: Call) -> None:
         with self._board.writing():
@@ -514,10 +474,3 @@ class Worker:
 def _is_timed(index: int) -> bool:
     """Whether the Root is told what a micro-batch cost: first of each, then of some."""
     return index < _ALL_TIMED or index % _TIMED_EVERY == 0
-
-
-def _try_send(link: Link, message: Message) -> None:
-    try:
-        link.send(message)
-    except RavnestError:
-        logger.debug("node_%d is gone already", link.peer.node)
