@@ -16,8 +16,12 @@ SOURCE = Path(__file__).parents[1] / "src"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__init__", "node", "trainer", "utils", "operations"),  # the documented import paths
+    ("requester",),
     ("server",),
     ("provider",),
+    ("client",),
+    ("jobs",),
+    ("api",),
     ("runtime",),
     ("averaging",),
     ("formation", "shard"),

@@ -13,7 +13,12 @@ RavnestError
 ├── SettingsError (ValueError)       Node or Trainer was given something that does not fit
 ├── LaunchError (ValueError)         nodes cannot be started on this machine
 ├── DataError (ValueError)           batches of Root and Leaf differ, or do not fit the model
+├── JobError (ValueError)            a job cannot be submitted as given
+├── JobEndedError                    a job has ended without a trained model
 ├── RunError                         the run ended on all nodes, for the reason that it says
+├── ServerError                      the intermediary server cannot be talked to
+│   ├── ServerUnreachableError       nothing answers at its address, or it is another server
+│   └── ServerRefusedError           it answered, and does not do what was asked
 ├── WireError                        bytes from a peer are damaged, hostile or of another version
 └── TransportError                   a peer cannot be talked to
     ├── UnreachableError             nothing answers at its address
@@ -78,8 +83,33 @@ class DataError(RavnestError, ValueError):
     """Batches of Root and Leaf differ, or do not fit the model."""
 
 
+class JobError(RavnestError, ValueError):
+    """A job cannot be submitted as given."""
+
+
+class JobEndedError(RavnestError):
+    """A job has ended without a trained model."""
+
+
 class RunError(RavnestError):
     """The run ended on all nodes, for the reason that it says."""
+
+
+class ServerError(RavnestError):
+    """The intermediary server cannot be talked to."""
+
+
+class ServerUnreachableError(ServerError):
+    """Nothing answers at the server's address, or it is another server."""
+
+
+class ServerRefusedError(ServerError):
+    """The server answered, and does not do what was asked."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+        """Of HTTP."""
 
 
 class WireError(RavnestError):

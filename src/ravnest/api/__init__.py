@@ -1,0 +1,1 @@
+"""What travels over HTTP between the server, providers and requesters."""

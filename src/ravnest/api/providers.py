@@ -1,0 +1,143 @@
+"""Providers: what they offer, what they are to do, and what they say about it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ravnest.api.jobs import GraphLoss, ResultFile, Training
+from ravnest.api.model import Artifact, Message, Name, Reason
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class ProviderState(StrEnum):
+    """Where a provider is in its life with the server."""
+
+    OFFERED = "offered"
+    RESERVED = "reserved"
+    TRAINING = "training"
+    LOST = "lost"
+
+
+class Offer(Message):
+    """A machine as it was measured, within the limits of its owner."""
+
+    name: Name
+    address: Annotated[str, Field(max_length=300)]
+    """``host:port`` where other providers reach its node."""
+    ram: Positive
+    """GB (1e9 bytes) for training."""
+    vram: Annotated[float, Field(ge=0)] = 0.0
+    cores: Annotated[int, Field(ge=1)]
+    compute: Positive
+    """GFLOP/s of a matrix product."""
+    bandwidth: Positive
+    """Mbit/s to and from the server."""
+    round_trip: Annotated[float, Field(ge=0)]
+    """Seconds to the server and back."""
+    version: str
+    torch: str
+
+
+class ProviderView(Message):
+    """A provider, as the page and ``ravnest nodes`` see it."""
+
+    id: str
+    offer: Offer
+    state: ProviderState
+    reason: Reason
+    job: str | None
+    seen: float
+
+
+class Slice(Message):
+    """Rows of a piece of data."""
+
+    artifact: Artifact
+    start: Annotated[int, Field(ge=0)]
+    stop: Annotated[int, Field(ge=1)]
+
+
+class Share(Message):
+    """What a node gets of the data: inputs at a Root, labels at a Leaf, both where one is both."""
+
+    samples: int
+    inputs: tuple[Slice, ...] = ()
+    labels: tuple[Slice, ...] = ()
+
+
+class Assignment(Message):
+    """A provider's part in a job: everything its worker needs, by digest."""
+
+    id: str
+    job: str
+    node: int
+    node_file: dict[str, Any]
+    """``node_data/nodes/node_<i>.json``; its certificates are made when it is fetched."""
+    stage: Artifact
+    weights: Artifact
+    train: Share
+    validation: Share | None = None
+    training: Training
+    tls: bool
+    """Nodes of this plan talk over TLS, with certificates that the server signs."""
+
+    @property
+    def loss(self) -> GraphLoss | None:
+        """The requester's own loss, where there is one."""
+        loss = self.training.loss
+        return loss if isinstance(loss, GraphLoss) else None
+
+
+Phase = Literal["fetching", "training", "uploading", "finished", "failed"]
+
+
+class Report(Message):
+    """How a provider's part in a job goes."""
+
+    assignment: str
+    phase: Phase
+    reason: Reason = ""
+    """Why it failed."""
+    first_loss: int = 0
+    losses: tuple[float, ...] = ()
+    """From update ``first_loss`` on; sent again until they are acknowledged. Roots only."""
+    figures: tuple[float, ...] = ()
+    """All validations so far."""
+    result: tuple[ResultFile, ...] = ()
+    """Uploaded files of a trained cluster; of a Root that is finished."""
+
+
+class Heartbeat(Message):
+    """A provider lives; the answer may wait for news for some seconds."""
+
+    report: Report | None = None
+    known: str | None = None
+    """The assignment that the provider has; an answer with another one comes at once."""
+    wait: Annotated[float, Field(ge=0, le=60)] = 10.0
+
+
+class Orders(Message):
+    """What a provider should be doing, whatever it does now."""
+
+    assignment: str | None
+    """None: nothing; one that is at work on something stops."""
+    losses_known: int = 0
+    """Losses of this assignment that the server has."""
+    reason: Reason = ""
+
+
+class SigningRequest(Message):
+    """A certificate to be signed; the private key stays at the provider."""
+
+    csr: Annotated[str, Field(max_length=10_000)]
+
+
+class Signed(Message):
+    """PEM."""
+
+    certificate: str
+    authority: str
