@@ -32,7 +32,7 @@ _CHECKED_STAGES = 3
 _STEPS = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """A training to be submitted. Names and meanings are those of ``Node`` and ``Trainer``."""
 

@@ -21,7 +21,7 @@ from ravnest.split.capture import Example, bind_example, mode_of
 from ravnest.split.chain import bind_inputs
 from ravnest.split.module import check_inputs
 from ravnest.split.splitter import PreparedModel
-from ravnest.split.structure import tensors_in
+from ravnest.split.structure import map_tensors, tensors_in
 from ravnest.split.torchscript import from_torchscript
 
 _DEFAULT_BATCH_SIZE = 64
@@ -120,4 +120,5 @@ def _output(model: nn.Module, example: Example, tensors: Sequence[torch.Tensor])
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with mode_of(model, "train"), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(_SEED)
-        return as_sent(torch.func.functional_call(model, buffers, args, kwargs))
+        output = torch.func.functional_call(model, buffers, args, kwargs)
+    return map_tensors(as_sent(output), torch.Tensor.cpu)
