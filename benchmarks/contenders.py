@@ -123,15 +123,15 @@ class Racing(Trainer):
             for seconds in _orders():
                 _answer(self._run(seconds))
 
-    def submitted(self) -> None:
-        """A micro-batch is on its way; the training has no epochs."""
+    def batches(self) -> Iterator[Any]:
+        """One epoch that never ends."""
+        yield from self.train_loader
 
     def _run(self, seconds: float) -> Rate:
         state, clock = self.node.session.line.state, Clock(seconds)
         begin, staleness = state.done, []
-        for batch in self.train_loader:
+        for batch in self.batches():
             self.node.forward_compute(batch[0])
-            self.submitted()
             clock.mark((state.done - begin) * self._samples)
             staleness.append(state.staleness)
             if clock.over:
