@@ -73,8 +73,3 @@ class Authorities:
 
 def _files(path: Path) -> tuple[Path, Path]:
     return path.with_name(f"{path.name}.pem"), path.with_name(f"{path.name}.key")
-
-
-def host_of(address: str) -> str:
-    """The host of ``host:port``."""
-    return address.rpartition(":")[0].strip("[]")
