@@ -148,8 +148,10 @@ def _factor_that_fits(
 
 
 def _counted(machines: Sequence[Machine], source: str) -> str:
+    """Nodes of a file, or a server's providers where there is none."""
     count = len(machines)
-    return f"the {count} node{'s' if count > 1 else ''} of {source}"
+    ending = "s" if count > 1 else ""
+    return f"the {count} node{ending} of {source}" if source else f"{count} provider{ending}"
 
 
 def _pool(machines: Sequence[Machine], source: str) -> str:
