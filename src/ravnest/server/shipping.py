@@ -230,7 +230,7 @@ def _rows(samples: int, plan: Plan, cluster: int) -> range:
 
 def _whole(data: Data | None, plan: Plan, stage: StagePlan) -> Share | None:
     """Validation data: every cluster has all of it."""
-    return data and _share(data, plan, stage, range(data.samples))
+    return None if data is None else _share(data, plan, stage, range(data.samples))
 
 
 def _share(data: Data, plan: Plan, stage: StagePlan, rows: range) -> Share:
