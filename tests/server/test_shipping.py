@@ -24,6 +24,7 @@ from ravnest.api.jobs import Data, JobSpec, ModelFiles, Named, Piece, Training
 from ravnest.api.model import Artifact
 from ravnest.api.providers import Assignment, Offer, Share, Slice
 from ravnest.jobs.model import UnitModel, pack_model, read_units
+from ravnest.plan.cost import ModelCosts
 from ravnest.plan.profiling import profile_model
 from ravnest.server.shipping import PlannedJob, Shortage, plan_job, ship
 from ravnest.split import Chain, PreparedModel
@@ -185,6 +186,17 @@ def test_a_provider_that_is_too_small_is_left_out(packed: Packed) -> None:
     planned = planned_for(job(), packed, providers)
     assert planned.providers == ("p0", "p1", "last")
     assert [stage.node.id for stage in planned.plan.stages] == [0, 1, 2]
+
+
+def test_the_reason_is_that_of_all_who_could_help(packed: Packed) -> None:
+    need = ModelCosts.of(packed.units.profile).smallest_total / 1e9
+    providers = [*local(4, ram=need * 0.3), ("small", offer("127.0.0.1:9100", ram=1e-9))]
+    found = plan_job(job(), packed.units, providers)
+    assert isinstance(found, Shortage)
+    assert "the largest of 4 providers has 1 kB" in found.reason
+    found = plan_job(job(min_providers=5), packed.units, providers)
+    assert isinstance(found, Shortage)
+    assert "node 4 (0 kB) is too small for any stage" in found.reason
 
 
 def test_as_many_are_left_out_as_cannot_be_used(packed: Packed) -> None:

@@ -21,6 +21,7 @@ from ravnest.plan.nodes import NodeConfig
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
+from ravnest.plan.shortage import lightest_stage
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.nodefile import NodeFile, node_to_json
 from ravnest.store.planned import bundle_path, node_file, plan_digest
@@ -62,12 +63,11 @@ def plan_job(
 ) -> PlannedJob | Shortage:
     """Plan a job for providers, strongest first; node ``i`` is the ``i``-th of those that are used.
 
-    All are used if that is possible. Otherwise those with the least RAM are left out, one after
-    another, as far as ``min_providers`` allows: one that is too small for any stage must not keep a
-    job from the others.
+    All are used if that is possible. Otherwise those with the least RAM are left out, as far as
+    ``min_providers`` allows: one that is too small for any stage must not keep a job from the others.
     """
     costs = ModelCosts.of(model.profile, spec.training.update_frequency)
-    chosen = _with_own_address(providers)
+    chosen = _useful(spec, costs, _with_own_address(providers))
     shortage: Shortage | None = None
     while len(chosen) >= max(spec.min_providers, 1):
         if shortage and sum(offer.ram for _, offer in chosen) * 1e9 < costs.smallest_total:
@@ -76,9 +76,8 @@ def plan_job(
         if isinstance(plan, Plan):
             words = explain(plan, model.profile, _unit_names(model.profile))
             return PlannedJob(spec, model, plan, tuple(name for name, _ in chosen), words)
-        shortage = plan
-        weakest = min(range(len(chosen)), key=lambda i: (chosen[i][1].ram, -i))
-        chosen = [*chosen[:weakest], *chosen[weakest + 1 :]]
+        shortage = shortage or plan
+        chosen = _without_smallest(chosen, max(len(chosen) // 8, 1))
     return shortage or Shortage(
         f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size}, on"
         f" {spec.min_providers} or more providers; at addresses of their own are {len(chosen)}"
@@ -129,6 +128,21 @@ def _with_own_address(providers: Sequence[tuple[str, Offer]]) -> list[tuple[str,
     for name, offer in providers:
         first.setdefault(Address.parse(offer.address), (name, offer))
     return list(first.values())
+
+
+def _useful(
+    spec: JobSpec, costs: ModelCosts, providers: list[tuple[str, Offer]]
+) -> list[tuple[str, Offer]]:
+    """Those that can hold a stage at all; everybody where they are too few, to hear who is too small."""
+    need = lightest_stage(costs, len(providers), spec.clusters)
+    useful = [provider for provider in providers if provider[1].ram * 1e9 >= need]
+    return useful if len(useful) >= max(spec.min_providers, 1) else providers
+
+
+def _without_smallest(providers: Sequence[tuple[str, Offer]], count: int) -> list[tuple[str, Offer]]:
+    """Without those of the least RAM; of equal ones the last go."""
+    largest = sorted(range(len(providers)), key=lambda i: (-providers[i][1].ram, i))
+    return [providers[i] for i in sorted(largest[: len(providers) - count])]
 
 
 def _plan(
