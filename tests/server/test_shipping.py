@@ -23,6 +23,7 @@ from ravnest import clusterize, formation
 from ravnest.api.jobs import Data, JobSpec, ModelFiles, Named, Piece, Training
 from ravnest.api.model import Artifact
 from ravnest.api.providers import Assignment, Offer, Share, Slice
+from ravnest.errors import JobError
 from ravnest.jobs.model import UnitModel, pack_model, read_units
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.profiling import profile_model
@@ -388,6 +389,16 @@ def test_clusters_share_all_samples_and_each_is_somewhere_once(
             assert all(bool(share.inputs) == (each is nodes[0]) for share in shares)
             assert all(bool(share.labels) == (each is nodes[-1]) for share in shares)
     assert everything == list(range(train.samples)), "each sample once, in order"
+
+
+@pytest.mark.parametrize("name", ["train", "validation"])
+def test_data_that_does_not_add_up_is_refused(packed: Packed, name: str) -> None:
+    wrong = data(name, [5, 5]).model_copy(update={"samples": 11})
+    with pytest.raises(JobError, match=f"the inputs of its {name} data have 10 rows, not 11"):
+        plan_job(job(**{name: wrong}), packed.units, local(2))
+    wrong = data(name, [5, 5], [5, 4])
+    with pytest.raises(JobError, match=f"the labels of its {name} data have 9 rows, not 10"):
+        plan_job(job(**{name: wrong}), packed.units, local(2))
 
 
 def test_shares_are_as_equal_as_whole_samples_allow(packed: Packed, tmp_path: Path) -> None:

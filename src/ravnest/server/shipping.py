@@ -12,7 +12,7 @@ from typing import Any
 from ravnest.api.jobs import Data, JobSpec, Piece
 from ravnest.api.model import Artifact
 from ravnest.api.providers import Assignment, Offer, Share, Slice
-from ravnest.errors import PlanError
+from ravnest.errors import JobError, PlanError
 from ravnest.jobs.model import UnitModel, write_stage
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.explain import explain
@@ -65,7 +65,9 @@ def plan_job(
 
     All are used if that is possible. Otherwise those with the least RAM are left out, as far as
     ``min_providers`` allows: one that is too small for any stage must not keep a job from the others.
+    ``JobError`` if the job's data does not add up.
     """
+    _check_data(spec)
     costs = ModelCosts.of(model.profile, spec.training.update_frequency)
     chosen = _useful(spec, costs, _with_own_address(providers))
     shortage: Shortage | None = None
@@ -234,6 +236,15 @@ def _as_json(node: NodeFile) -> dict[str, Any]:
 
 
 # --- data ----------------------------------------------------------------------------------------
+
+
+def _check_data(spec: JobSpec) -> None:
+    """A worker would notice too, but only when everything was sent."""
+    for name, data in (("train", spec.train), ("validation", spec.validation or spec.train)):
+        for kind, pieces in (("inputs", data.inputs), ("labels", data.labels)):
+            rows = sum(piece.rows for piece in pieces)
+            if rows != data.samples:
+                raise JobError(f"the {kind} of its {name} data have {rows} rows, not {data.samples}")
 
 
 def _rows(samples: int, plan: Plan, cluster: int) -> range:
