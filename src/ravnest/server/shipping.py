@@ -9,19 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ravnest.api.jobs import Data, JobSpec, Piece
+from ravnest.api.jobs import JobSpec
 from ravnest.api.model import Artifact
-from ravnest.api.providers import Assignment, Offer, Share, Slice
-from ravnest.errors import JobError, PlanError
+from ravnest.api.providers import Assignment, Offer
+from ravnest.errors import PlanError
 from ravnest.jobs.model import UnitModel, write_stage
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.explain import explain
 from ravnest.plan.memory import size
 from ravnest.plan.nodes import NodeConfig
-from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
+from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.shortage import lightest_stage
+from ravnest.server.shares import check_data, rows_of, share, whole
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.nodefile import NodeFile, node_to_json
 from ravnest.store.planned import bundle_path, node_file, plan_digest
@@ -67,7 +68,7 @@ def plan_job(
     ``min_providers`` allows: one that is too small for any stage must not keep a job from the others.
     ``JobError`` if the job's data does not add up.
     """
-    _check_data(spec)
+    check_data(spec)
     costs = ModelCosts.of(model.profile, spec.training.update_frequency)
     chosen = _useful(spec, costs, _with_own_address(providers))
     shortage: Shortage | None = None
@@ -112,8 +113,8 @@ def ship(
             node_file=_as_json(replace(file, plan=digest)),
             stage=shipped[stage.node.id].stage,
             weights=shipped[stage.node.id].weights,
-            train=_share(spec.train, plan, stage, _rows(spec.train.samples, plan, stage.cluster)),
-            validation=_whole(spec.validation, plan, stage),
+            train=share(spec.train, plan, stage, rows_of(spec.train.samples, plan, stage.cluster)),
+            validation=whole(spec.validation, plan, stage),
             training=spec.training,
             tls=tls,
         )
@@ -233,45 +234,3 @@ def _as_json(node: NodeFile) -> dict[str, Any]:
     """What a reader of the file will see."""
     data: dict[str, Any] = json.loads(json.dumps(node_to_json(node)))
     return data
-
-
-# --- data ----------------------------------------------------------------------------------------
-
-
-def _check_data(spec: JobSpec) -> None:
-    """A worker would notice too, but only when everything was sent."""
-    for name, data in (("train", spec.train), ("validation", spec.validation or spec.train)):
-        for kind, pieces in (("inputs", data.inputs), ("labels", data.labels)):
-            rows = sum(piece.rows for piece in pieces)
-            if rows != data.samples:
-                raise JobError(f"the {kind} of its {name} data have {rows} rows, not {data.samples}")
-
-
-def _rows(samples: int, plan: Plan, cluster: int) -> range:
-    """A cluster's share: as equal as whole samples allow, and all of them together everything."""
-    count = len(plan.clusters)
-    return range(samples * cluster // count, samples * (cluster + 1) // count)
-
-
-def _whole(data: Data | None, plan: Plan, stage: StagePlan) -> Share | None:
-    """Validation data: every cluster has all of it."""
-    return None if data is None else _share(data, plan, stage, range(data.samples))
-
-
-def _share(data: Data, plan: Plan, stage: StagePlan, rows: range) -> Share:
-    """Inputs to the Root and labels to the Leaf; the only node of a cluster is both."""
-    first, last = stage.index == 0, plan.next(stage.node.id) is None
-    return Share(
-        samples=len(rows),
-        inputs=tuple(_slices(data.inputs, rows)) if first else (),
-        labels=tuple(_slices(data.labels, rows)) if last else (),
-    )
-
-
-def _slices(pieces: Sequence[Piece], rows: range) -> Iterator[Slice]:
-    begin = 0
-    for piece in pieces:
-        start, stop = max(rows.start - begin, 0), min(rows.stop - begin, piece.rows)
-        if start < stop:
-            yield Slice(artifact=piece.artifact, start=start, stop=stop)
-        begin += piece.rows
