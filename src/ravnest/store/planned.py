@@ -56,9 +56,12 @@ def node_file(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> NodeFil
     )
 
 
-def plan_digest(nodes: Sequence[NodeFile]) -> str:
-    """Names the whole plan: who does what, with which stage."""
-    canonical = json.dumps([node_to_json(node) for node in nodes], sort_keys=True)
+def plan_digest(nodes: Sequence[NodeFile], job: str = "") -> str:
+    """Names the whole plan: who does what, with which stage, and for which job of a server.
+
+    Two jobs can have the same plan otherwise, and their nodes must not take each other for peers.
+    """
+    canonical = job + json.dumps([node_to_json(node) for node in nodes], sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
