@@ -15,7 +15,7 @@ import pytest
 
 from ravnest.api.trust import ApiRole, JoinToken
 from ravnest.client.http import Api
-from ravnest.client.joining import Membership, TokenError, find, forget, join, memberships, save
+from ravnest.client.joining import Membership, TokenError, find, forget, join, joined, memberships, save
 from ravnest.client.patience import Patience
 from ravnest.errors import ServerError, ServerUnreachableError
 from ravnest.transport.certificates import Authority
@@ -159,6 +159,17 @@ def test_joining_by_plain_http_on_this_machine(plain: JoinServer) -> None:
     member = join(f"http://127.0.0.1:{plain.port}", str(JoinToken("s")), "me")
     assert member.authority is None
     assert plain.joins == [{"secret": "s", "name": "me"}]
+
+
+def test_a_token_given_again_is_not_used_again(plain: JoinServer, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{plain.port}"
+    first = joined(url, "rvn..one", "me", folder=tmp_path)
+    assert joined(f"{url}/", "rvn..one", "me", folder=tmp_path) == first
+    assert memberships(tmp_path) == (first,)
+    joined(url, "rvn..one", "another", folder=tmp_path)
+    joined(url, "rvn..two", "me", folder=tmp_path)
+    assert [entry["name"] for entry in plain.joins] == ["me", "another", "me"]
+    assert "one" not in (tmp_path / "servers.json").read_text()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from ravnest.api.trust import ApiRole, Join, Joined, JoinToken
+from ravnest.api.trust import ApiRole, Join, Joined, JoinToken, hashed
 from ravnest.client.http import Api, NotAServerError, is_loopback
 from ravnest.client.patience import PATIENT, Patience
 from ravnest.errors import ServerError
@@ -46,6 +46,8 @@ class Membership:
     authority: str | None = field(default=None, repr=False)
     """PEM; None where the server speaks plain HTTP on this machine."""
     name: str = ""
+    token: str = field(default="", repr=False)
+    """The hash of the token that it was made with."""
 
     def api(self, *, patience: Patience = PATIENT, transport: httpx.BaseTransport | None = None) -> Api:
         """The server, asked by this member."""
@@ -64,15 +66,48 @@ def join(
 
     The token says by which authority the server is known: nothing secret is sent to another one.
     """
-    try:
-        token = JoinToken.parse(token_text)
-    except ValueError as error:
-        raise TokenError(str(error)) from error
+    token = _parse(token_text)
     url = _address(url, token)
     authority = _authority(url, token.fingerprint, transport) if token.fingerprint else None
     with Api(url, authority=authority, patience=patience, transport=transport) as api:
         answer = api.post("/api/join", Join(secret=token.secret, name=name), Joined)
-    return Membership(url, answer.id, answer.role, answer.credential, authority, name)
+    return Membership(
+        url, answer.id, answer.role, answer.credential, authority, name, hashed(token.secret)
+    )
+
+
+def joined(
+    url: str,
+    token_text: str,
+    name: str,
+    *,
+    folder: Path | None = None,
+    transport: httpx.BaseTransport | None = None,
+    patience: Patience = PATIENT,
+) -> Membership:
+    """The membership that this token gave to this name before, else a new one, which is saved.
+
+    So a command with a token that is good for one use can be repeated as it is.
+    """
+    token = _parse(token_text)
+    known = [
+        member
+        for member in memberships(folder)
+        if (member.token, member.name) == (hashed(token.secret), name)
+        and member.url == _address(url, token)
+    ]
+    if known:
+        return known[-1]
+    member = join(url, token_text, name, transport=transport, patience=patience)
+    save(member, folder)
+    return member
+
+
+def _parse(text: str) -> JoinToken:
+    try:
+        return JoinToken.parse(text)
+    except ValueError as error:
+        raise TokenError(str(error)) from error
 
 
 def _address(url: str, token: JoinToken) -> str:
