@@ -186,8 +186,9 @@ class Agent:
     def _answered(self, number: int, orders: Orders, now: float) -> list[Action]:
         polled = number == self._poll
         actions = self._is_back() if polled else []
-        self._over(number, now + _GAP)
-        if number < self._newest:  # a later one was answered before: what this says may be older
+        overtaken = number < self._newest
+        self._over(number, now if overtaken else now + _GAP)
+        if overtaken:  # by a later one: what this says may be older, so that it is asked again
             return actions
         self._newest = number
         if orders.assignment != self._wanted:

@@ -93,6 +93,6 @@ def excess(held: int, idle: int, offered: int) -> str:
     if held <= idle + offered:
         return ""
     return (
-        f"the worker took {(held - idle) / 1e9:.2f} GB for training, {offered / 1e9:.2f} GB are offered; "
-        "offer more with --ram, or submit the job with smaller batches"
+        f"the worker took {(held - idle) / 1e9:.2f} GB for training, {offered / 1e9:.2f} GB are "
+        "offered; offer more with --ram, or submit the job with smaller batches"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -126,8 +127,10 @@ def write_certificate(node_data: Path, key: ec.EllipticCurvePrivateKey, signed: 
         certificate = x509.load_pem_x509_certificate(signed.certificate.encode())
         authority = x509.load_pem_x509_certificate(signed.authority.encode())
         certificate.verify_directly_issued_by(authority)
-    except Exception as error:
-        raise ServerError(f"what the server signed is not a certificate of its authority: {error}") from error
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise ServerError(
+            f"what the server signed is not a certificate of its authority: {error}"
+        ) from error
     if certificate.public_key() != key.public_key():
         raise ServerError("the server signed the certificate of another key")
     path = node_data / CERTIFICATES.key

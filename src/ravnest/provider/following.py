@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 
-
 from ravnest.provider.confinement import HOME, TEMPORARY, environment, excess, held_memory
 from ravnest.provider.events import Learned, WorkerEnded
 from ravnest.provider.workplace import WorkerSettings, Workplace
@@ -29,12 +28,14 @@ _LARGEST = 3.4e38
 _LONGEST_REASON = 2000
 _TAIL = 1 << 14
 _BOOT = (
-    "import sys\n"
+    "import runpy, sys\n"
+    "runpy.run_path(sys.argv[1] + '/ravnest/provider/confinement.py')['confine']()\n"
     "sys.path.insert(0, sys.argv[1])\n"
-    "from ravnest.provider.worker import main\n"
-    "main(sys.argv[2])\n"
+    "from ravnest.provider.worker import work\n"
+    "sys.exit(work(sys.argv[2]))\n"
 )
-"""``python -m ravnest.provider.worker`` of the Ravnest that this process runs, installed or not."""
+"""``python -m ravnest.provider.worker`` of the Ravnest that this process runs, installed or not, and
+confined before the seconds that importing torch takes."""
 
 Tell = Callable[[Learned | WorkerEnded], None]
 

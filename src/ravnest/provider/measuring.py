@@ -80,7 +80,7 @@ class ServerProbe:
 
 
 def measure(name: str, address: str, limits: OwnerLimits, probe: Probe) -> Offer:
-    """This machine, as others will plan with it; takes about a second."""
+    """The machine as others will plan with it; takes about a second."""
     cores = cores_for(limits, usable_cores())
     trip = round_trip(probe)
     return Offer(
