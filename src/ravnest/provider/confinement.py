@@ -47,7 +47,7 @@ def confine() -> None:
     The agent holds the other end of our stdin; it closes when the agent ends, however it ends. On
     Linux the system kills us even where Python cannot run.
     """
-    os.nice(_NICE)
+    os.nice(max(_NICE - os.nice(0), 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
