@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from ravnest.api.jobs import GraphLoss, Training
 from ravnest.api.providers import Share, Slice
 from ravnest.errors import DataError
+from ravnest.jobs.data import Rows, SharedData
 from ravnest.jobs.losses import load_loss
 from ravnest.jobs.naming import loss_function, optimizer_class, scheduler_class
-from ravnest.jobs.rows import Rows, SharedData
 from ravnest.provider.workplace import WorkerSettings, Workplace
 from ravnest.runtime.node import Node
 from ravnest.runtime.trainer import Trainer
