@@ -72,9 +72,17 @@ class Api:
         """Close the connections."""
         self._client.close()
 
-    def get(self, path: str, answer: type[T], *, params: Params | None = None, wait: float = 0.0) -> T:
+    def get(
+        self,
+        path: str,
+        answer: type[T],
+        *,
+        params: Params | None = None,
+        wait: float = 0.0,
+        patience: Patience | None = None,
+    ) -> T:
         """What is at ``path``; the server may take ``wait`` seconds longer to answer."""
-        return self._ask("GET", path, None, answer, params, wait, self.patience)
+        return self._ask("GET", path, None, answer, params, wait, patience or self.patience)
 
     def post(
         self,

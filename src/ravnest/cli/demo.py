@@ -1,0 +1,5 @@
+"""``ravnest demo``: all of it on this machine, in one command."""
+
+
+def demo() -> None:
+    """Later."""
