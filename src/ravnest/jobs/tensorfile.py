@@ -1,0 +1,93 @@
+"""A safetensors file of which parts are copied to another, without loading any tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ravnest.errors import StageFormatError
+from ravnest.store.files import size_of
+
+_HEADER_LIMIT = 64 << 20
+_CHUNK = 4 << 20
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """Where a tensor is in its file."""
+
+    dtype: str
+    """As safetensors calls it."""
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """What a safetensors file holds, and where."""
+
+    path: Path
+    tensors: Mapping[str, TensorBytes]
+
+    @classmethod
+    def read(cls, path: Path) -> TensorFile:
+        """Look at a file; ``StageFormatError`` for one that safetensors does not accept."""
+        size = size_of(path)
+        try:
+            with safe_open(str(path), framework="pt"), path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > min(_HEADER_LIMIT, size - 8):
+                    raise StageFormatError(f"{path} has a header of {length} bytes")
+                listing = json.loads(file.read(length))
+            found = {
+                key: _tensor_bytes(value, 8 + length)
+                for key, value in listing.items()
+                if key != _METADATA
+            }
+        except SafetensorError as error:
+            raise StageFormatError(f"{path} is damaged: {error}") from error
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+            raise StageFormatError(f"{path} has a damaged header: {error}") from error
+        if any(not 8 + length <= each.begin <= each.end <= size for each in found.values()):
+            raise StageFormatError(f"{path} has a damaged header: a tensor lies outside")
+        return cls(path, found)
+
+    def copy(self, keys: Sequence[str], target: Path) -> None:
+        """Write a file of some of the tensors, with never more than a chunk of them in memory."""
+        listing: dict[str, Any] = {}
+        offset = 0
+        for key in keys:
+            tensor = self.tensors[key]
+            offsets = [offset, offset + tensor.size]
+            listing[key] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
+            offset += tensor.size
+        header = json.dumps(listing, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        with self.path.open("rb") as source, target.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for key in keys:
+                source.seek(self.tensors[key].begin)
+                left = self.tensors[key].size
+                while left:
+                    chunk = source.read(min(left, _CHUNK))
+                    if not chunk:
+                        raise StageFormatError(f"{self.path} ends in the middle of {key}")
+                    file.write(chunk)
+                    left -= len(chunk)
+
+
+def _tensor_bytes(value: Mapping[str, Any], start: int) -> TensorBytes:
+    begin, end = value["data_offsets"]
+    return TensorBytes(value["dtype"], tuple(value["shape"]), start + begin, start + end)

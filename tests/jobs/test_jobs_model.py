@@ -1,0 +1,157 @@
+"""A model as two files, from which stages are made without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ravnest.errors import RavnestError, SplitError, StageFormatError
+from ravnest.jobs.model import PackedModel, check_weights, pack_model, read_units, write_stage
+from ravnest.plan.profiling import profile_model
+from ravnest.split import Chain, PreparedModel, StageModule, prepare
+from ravnest.split.selfcheck import verify
+from ravnest.split.splitter import Stage
+from ravnest.store.bundle import load_stage
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.middle(self.norm(self.embed(tokens)))))
+
+
+@pytest.fixture(scope="module")
+def prepared() -> PreparedModel:
+    torch.manual_seed(0)
+    return prepare(Tied(), (torch.randint(0, 11, (6,)),))
+
+
+@pytest.fixture(scope="module")
+def packed(prepared: PreparedModel, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    return pack_model(prepared, profile_model(prepared), tmp_path_factory.mktemp("packed"))
+
+
+@pytest.mark.parametrize("starts", [[], [1], [2, 4], [1, 2, 3, 4]])
+def test_stages_from_the_files_train_as_the_model_does(
+    prepared: PreparedModel, packed: PackedModel, tmp_path: Path, starts: list[int]
+) -> None:
+    model = read_units(packed.units)
+    check_weights(model, packed.weights)
+    stages: list[Stage] = []
+    for spec in model.stages(starts):
+        digest = write_stage(tmp_path / str(spec.index), spec, packed.weights)
+        stages.append(load_stage(tmp_path / str(spec.index), digest.sha256))
+    assert verify(prepared.capture, [stages]).bitwise
+    chain = Chain(StageModule(stage.spec, stage.tensors) for stage in stages)
+    expected = prepared.capture.model.state_dict()
+    assert list(chain.state_dict()) == list(expected)
+    assert all(torch.equal(expected[key], value) for key, value in chain.state_dict().items())
+
+
+def test_the_profile_comes_back_as_it_was(prepared: PreparedModel, packed: PackedModel) -> None:
+    assert read_units(packed.units).profile == profile_model(prepared)
+
+
+@pytest.mark.parametrize("starts", [[3, 2], [2, 2], [99], [-1]])
+def test_stages_begin_at_units_that_exist(packed: PackedModel, starts: list[int]) -> None:
+    with pytest.raises(SplitError, match="cannot begin at"):
+        read_units(packed.units).stages(starts)
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def _graph(data: dict[str, Any], unit: int) -> dict[str, Any]:
+    graph: dict[str, Any] = data["units"][unit]["graphs"]["train"]
+    return graph
+
+
+HOSTILE: dict[str, tuple[Change, str]] = {
+    "format": (lambda d: d.update(format="ravnest-stage"), "not a model"),
+    "version": (lambda d: d.update(version=2), "not a model"),
+    "no units": (lambda d: d.update(units=[]), "does not hold the pieces"),
+    "units are no list": (lambda d: d.update(units={"0": {}}), "does not hold the pieces"),
+    "a unit is missing": (lambda d: d["units"].pop(), "not in its place"),
+    "units are swapped": (lambda d: d["units"].reverse(), "not in its place"),
+    "another signature": (lambda d: d["units"][1]["signature"].pop(), "other inputs"),
+    "no profile": (lambda d: d.pop("profile"), "profile of the model is malformed"),
+    "a profile of other units": (lambda d: d["profile"]["units"].pop(), "profile is of"),
+    "a negative cost": (lambda d: d["profile"]["units"][0].update(work=-1.0), "cost of -1"),
+    "an endless cost": (lambda d: d["profile"].update(input_bytes=2**70), "cost of"),
+    "an empty batch": (lambda d: d["profile"].update(batch_size=0), "empty batch"),
+    "a unit that is not there": (lambda d: d["profile"]["state"][0].update(units=[99]), "no such units"),
+    "a state tensor less": (lambda d: d["profile"]["state"].pop(0), "lacks"),
+    "other bytes": (lambda d: d["profile"]["state"][0].update(bytes=1), "do not agree"),
+    "an operator of another kind": (
+        lambda d: _graph(d, 0)["operations"][0].update(target="aten::from_file.default"),
+        "not on the list",
+    ),
+    "an input from nowhere": (
+        lambda d: _graph(d, 0).update(outputs=[["other", 1]]),
+        "nothing before it gives",
+    ),
+    "units that disagree on a tensor": (
+        lambda d: d["units"][0]["state"][0].update(trainable=False),
+        "do not agree on",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+def test_a_forged_model_is_refused(packed: PackedModel, tmp_path: Path, name: str) -> None:
+    change, message = HOSTILE[name]
+    data = json.loads(packed.units.read_text())
+    change(data)
+    path = tmp_path / "units.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(RavnestError, match=message) as refusal:
+        read_units(path)
+    assert isinstance(refusal.value, ValueError)
+
+
+def test_a_list_that_grows_from_unit_to_unit_is_refused(packed: PackedModel, tmp_path: Path) -> None:
+    data = json.loads(packed.units.read_text())
+    output = _graph(data, 0)["outputs"][0]
+    output[1] = [output[1], output[1]]
+    path = tmp_path / "units.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(StageFormatError, match="is a list"):
+        read_units(path).stages([])
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "header", "missing"])
+def test_damaged_weights_are_refused(packed: PackedModel, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "weights.safetensors"
+    whole = packed.weights.read_bytes()
+    if damage != "missing":
+        length = int.from_bytes(whole[:8], "little")
+        huge = (2**40).to_bytes(8, "little")
+        path.write_bytes(
+            {"truncated": whole[: length + 20], "empty": b"", "header": huge + whole[8:]}[damage]
+        )
+    model = read_units(packed.units)
+    with pytest.raises(StageFormatError):
+        check_weights(model, path)
+    with pytest.raises(StageFormatError):
+        write_stage(tmp_path / "stage", model.stages([])[0], path)
+    assert not (tmp_path / "stage" / "stage.json").exists()
+
+
+def test_weights_of_another_model_are_refused(packed: PackedModel, tmp_path: Path) -> None:
+    other = prepare(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4),))
+    theirs = pack_model(other, profile_model(other), tmp_path)
+    with pytest.raises(StageFormatError, match="lacks"):
+        check_weights(read_units(packed.units), theirs.weights)
