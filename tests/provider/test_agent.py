@@ -170,7 +170,9 @@ def test_the_next_job_begins_when_the_last_is_over(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("phase", ["fetch", "train", "upload"])
-def test_a_failure_is_reported_with_its_reason_until_the_orders_change(scene: Scene, phase: str) -> None:
+def test_a_failure_is_reported_with_its_reason_until_the_orders_change(
+    scene: Scene, phase: str
+) -> None:
     if phase == "fetch":
         scene.begin()
         scene.tell("a")
