@@ -20,9 +20,11 @@ class Commands(LazyGroup):
 
     lazy = {  # noqa: RUF012  # nobody changes it
         "demo": Lazy("ravnest.cli.demo", "See it all work on this machine, in one command."),
-        "serve": Lazy("ravnest.cli.serve", ""),
-        "token": Lazy("ravnest.cli.token", ""),
-        "provide": Lazy("ravnest.cli.provide", ""),
+        "serve": Lazy("ravnest.cli.serve", "Run the intermediary server until Ctrl-C."),
+        "token": Lazy("ravnest.cli.token", "Tokens to join a server with."),
+        "provide": Lazy(
+            "ravnest.cli.provide", "Offer this machine to a server, and work for its jobs until Ctrl-C."
+        ),
         "submit": Lazy(
             "ravnest.cli.submit",
             "Have a model trained; shows how it goes, and brings the trained model home.",

@@ -60,31 +60,41 @@ def event_line(event: Event) -> str:
 
 
 class Bars:
-    """A bar for each step of packing and sending, made when the step begins."""
+    """A bar for each step of what is done; a step is done when the next begins."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._tasks: dict[str, TaskID] = {}
+        self._step = ""
+        self._task: TaskID | None = None
 
     def tell(self, step: str, done: int, total: int) -> None:
         """So much of a step is done."""
-        if step not in self._tasks:
-            self._tasks[step] = self._progress.add_task(step, total=total)
-        # Nothing to do is done: a bar of nothing would wait for ever.
-        self._progress.update(self._tasks[step], completed=done if total else 1, total=total or 1)
+        if step != self._step or self._task is None:
+            self.finish()
+            self._step = step
+            self._task = self._progress.add_task(step, total=total or 1)
+        self._progress.update(self._task, completed=done, total=total or 1)
+
+    def finish(self) -> None:
+        """The last step is done."""
+        if self._task is not None:
+            task = next(one for one in self._progress.tasks if one.id == self._task)
+            self._progress.update(self._task, completed=task.total)
 
 
 @contextmanager
 def bars(console: Console) -> Iterator[Bars]:
     """Bars that stay where they ended; only their end where there is no terminal."""
     columns = (
-        TextColumn("{task.description:>10}"),
+        TextColumn("{task.description:>20}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
     with Progress(*columns, console=console) as progress:
-        yield Bars(progress)
+        shown = Bars(progress)
+        yield shown
+        shown.finish()
 
 
 class JobLine:
@@ -99,7 +109,7 @@ class JobLine:
         """There is news."""
         if (view.state, view.reason) != self._said:
             self._said = (view.state, view.reason)
-            self._console.print(f"{view.state:>10}  {view.reason}")
+            self._console.print(f"{view.state:>20} {view.reason}")
         self._status.update(f"{view.state} {figures(view.progress)}")
 
 

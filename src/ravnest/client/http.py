@@ -272,7 +272,7 @@ def _distrusted(url: str, reason: ssl.SSLCertVerificationError) -> str:
     if reason.verify_code in (62, 64):  # a host's name or address that the certificate lacks
         return (
             f"the certificate of {url} is not for the name {host}; use a name that it has, or start "
-            f"the server with `--name {host}`"
+            f"the server with `--public-name {host}`"
         )
     if reason.verify_code in (9, 10):
         return (

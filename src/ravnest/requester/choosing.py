@@ -13,7 +13,7 @@ from ravnest.errors import ServerError
 
 SERVER_VARIABLE = "RAVNEST_SERVER"
 MAY_SUBMIT = (ApiRole.REQUESTER, ApiRole.ADMIN)
-MAY_LOOK = (*MAY_SUBMIT, ApiRole.VIEWER, ApiRole.PROVIDER)
+MAY_LOOK = (*MAY_SUBMIT, ApiRole.VIEWER)
 
 
 class WhichServerError(ServerError, ValueError):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from ravnest.api.jobs import Submitted
 from ravnest.client.artifacts import upload
@@ -20,17 +20,16 @@ from ravnest.requester.choosing import choose
 from ravnest.requester.handle import JobHandle
 from ravnest.requester.hosting import host_server
 
-Step = Literal["packing", "uploading"]
-Tell = Callable[[Step, int, int], None]
+Tell = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and how much there is."""
 
 
 def submit(  # noqa: PLR0913  # what is trained, how, and where
     model: torch.nn.Module,
     example_args: Sequence[Any],
-    train_data: Dataset[Any],
-    criterion: Any,
-    optimizer: type[torch.optim.Optimizer],
+    train_data: Any,
+    criterion: Callable[..., Any],
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     optimizer_params: Mapping[str, Any] | None = None,
     epochs: int = 1,
     *,
@@ -77,7 +76,20 @@ def submit_job(
         api = opened.enter_context(member.api())
         api.get("/api/health", object)  # packing takes time: first see whether there is a server
         handed_in = hand_in(api, job, tell)
-        return JobHandle(handed_in, api, close=opened.pop_all().close, invitation=invitation)
+        close = opened.pop_all().close
+        if serve_here:
+            _call_at_end(close)
+        return JobHandle(handed_in, api, close=close, invitation=invitation)
+
+
+def _call_at_end(close: Callable[[], None]) -> None:
+    """Close also what a script forgets: its server would keep the process from ending."""
+
+    def wait() -> None:
+        threading.main_thread().join()
+        close()
+
+    threading.Thread(target=wait, name="ravnest-end").start()
 
 
 def open_job(job: str, *, server: str | None = None, token: str | None = None) -> JobHandle:
@@ -88,6 +100,6 @@ def open_job(job: str, *, server: str | None = None, token: str | None = None) -
 def hand_in(api: Api, job: Job, tell: Tell | None = None) -> str:
     """Pack a job, upload what the server lacks, and submit it; the job's id."""
     with tempfile.TemporaryDirectory(prefix="ravnest-job-") as folder:
-        packed = pack_job(job, Path(folder), partial(tell, "packing") if tell else None)
+        packed = pack_job(job, Path(folder), tell)
         upload(api, packed.files, partial(tell, "uploading") if tell else None)
         return api.post("/api/jobs", packed.spec, Submitted).id
