@@ -90,7 +90,7 @@ def _options(
 def main() -> None:
     """Run the command; an error of ours is one message, and the code that ``ExitCode`` says."""
     try:
-        app()
+        app(prog_name="ravnest")
     except RavnestError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {_escaped(error)}", soft_wrap=True)
         sys.exit(code_of(error))
