@@ -13,6 +13,7 @@ from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.folder import ServerFolder
 from ravnest.server.matching import Matching, MatchingThread
 from ravnest.server.office import Office
+from ravnest.server.planner import ShippingPlanner
 from ravnest.server.planning import JobPlanner
 from ravnest.server.records import JobRecord, Member
 from ravnest.server.settings import Clock, ServerSettings
@@ -31,8 +32,8 @@ class Server:
     def __init__(
         self,
         folder: Path,
-        planner: JobPlanner,
         *,
+        planner: JobPlanner | None = None,
         settings: ServerSettings | None = None,
         clock: Clock | None = None,
         tls: bool = False,
@@ -52,7 +53,9 @@ class Server:
         self._thread = MatchingThread()
         self._office = Office(self.store, self.trust, self.wakes, self.clock, self._thread.want)
         self.steward = Steward(self._office, self.trust, self.settings)
-        self.matching = Matching(self._office, planner)
+        self.matching = Matching(
+            self._office, planner or ShippingPlanner(self.artifacts, self.folder.scratch)
+        )
 
     @contextmanager
     def opened(self) -> Iterator[Server]:

@@ -48,9 +48,6 @@ class Store:
 
     def open(self) -> None:
         """Make the tables if there are none; ``ServerError`` if they are of another version."""
-        with self._engine.connect() as connection:
-            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
-            connection.rollback()
         with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
             found = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
             if found not in (0, tables.VERSION):
@@ -91,6 +88,7 @@ def _engine(path: Path) -> Engine:
         # SQLAlchemy begins transactions itself, below: sqlite3 would begin them too late.
         connection.isolation_level = None
         connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute("PRAGMA journal_mode=WAL")
         # With the WAL this survives the death of the process; only a power cut may lose the newest.
         connection.execute("PRAGMA synchronous=NORMAL")
 
