@@ -125,6 +125,10 @@ def test_a_name_that_is_no_digest_leads_nowhere(folder: ArtifactFolder, name: st
 
 def test_what_nobody_has_is_swept(folder: ArtifactFolder) -> None:
     folder.append(SHA, len(CONTENT), 0, [CONTENT])
-    assert folder.sweep({SHA}) == 0
-    assert folder.sweep(set()) == 1
+    folder.append(SHA, len(CONTENT), 0, [CONTENT[:10]], owner="another")
+    assert folder.sweep({SHA}, begun_before=0.0) == 0
+    assert folder.sweep(set(), begun_before=0.0) == 1
     assert not folder.has(SHA)
+    assert folder.received(SHA, "another") == 10
+    assert folder.sweep(set(), begun_before=float("inf")) == 1
+    assert folder.received(SHA, "another") == 0

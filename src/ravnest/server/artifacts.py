@@ -94,9 +94,13 @@ class ArtifactFolder:
             self._release(part)
             raise
 
-    def sweep(self, keep: set[str]) -> int:
-        """Remove artifacts that nobody has; how many. Only while nobody uses the folder."""
+    def sweep(self, keep: set[str], begun_before: float) -> int:
+        """Remove artifacts that nobody has, and parts that nobody has added to since a time; how many.
+
+        Only while nobody uses the folder.
+        """
         unwanted = [path for path in self._path.glob("[0-9a-f][0-9a-f]/*") if path.name not in keep]
+        unwanted += [path for path in self._parts.glob("*") if path.stat().st_mtime < begun_before]
         for path in unwanted:
             path.unlink()
         return len(unwanted)

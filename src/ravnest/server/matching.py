@@ -24,6 +24,12 @@ from ravnest.server.records import JobRecord, ProviderRecord
 
 _log = logging.getLogger(__name__)
 
+_REMEMBERED = 2
+"""Plans of a job: for those that it could have now, and for all that are here."""
+
+_Chosen = tuple[tuple[str, Offer], ...]
+"""Providers and what they offer, strongest first."""
+
 
 @dataclass(frozen=True)
 class _Scene:
@@ -42,8 +48,8 @@ class Matching:
     def __init__(self, office: Office, planner: JobPlanner) -> None:
         self._office = office
         self._planner = planner
-        self._remembered: dict[str, tuple[object, Planned | Short]] = {}
-        """The last plan of each waiting job, and for whom: most changes do not concern it."""
+        self._remembered: dict[str, dict[_Chosen, Planned | Short]] = {}
+        """The last plans of each waiting job, and for whom: most changes do not concern it."""
 
     def run_once(self) -> None:
         """Start what can be started."""
@@ -53,7 +59,6 @@ class Matching:
     def _scene(self) -> _Scene:
         with self._office.store.look() as books:
             waiting = books.jobs.in_state(JobState.SUBMITTED)
-            specs = {job.id: books.jobs.spec(job.id) for job in waiting}
             running = Counter(job.owner for job in books.jobs.in_state(*RUNNING))
             here = books.providers.present()
         queue = [
@@ -61,8 +66,8 @@ class Matching:
                 job.id,
                 job.owner,
                 job.created,
-                specs[job.id].min_providers,
-                specs[job.id].max_providers,
+                job.min_providers,
+                job.max_providers,
                 job.passed_over,
             )
             for job in waiting
@@ -76,13 +81,14 @@ class Matching:
         self._remembered = {
             job.id: self._remembered[job.id] for job in scene.waiting if job.id in self._remembered
         }
+        offers = {each.id: each.offer for each in scene.idle}
         plans: dict[str, Planned] = {}
         hopeless: set[str] = set()
         broken: dict[str, str] = {}
 
         def fit(job: WaitingJob, providers: tuple[str, ...]) -> tuple[str, ...] | Refusal:
             try:
-                plan = self._plan(job, providers, scene)
+                plan = self._plan(job, tuple((name, offers[name]) for name in providers))
                 if isinstance(plan, Planned):
                     plans[job.id] = plan
                     return plan.providers
@@ -104,17 +110,15 @@ class Matching:
                 self._wait(decision, scene, is_short=decision.job in hopeless)
         return started
 
-    def _plan(self, job: WaitingJob, providers: Sequence[str], scene: _Scene) -> Planned | Short:
-        offers = {each.id: each.offer for each in (*scene.idle, *scene.busy)}
-        chosen: list[tuple[str, Offer]] = [(name, offers[name]) for name in providers]
-        known = self._remembered.get(job.id)
-        if known is not None and known[0] == chosen:
-            return known[1]
-        with self._office.store.look() as books:
-            spec = books.jobs.spec(job.id)
-        plan = self._planner.plan(spec, chosen)
-        self._remembered[job.id] = (chosen, plan)
-        return plan
+    def _plan(self, job: WaitingJob, chosen: _Chosen) -> Planned | Short:
+        plans = self._remembered.setdefault(job.id, {})
+        if chosen not in plans:
+            with self._office.store.look() as books:
+                spec = books.jobs.spec(job.id)
+            while len(plans) >= _REMEMBERED:
+                del plans[next(iter(plans))]
+            plans[chosen] = self._planner.plan(spec, chosen)
+        return plans[chosen]
 
     def _is_hopeless(self, job: WaitingJob, scene: _Scene) -> bool:
         """Whether even all that are here, idle and at work, could not hold it."""
@@ -123,10 +127,8 @@ class Matching:
         everybody = sorted(
             (*scene.idle, *scene.busy), key=lambda each: (-each.offer.compute * each.offer.ram, each.id)
         )
-        with self._office.store.look() as books:
-            spec = books.jobs.spec(job.id)
-        chosen = [(each.id, each.offer) for each in everybody[: job.max_providers]]
-        return isinstance(self._planner.plan(spec, chosen), Short)
+        chosen = tuple((each.id, each.offer) for each in everybody[: job.max_providers])
+        return isinstance(self._plan(job, chosen), Short)
 
     def _wait(self, decision: Decision, scene: _Scene, *, is_short: bool) -> None:
         """A job does not start now: say why, or end it if it was asked for so."""

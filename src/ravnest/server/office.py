@@ -13,7 +13,6 @@ from ravnest.server.records import JobRecord, Part, ProviderRecord
 from ravnest.server.settings import Clock
 from ravnest.server.store import Store, Transaction
 from ravnest.server.trust import Trust
-from ravnest.server.views import provider_names
 from ravnest.server.waking import Topic, Wakes
 
 
@@ -66,7 +65,8 @@ class Change:
         record = self.books.jobs.get(job)
         if record is None or record.state not in (JobState.SHIPPING, JobState.TRAINING):
             return
-        verdict = judge(self.books.parts.of_job(job), provider_names(self.books))
+        parts = self.books.parts.of_job(job)
+        verdict = judge(parts, self.books.providers.names(part.provider for part in parts))
         self.topics.add(("job", job))
         if verdict.state.is_final:
             self.end_job(record, verdict.state, verdict.reason, verdict.root)

@@ -43,6 +43,8 @@ class JobRecord:
     name: str
     owner: str
     epochs: int
+    min_providers: int
+    max_providers: int | None
     state: JobState
     reason: str
     created: float

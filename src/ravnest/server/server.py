@@ -66,7 +66,7 @@ class Server:
                 self.trust.open()
                 with self.store.look() as books:
                     wanted = books.holdings.all()
-                self.artifacts.sweep(wanted)
+                self.artifacts.sweep(wanted, self.clock.wall() - self.settings.kept_parts)
                 self.steward.start()
                 yield self
             finally:

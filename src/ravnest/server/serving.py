@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ravnest.api.trust import ApiRole
 from ravnest.errors import ServerError
@@ -85,7 +87,7 @@ def serve_in_foreground(
 ) -> None:
     """Run a server until Ctrl-C or SIGTERM; ``announce`` is called once it listens."""
     with _prepared(folder, host, port, public_names, tls, None) as (running, loop, listener):
-        announce(running)
+        loop.on_start = lambda: announce(running)  # by then a signal is a wish to stop
         try:
             asyncio.run(loop.serve(sockets=[listener]))
         except KeyboardInterrupt:  # raised again by uvicorn once everything is closed
@@ -107,11 +109,24 @@ def create_token(
     return address.url, str(made)
 
 
+class _QuietProtocol(H11Protocol):
+    """HTTP without uvicorn's own access log, which would hold the tokens of login links.
+
+    To switch that log off by its name would do so for other servers in this process too, and whoever
+    configures logging could switch it on again.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.access_log = False
+
+
 class _Loop(uvicorn.Server):
     """Uvicorn, which tells when it has started and lets nobody wait when it stops."""
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
+        self.on_start: Callable[[], None] = lambda: None
         self._ravnest = server
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -130,6 +145,7 @@ class _Loop(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self.on_start()
         self._started.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -153,11 +169,10 @@ def _prepared(
     with server.opened(), listen(host, port) as listener:
         config = uvicorn.Config(
             create_app(server),
-            http="h11",
+            http=_QuietProtocol,
             ws="none",
             lifespan="on",
             log_config=None,
-            access_log=False,  # it would hold the tokens of login links; ours does not
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=30,

@@ -20,6 +20,8 @@ class ServerSettings:
     longest_wait: float = 60.0
     """A request may wait for news for so long."""
     largest_artifact: int = 256 << 30
+    kept_parts: float = 7 * 86400.0
+    """An upload that nobody goes on with is removed at a start after so long."""
     disk_reserve: int = 256 << 20
     """An upload that would leave less than this on the disk is refused."""
     largest_message: int = 32 << 20

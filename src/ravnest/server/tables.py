@@ -38,6 +38,8 @@ jobs = Table(
     Column("owner", ForeignKey("credentials.member"), nullable=False, index=True),
     Column("spec", Text, nullable=False),
     Column("epochs", Integer, nullable=False),
+    Column("min_providers", Integer, nullable=False),
+    Column("max_providers", Integer),
     Column("state", String, nullable=False, index=True),
     Column("reason", Text, nullable=False),
     Column("created", Float, nullable=False),

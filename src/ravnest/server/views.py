@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ravnest.api.jobs import JobView, Losses, Place, Progress
-from ravnest.api.providers import ProviderState, ProviderView
+from ravnest.api.providers import ProviderView
 from ravnest.server.liveness import Liveness
 from ravnest.server.outcome import leading_root
 from ravnest.server.records import JobRecord, ProviderRecord
@@ -24,11 +24,7 @@ def provider_view(record: ProviderRecord, liveness: Liveness) -> ProviderView:
 
 def provider_views(books: Transaction, liveness: Liveness, lost_since: float) -> list[ProviderView]:
     """Those that are here, and those that were lost lately."""
-    return [
-        provider_view(record, liveness)
-        for record in books.providers.all()
-        if record.state is not ProviderState.LOST or record.changed >= lost_since
-    ]
+    return [provider_view(record, liveness) for record in books.providers.present(lost_since)]
 
 
 def job_view(books: Transaction, record: JobRecord) -> JobView:
@@ -43,7 +39,7 @@ def job_view(books: Transaction, record: JobRecord) -> JobView:
             loss=books.parts.last_loss(root),
             figure=root.figures[-1] if root.figures else None,
         )
-    names = provider_names(books)
+    names = books.providers.names(part.provider for part in parts)
     return JobView(
         id=record.id,
         name=record.name,
@@ -74,8 +70,3 @@ def job_losses(books: Transaction, job: str, first: int) -> Losses:
     if root is None:
         return Losses(first=first, losses=(), figures=())
     return Losses(first=first, losses=books.parts.losses(root.id, first), figures=root.figures)
-
-
-def provider_names(books: Transaction) -> dict[str, str]:
-    """How providers call themselves, by id."""
-    return {record.id: record.offer.name for record in books.providers.all()}

@@ -37,6 +37,8 @@ class Jobs:
                 owner=owner,
                 spec=spec.model_dump_json(),
                 epochs=spec.training.epochs,
+                min_providers=spec.min_providers,
+                max_providers=spec.max_providers,
                 state=JobState.SUBMITTED,
                 reason=clipped(reason),
                 created=self._now,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, or_, select, update
 
 from ravnest.api.providers import Offer, ProviderState
 from ravnest.server.books.events import Events, clipped
@@ -64,14 +65,17 @@ class Providers:
         row = self._connection.execute(select(providers).where(providers.c.id == provider)).first()
         return None if row is None else _record(row)
 
-    def all(self) -> list[ProviderRecord]:
-        """Every provider that ever offered something, by id."""
-        return [_record(row) for row in self._connection.execute(select(providers).order_by("id"))]
+    def present(self, lost_since: float = float("inf")) -> list[ProviderRecord]:
+        """Those that are not lost, and those that were lost at that time or later, by id."""
+        here = or_(providers.c.state != ProviderState.LOST, providers.c.changed >= lost_since)
+        query = select(providers).where(here).order_by(providers.c.id)
+        return [_record(row) for row in self._connection.execute(query)]
 
-    def present(self) -> list[ProviderRecord]:
-        """Those that are not lost."""
-        here = select(providers).where(providers.c.state != ProviderState.LOST).order_by("id")
-        return [_record(row) for row in self._connection.execute(here)]
+    def names(self, ids: Iterable[str]) -> dict[str, str]:
+        """How providers call themselves."""
+        name = func.json_extract(providers.c.offer, "$.name").label("name")
+        query = select(providers.c.id, name).where(providers.c.id.in_(list(ids)))
+        return {row.id: row.name for row in self._connection.execute(query)}
 
     def of_job(self, job: str) -> list[ProviderRecord]:
         """Those that are reserved for a job or train it."""

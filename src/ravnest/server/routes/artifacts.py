@@ -25,6 +25,12 @@ _BLOCK = 1 << 20
 DigestInPath = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
+class _Download(FileResponse):
+    """A file in pieces of a size that is worth a trip to a thread each."""
+
+    chunk_size = 1 << 20
+
+
 class Received(Message):
     """How much of an artifact the server has of this member."""
 
@@ -89,7 +95,7 @@ def download(sha: DigestInPath, member: AWorker, server: ServerHere) -> FileResp
     path = server.artifacts.path(sha)
     if not path.is_file():
         raise ServerRefusedError(f"the file {sha} is no longer here; upload it again", 404)
-    return FileResponse(path, media_type="application/octet-stream")
+    return _Download(path, media_type="application/octet-stream")
 
 
 def _give(server: Server, member: Member, artifact: Artifact) -> None:
