@@ -41,6 +41,14 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "_CHUNK", 700)
 
 
+@pytest.fixture(autouse=True)
+def no_sleep(server: FakeFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    patience = Patience(tries=3, sleep=server.pauses.append, chance=lambda: 1.0)
+    for function in (upload, download):
+        *others, _ = function.__defaults__ or ()
+        monkeypatch.setattr(function, "__defaults__", (*others, patience))
+
+
 def sent(server: FakeFiles) -> int:
     return sum(line.startswith("PUT") for line in server.asked)
 

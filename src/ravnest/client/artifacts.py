@@ -20,6 +20,8 @@ Progress = Callable[[int, int], None]
 _PART = 32 << 20
 """Bytes of a request: a server or a proxy may refuse longer ones."""
 _CHUNK = 1 << 20
+TRANSFER = Patience(tries=10)
+"""A server may take seconds to see that a connection broke, and takes no bytes before."""
 _ASKED = 1000
 """Digests of a question for those that are missing."""
 
@@ -30,7 +32,12 @@ class Received(Message):
     received: int
 
 
-def upload(api: Api, files: Mapping[str, Path], progress: Progress | None = None) -> None:
+def upload(
+    api: Api,
+    files: Mapping[str, Path],
+    progress: Progress | None = None,
+    patience: Patience = TRANSFER,
+) -> None:
     """Send those of ``files`` (by sha256) that the server does not have.
 
     ``ServerUnreachableError`` once nothing more gets through; calling again goes on from there.
@@ -41,7 +48,7 @@ def upload(api: Api, files: Mapping[str, Path], progress: Progress | None = None
     tell = progress or _nobody
     tell(0, total)
     for digest, path in missing.items():
-        one = _Upload(api, digest, path)
+        one = _Upload(api, digest, path, patience)
         one.run(partial(_tell_of_all, tell, before, total))
         before += one.size
 
@@ -60,8 +67,9 @@ def missing_of(api: Api, digests: Mapping[str, object]) -> list[str]:
 class _Upload:
     """One file: parts in order, each from where the server says that it stopped."""
 
-    def __init__(self, api: Api, digest: str, path: Path) -> None:
+    def __init__(self, api: Api, digest: str, path: Path, patience: Patience) -> None:
         self._api = api
+        self._patience = patience
         self._where = f"/api/artifacts/{digest}/upload"
         self._path = path
         self.size = path.stat().st_size
@@ -69,7 +77,7 @@ class _Upload:
 
     def run(self, tell: Callable[[int], None]) -> None:
         self._tell = tell
-        pauses = _Pauses(self._api.patience)
+        pauses = _Pauses(self._patience)
         offset = self._received()
         while True:
             try:
@@ -113,7 +121,13 @@ class _Upload:
                 self._tell(start)
 
 
-def download(api: Api, artifact: Artifact, path: Path, progress: Progress | None = None) -> None:
+def download(
+    api: Api,
+    artifact: Artifact,
+    path: Path,
+    progress: Progress | None = None,
+    patience: Patience = TRANSFER,
+) -> None:
     """Fetch an artifact into ``path``; what is there of it already is not fetched again.
 
     Until it is whole it is in ``<path>.part``, where another call goes on. ``ServerError`` if what
@@ -126,10 +140,10 @@ def download(api: Api, artifact: Artifact, path: Path, progress: Progress | None
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     found = part.stat().st_size if part.exists() else 0
-    _fetch(api, artifact, part, tell)
+    _fetch(api, artifact, part, tell, patience)
     if found and sha256_of(part) != artifact.sha256:  # perhaps it was another file's beginning
         part.unlink()
-        _fetch(api, artifact, part, tell)
+        _fetch(api, artifact, part, tell, patience)
     if sha256_of(part) != artifact.sha256:
         part.unlink()
         raise ServerError(
@@ -139,8 +153,8 @@ def download(api: Api, artifact: Artifact, path: Path, progress: Progress | None
     part.replace(path)
 
 
-def _fetch(api: Api, artifact: Artifact, part: Path, tell: Progress) -> None:
-    pauses = _Pauses(api.patience)
+def _fetch(api: Api, artifact: Artifact, part: Path, tell: Progress, patience: Patience) -> None:
+    pauses = _Pauses(patience)
     part.touch()
     while (done := part.stat().st_size) < artifact.size:
         try:

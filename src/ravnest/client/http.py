@@ -72,9 +72,17 @@ class Api:
         """Close the connections."""
         self._client.close()
 
-    def get(self, path: str, answer: type[T], *, params: Params | None = None, wait: float = 0.0) -> T:
+    def get(
+        self,
+        path: str,
+        answer: type[T],
+        *,
+        params: Params | None = None,
+        wait: float = 0.0,
+        patience: Patience | None = None,
+    ) -> T:
         """What is at ``path``; the server may take ``wait`` seconds longer to answer."""
-        return self._ask("GET", path, None, answer, params, wait, self.patience)
+        return self._ask("GET", path, None, answer, params, wait, patience or self.patience)
 
     def post(
         self,
@@ -264,7 +272,7 @@ def _distrusted(url: str, reason: ssl.SSLCertVerificationError) -> str:
     if reason.verify_code in (62, 64):  # a host's name or address that the certificate lacks
         return (
             f"the certificate of {url} is not for the name {host}; use a name that it has, or start "
-            f"the server with `--name {host}`"
+            f"the server with `--public-name {host}`"
         )
     if reason.verify_code in (9, 10):
         return (

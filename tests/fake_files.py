@@ -21,9 +21,9 @@ class FakeFiles:
         self.pauses: list[float] = []
 
     def transport(self) -> httpx.MockTransport:
-        return httpx.MockTransport(self._answer)
+        return httpx.MockTransport(self.answer)
 
-    def _answer(self, request: httpx.Request) -> httpx.Response:
+    def answer(self, request: httpx.Request) -> httpx.Response:
         self.asked.append(f"{request.method} {request.url.raw_path.decode().split('?')[0]}")
         if request.url.path == "/api/artifacts/missing":
             asked = json.loads(request.read())["digests"]

@@ -1,0 +1,28 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Server = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        envvar="RAVNEST_SERVER",
+        metavar="URL",
+        help="The server; not needed if you joined one only.",
+    ),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="RAVNEST_TOKEN",
+        metavar="TOKEN",
+        help="Joins the server; needed once. From `ravnest token create` on its machine.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, as `ravnest status` shows it.")]
