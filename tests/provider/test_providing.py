@@ -38,7 +38,7 @@ def test_an_offer_in_plain_lines() -> None:
     lines = describe(offer_of(ram=6.4), OwnerLimits(ram=8.0), 2.0, "https://server:8400")
     assert lines == [
         "attic offers 6.4 GB of RAM (of 8 asked for: no more is free) and 1 core (10 GFLOP/s)",
-        "to https://server:8400 (1000 Mbit/s, 1.0 ms), for 2 hours, or until Ctrl-C",
+        "to https://server:8400 (1000 Mbit/s, 1.0 ms), for 2 h, or until Ctrl-C",
         "other providers reach it at 127.0.0.1:20000",
     ]
     assert "asked for" not in describe(offer_of(ram=4.0), OwnerLimits(ram=4.0), None, URL)[0]
