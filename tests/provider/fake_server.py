@@ -63,6 +63,8 @@ class FakeServer:
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     down: bool = False
+    missed: list[str] = field(default_factory=list)
+    """What was asked while it was down."""
     signs: Callable[[str], dict[str, str]] | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
     _parts: dict[str, bytes] = field(default_factory=dict)
@@ -91,6 +93,9 @@ class FakeServer:
 
     def _answer(self, request: httpx.Request) -> httpx.Response:  # noqa: C901 - one case a route
         if self.down:
+            with self.changed:
+                self.missed.append(request.url.path)
+                self.changed.notify_all()
             raise httpx.ConnectError("refused", request=request)
         match request.method, request.url.path.split("/")[2:]:
             case "POST", ["providers"]:

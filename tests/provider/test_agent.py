@@ -7,7 +7,7 @@ import pytest
 from ravnest.api.jobs import ResultFile
 from ravnest.api.model import Artifact
 from ravnest.api.providers import Heartbeat, Orders, Report
-from ravnest.provider.agent import MOST_LOSSES, POLL_SECONDS, REPORT_SECONDS, Agent
+from ravnest.provider.agent import POLL_SECONDS, REPORT_SECONDS, Agent
 from ravnest.provider.events import (
     Action,
     Answered,
@@ -33,6 +33,7 @@ from ravnest.provider.events import (
     Uploaded,
     WorkerEnded,
 )
+from ravnest.provider.work import MOST_LOSSES
 
 PLACE = "node_0, Root of cluster 0 in job j"
 FILES = (ResultFile(name="node_0.json", artifact=Artifact(sha256="0" * 64, size=1)),)

@@ -151,7 +151,6 @@ def signer(csr: str) -> dict[str, str]:
     return {"certificate": certificate.decode(), "authority": authority.certificate.decode()}
 
 
-@pytest.mark.skipif(not hasattr(Authority, "sign"), reason="part of the server")
 def test_the_key_stays_here_and_only_its_owner_can_read_it(
     server: FakeServer, assignment: Assignment, place: Workplace
 ) -> None:

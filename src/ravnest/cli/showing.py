@@ -98,18 +98,22 @@ def bars(console: Console) -> Iterator[Bars]:
 
 
 class JobLine:
-    """A job's states one below the other, and a live line with its figures."""
+    """A job's states and validations one below the other, and a live line with its figures."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console = console
         self._status = status
         self._said = ("", "")
+        self._validated = ""
 
     def show(self, view: JobView) -> None:
         """There is news."""
         if (view.state, view.reason) != self._said:
             self._said = (view.state, view.reason)
             self._console.print(f"{view.state:>20} {view.reason}")
+        if view.progress.figure is not None and f"{view.progress.figure:.4f}" != self._validated:
+            self._validated = f"{view.progress.figure:.4f}"
+            self._console.print(f"{'':>20} {figures(view.progress)}")
         self._status.update(f"{view.state} {figures(view.progress)}")
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
-from ravnest.api.jobs import ResultFile
-from ravnest.api.providers import Heartbeat, Orders, Phase, Report
+from ravnest.api.providers import Heartbeat, Orders, Phase
 from ravnest.provider.events import (
     Action,
     Answered,
@@ -39,63 +37,20 @@ from ravnest.provider.events import (
     Uploaded,
     WorkerEnded,
 )
+from ravnest.provider.work import FIRST_PAUSE, Work
 
 POLL_SECONDS = 10.0
 """How long a poll may wait at the server."""
 REPORT_SECONDS = 1.0
 """Losses are not told more often."""
-MOST_LOSSES = 10_000
-"""In one report."""
 _GAP = 0.25
 """Between polls, whatever the server answers."""
-_FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 10.0
 """A server that comes back waits longer than this before it takes us for lost."""
 _LOSTNESS = "the provider was restarted while it worked on this"
 _ENDS = (401, 403)
 """Answers after which there is no point in asking again."""
 _UNKNOWN = 404
-
-
-@dataclass
-class _Work:
-    """What is done for one assignment."""
-
-    assignment: str
-    phase: Phase = "fetching"
-    busy: bool = True
-    """Something runs for it: a fetch, the worker or an upload."""
-    again_at: float | None = None
-    """When to try the same again, after the server was away."""
-    pause: float = _FIRST_PAUSE
-    stopping: bool = False
-    is_root: bool = False
-    place: str = ""
-    failure: str = ""
-    losses: list[float] = field(default_factory=list)
-    acknowledged: int = 0
-    figures: tuple[float, ...] = ()
-    result: tuple[ResultFile, ...] = ()
-
-    @property
-    def is_over(self) -> bool:
-        return self.phase in ("finished", "failed")
-
-    @property
-    def title(self) -> str:
-        return self.place or "the job"
-
-    def report(self) -> Report:
-        first = min(self.acknowledged, len(self.losses))
-        return Report(
-            assignment=self.assignment,
-            phase=self.phase,
-            reason=self.failure[:4000],
-            first_loss=first,
-            losses=tuple(self.losses[first : first + MOST_LOSSES]),
-            figures=self.figures,
-            result=self.result,
-        )
 
 
 class Agent:
@@ -117,7 +72,7 @@ class Agent:
         self._once = once
         self._lost = frozenset(lost)
         self._jitter = random.Random() if jitter is None else jitter  # noqa: S311 - no secret
-        self._work: _Work | None = None
+        self._work: Work | None = None
         self._wanted: str | None = None
         self._number = 0
         self._newest = 0
@@ -128,7 +83,7 @@ class Agent:
         """There is something that the server was not told."""
         self._away = False
         """The server does not answer."""
-        self._pause = _FIRST_PAUSE
+        self._pause = FIRST_PAUSE
         self._poll_at: float | None = None
         self._tell_at = 0.0
         self._offering: int | None = None
@@ -194,7 +149,7 @@ class Agent:
         self._newest = number
         if orders.assignment != self._wanted:
             self._wanted = orders.assignment
-            if self._work is not None and orders.assignment is None and orders.reason:
+            if self._work is not None and not self._work.is_over and orders.reason:
                 actions.append(Say(f"the server says: {orders.reason}"))
         work = self._work
         if work is not None and work.assignment == orders.assignment:
@@ -242,7 +197,7 @@ class Agent:
 
     def _is_back(self) -> list[Action]:
         away, self._away = self._away, False
-        self._pause = _FIRST_PAUSE
+        self._pause = FIRST_PAUSE
         return [Say("the server is back")] if away else []
 
     def _jittered(self, pause: float) -> float:
@@ -251,7 +206,7 @@ class Agent:
     # The work
 
     def _progress(
-        self, work: _Work, event: Fetched | Learned | WorkerEnded | Uploaded, now: float
+        self, work: Work, event: Fetched | Learned | WorkerEnded | Uploaded, now: float
     ) -> list[Action]:
         if isinstance(event, Learned):
             work.losses += event.losses
@@ -280,12 +235,12 @@ class Agent:
         self._urgent(now)
         return [Say(f"{work.place}: finished")]
 
-    def _next(self, work: _Work, phase: Phase, action: Action, now: float) -> list[Action]:
+    def _next(self, work: Work, phase: Phase, action: Action, now: float) -> list[Action]:
         work.phase, work.busy = phase, True
         self._urgent(now)
         return [action]
 
-    def _fails(self, work: _Work, failure: str, now: float) -> list[Action]:
+    def _fails(self, work: Work, failure: str, now: float) -> list[Action]:
         work.phase, work.failure = "failed", failure
         self._urgent(now)
         return [Say(f"{work.title}: failed: {failure}")]
@@ -322,7 +277,7 @@ class Agent:
         return actions
 
     def _begin(self, assignment: str, now: float) -> list[Action]:
-        self._work = _Work(assignment)
+        self._work = Work(assignment)
         self._urgent(now)
         if assignment in self._lost:
             self._work.phase, self._work.failure, self._work.busy = "failed", _LOSTNESS, False

@@ -80,7 +80,7 @@ def describe(offer: Offer, limits: OwnerLimits, hours: float | None, url: str) -
     capped = limits.ram is not None and offer.ram < 0.999 * limits.ram
     fewer = f" (of {limits.ram:g} asked for: no more is free)" if capped else ""
     vram = f" and {offer.vram:.1f} GB of VRAM" if offer.vram else ""
-    until = "until Ctrl-C" if hours is None else f"for {hours:g} hours, or until Ctrl-C"
+    until = "until Ctrl-C" if hours is None else f"for {hours:g} h, or until Ctrl-C"
     plural = "" if offer.cores == 1 else "s"
     return [
         f"{offer.name} offers {offer.ram:.1f} GB of RAM{fewer}{vram} and {offer.cores} core{plural} "

@@ -183,7 +183,7 @@ class Provider:
         except (RavnestError, OSError) as error:
             return Fetched(name, failure=f"its part cannot be fetched: {error}")
         task.cluster = node.cluster
-        place = f"{node.name}, {node.role} of cluster {node.cluster} in job {assignment.job}"
+        place = f"{node.name}, {node.role} of cluster {node.cluster} of {assignment.job}"
         return Fetched(name, is_root=node.stage == 0, place=place)
 
     def _start_worker(self, task: _Task) -> None:

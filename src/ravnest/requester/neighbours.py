@@ -16,8 +16,8 @@ from typing import IO, Self
 from ravnest.client.joining import HOME_VARIABLE
 from ravnest.errors import LaunchError
 
-_PATIENCE = 10.0
-"""Seconds for a provider to leave by itself."""
+_PATIENCE = (3.0, 5.0)
+"""Seconds for providers to leave, and to end what they do after a second interrupt."""
 
 Show = Callable[[str, str], None]
 """Called with a provider's name and a line that it wrote, from several threads."""
@@ -74,19 +74,26 @@ class Neighbours:
                 raise LaunchError(f"{name} ended with code {process.returncode}: {last}")
 
     def stop(self) -> None:
-        """Let all leave; those that do not are killed."""
+        """Let all leave; those that take long are told to hurry, and those that do not are killed."""
         try:
-            self._signal(signal.SIGINT)
-            deadline = time.monotonic() + _PATIENCE
-            for process in self._processes.values():
-                process.wait(max(deadline - time.monotonic(), 0.01))
-        except subprocess.TimeoutExpired:
-            pass
+            for patience in _PATIENCE:
+                self._signal(signal.SIGINT)
+                if self._wait(patience):
+                    break
         finally:
             self._signal(signal.SIGKILL)
-            for process in self._processes.values():
-                process.wait()
+            self._wait(None)
             self._processes.clear()
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Whether all have ended within the time."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        try:
+            for process in self._processes.values():
+                process.wait(None if deadline is None else max(deadline - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes.values():
