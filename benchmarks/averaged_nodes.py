@@ -21,6 +21,9 @@ from contenders import Racing, Rate, Seat, ravnest
 from ravnest.runtime import session
 from ravnest.runtime.averaged import AveragedState
 
+EPOCH = 11
+"""Updates of an epoch in each of the demo's two clusters."""
+
 
 @dataclass(frozen=True)
 class Taken(Rate):
@@ -74,6 +77,12 @@ class TimedState(AveragedState):
 
 
 class _Watching(Racing):
+    def submitted(self) -> None:
+        """Epochs are those of the demo's clusters."""
+        self.n_forwards += 1
+        if self.n_forwards % EPOCH == 0:
+            self.node.end_epoch()
+
     def _run(self, seconds: float) -> Taken:
         rounds, stopped, computed = self.node.session.rounds, _Stopped.seconds, self._computed()
         averaged, cpu, begin = rounds["averaged"], time.process_time(), time.perf_counter()

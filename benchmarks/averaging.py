@@ -22,7 +22,7 @@ from pathlib import Path
 
 import local_clusters
 import torch
-from averaged_nodes import Taken
+from averaged_nodes import EPOCH, Taken
 from contenders import Seat
 from pipeline import Team
 from replicas import DIGITS as DIGITS_CNN
@@ -167,9 +167,7 @@ def _worth() -> str:
 
 # What averaging takes from training
 
-EPOCH = 11
-"""Updates of an epoch in each of the demo's two clusters."""
-FACTORS = {NEVER: "never", EPOCH: "once an epoch (11 updates)", 5: "every 5 updates"}
+FACTORS = {NEVER: "never", None: "not said (once an epoch, or in 2 s)", 5: "every 5 updates"}
 
 
 class Clusters:
@@ -193,7 +191,7 @@ class Clusters:
 
 
 @contextmanager
-def clusters_of(nodes: int, reduce_factor: int) -> Iterator[Clusters]:
+def clusters_of(nodes: int, reduce_factor: int | None) -> Iterator[Clusters]:
     """Two clusters of so many nodes each."""
     with tempfile.TemporaryDirectory() as scratch:
         names = DIGITS.form_clusters(Path(scratch), free_addresses(2 * nodes), 2)
@@ -213,7 +211,7 @@ def clusters_of(nodes: int, reduce_factor: int) -> Iterator[Clusters]:
 
 
 def _cost_rows(nodes: int) -> list[str]:
-    found: dict[int, list[list[Taken]]] = {factor: [] for factor in FACTORS}
+    found: dict[int | None, list[list[Taken]]] = {factor: [] for factor in FACTORS}
     with ExitStack() as stack:
         running = {f: stack.enter_context(clusters_of(nodes, f)) for f in FACTORS}
         for each in running.values():
@@ -227,7 +225,9 @@ def _cost_rows(nodes: int) -> list[str]:
     return [_cost_row(nodes, factor, found[factor], found[NEVER]) for factor in FACTORS]
 
 
-def _cost_row(nodes: int, factor: int, runs: list[list[Taken]], without: list[list[Taken]]) -> str:
+def _cost_row(
+    nodes: int, factor: int | None, runs: list[list[Taken]], without: list[list[Taken]]
+) -> str:
     rates = [sum(t.samples for t in run) for run in runs]
     ratios = sorted(
         rate / sum(t.samples for t in other) for rate, other in zip(rates, without, strict=True)
@@ -251,7 +251,8 @@ def _cost_row(nodes: int, factor: int, runs: list[list[Taken]], without: list[li
 def _cost() -> str:
     lines = [
         "Training time that background averaging takes: the digits CNN in two clusters, all nodes "
-        f"processes of one thread on loopback, {REPETITIONS} runs of {SECONDS:.0f} s in turns. The aim "
+        f"processes of one thread on loopback, epochs of {EPOCH} updates, {REPETITIONS} runs of "
+        f"{SECONDS:.0f} s in turns. The aim "
         "is at most 2%. Stopped is the share of its time that the thread that computes spends on "
         "averages; CPU is that of the Roots' processes for a sample. More processes than cores make "
         "the rate uncertain; its ratio is the median of neighbours, with the middle half of them.",

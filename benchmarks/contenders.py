@@ -76,9 +76,10 @@ def _answer(rate: Rate) -> None:
 class Clock:
     """When how many samples were done."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, warm: float | None = None) -> None:
+        """``warm``: seconds that do not count; a share of all if not given."""
         now = time.perf_counter()
-        self._warm = now + WARM_SHARE * seconds
+        self._warm = now + (WARM_SHARE * seconds if warm is None else warm)
         self._end = now + seconds
         self._first: tuple[float, int] | None = None
         self._last = (now, 0)
@@ -122,11 +123,15 @@ class Racing(Trainer):
             for seconds in _orders():
                 _answer(self._run(seconds))
 
+    def submitted(self) -> None:
+        """A micro-batch is on its way; the training has no epochs."""
+
     def _run(self, seconds: float) -> Rate:
         state, clock = self.node.session.line.state, Clock(seconds)
         begin, staleness = state.done, []
         for batch in self.train_loader:
             self.node.forward_compute(batch[0])
+            self.submitted()
             clock.mark((state.done - begin) * self._samples)
             staleness.append(state.staleness)
             if clock.over:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ravnest.averaging.pace import Pace
+from ravnest.averaging.pace import SHORTEST, Pace
 from ravnest.wire.messages import Due
 
 
@@ -122,3 +122,28 @@ def test_a_wait_for_the_final_round_outlasts_rounds_of_others() -> None:
     pace.hold()
     pace.settled(commit=True, assign=True)
     assert pace.pending is None
+
+
+def test_epochs_shorter_than_a_round_is_worth_share_one() -> None:
+    pace = Pace(0, None)
+    asked = []
+    for epoch in range(50):
+        for update in range(5):
+            now = 0.2 * epoch + 0.04 * update
+            pace.updated(8, now)
+            if pace.is_due:
+                asked.append(now)
+                pace.ask()
+        pace.epoch_ended(0.2 * epoch + 0.2)
+        if pace.is_due:
+            asked.append(0.2 * epoch + 0.2)
+            pace.ask()
+    assert asked[:4] == pytest.approx([2.0, 4.0, 6.0, 8.0], abs=0.1)
+    assert pace.interval == SHORTEST
+
+
+def test_a_number_of_updates_that_the_user_gave_is_kept_however_short() -> None:
+    pace = Pace(0, 2)
+    pace.updated(8, 0.0)
+    pace.updated(8, 0.001)
+    assert pace.is_due

@@ -171,3 +171,15 @@ def test_a_slow_link_sets_the_rate_and_is_not_flooded() -> None:
     assert choice.slowest_rate == pytest.approx(0.1)
     assert choice.window <= 7
     assert "link from stage 0 to 1" in choice.reason
+
+
+@pytest.mark.parametrize(("cap", "expected"), [(100, 28), (24, 24), (5, 5)])
+def test_some_are_kept_under_way_for_what_nobody_can_predict_within_memory(
+    cap: int, expected: int
+) -> None:
+    costs, links = [StageCost(10, 20)] * 8, [LinkDelay(20, 20)] * 7
+    plain = choose_window(costs, links, update_frequency=1, schedule="async", cap=cap)
+    choice = choose_window(costs, links, update_frequency=1, schedule="async", cap=cap, spare=0.25)
+    assert plain.window == min(cap, 22)
+    assert choice.window == expected
+    assert plain.predicted_rate <= choice.predicted_rate <= choice.slowest_rate

@@ -6,6 +6,9 @@ from ravnest.wire.messages import Due
 
 MOST_OF_AN_EPOCH = 0.75
 """Clusters end their epochs at different times: one that others have just asked for is enough."""
+SHORTEST = 2.0
+"""Seconds between rounds that nobody counted out: each costs every node some hundredths of a second of
+a core, however small the model, and should cost training less than 2% of its time."""
 NEWEST = 0.2
 """Share of the newest gap between updates in the average of all."""
 
@@ -13,10 +16,11 @@ NEWEST = 0.2
 class Pace:
     """Updates and samples since the last round, and how long they take.
 
-    ``reduce_factor`` updates make a cluster due; with None the end of an epoch does. What a cluster
-    brings is all samples since the last average that it applied: a round that came to nothing, or
-    that it missed, takes nothing away. Updates count since the cluster last asked or was asked, so
-    that a round that fails is not asked for again at every update.
+    ``reduce_factor`` updates make a cluster due; with None the end of an epoch does, and several
+    epochs share a round where they are shorter than ``SHORTEST``. What a cluster brings is all samples
+    since the last average that it applied: a round that came to nothing, or that it missed, takes
+    nothing away. Updates count since the cluster last asked or was asked, so that a round that fails
+    is not asked for again at every update.
     """
 
     def __init__(self, cluster: int, reduce_factor: int | None) -> None:
@@ -39,9 +43,13 @@ class Pace:
         self._last_update: float | None = None
         self._epoch = 0.0
         self._last_epoch: float | None = None
+        self._now = 0.0
+        self._counted_from: float | None = None
+        """When counting started anew."""
 
     def updated(self, samples: int, now: float) -> None:
         """An update was made, of so many samples."""
+        self._pass(now)
         if self._last_update is not None:
             gap = now - self._last_update
             self._gap = gap if not self._gap else (1 - NEWEST) * self._gap + NEWEST * gap
@@ -55,6 +63,7 @@ class Pace:
 
     def epoch_ended(self, now: float) -> None:
         """All updates of an epoch are made."""
+        self._pass(now)
         if self._last_epoch is not None:
             self._epoch = now - self._last_epoch
         self._last_epoch = now
@@ -70,13 +79,17 @@ class Pace:
     def is_due(self) -> bool:
         """Whether it is time to ask for a round."""
         if self._reduce_factor is None:
-            return self._epoch_over and self._since >= MOST_OF_AN_EPOCH * self._epoch_updates
+            lately = self._counted_from is not None and self._now - self._counted_from < SHORTEST
+            enough = self._since >= MOST_OF_AN_EPOCH * self._epoch_updates
+            return self._epoch_over and enough and not lately
         return self._since >= self._reduce_factor
 
     @property
     def interval(self) -> float:
         """Seconds of training between two rounds; 0 while not known."""
-        return self._epoch if self._reduce_factor is None else self._gap * self._reduce_factor
+        if self._reduce_factor is not None:
+            return self._gap * self._reduce_factor
+        return max(self._epoch, SHORTEST) if self._epoch else 0.0
 
     def ask(self, *, final: bool = False) -> Due:
         """The Due to send now; counting starts anew."""
@@ -103,5 +116,11 @@ class Pace:
             self.pending = None
         self._held_pending = None
 
+    def _pass(self, now: float) -> None:
+        self._now = now
+        if self._counted_from is None:
+            self._counted_from = now
+
     def _start_anew(self) -> None:
         self._since, self._epoch_over = 0, False
+        self._counted_from = self._now

@@ -85,7 +85,7 @@ def pack_loss(
             "model, or call requires_grad_(False) on the criterion"
         )
     example = (as_sent(example_output), example_labels)
-    expected = _evaluate(criterion, example)
+    expected = evaluate_loss(criterion, *example)
     try:
         prepared = prepare(loss, example)
     except CaptureError as error:
@@ -99,7 +99,7 @@ def pack_loss(
     packed = PackedLoss(folder / LOSS_FILE, folder / WEIGHTS_FILE)
     save_weights(packed.weights, stage.tensors)
     write_json(packed.stage, stage_to_json(stage.spec), compact=True)
-    _compare(expected, _evaluate(load_loss(packed.stage, packed.weights), example))
+    _compare(expected, evaluate_loss(load_loss(packed.stage, packed.weights), *example))
     return packed
 
 
@@ -117,16 +117,16 @@ def load_loss(
     return GraphCriterion(StageModule(spec, load_weights(weights, spec.state), device))
 
 
-def _evaluate(
-    criterion: Callable[..., Any], example: tuple[Any, torch.Tensor]
+def evaluate_loss(
+    criterion: Callable[..., Any], output: Any, labels: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The loss of the example and its gradients."""
-    output = map_tensors(example[0], lambda t: t.detach().clone().requires_grad_(t.is_floating_point()))
+    """The loss of an output and its gradients; ``JobError`` where a criterion cannot train."""
+    output = map_tensors(output, lambda t: t.detach().clone().requires_grad_(t.is_floating_point()))
     leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(_SEED)
         try:
-            loss = Criterion(criterion)(output, example[1].clone())
+            loss = Criterion(criterion)(output, labels.clone())
         except DataError as error:
             raise JobError(str(error)) from error
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:

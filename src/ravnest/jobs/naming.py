@@ -87,11 +87,12 @@ def loss_function(named: Named) -> Callable[..., Any]:
 
 def named_optimizer(optimizer: object, params: object) -> Named:
     """An optimizer of torch and its parameters as they travel."""
-    if not isinstance(optimizer, type):
-        try:
-            UpdateRule(optimizer).check()  # type: ignore[arg-type]
-        except SettingsError as error:
-            raise JobError(str(error).replace("Node", "a job")) from error
+    if optimizer is None:
+        raise JobError("a job needs an optimizer, such as optimizer=torch.optim.AdamW")
+    try:
+        UpdateRule(optimizer).check()  # type: ignore[arg-type]
+    except SettingsError as error:
+        raise JobError(str(error)) from error
     name = _name_of("optimizer", optimizer, _OPTIMIZERS)
     return _named(name, _given("optimizer_params", params))
 
@@ -184,7 +185,7 @@ def _name_of(what: str, given: object, known: Mapping[str, Any]) -> str:
             return name
     shown = getattr(given, "__name__", None) or type(given).__name__
     raise JobError(
-        f"{shown} is not a {what} that jobs can have: providers run no code of yours, so it must be a "
+        f"{shown} is no {what} that jobs can have: providers run no code of yours, so it must be a "
         f"class of torch: {', '.join(sorted(known))}"
     )
 

@@ -13,7 +13,7 @@ from ravnest.runtime.progress import ProgressLine
 from ravnest.runtime.reports import Update
 from ravnest.runtime.results import FigureFile
 from ravnest.runtime.simulate import LinkDelay, StageCost
-from ravnest.runtime.window import choose_window, unexplained_after
+from ravnest.runtime.window import SPARE, choose_window, unexplained_after
 from ravnest.wire.messages import Begin, StageTiming
 
 _MEASURED = 32
@@ -120,6 +120,7 @@ class WindowKeeper:
             schedule=self._schedule,
             cap=self._cap,
             unexplained=self._unexplained,
+            spare=SPARE,
             breathe=_breathe,
         )
         if choice.window != self._window:
