@@ -40,7 +40,7 @@ from ravnest.provider.events import (
     WorkerEnded,
 )
 
-POLL_SECONDS = 20.0
+POLL_SECONDS = 10.0
 """How long a poll may wait at the server."""
 REPORT_SECONDS = 1.0
 """Losses are not told more often."""
@@ -49,7 +49,8 @@ MOST_LOSSES = 10_000
 _GAP = 0.25
 """Between polls, whatever the server answers."""
 _FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 30.0
+_LONGEST_PAUSE = 10.0
+"""A server that comes back waits longer than this before it takes us for lost."""
 _LOSTNESS = "the provider was restarted while it worked on this"
 _ENDS = (401, 403)
 """Answers after which there is no point in asking again."""

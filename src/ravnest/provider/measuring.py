@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import statistics
 import time
 from collections.abc import Callable
@@ -76,7 +77,7 @@ class ServerProbe:
 
     def send(self, size: int) -> None:
         """Send so many bytes."""
-        self.api.post("/api/probe", Load(load="x" * size), object)
+        self.api.post("/api/probe", Load(load=secrets.token_hex(size // 2)), object)
 
 
 def measure(name: str, address: str, limits: OwnerLimits, probe: Probe) -> Offer:

@@ -83,6 +83,7 @@ class Provider:
     id: str
     """By which the server knows it."""
     _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    _over: threading.Event = field(default_factory=threading.Event)
     _task: _Task | None = None
 
     def run(self) -> int:
@@ -98,6 +99,7 @@ class Provider:
                             return action.code
                         self._act(action)
         finally:
+            self._over.set()
             if self._task is not None:
                 self._task.stopped.set()
                 if self._task.worker is not None:
@@ -152,7 +154,8 @@ class Provider:
             try:
                 self._events.put(run())
             except Exception as error:
-                logger.exception("a task of the provider failed")
+                if not self._over.is_set():  # then connections are closed under our feet
+                    logger.exception("a task of the provider failed")
                 self._events.put(failed(f"{type(error).__name__}: {error}"))
 
         threading.Thread(target=put, daemon=True).start()
@@ -212,7 +215,7 @@ class Provider:
     def _leave(self, reason: str) -> None:
         def leave() -> Event:
             try:
-                self.api.delete(f"/api/providers/{self.id}", params={"reason": reason})
+                self.api.delete(f"/api/providers/{self.id}", params={"reason": reason[:1000]})
             except ServerError as error:
                 logger.info("the server was not told: %s", error)
             return Left()

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ravnest.jobs.naming import optimizer_class, scheduler_class
+import torch
+from torch.utils.data import DataLoader
+
+from ravnest.api.jobs import GraphLoss, Training
+from ravnest.api.providers import Share, Slice
+from ravnest.errors import DataError
+from ravnest.jobs.data import Rows, SharedData
+from ravnest.jobs.losses import load_loss
+from ravnest.jobs.naming import loss_function, optimizer_class, scheduler_class
 from ravnest.provider.workplace import WorkerSettings, Workplace
 from ravnest.runtime.node import Node
 from ravnest.runtime.trainer import Trainer
@@ -19,7 +28,7 @@ def warm_up(cores: int) -> None:
     torch.set_num_threads(cores)
     weight = torch.ones(8, 8, requires_grad=True)
     optimizer = torch.optim.AdamW([weight])
-    (weight @ weight).sum().backward()
+    (weight.grad,) = torch.autograd.grad((weight @ weight).sum(), weight)
     optimizer.step()
 
 
@@ -28,8 +37,10 @@ def train(place: Workplace, settings: WorkerSettings) -> None:
     assignment = place.read_assignment()
     training = assignment.training
     set_seed(training.seed)
-    train_loader = loader(place, assignment.train, training, shuffle=training.shuffle)
-    val_loader = loader(place, assignment.validation, training, shuffle=False)
+    train_loader = loader(
+        place, assignment.train, training, shuffle=training.shuffle, drop_last=training.drop_last
+    )
+    val_loader = loader(place, assignment.validation, training)
     scheduler = training.scheduler
     with Node(
         name=f"node_{assignment.node}",
@@ -68,3 +79,37 @@ def train(place: Workplace, settings: WorkerSettings) -> None:
         trainer.train()
         if assignment.validation is not None:
             trainer.evaluate()
+
+
+def loader(
+    place: Workplace,
+    share: Share | None,
+    training: Training,
+    *,
+    shuffle: bool = False,
+    drop_last: bool = False,
+) -> DataLoader[dict[str, torch.Tensor]] | None:
+    """The batches of a share, in the same order at Root and Leaf; None where a node needs none."""
+    if share is None or not (share.inputs or share.labels):
+        return None
+    data = SharedData(_rows(place, share.inputs), _rows(place, share.labels))
+    if len(data) != share.samples:
+        raise DataError(f"a share of {share.samples} samples came with {len(data)}")
+    return DataLoader(
+        data,
+        training.batch_size,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        generator=torch.Generator().manual_seed(training.seed),
+    )
+
+
+def _rows(place: Workplace, slices: Sequence[Slice]) -> list[Rows]:
+    return [Rows(place.piece(each.artifact), each.start, each.stop) for each in slices]
+
+
+def criterion(place: Workplace, training: Training) -> Callable[..., Any]:
+    """The loss: one of torch by its name, or the requester's own as a graph."""
+    if isinstance(training.loss, GraphLoss):
+        return load_loss(*place.loss)
+    return loss_function(training.loss)
