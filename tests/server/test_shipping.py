@@ -218,7 +218,12 @@ def test_of_two_providers_at_one_address_one_is_used(packed: Packed) -> None:
     assert planned_for(job(), packed, same).providers == ("a", "c")
     found = plan_job(job(min_providers=3), packed.units, same)
     assert isinstance(found, Shortage)
-    assert found.reason.endswith("on 3 or more providers; at addresses of their own are 2")
+    assert found.reason.endswith(
+        "on at least 3 providers at addresses of their own; idle ones of these: 2"
+    )
+    few = plan_job(job(clusters=3), packed.units, local(2))
+    assert isinstance(few, Shortage)
+    assert "on at least 3 providers" in few.reason
 
 
 def test_no_cluster_is_without_a_sample(packed: Packed) -> None:

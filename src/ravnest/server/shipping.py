@@ -70,9 +70,10 @@ def plan_job(
     """
     check_data(spec)
     costs = ModelCosts.of(model.profile, spec.training.update_frequency)
-    chosen = _useful(spec, costs, _with_own_address(providers))
+    least = max(spec.min_providers, spec.clusters or 1)
+    chosen = _useful(costs, _with_own_address(providers), spec.clusters, least)
     shortage: Shortage | None = None
-    while len(chosen) >= max(spec.min_providers, 1):
+    while len(chosen) >= least:
         if shortage and sum(offer.ram for _, offer in chosen) * 1e9 < costs.smallest_total:
             break
         plan = _plan(spec, model.profile, chosen)
@@ -82,8 +83,8 @@ def plan_job(
         shortage = shortage or plan
         chosen = _without_smallest(chosen, max(len(chosen) // 8, 1))
     return shortage or Shortage(
-        f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size}, on"
-        f" {spec.min_providers} or more providers; at addresses of their own are {len(chosen)}"
+        f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size}, on at least"
+        f" {least} providers at addresses of their own; idle ones of these: {len(chosen)}"
     )
 
 
@@ -134,12 +135,12 @@ def _with_own_address(providers: Sequence[tuple[str, Offer]]) -> list[tuple[str,
 
 
 def _useful(
-    spec: JobSpec, costs: ModelCosts, providers: list[tuple[str, Offer]]
+    costs: ModelCosts, providers: list[tuple[str, Offer]], clusters: int | None, least: int
 ) -> list[tuple[str, Offer]]:
     """Those that can hold a stage at all; everybody where they are too few, to hear who is too small."""
-    need = lightest_stage(costs, len(providers), spec.clusters)
+    need = lightest_stage(costs, len(providers), clusters)
     useful = [provider for provider in providers if provider[1].ram * 1e9 >= need]
-    return useful if len(useful) >= max(spec.min_providers, 1) else providers
+    return useful if len(useful) >= least else providers
 
 
 def _without_smallest(providers: Sequence[tuple[str, Offer]], count: int) -> list[tuple[str, Offer]]:
