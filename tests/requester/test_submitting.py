@@ -153,3 +153,16 @@ def test_a_script_that_serves_and_forgets_ends(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("ravnest provide --server http://127.0.0.1:")
+
+
+def test_over_tls_only_the_server_of_the_token_is_talked_to(home: Path) -> None:
+    with serve(folder=home / "server", tls=True) as server:
+        token = server.token(ApiRole.REQUESTER)
+        with submit_job(job(), server=server.url, token=token) as handle:
+            assert handle.state() is JobState.SUBMITTED
+        assert server.url.startswith("https://127.0.0.1:")
+    with serve(folder=home / "other", port=int(server.url.rpartition(":")[2]), tls=True):
+        with pytest.raises(ServerUnreachableError, match="is not the one that the token names"):
+            open_job(handle.id).view()
+        with pytest.raises(ServerUnreachableError, match="is not the one that the token names"):
+            submit_job(job(), server=server.url, token=f"{token}x")
