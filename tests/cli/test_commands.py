@@ -16,6 +16,7 @@ from ravnest.api.jobs import Event, JobState, Place
 from ravnest.api.providers import Offer, ProviderState, ProviderView
 from ravnest.cli.app import Commands, main
 from ravnest.cli.codes import EXPLAINED, ExitCode
+from ravnest.cli.submit import load_job
 from ravnest.plan.nodes import read_node_configs
 
 ROOT = Path(__file__).parents[2]
@@ -223,3 +224,85 @@ def test_nodes_are_shown_and_written(
         assert (first.ram, first.bandwidth, first.compute) == (4.5, 99.5, 31.4)
         assert str(second.address) == "127.0.0.1:7002"
     assert ravnest("nodes", "mine.json").code == ExitCode.USAGE
+
+
+TARGETS = """
+import torch
+from torch import nn
+import ravnest
+
+def job():
+    data = (torch.rand(20, 4), torch.randint(3, (20,)))
+    return ravnest.Job(nn.Linear(4, 3), (torch.rand(4, 4),), data, nn.CrossEntropyLoss())
+
+def model():
+    return nn.Linear(4, 3)
+"""
+
+
+@pytest.fixture
+def targets(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (here / "targets.py").write_text(TARGETS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield here
+    sys.modules.pop("targets", None)
+
+
+@pytest.mark.usefixtures("targets")
+def test_submit_and_go(ravnest: Callable[..., Ended], server: FakeServer) -> None:
+    ended = ravnest("submit", "targets:job", "--detach")
+    assert (ended.code, ended.out) == (ExitCode.FINE, f"{JOB}\n"), ended.err
+    assert "uploading" in ended.err
+    assert server.specs[0]["name"] == "Linear"
+
+
+@pytest.mark.usefixtures("targets")
+def test_submit_and_wait_for_one_that_fails(ravnest: Callable[..., Ended], server: FakeServer) -> None:
+    server.views = [
+        view(JobState.TRAINING, "all train", updates=1),
+        view(JobState.TRAINING, "all train", updates=2, loss=0.25, figure=0.75),
+        view(JobState.FAILED, "node_1 is lost"),
+    ]
+    ended = ravnest("submit", "targets:job")
+    assert (ended.code, ended.out) == (ExitCode.JOB_ENDED, "")
+    assert f"submitted {JOB}\n" in ended.err
+    shown = [" ".join(line.split()) for line in ended.err.splitlines()]
+    assert shown[-4:] == [
+        "training all train",
+        "2 updates, loss 0.2500, validation 0.7500",
+        "failed node_1 is lost",
+        "error: job job-1 failed: node_1 is lost",
+    ]
+
+
+@pytest.mark.usefixtures("targets")
+def test_what_cannot_be_submitted(ravnest: Callable[..., Ended], server: FakeServer) -> None:
+    ended = ravnest("submit", "targets:model")
+    assert (ended.code, ended.err) == (
+        ExitCode.ERROR,
+        "error: targets:model must return a ravnest.Job, got Linear\n",
+    )
+    assert ravnest("submit", "nowhere:job").code == ExitCode.ERROR
+    both = ("--serve-here", "--server", server.url)
+    assert ravnest("submit", "targets:job", *both).code == ExitCode.USAGE
+    assert server.specs == []
+
+
+def test_a_command_cannot_serve_and_go(ravnest: Callable[..., Ended]) -> None:
+    ended = ravnest("submit", "targets:job", "--serve-here", "--detach")
+    assert ended.code == ExitCode.USAGE
+    assert "the server would end with this command" in " ".join(ended.err.split())
+
+
+def test_the_job_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(ROOT / "examples" / "digits")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    try:
+        job = load_job("job:job")
+    finally:
+        for name in ("job", "model"):
+            sys.modules.pop(name, None)
+    assert (job.name, job.epochs, len(job.train_data)) == ("digits", 20, 1347)

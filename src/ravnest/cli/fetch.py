@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from ravnest.api.jobs import JobState
 from ravnest.cli.options import JobId, Server, Token
 from ravnest.cli.showing import bars, err, job_line, out
 from ravnest.requester.choosing import choose
-from ravnest.requester.handle import JobHandle
+from ravnest.requester.handle import JobHandle, ended_without_model
 
 Out = Annotated[
     Path | None,
@@ -31,7 +32,9 @@ def fetch(job: JobId, folder: Out = None, server: Server = None, token: Token = 
 def follow_and_fetch(handle: JobHandle, folder: Path | None) -> None:
     """Show how a job goes until it has ended, and bring its model home."""
     with job_line(err()) as line:
-        handle.wait(on_change=line.show)
+        ended = handle.wait(on_change=line.show)
+    if ended.state is not JobState.DONE:
+        raise ended_without_model(ended)
     with bars(err()) as shown:
         path = handle.fetch(
             folder or Path(f"ravnest-{handle.id}"), progress=partial(shown.tell, "fetching")

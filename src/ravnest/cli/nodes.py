@@ -55,7 +55,7 @@ def node_configs(providers: Iterable[ProviderView]) -> dict[str, Any]:
         str(number): {
             "IP": offer.address,
             "benchmarks": {
-                "ram": offer.vram or offer.ram,
+                "ram": offer.ram,
                 "bandwidth": offer.bandwidth,
                 "compute": offer.compute,
             },

@@ -10,9 +10,8 @@ Server = Annotated[
     str | None,
     typer.Option(
         "--server",
-        envvar="RAVNEST_SERVER",
         metavar="URL",
-        help="The server; not needed if you joined one only.",
+        help="The server; else $RAVNEST_SERVER, else the only one that you joined.",
     ),
 ]
 Token = Annotated[

@@ -151,8 +151,8 @@ class JobHandle:
         return path
 
     def cancel(self) -> None:
-        """End the job; its providers become free. ``ServerRefusedError`` if it has ended already."""
-        self._api.post(f"{self._path}/cancel", None, object)
+        """End the job; its providers become free. ``ServerRefusedError`` if it is done or failed."""
+        self._api.post(f"{self._path}/cancel", None, object, idempotent=True)
 
 
 def _results() -> ModuleType:
