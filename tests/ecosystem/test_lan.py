@@ -47,4 +47,5 @@ def test_three_machines_train_over_tls(world: World) -> None:
         for provider in crew:
             assert provider.end() == 0
     model = small_model()
-    model.load_state_dict(torch.load(world.folder / "trained_state_dict.pt", weights_only=True))
+    (trained,) = world.folder.glob("ravnest-job-*/trained_state_dict.pt")
+    model.load_state_dict(torch.load(trained, weights_only=True))

@@ -44,10 +44,10 @@ def test_a_job_that_does_not_fit_says_what_is_missing_and_waits_for_who_can_help
     api = world.requester()
     wide = nn.Sequential(nn.Linear(6, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 3))
     patient = world.submit(api, small_job(model=wide, epochs=1))
-    view = eventually(patient.view, lambda view: "GB" in view.reason)
+    view = eventually(patient.view, lambda view: "needs" in view.reason)
     assert view.state is JobState.SUBMITTED
-    assert "needs" in view.reason
-    assert "offer" in view.reason
+    assert "needs 54 MB" in view.reason
+    assert "1 provider offers 30 MB" in view.reason
 
     hasty = world.submit(api, small_job(model=wide, if_short="fail"))
     with pytest.raises(JobEndedError, match="needs"):

@@ -102,6 +102,6 @@ def test_computing_is_measured_and_leaves_the_threads_as_they_were() -> None:
 def test_an_offer_has_all_of_it() -> None:
     offer = measure("attic", "127.0.0.1:20000", OwnerLimits(0.25, 1), Wire(0.001, 100.0, 100.0))
     assert (offer.name, offer.address, offer.cores) == ("attic", "127.0.0.1:20000", 1)
-    assert offer.ram == pytest.approx(0.25)
+    assert offer.ram == pytest.approx(0.9 * 0.25)
     assert offer.torch == torch.__version__
     assert usable_cores() >= 1

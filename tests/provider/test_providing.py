@@ -37,11 +37,11 @@ def member(name: str = "attic", role: ApiRole = ApiRole.PROVIDER) -> Membership:
 def test_an_offer_in_plain_lines() -> None:
     lines = describe(offer_of(ram=6.4), OwnerLimits(ram=8.0), 2.0, "https://server:8400")
     assert lines == [
-        "attic offers 6.4 GB of RAM (of 8 asked for: no more is free) and 1 core (10 GFLOP/s)",
+        "attic offers 6.4 GB of RAM (8 were asked for: no more is free) and 1 core (10 GFLOP/s)",
         "to https://server:8400 (1000 Mbit/s, 1.0 ms), for 2 h, or until Ctrl-C",
         "other providers reach it at 127.0.0.1:20000",
     ]
-    assert "asked for" not in describe(offer_of(ram=4.0), OwnerLimits(ram=4.0), None, URL)[0]
+    assert "asked for" not in describe(offer_of(ram=3.6), OwnerLimits(ram=4.0), None, URL)[0]
 
 
 def test_without_a_token_a_provider_must_have_joined() -> None:
@@ -129,7 +129,7 @@ def test_an_interrupt_stops_the_worker_and_leaves(tmp_path: Path) -> None:
         assert "left {'attic': 'its owner stopped it'}" in output
         assert "leaves: its owner stopped it" in output
         assert not errors
-    assert any(line.startswith("attic offers 0.5 GB of RAM and 1 core") for line in lines)
+    assert any(line.startswith("attic offers 0.45 GB of RAM and 1 core") for line in lines)
 
 
 def test_a_worker_does_not_outlive_an_agent_that_is_killed_and_its_job_is_not_begun_again(

@@ -62,3 +62,13 @@ def test_a_token_joins_and_is_remembered() -> None:
     assert memberships() == (member,)
     assert (member.name, member.credential) == (own_name(), "credential")
     assert choose() == member
+
+
+def test_another_token_does_not_make_another_requester_of_us() -> None:
+    with FakeServer().running() as server:
+        member = choose(server.url, "rvn..secret")
+        assert choose(server.url, "rvn..another") == member
+        assert server.asked.count("POST /api/join") == 1
+        server.refusals["GET /api/jobs"] = (401, "who are you?")
+        choose(server.url, "rvn..another")
+        assert server.asked.count("POST /api/join") == 2, "the server at this address is a new one"

@@ -62,7 +62,7 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
     assert alice.report("training", first_loss=0, losses=[3.0, 2.5])["losses_known"] == 2
     assert alice.report("training", first_loss=2, losses=[2.0], figures=[0.5])["losses_known"] == 3
     view = rita.get(f"/api/jobs/{job}")
-    assert view["progress"] == {"updates": 3, "epochs": 2, "loss": 2.0, "figure": 0.5}
+    assert view["progress"] == {"updates": 3, "epochs": 2, "loss": 2.0, "diverged": False, "figure": 0.5}
     assert [place["provider_name"] for place in view["places"]] == ["alice", "bob"]
     assert view["plan"] == "a plan"
     losses = rita.get(f"/api/jobs/{job}/losses?first=1")
@@ -179,6 +179,37 @@ def test_a_result_of_files_that_were_not_uploaded_is_refused(case: Case) -> None
     assert state(rita, job) == "shipping"
     alice.report("finished")
     assert "no Root has sent a trained model" in rita.get(f"/api/jobs/{job}")["reason"]
+
+
+def test_a_provider_that_lives_but_does_not_fetch_holds_nobody_up_for_ever(case: Case) -> None:
+    rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
+    job = case.submit(rita)
+    case.match()
+    alice.report("training")
+    for _ in range(61):
+        assert state(rita, job) == "shipping"
+        alice.beat()
+        bob.report("fetching")
+        case.pass_time(10)
+    alice.report("failed", reason="node_1 did not come")
+    view = rita.get(f"/api/jobs/{job}")
+    assert view["state"] == "failed"
+    assert "(bob): it has not fetched its part within 10 minutes" in view["reason"]
+    assert states(case) == ["offered", "offered"]
+
+
+def test_a_loss_that_is_no_number_is_told_as_such(case: Case) -> None:
+    rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
+    job = case.submit(rita)
+    case.match()
+    bob.report("training")
+    alice.report("training", losses=[0.5, None])
+    progress = rita.get(f"/api/jobs/{job}")["progress"]
+    assert (progress["updates"], progress["loss"], progress["diverged"]) == (2, None, True)
+    assert rita.get(f"/api/jobs/{job}/losses")["losses"] == [0.5, None]
+    alice.report("training", first_loss=2, losses=[0.25])
+    progress = rita.get(f"/api/jobs/{job}")["progress"]
+    assert (progress["loss"], progress["diverged"]) == (0.25, False)
 
 
 def test_a_lost_provider_fails_its_cluster(case: Case) -> None:

@@ -29,6 +29,8 @@ from ravnest.server.serving import serve
 
 _LIMIT = 900.0
 """Seconds that a demo may take."""
+_HOURS = "--hours=0.3"
+"""Providers end by then, even if the demo is killed and cannot end them."""
 _LOOK = 2.0
 """Seconds after which to see whether the providers still live."""
 
@@ -56,7 +58,7 @@ def demo(
         show = partial(_show_line, console)
         neighbours = opened.enter_context(Neighbours(scratch, invitation, show))
         for number in range(providers):
-            neighbours.start(f"provider-{number}", "--ram=1", "--cores=1", "--hours=1")
+            neighbours.start(f"provider-{number}", "--ram=1", "--cores=1", _HOURS)
         member = join(server.url, server.token(ApiRole.REQUESTER), "demo")
         api = opened.enter_context(member.api())
         console.print(f"3. A job is submitted, as with `ravnest submit`: a CNN that learns {what}.")

@@ -47,6 +47,8 @@ def figures(progress: Training) -> str:
     parts = [f"{progress.updates} updates"] if progress.updates else []
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
+    if progress.diverged:
+        parts.append("the loss is not a number any more")
     if progress.figure is not None:
         parts.append(f"validation {progress.figure:.4f}")
     return ", ".join(parts)

@@ -59,8 +59,8 @@ class Learned:
     """Further losses, and all validations so far, of a worker."""
 
     assignment: str
-    losses: tuple[float, ...]
-    figures: tuple[float, ...]
+    losses: tuple[float | None, ...]
+    figures: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from ravnest.provider.workplace import WorkerSettings, Workplace
 _SAMPLE_SECONDS = 0.25
 _GRACE_SECONDS = 10.0
 """For a worker to say goodbye to its neighbours."""
-_LARGEST = 3.4e38
-"""Stands for a loss that is not a finite number: JSON has none."""
 _LONGEST_REASON = 2000
 _TAIL = 1 << 14
 _BOOT = (
@@ -47,8 +45,11 @@ class FigureTail:
     path: Path
     _offset: int = 0
 
-    def read(self) -> tuple[float, ...]:
-        """Those that are new; a line that is not whole yet waits for its rest."""
+    def read(self) -> tuple[float | None, ...]:
+        """Those that are new, None for one that is infinite or no number.
+
+        A line that is not whole yet waits for its rest.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -60,12 +61,12 @@ class FigureTail:
         return tuple(_finite(line) for line in whole.splitlines())
 
 
-def _finite(line: bytes) -> float:
+def _finite(line: bytes) -> float | None:
     try:
         figure = float(line)
     except ValueError:
-        return _LARGEST
-    return figure if math.isfinite(figure) else math.copysign(_LARGEST, figure)
+        return None
+    return figure if math.isfinite(figure) else None
 
 
 @dataclass
@@ -135,7 +136,7 @@ class WorkerProcess:
         process = psutil.Process(self._process.pid)
         losses = FigureTail(self.place.losses_of(self.cluster))
         validations = FigureTail(self.place.figures_of(self.cluster))
-        figures: tuple[float, ...] = ()
+        figures: tuple[float | None, ...] = ()
         over = False
         while not over:
             over = self._wake.wait(_SAMPLE_SECONDS)

@@ -23,6 +23,9 @@ from ravnest.version import __version__
 GB = 1e9
 _SHARE = 0.8
 """Of the memory that is free: the owner of the machine has programs of their own."""
+PLANNED = 0.9
+"""Of the memory that a worker may take, what plans may count on: what they predict is a few hundredths
+off, and a worker that takes more than its owner allowed is ended."""
 _SIZE = 512
 _COMPUTE_SECONDS = 0.3
 _PROBE_SECONDS = 0.25
@@ -87,7 +90,7 @@ def measure(name: str, address: str, limits: OwnerLimits, probe: Probe) -> Offer
     return Offer(
         name=name,
         address=address,
-        ram=ram_for(limits, free_memory()) / GB,
+        ram=PLANNED * ram_for(limits, free_memory()) / GB,
         vram=_free_vram() / GB,
         cores=cores,
         compute=compute(cores),
@@ -99,7 +102,7 @@ def measure(name: str, address: str, limits: OwnerLimits, probe: Probe) -> Offer
 
 
 def ram_for(limits: OwnerLimits, free: int) -> float:
-    """Bytes to offer of those that are free."""
+    """Bytes that a worker may take of those that are free."""
     share = _SHARE * free
     return share if limits.ram is None else min(share, limits.ram * GB)
 

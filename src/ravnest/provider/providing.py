@@ -17,7 +17,7 @@ from ravnest.client.joining import Membership, find, home, joined
 from ravnest.errors import ServerError, SettingsError
 from ravnest.provider.addressing import addresses
 from ravnest.provider.agent import Agent
-from ravnest.provider.measuring import GB, OwnerLimits, ServerProbe, measure
+from ravnest.provider.measuring import GB, PLANNED, OwnerLimits, ServerProbe, measure
 from ravnest.provider.running import Provider
 from ravnest.provider.workplace import WorkerSettings, Workshop
 
@@ -63,13 +63,14 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
             lost = list(workshop.places())
             for assignment in lost:
                 workshop.discard(assignment)
+            room = int(offer.ram / PLANNED * GB)
             ends = None if hours is None else time.monotonic() + 3600 * hours
             return Provider(
                 api,
                 offer,
                 Agent(ends=ends, once=once, lost=lost),
                 workshop,
-                WorkerSettings(ram=int(offer.ram * GB), cores=offer.cores, listen=found.listen),
+                WorkerSettings(ram=room, cores=offer.cores, listen=found.listen),
                 told,
                 provider.id,
             ).run()
@@ -77,13 +78,13 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
 
 def describe(offer: Offer, limits: OwnerLimits, hours: float | None, url: str) -> list[str]:
     """The offer in a few plain lines."""
-    capped = limits.ram is not None and offer.ram < 0.999 * limits.ram
-    fewer = f" (of {limits.ram:g} asked for: no more is free)" if capped else ""
+    capped = limits.ram is not None and offer.ram < 0.999 * PLANNED * limits.ram
+    fewer = f" ({limits.ram:g} were asked for: no more is free)" if capped else ""
     vram = f" and {offer.vram:.1f} GB of VRAM" if offer.vram else ""
     until = "until Ctrl-C" if hours is None else f"for {hours:g} h, or until Ctrl-C"
     plural = "" if offer.cores == 1 else "s"
     return [
-        f"{offer.name} offers {offer.ram:.1f} GB of RAM{fewer}{vram} and {offer.cores} core{plural} "
+        f"{offer.name} offers {offer.ram:.2g} GB of RAM{fewer}{vram} and {offer.cores} core{plural} "
         f"({offer.compute:.0f} GFLOP/s)",
         f"to {url} ({offer.bandwidth:.0f} Mbit/s, {1000 * offer.round_trip:.1f} ms), {until}",
         f"other providers reach it at {offer.address}",

@@ -27,9 +27,9 @@ class Work:
     is_root: bool = False
     place: str = ""
     failure: str = ""
-    losses: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
     acknowledged: int = 0
-    figures: tuple[float, ...] = ()
+    figures: tuple[float | None, ...] = ()
     result: tuple[ResultFile, ...] = ()
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ravnest.api.trust import ApiRole
 from ravnest.client.joining import Membership, find, joined, memberships
-from ravnest.errors import ServerError
+from ravnest.errors import ServerError, ServerRefusedError
 
 SERVER_VARIABLE = "RAVNEST_SERVER"
 MAY_SUBMIT = (ApiRole.REQUESTER, ApiRole.ADMIN)
@@ -25,13 +25,15 @@ def choose(
 ) -> Membership:
     """Our membership of ``server``, else of ``$RAVNEST_SERVER``, else of the only server joined.
 
-    With a ``token`` the server is joined, and remembered.
+    With a ``token`` the server is joined, and remembered. Who is a member already stays the same one:
+    jobs belong to who submitted them.
     """
     url = server or os.environ.get(SERVER_VARIABLE) or _only(roles)
     if token is not None:
         if url is None:
             raise WhichServerError("a token needs the address of its server too: --server URL")
-        return joined(url, token, own_name())
+        known = find(url if "://" in url else _with_scheme(url), roles)
+        return known if known is not None and _is_known(known) else joined(url, token, own_name())
     if url is None:
         raise WhichServerError(
             "no server is known: name one with --server URL (or $RAVNEST_SERVER) and join it once with "
@@ -53,6 +55,16 @@ def own_name() -> str:
     except (KeyError, OSError):  # a container's user may have no name
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"[:100]
+
+
+def _is_known(member: Membership) -> bool:
+    """Whether the server still knows us, and is not a new one at an old address."""
+    with member.api() as api:
+        try:
+            api.get("/api/jobs", object)
+        except ServerRefusedError:
+            return False
+    return True
 
 
 def _only(roles: Sequence[ApiRole]) -> str | None:

@@ -81,7 +81,7 @@ class JobHandle:
 
     def losses(self, first: int = 0) -> Losses:
         """The loss of each update from ``first`` on, and all validations."""
-        found: list[float] = []
+        found: list[float | None] = []
         while True:  # the server cuts long answers
             params = {"first": first + len(found)}
             part = self._api.get(f"{self._path}/losses", Losses, params=params)

@@ -65,7 +65,7 @@ class Part:
     role: str
     phase: str
     reason: str
-    figures: tuple[float, ...]
+    figures: tuple[float | None, ...]
     losses: int
     """So many are known."""
     has_result: bool

@@ -13,6 +13,8 @@ class ServerSettings:
 
     lost_after: float = 30.0
     """A provider that was not heard of for so long is lost."""
+    fetch_grace: float = 600.0
+    """A provider may take so long to fetch its part, and four times what its bandwidth explains."""
     ending_grace: float = 10.0
     """Nodes of a cluster that failed may take so long to end and to say why."""
     shown_after_loss: float = 3600.0

@@ -9,6 +9,7 @@ import threading
 from ravnest.api.jobs import JobSpec, JobState, JobView
 from ravnest.api.providers import Heartbeat, Offer, Orders, ProviderState, ProviderView, Report
 from ravnest.errors import ServerRefusedError
+from ravnest.server.fetches import FETCHING, fetch_limit
 from ravnest.server.liveness import Liveness
 from ravnest.server.needs import needed_files
 from ravnest.server.office import Change, Office
@@ -66,6 +67,7 @@ class Steward:
                 del self._endings[ending]
         for job, cluster in due:
             self._stop_cluster(job, cluster)
+        self._give_up_fetches()
         with self._office.store.change(self._office.clock.wall()) as books:
             books.events.forget_refusals(self._settings.kept_refusals)
             books.members.forget_tokens(books.now - _DAY)
@@ -251,6 +253,29 @@ class Steward:
                 self._endings.setdefault((job, cluster), deadline)
         if failed & live:
             change.topics.add(("clock", ""))
+
+    def _give_up_fetches(self) -> None:
+        """Providers that live but do not get their part hold up a job, and not for ever."""
+        now, grace = self._office.clock.wall(), self._settings.fetch_grace
+        with self._office.store.look() as books:
+            shipping = books.jobs.in_state(JobState.SHIPPING)
+            late = [job for job in shipping if now - job.changed > grace]
+        for job in late:
+            with self._office.change() as change:
+                for part in change.books.parts.of_job(job.id):
+                    if part.phase in FETCHING:
+                        self._give_up_fetch(change, part, now - job.changed)
+                change.judge(job.id)
+                self._note_endings(change, job.id)
+
+    def _give_up_fetch(self, change: Change, part: Part, waited: float) -> None:
+        record = change.books.providers.get(part.provider)
+        assert record is not None
+        limit = fetch_limit(change.books.parts.body(part.id), record.offer, self._settings.fetch_grace)
+        if waited > limit:
+            reason = f"it has not fetched its part within {limit / 60:.0f} minutes"
+            change.end_part(part, "failed", reason)
+            change.release(record, f"{part.job} goes on without it: {reason}")
 
     def _stop_cluster(self, job: str, cluster: int) -> None:
         """What is left of a failed cluster has had its time."""

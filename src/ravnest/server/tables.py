@@ -83,7 +83,7 @@ losses = Table(
     metadata,
     Column("assignment", ForeignKey("assignments.id"), primary_key=True),
     Column("position", Integer, primary_key=True),
-    Column("value", Float, nullable=False),
+    Column("value", Float),  # NULL: infinite, or no number
     sqlite_with_rowid=False,
 )
 

@@ -33,10 +33,12 @@ def job_view(books: Transaction, record: JobRecord) -> JobView:
     root = leading_root(parts)
     progress = Progress(epochs=record.epochs)
     if root is not None:
+        loss = books.parts.last_loss(root)
         progress = Progress(
             updates=root.losses,
             epochs=record.epochs,
-            loss=books.parts.last_loss(root),
+            loss=loss,
+            diverged=root.losses > 0 and loss is None,
             figure=root.figures[-1] if root.figures else None,
         )
     names = books.providers.names(part.provider for part in parts)

@@ -76,7 +76,7 @@ class Parts:
         listed = json.loads(self._connection.execute(query).scalar_one() or "[]")
         return tuple(ResultFile.model_validate(file) for file in listed)
 
-    def keep_losses(self, part: Part, first: int, values: Sequence[float]) -> int:
+    def keep_losses(self, part: Part, first: int, values: Sequence[float | None]) -> int:
         """Keep those that follow what is known; how many there are then.
 
         A report is sent again until it is acknowledged, so its beginning may be known already. One
@@ -93,14 +93,14 @@ class Parts:
         self._update(part, losses=part.losses + len(rows))
         return part.losses + len(rows)
 
-    def keep_figures(self, part: Part, figures: Sequence[float]) -> bool:
+    def keep_figures(self, part: Part, figures: Sequence[float | None]) -> bool:
         """Keep the validations so far; whether there is a new one."""
         if len(figures) <= len(part.figures):
             return False
         self._update(part, figures=json.dumps(figures))
         return True
 
-    def losses(self, part: str, first: int = 0, limit: int = _AT_ONCE) -> tuple[float, ...]:
+    def losses(self, part: str, first: int = 0, limit: int = _AT_ONCE) -> tuple[float | None, ...]:
         """Losses from one update on."""
         query = (
             select(losses.c.value)
@@ -111,12 +111,12 @@ class Parts:
         return tuple(self._connection.execute(query).scalars())
 
     def sampled_losses(self, part: Part, count: int) -> list[tuple[int, float]]:
-        """About ``count`` losses, evenly spread, with their updates; the last one is among them."""
+        """About ``count`` losses, evenly spread, with their updates; those that are numbers."""
         step = max(1, part.losses // count)
         query = (
             select(losses.c.position, losses.c.value)
             .where(losses.c.assignment == part.id)
-            .where((part.losses - 1 - losses.c.position) % step == 0)
+            .where((part.losses - 1 - losses.c.position) % step == 0, losses.c.value.is_not(None))
             .order_by(losses.c.position)
         )
         return [(row.position, row.value) for row in self._connection.execute(query)]
