@@ -14,7 +14,7 @@ import torch
 
 from ravnest.errors import LaunchError
 from ravnest.requester import digits
-from ravnest.requester.digits import DigitsCNN, accuracy, digits_job
+from ravnest.requester.digits import accuracy, digits_job, network
 from ravnest.requester.neighbours import Neighbours
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def test_the_demo_trains_and_leaves_the_model_only(tmp_path: Path) -> None:
     assert shown.splitlines()[-1] == "ravnest-demo/trained_state_dict.pt"
     assert left_of(tmp_path) == ["ravnest-demo/trained_state_dict.pt"]
     state = torch.load(tmp_path / "ravnest-demo" / "trained_state_dict.pt", weights_only=True)
-    model = DigitsCNN()
+    model = network()
     model.load_state_dict(state)
     assert accuracy(model, digits.digits()[1]) == pytest.approx(float(found[1]) / 100, abs=0.001)
 

@@ -14,30 +14,22 @@ _SIDE = 8
 _CLASSES = 10
 
 
-class DigitsCNN(nn.Module):
-    """Three convolutions with batch norm, then two linear layers with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, kernel_size=3, padding=1)
-        self.norm1 = nn.BatchNorm2d(16)
-        self.conv2 = nn.Conv2d(16, 32, kernel_size=3, padding=1)
-        self.norm2 = nn.BatchNorm2d(32)
-        self.conv3 = nn.Conv2d(32, 64, kernel_size=3, padding=1)
-        self.norm3 = nn.BatchNorm2d(64)
-        self.pool = nn.MaxPool2d(2)
-        self.hidden = nn.Linear(64 * 4, 128)
-        self.dropout = nn.Dropout(0.2)
-        self.output = nn.Linear(128, _CLASSES)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images of 8 x 8 pixels to a score for each digit."""
-        features = torch.relu(self.norm1(self.conv1(images)))
-        features = self.pool(torch.relu(self.norm2(self.conv2(features))))
-        features = self.pool(torch.relu(self.norm3(self.conv3(features))))
-        hidden = torch.relu(self.hidden(features.flatten(1)))
-        scores: torch.Tensor = self.output(self.dropout(hidden))
-        return scores
+def network() -> nn.Module:
+    """Images of 8 x 8 pixels to a score for each digit."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(64 * 16, _CLASSES),
+    )
 
 
 def digits() -> tuple[TensorDataset, TensorDataset, str]:
@@ -76,7 +68,7 @@ def digits_job(train: TensorDataset, validation: TensorDataset, *, epochs: int, 
     """A training that waits for so many providers and uses them all."""
     torch.manual_seed(42)
     return Job(
-        model=DigitsCNN(),
+        model=network(),
         example_args=(torch.rand(64, 1, _SIDE, _SIDE),),
         train_data=train,
         criterion=nn.CrossEntropyLoss(),
