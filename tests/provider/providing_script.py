@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import psutil
-from fake_server import FakeServer, small_job
+from assigning_server import FakeServer, small_job
 
 from ravnest.api.trust import ApiRole
 from ravnest.client import joining

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from assigning_server import FakeServer, small_job
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from fake_server import FakeServer, small_job
 
 from ravnest.api.providers import Assignment, Signed
 from ravnest.errors import ServerError, ServerRefusedError, StageFormatError
-from ravnest.provider.fetching import Fetching, signing_request, write_certificate
+from ravnest.provider.fetching import Fetching, write_certificate
 from ravnest.provider.workplace import CERTIFICATES, Workplace, Workshop
 from ravnest.store.bundle import load_stage
 from ravnest.store.nodefile import read_node
-from ravnest.transport.certificates import Authority
+from ravnest.transport.certificates import Authority, signing_request
 
 NOW = datetime.datetime.now(datetime.UTC)
 
@@ -165,7 +164,7 @@ def test_the_key_stays_here_and_only_its_owner_can_read_it(
 
 
 def test_a_certificate_of_another_key_or_authority_is_refused(tmp_path: Path) -> None:
-    key = ec.generate_private_key(ec.SECP256R1())
+    _, key = signing_request("node_0")
     authority, other = Authority("one", NOW), Authority("two", NOW)
     identity = authority.issue("node_0", ["127.0.0.1"])
     signed = Signed(certificate=identity.certificate.decode(), authority=authority.certificate.decode())
@@ -187,9 +186,3 @@ def test_a_refusal_to_sign_is_passed_on(
     with pytest.raises(ServerRefusedError):
         fetch(server, place, assignment.node_file["address"])
     assert not (place.folder / "assignment.json").exists()
-
-
-def test_a_signing_request_names_the_node() -> None:
-    request = signing_request(ec.generate_private_key(ec.SECP256R1()), "node_3")
-    parsed = x509.load_pem_x509_csr(request.encode())
-    assert parsed.subject.rfc4514_string() == "CN=node_3"

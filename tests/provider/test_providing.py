@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fake_server import SECONDS, FakeServer, offer_of
+from assigning_server import SECONDS, FakeServer, offer_of
 
 from ravnest.api.trust import ApiRole
 from ravnest.client.joining import Membership, save

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_server import SECONDS, FakeServer, offer_of, small_job
+from assigning_server import SECONDS, FakeServer, offer_of, small_job
 
 from ravnest.api.providers import Assignment
 from ravnest.provider.agent import Agent

@@ -11,7 +11,7 @@ from ravnest.provider.providing import provide as provide_machine
 
 
 def provide(
-    server: Annotated[str, typer.Option(help="The server's address, such as https://host:8400.")],
+    server: Annotated[str, typer.Option(help="The server's address, such as https://host:7100.")],
     token: Annotated[
         str | None, typer.Option(help="As `ravnest token create` printed it; needed the first time.")
     ] = None,

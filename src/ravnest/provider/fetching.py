@@ -14,9 +14,7 @@ from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.hazmat.primitives import serialization
 
 from ravnest.api.model import Artifact
 from ravnest.api.providers import Assignment, Share, Signed, SigningRequest
@@ -26,6 +24,7 @@ from ravnest.errors import ServerError, StageFormatError
 from ravnest.provider.workplace import BUNDLE, CERTIFICATES, Workplace
 from ravnest.store.files import write_json
 from ravnest.store.nodefile import NodeFile, node_path, read_node, write_node
+from ravnest.transport.certificates import signing_request
 
 _SPARE = 1 << 30
 """Bytes of the disk that stay free."""
@@ -59,10 +58,10 @@ class Fetching:
         return assignment, node
 
     def _certify(self, name: str, place: Workplace, node: NodeFile) -> None:
-        key = ec.generate_private_key(ec.SECP256R1())
+        request, key = signing_request(node.name)
         signed = self.api.post(
             f"/api/assignments/{name}/certificate",
-            SigningRequest(csr=signing_request(key, node.name)),
+            SigningRequest(csr=request.decode()),
             Signed,
             idempotent=True,
         )
@@ -114,15 +113,8 @@ def _check_disk(folder: Path, files: Mapping[Path, Artifact]) -> None:
         )
 
 
-def signing_request(key: ec.EllipticCurvePrivateKey, name: str) -> str:
-    """Asks for a certificate of a node; for which addresses it is good is the server's to say."""
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
-    return request.public_bytes(serialization.Encoding.PEM).decode()
-
-
-def write_certificate(node_data: Path, key: ec.EllipticCurvePrivateKey, signed: Signed) -> None:
-    """Put a certificate where the node finds it, with a key that only its owner can read."""
+def write_certificate(node_data: Path, key: bytes, signed: Signed) -> None:
+    """Put a certificate where the node finds it, with its key (PEM), which only its owner can read."""
     try:
         certificate = x509.load_pem_x509_certificate(signed.certificate.encode())
         authority = x509.load_pem_x509_certificate(signed.authority.encode())
@@ -131,18 +123,13 @@ def write_certificate(node_data: Path, key: ec.EllipticCurvePrivateKey, signed: 
         raise ServerError(
             f"what the server signed is not a certificate of its authority: {error}"
         ) from error
-    if certificate.public_key() != key.public_key():
+    own = serialization.load_pem_private_key(key, password=None)
+    if certificate.public_key() != own.public_key():
         raise ServerError("the server signed the certificate of another key")
     path = node_data / CERTIFICATES.key
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     path.touch(mode=0o600, exist_ok=False)
-    path.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
+    path.write_bytes(key)
     (node_data / CERTIFICATES.certificate).write_text(signed.certificate, encoding="ascii")
     (node_data / CERTIFICATES.authority).write_text(signed.authority, encoding="ascii")
