@@ -39,9 +39,8 @@ def test_three_machines_train_over_tls(world: World) -> None:
 
         # A token that names another server's certificate is not shown to this one.
         forged = JoinToken(JoinToken.parse(world.token(ApiRole.REQUESTER)).secret, "0" * 64)
-        stranger = world.command(
-            "status", f"--server={world.url}", f"--token={forged}", before=lan.inside(1)
-        )
+        asks = ("status", f"--server={world.url}", f"--token={forged}")
+        stranger = world.command(*asks, before=lan.inside(1), home="another")
         assert stranger.process.wait(60) == 4
         stranger.said("not the one that the token names")
         for provider in crew:

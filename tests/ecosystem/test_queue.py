@@ -47,7 +47,7 @@ def test_a_job_that_does_not_fit_says_what_is_missing_and_waits_for_who_can_help
     view = eventually(patient.view, lambda view: "needs" in view.reason)
     assert view.state is JobState.SUBMITTED
     assert "needs 54 MB" in view.reason
-    assert "1 provider offers 30 MB" in view.reason
+    assert "1 provider offers 27 MB" in view.reason
 
     hasty = world.submit(api, small_job(model=wide, if_short="fail"))
     with pytest.raises(JobEndedError, match="needs"):

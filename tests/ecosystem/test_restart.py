@@ -10,7 +10,7 @@ from world import World, eventually, providers, small_job, small_model
 from ravnest.api.jobs import JobState, JobView
 from ravnest.errors import ServerUnreachableError
 
-EPOCHS = 100
+EPOCHS = 60
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ import signal
 
 import pytest
 import torch
-from world import World, eventually, providers, small_data, small_job, small_model
+from world import World, small_data, small_job, small_model
 
+import ravnest
 from ravnest.api.jobs import JobState, JobView
 from ravnest.api.trust import ApiRole
 from ravnest.plan.nodes import read_node_configs
@@ -85,19 +86,32 @@ def test_two_clusters_train_one_job_and_the_results_are_one_model(world: World) 
 
 
 @pytest.mark.slow
-def test_a_loss_of_the_requesters_own_travels_as_a_graph(world: World) -> None:
-    world.serve()
-    for name in ("a", "b"):
-        world.provide(name)
+def test_a_requester_serves_itself_and_sends_a_loss_of_its_own(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world.folder)
 
     def smoothed(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         chances = scores.log_softmax(1)
         return -(0.9 * chances.gather(1, labels[:, None]).mean() + 0.1 * chances.mean())
 
-    api = world.requester()
-    handle = world.submit(api, small_job(criterion=smoothed, min_providers=2, epochs=5))
-    handle.result(timeout=120)
-    losses = handle.losses().losses
+    model = small_model()
+    with ravnest.submit(
+        model,
+        (torch.zeros(8, 6),),
+        small_data(),
+        smoothed,
+        optimizer_params={"lr": 1e-2},
+        epochs=5,
+        batch_size=8,
+        min_providers=2,
+        serve_here=True,
+    ) as handle:
+        assert handle.invitation is not None
+        for name in ("a", "b"):
+            world.command(*handle.invitation.split()[1:], f"--name={name}", f"--folder={name}", "--once")
+        state = handle.result(into=model, timeout=120)
+        losses = handle.losses().losses
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert len(losses) == 60
     assert sum(losses[-12:]) < sum(losses[:12])
-    found = eventually(lambda: providers(api), lambda f: all(p.state == "offered" for p in f.values()))
-    assert len(found) == 2, "they are ready for the next job"

@@ -35,14 +35,16 @@ T = TypeVar("T")
 class Process:
     """A command of Ravnest's and what it says."""
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path, before: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], folder: Path, before: Sequence[str], home: str
+    ) -> None:
         self.name = name
         command = [*before, sys.executable, "-P", "-m", "ravnest.cli.app", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
         self.process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**environment, HOME_VARIABLE: str(folder / "home")},
+            env={**environment, HOME_VARIABLE: str(folder / home)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -111,9 +113,9 @@ class World:
             name, ["provide", f"--server={self.url}", f"--token={token}", *own, *options], before
         )
 
-    def command(self, *arguments: str, before: Sequence[str] = ()) -> Process:
-        """Any other command."""
-        return self._start(arguments[0], arguments, before)
+    def command(self, *arguments: str, before: Sequence[str] = (), home: str = "home") -> Process:
+        """Any other command; of somebody else with another ``home``."""
+        return self._start(arguments[0], arguments, before, home)
 
     def token(self, role: ApiRole, **options: Any) -> str:
         return create_token(self.folder / "ravnest_server", role, **options)[1]
@@ -135,8 +137,10 @@ class World:
                 os.killpg(process.process.pid, signal.SIGKILL)
             process.process.wait(DEADLINE)
 
-    def _start(self, name: str, arguments: Sequence[str], before: Sequence[str]) -> Process:
-        process = Process(name, arguments, self.folder, before)
+    def _start(
+        self, name: str, arguments: Sequence[str], before: Sequence[str], home: str = "home"
+    ) -> Process:
+        process = Process(name, arguments, self.folder, before, home)
         self._processes.append(process)
         return process
 

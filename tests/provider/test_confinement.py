@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ravnest.provider.confinement import environment, excess, held_memory
+from ravnest.provider.confinement import BUFFERS, environment, excess, held_memory
 
 SOURCE = Path(__file__).parents[2] / "src"
 CONFINEMENT = SOURCE / "ravnest" / "provider" / "confinement.py"
@@ -65,7 +65,7 @@ def test_only_known_names_of_the_environment_reach_a_worker(tmp_path: Path) -> N
 
 def test_excess_says_both_figures() -> None:
     assert excess(held=1_200, idle=200, offered=1_000) == ""
-    reason = excess(held=3_250_000_000, idle=250_000_000, offered=2_000_000_000)
+    reason = excess(held=3_250_000_000 + BUFFERS, idle=250_000_000, offered=2_000_000_000)
     assert "3.00 GB" in reason
     assert "2.00 GB" in reason
 

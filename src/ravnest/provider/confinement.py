@@ -25,6 +25,10 @@ _PR_SET_PDEATHSIG = 1
 _STACKS = 1 << 30
 """Address space for the stacks of threads: counted by the system as data, used in small part."""
 
+BUFFERS = 64 << 20
+"""Bytes that libraries take beside a job's tensors once they are at work, as benchmarks/memory.py finds:
+buffers of gRPC and oneDNN, and freed memory that the allocator keeps. They count as the process's own."""
+
 HOME = "home"
 TEMPORARY = "tmp"
 
@@ -90,9 +94,9 @@ def held_memory(process: psutil.Process) -> int:
 
 def excess(held: int, idle: int, offered: int) -> str:
     """Why a worker that holds so much must end; empty if it may go on."""
-    if held <= idle + offered:
+    if held <= idle + BUFFERS + offered:
         return ""
     return (
-        f"the worker took {(held - idle) / 1e9:.2f} GB for training, {offered / 1e9:.2f} GB are "
+        f"the worker took {(held - idle - BUFFERS) / 1e9:.2f} GB for training, {offered / 1e9:.2f} GB are "
         "offered; offer more with --ram, or submit the job with smaller batches"
     )
