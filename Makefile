@@ -22,8 +22,12 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[demo,dev,zoo]'
 	@touch $@ $(VENV)/.demo
 
-demo: $(VENV)/.demo ## set up, then split, train with providers, fuse and score the digits CNN; CLUSTERS=2 for two
+demo: $(VENV)/.demo ## set up, then run a server, three providers and a job; CLUSTERS=2: five nodes, two clusters
+ifeq ($(CLUSTERS),1)
+	$(BIN)/ravnest demo
+else
 	$(BIN)/python examples/digits/demo.py $(CLUSTERS)
+endif
 
 test: $(VENV)/.dev ## set up, then run all tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)

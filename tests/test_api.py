@@ -18,13 +18,17 @@ import ravnest.utils
 
 def test_public_names() -> None:
     assert ravnest.__all__ == [
+        "Job",
         "Node",
         "Trainer",
         "__version__",
         "clusterize",
         "model_fusion",
+        "provide",
+        "serve",
         "set_seed",
         "shard",
+        "submit",
     ]
     assert all(hasattr(ravnest, name) for name in ravnest.__all__)
 

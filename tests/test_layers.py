@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("runtime",),
     ("averaging",),
-    ("formation", "shard"),
+    ("formation", "sharding"),
     ("store",),
     ("plan",),
     ("split",),

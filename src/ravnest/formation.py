@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,7 @@ from torch import nn
 from ravnest.errors import SplitError, StageFormatError
 from ravnest.plan.explain import clusterize_log, explain
 from ravnest.plan.nodes import NodeConfig, read_node_configs
-from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
+from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.profiling import optimizer_state_factor, profile_model, unit_names
@@ -27,14 +25,8 @@ from ravnest.split.selfcheck import verify
 from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.store.bundle import save_stage
 from ravnest.store.files import inside, read_json, write_json
-from ravnest.store.nodefile import (
-    CertificateFiles,
-    Neighbour,
-    NodeFile,
-    RingEntry,
-    node_to_json,
-    write_node,
-)
+from ravnest.store.nodefile import write_node
+from ravnest.store.planned import bundle_path, node_file, plan_digest
 from ravnest.store.replace import Replacement
 from ravnest.transport.certificates import Authority
 
@@ -149,10 +141,10 @@ def _write(target: Path, plan: Plan, splits: Mapping[int, Split]) -> None:
     try:
         nodes = []
         for stage in plan.stages:
-            bundle = f"cluster_{stage.cluster}/node_{stage.node.id}"
+            bundle = bundle_path(stage)
             digest = save_stage(replacement.staging / bundle, splits[stage.cluster].stages[stage.index])
-            nodes.append(_node_file(plan, stage, bundle, digest.sha256))
-        digest_of_plan = _digest(nodes)
+            nodes.append(node_file(plan, stage, bundle, digest.sha256))
+        digest_of_plan = plan_digest(nodes)
         for node in nodes:
             write_node(replacement.staging, replace(node, plan=digest_of_plan))
         _write_certificates(replacement.staging, plan, digest_of_plan)
@@ -181,53 +173,6 @@ def _earlier_files(target: Path) -> list[str]:
     ):
         raise StageFormatError(f"{path} is not a file of Ravnest, and would be replaced: move it away")
     return [inside(str(name)) for name in data["files"]]
-
-
-def _node_file(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> NodeFile:
-    node = stage.node.id
-    cluster = plan.clusters[stage.cluster]
-    return NodeFile(
-        plan="",
-        node=node,
-        cluster=stage.cluster,
-        stage=stage.index,
-        stages=len(cluster.stages),
-        pipeline=tuple(each.node.id for each in cluster.stages),
-        role=stage.role,
-        address=str(stage.node.address),
-        previous=_neighbour(plan.previous(node)),
-        next=_neighbour(plan.next(node)),
-        roots=tuple(
-            Neighbour(each.stages[0].node.id, str(each.stages[0].node.address)) for each in plan.clusters
-        ),
-        rings=tuple(
-            RingEntry(
-                ring.id, ring.names, tuple(Neighbour(m.node_id, str(m.address)) for m in ring.members)
-            )
-            for ring in plan.rings_of(node)
-        ),
-        bundle=bundle,
-        sha256=sha256,
-        seed=plan.seed,
-        in_flight=cluster.stages[0].in_flight,
-        in_flight_limit=cluster.in_flight_limit(plan.update_frequency),
-        update_frequency=plan.update_frequency,
-        certificates=CertificateFiles(
-            "certificates/authority.pem",
-            f"certificates/node_{node}.pem",
-            f"certificates/node_{node}.key",
-        ),
-    )
-
-
-def _neighbour(stage: StagePlan | None) -> Neighbour | None:
-    return None if stage is None else Neighbour(stage.node.id, str(stage.node.address))
-
-
-def _digest(nodes: Sequence[NodeFile]) -> str:
-    """Names the whole plan: who does what, with which stage."""
-    canonical = json.dumps([node_to_json(node) for node in nodes], sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _write_certificates(staging: Path, plan: Plan, digest: str) -> None:

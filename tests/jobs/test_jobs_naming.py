@@ -127,7 +127,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("criterion", LOSSES, ids=str)
+@pytest.mark.parametrize("criterion", LOSSES)
 def test_a_loss_by_name_computes_the_same(criterion: Any) -> None:
     torch.manual_seed(0)
     output = torch.rand(8, 3)

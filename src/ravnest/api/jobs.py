@@ -127,6 +127,8 @@ class Progress(Message):
     epochs: int
     loss: float | None = None
     """Of the last update."""
+    diverged: bool = False
+    """The last loss was infinite, or no number."""
     figure: float | None = None
     """The last validation: accuracy, or loss where that makes no sense."""
 
@@ -153,8 +155,9 @@ class Losses(Message):
     """Losses of a job from one update on."""
 
     first: int
-    losses: tuple[float, ...]
-    figures: tuple[float, ...]
+    losses: tuple[float | None, ...]
+    """None: it was infinite, or no number."""
+    figures: tuple[float | None, ...]
     """All validations so far."""
 
 

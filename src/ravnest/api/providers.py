@@ -103,9 +103,10 @@ class Report(Message):
     reason: Reason = ""
     """Why it failed."""
     first_loss: int = 0
-    losses: tuple[float, ...] = ()
-    """From update ``first_loss`` on; sent again until they are acknowledged. Roots only."""
-    figures: tuple[float, ...] = ()
+    losses: tuple[float | None, ...] = ()
+    """From update ``first_loss`` on, None where one is infinite or no number; sent again until they are
+    acknowledged. Roots only."""
+    figures: tuple[float | None, ...] = ()
     """All validations so far."""
     result: tuple[ResultFile, ...] = ()
     """Uploaded files of a trained cluster; of a Root that is finished."""

@@ -29,8 +29,8 @@ def make_plan(
 
     Without ``clusters`` every cluster has a Root and a Leaf, unless some node can then not be
     used: the pool has one node, the model cannot be cut, or nothing else fits the RAM. With
-    ``clusters`` there are exactly so many, of one node too. ``source`` names the pool in errors.
-    ``PlanError`` says why no plan exists.
+    ``clusters`` there are exactly so many, of one node too. ``source`` names the file of the nodes
+    in errors; empty where they are a server's providers. ``PlanError`` says why no plan exists.
     """
     _check(profile, nodes, clusters, update_frequency)
     nodes = sorted(nodes, key=lambda node: node.id)

@@ -37,6 +37,14 @@ def why_nothing_fits(
     )
 
 
+def lightest_stage(costs: ModelCosts, nodes: int, clusters: int | None) -> float:
+    """Least memory of any stage: the last unit as a Leaf, or one unit with two in flight."""
+    if costs.units == 1 or nodes in (1, clusters):
+        return costs.smallest_total
+    singles = _unit_memory(costs, in_flight=2)
+    return min(costs.memory(costs.units - 1, costs.units, 1).total, float(singles[:-1].min()))
+
+
 def _total_too_small(costs: ModelCosts, machines: Sequence[Machine], source: str) -> str | None:
     offered = sum(machine.ram for machine in machines)
     if offered >= costs.smallest_total:
@@ -49,7 +57,7 @@ def _total_too_small(costs: ModelCosts, machines: Sequence[Machine], source: str
 
 def _useless_node(costs: ModelCosts, nodes: Sequence[NodeConfig], clusters: int | None) -> str | None:
     """A node that holds no piece at all; every node must be used."""
-    need = _lightest_stage(costs, len(nodes), clusters)
+    need = lightest_stage(costs, len(nodes), clusters)
     small = [node for node in nodes if node.ram * 1e9 < need]
     if not small:
         return None
@@ -60,14 +68,6 @@ def _useless_node(costs: ModelCosts, nodes: Sequence[NodeConfig], clusters: int 
         f"{names} {verb} too small for any stage: the lightest one needs {size(need)} at batch"
         f" {costs.batch_size}. What helps: leaving such nodes out, more RAM or a smaller batch."
     )
-
-
-def _lightest_stage(costs: ModelCosts, nodes: int, clusters: int | None) -> float:
-    """Least memory of any stage: the last unit as a Leaf, or one unit with two in flight."""
-    if costs.units == 1 or nodes in (1, clusters):
-        return costs.smallest_total
-    singles = _unit_memory(costs, in_flight=2)
-    return min(costs.memory(costs.units - 1, costs.units, 1).total, float(singles[:-1].min()))
 
 
 def _unit_memory(costs: ModelCosts, in_flight: int) -> FloatArray:
@@ -148,8 +148,10 @@ def _factor_that_fits(
 
 
 def _counted(machines: Sequence[Machine], source: str) -> str:
+    """Nodes of a file, or a server's providers where there is none."""
     count = len(machines)
-    return f"the {count} node{'s' if count > 1 else ''} of {source}"
+    ending = "s" if count > 1 else ""
+    return f"the {count} node{ending} of {source}" if source else f"{count} provider{ending}"
 
 
 def _pool(machines: Sequence[Machine], source: str) -> str:

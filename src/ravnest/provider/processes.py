@@ -11,14 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from ravnest.errors import LaunchError
+from ravnest.provider.interrupts import interrupts
 from ravnest.provider.supervision import (
     DeadlinePassed,
     Ended,
@@ -63,7 +62,7 @@ def run_together(
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     running: dict[str, subprocess.Popen[bytes]] = {}
-    with _interrupts(events):
+    with interrupts(lambda: events.put(Interrupted())):
         try:
             for command in commands:  # all before the first thread: see _start
                 running[command.name] = _start(command, environment, folder)
@@ -159,22 +158,3 @@ def _read(name: str, stream: IO[bytes], show: Show, events: queue.SimpleQueue[Ev
         except (OSError, SystemExit):  # rich leaves by SystemExit when a pipe is closed
             shown = False
             events.put(OutputClosed())
-
-
-@contextmanager
-def _interrupts(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """While inside, what would end this process becomes an event; only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def note(_number: int, _frame: FrameType | None) -> None:
-        events.put(Interrupted())
-
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -15,7 +15,7 @@ from ravnest.errors import RavnestError, SettingsError
 from ravnest.runtime.binding import inputs_in
 from ravnest.runtime.node import Node
 from ravnest.runtime.settings import is_count
-from ravnest.shard import Shard
+from ravnest.sharding import Shard
 from ravnest.split.structure import map_tensors, tensors_in
 from ravnest.wire.messages import Call, Figure
 

@@ -1,7 +1,7 @@
-"""A certificate authority for one plan, and a certificate for each of its nodes.
+"""A certificate authority, and certificates for those that it vouches for.
 
-The authority's own key is never written: nobody can join the plan later with a certificate that
-``clusterize`` did not make.
+``clusterize`` makes one for a plan and never writes its key: nobody can join the plan later. The
+intermediary server keeps its own, and one for each job, and signs keys that it never sees.
 """
 
 from __future__ import annotations
@@ -30,23 +30,47 @@ class Identity:
 
 
 class Authority:
-    """Signs the certificates of one plan; lives in memory only."""
+    """Signs certificates; lives in memory unless somebody writes its ``identity``."""
 
-    def __init__(self, name: str, now: datetime.datetime) -> None:
+    def __init__(
+        self,
+        name: str,
+        now: datetime.datetime,
+        *,
+        lifetime: datetime.timedelta = _LIFETIME,
+        saved: Identity | None = None,
+    ) -> None:
+        """A new authority, or the ``saved`` one: ``ValueError`` if that is none, or not valid now."""
         self._now = now
-        self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        self._certificate = (
-            self._builder(self._name, self._key.public_key())
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(signs_certificates=True), critical=True)
-            .sign(self._key, hashes.SHA256())
-        )
+        if saved is None:
+            self._key = ec.generate_private_key(ec.SECP256R1())
+            self._end = now + lifetime
+            self._certificate = (
+                self._builder(self._name, self._key.public_key())
+                .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+                .add_extension(_usage(signs_certificates=True), critical=True)
+                .sign(self._key, hashes.SHA256())
+            )
+        else:
+            self._key, self._certificate = _loaded(saved, now)
+            self._name = self._certificate.subject
+            self._end = min(now + lifetime, self._certificate.not_valid_after_utc)
 
     @property
     def certificate(self) -> bytes:
         """The authority's certificate as PEM, which every node trusts."""
         return self._certificate.public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def identity(self) -> Identity:
+        """The authority itself, key and all, to be kept where nobody else can read it."""
+        return Identity(self.certificate, _private(self._key))
+
+    @property
+    def fingerprint(self) -> str:
+        """By which the authority is known: sha256 of its certificate (DER) in hexadecimal digits."""
+        return self._certificate.fingerprint(hashes.SHA256()).hex()
 
     def issue(self, name: str, hosts: Iterable[str]) -> Identity:
         """A certificate for a node that is reached at ``hosts``, as server and as client.
@@ -54,10 +78,28 @@ class Authority:
         It is good for the node's own name too: who dials a node asks for that, not for an address.
         """
         key = ec.generate_private_key(ec.SECP256R1())
+        return Identity(self._issue(name, hosts, key.public_key()), _private(key))
+
+    def sign(self, request: bytes, name: str, hosts: Iterable[str]) -> bytes:
+        """A certificate (PEM) for the key of a signing request (PEM), as ``issue`` makes it.
+
+        Of the request only the key counts: whoever asks cannot choose a name. ``ValueError`` if it
+        is none, or if who sent it does not have the key.
+        """
+        asked = x509.load_pem_x509_csr(request)
+        if not asked.is_signature_valid:
+            raise ValueError("the signing request is not signed with its own key")
+        match asked.public_key():
+            case ec.EllipticCurvePublicKey(curve=ec.SECP256R1()) as key:
+                return self._issue(name, hosts, key)
+            case _:
+                raise ValueError("the signing request must be for a key on the curve P-256")
+
+    def _issue(self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey) -> bytes:
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
-            self._builder(subject, key.public_key())
+            self._builder(subject, key)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
@@ -66,7 +108,7 @@ class Authority:
             )
             .sign(self._key, hashes.SHA256())
         )
-        return Identity(certificate.public_bytes(serialization.Encoding.PEM), _private(key))
+        return certificate.public_bytes(serialization.Encoding.PEM)
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
         return (
@@ -76,13 +118,36 @@ class Authority:
             .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(self._now - _CLOCK_SKEW)
-            .not_valid_after(self._now + _LIFETIME)
+            .not_valid_after(self._end)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
                 critical=False,
             )
         )
+
+
+def signing_request(name: str) -> tuple[bytes, bytes]:
+    """A request (PEM) for a new key, and the key (PEM), which stays with who asks."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM), _private(key)
+
+
+def _loaded(
+    saved: Identity, now: datetime.datetime
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    certificate = x509.load_pem_x509_certificate(saved.certificate)
+    key = serialization.load_pem_private_key(saved.key, password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise ValueError("the certificate and the key of the authority do not belong together")
+    if not certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc:
+        raise ValueError(
+            f"the certificate of the authority is valid from {certificate.not_valid_before_utc} to "
+            f"{certificate.not_valid_after_utc}, and not now"
+        )
+    return key, certificate
 
 
 def _usage(*, signs_certificates: bool) -> x509.KeyUsage:

@@ -1,0 +1,15 @@
+"""``ravnest cancel``: end a job."""
+
+from __future__ import annotations
+
+from ravnest.cli.options import JobId, Server, Token
+from ravnest.cli.showing import out
+from ravnest.requester.choosing import choose
+from ravnest.requester.handle import JobHandle
+
+
+def cancel(job: JobId, server: Server = None, token: Token = None) -> None:
+    """End a job; its providers become free for others."""
+    with JobHandle(job, choose(server, token).api()) as handle:
+        handle.cancel()
+    out().print(f"cancelled {job}")

@@ -1,0 +1,43 @@
+"""``ravnest logs``: what happened to a job."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ravnest.api.jobs import JobState, JobView
+from ravnest.cli.options import JobId, Json, Server, Token
+from ravnest.cli.showing import event_line, out, print_json_line
+from ravnest.requester.choosing import MAY_LOOK, choose
+from ravnest.requester.handle import JobHandle, ended_without_model
+
+
+def logs(
+    job: JobId,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
+    ] = False,
+    server: Server = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Show what happened to a job and why; with --json one event a line."""
+    show = print_json_line if as_json else lambda event: out().print(event_line(event))
+    last = 0
+    with JobHandle(job, choose(server, token, MAY_LOOK).api()) as handle:
+
+        def show_new(_: JobView | None = None) -> None:
+            nonlocal last
+            while events := handle.events(after=last):
+                for event in events:
+                    show(event)
+                last = events[-1].sequence
+
+        if not follow:
+            show_new()
+            return
+        ended = handle.wait(on_change=show_new)
+        show_new()
+    if ended.state is not JobState.DONE:
+        raise ended_without_model(ended)

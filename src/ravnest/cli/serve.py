@@ -1,0 +1,59 @@
+"""``ravnest serve``: the intermediary server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ravnest.api.trust import ApiRole
+from ravnest.server.serving import DEFAULT_FOLDER, DEFAULT_PORT, Running, serve_in_foreground
+
+
+def serve(
+    host: Annotated[
+        str, typer.Option(help="Where to listen. 0.0.0.0: for other machines too, with HTTPS.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = DEFAULT_PORT,
+    folder: Annotated[Path, typer.Option(help="Where the server keeps everything.")] = Path(
+        DEFAULT_FOLDER
+    ),
+    public_name: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or address by which others reach this machine; may be repeated."),
+    ] = None,
+    tls: Annotated[
+        bool | None, typer.Option("--tls/--no-tls", help="HTTPS; the default off loopback.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say where it is as JSON.")] = False,
+) -> None:
+    """Run the intermediary server until Ctrl-C."""
+
+    def announce(running: Running) -> None:
+        typer.echo(_as_json(running) if as_json else _words(running, folder))
+
+    serve_in_foreground(announce, folder, host, port, public_names=public_name or (), tls=tls)
+    if not as_json:
+        typer.echo("The server has stopped. Start it again with the same folder, and all goes on.")
+
+
+def _as_json(running: Running) -> str:
+    folder = str(running.server.folder.path.resolve())
+    return json.dumps({"url": running.url, "fingerprint": running.fingerprint, "folder": folder})
+
+
+def _words(running: Running, folder: Path) -> str:
+    where = "" if folder == Path(DEFAULT_FOLDER) else f" --folder {folder}"
+    provider, requester, viewer = (
+        running.token(role) for role in (ApiRole.PROVIDER, ApiRole.REQUESTER, ApiRole.VIEWER)
+    )
+    return (
+        f"Ravnest serves at {running.url}\n\n"
+        f"  provide  ravnest provide --server {running.url} --token {provider}\n"
+        f"  submit   ravnest submit module:function --server {running.url} --token {requester}\n"
+        f"  watch    {running.url}/login?token={viewer}\n\n"
+        f"Each token works once, for a day. More: ravnest token create --role provider{where}\n"
+        "Ctrl-C stops the server; trainings go on without it."
+    )

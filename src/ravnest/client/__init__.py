@@ -1,0 +1,1 @@
+"""Talking to an intermediary server: requests, joining, and files."""

@@ -1,0 +1,188 @@
+"""What happens to a provider, and what it does about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ravnest.api.jobs import ResultFile
+from ravnest.api.providers import Heartbeat, Orders
+
+# Events
+
+
+@dataclass(frozen=True)
+class Began:
+    """The server has the offer."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The server answered the heartbeat with this number."""
+
+    number: int
+    orders: Orders
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """No answer came; the server may be gone for a while."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The server does not take the heartbeat."""
+
+    number: int
+    status: int
+    """Of HTTP."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """All files of an assignment are here; or not, for a reason."""
+
+    assignment: str
+    is_root: bool = False
+    place: str = ""
+    """Which node of which job this is, in words."""
+    failure: str = ""
+    again: bool = False
+    """It failed because the server was away."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Further losses, and all validations so far, of a worker."""
+
+    assignment: str
+    losses: tuple[float | None, ...]
+    figures: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """A worker has ended; without a failure if it has trained to the end."""
+
+    assignment: str
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """The server has the trained files of a cluster; or not, for a reason."""
+
+    assignment: str
+    files: tuple[ResultFile, ...] = ()
+    failure: str = ""
+    again: bool = False
+    """It failed because the server was away."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The owner of the machine wants to leave."""
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """It is ``Agent.deadline``."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """The server knows that this provider leaves, or did not answer."""
+
+
+Event = (
+    Began
+    | Answered
+    | Unanswered
+    | Refused
+    | Fetched
+    | Learned
+    | WorkerEnded
+    | Uploaded
+    | Interrupted
+    | DeadlinePassed
+    | Left
+)
+
+# Actions
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a heartbeat; its answer is an event."""
+
+    number: int
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Offer this machine to a server that does not know it; ``Began`` if it takes it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Make the folder of an assignment."""
+
+    assignment: str
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """Start the worker in the folder of an assignment."""
+
+    assignment: str
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Give the trained files of an assignment to the server."""
+
+    assignment: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End whatever is done for an assignment; it is reported as ended in a bounded time."""
+
+    assignment: str
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Remove the folder of an assignment that is over."""
+
+    assignment: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Tell the server that this provider leaves."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """A line for the owner of the machine."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """All is over; whatever still runs is killed."""
+
+    code: int
+
+
+Action = Send | Offer | Fetch | StartWorker | Upload | Stop | Discard | Leave | Say | Exit

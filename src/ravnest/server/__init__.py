@@ -1,0 +1,1 @@
+"""The intermediary server: matches jobs and providers, plans, ships, and keeps what happened."""

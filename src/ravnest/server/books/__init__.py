@@ -1,0 +1,1 @@
+"""What can be asked of the store and written into it, one module a subject."""

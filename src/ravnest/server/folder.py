@@ -1,0 +1,85 @@
+"""The server's folder: where everything is, and how secrets are written."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from ravnest.errors import ServerError
+from ravnest.store.files import write_json
+
+
+class Address(BaseModel):
+    """How the server of a folder is reached, for commands on the same machine."""
+
+    url: str
+    fingerprint: str
+    """Of its authority; empty where it speaks plain HTTP."""
+
+
+class ServerFolder:
+    """Names of files; only its owner can read them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.database = path / "server.sqlite"
+        self.artifacts = path / "artifacts"
+        self.authority = path / "authority"
+        self.job_authorities = path / "authorities"
+        self.scratch = path / "scratch"
+        self.admin = path / "admin.credential"
+        self._address = path / "server.json"
+
+    def make(self) -> None:
+        """Make what is not there."""
+        for folder in (self.path, self.authority, self.job_authorities):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While in here no other server uses the folder; the system lets go of it if we die."""
+        self.make()
+        with (self.path / "server.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ServerError(
+                    f"another server uses {self.path}: stop it first, or take another folder"
+                ) from None
+            yield
+
+    def write_address(self, address: Address) -> None:
+        """Tell commands on this machine where the server is."""
+        write_json(self._address, address.model_dump())
+
+    def address(self) -> Address:
+        """Where the server is, or was; ``ServerError`` if none was ever started here."""
+        try:
+            return Address.model_validate_json(self._address.read_bytes())
+        except FileNotFoundError:
+            raise ServerError(
+                f"{self.path} is not the folder of a server: start one with `ravnest serve --folder "
+                f"{self.path}`, or name the right folder"
+            ) from None
+        except ValidationError as error:
+            raise ServerError(f"{self._address} is damaged: start the server again") from error
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner can read, at no moment otherwise; all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,49 @@
+"""Which changes of state there are; nothing else ever happens to a provider or a job. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ravnest.api.jobs import JobState
+from ravnest.api.providers import ProviderState
+from ravnest.errors import RavnestError
+
+Kind = Literal["provider", "job"]
+
+NEW = ""
+"""The state before the first."""
+
+_P = ProviderState
+_J = JobState
+
+_PROVIDER: dict[str, frozenset[str]] = {
+    NEW: frozenset({_P.OFFERED}),
+    _P.OFFERED: frozenset({_P.RESERVED, _P.LOST}),
+    _P.RESERVED: frozenset({_P.TRAINING, _P.OFFERED, _P.LOST}),
+    _P.TRAINING: frozenset({_P.OFFERED, _P.LOST}),
+    _P.LOST: frozenset({_P.OFFERED}),
+}
+_JOB: dict[str, frozenset[str]] = {
+    NEW: frozenset({_J.SUBMITTED}),
+    _J.SUBMITTED: frozenset({_J.PLANNED, _J.FAILED, _J.CANCELLED}),
+    # Back to the queue: a provider was lost, or the server stopped, before anything was shipped.
+    _J.PLANNED: frozenset({_J.SHIPPING, _J.SUBMITTED, _J.FAILED, _J.CANCELLED}),
+    # Done at once: all nodes can end between two looks of the server.
+    _J.SHIPPING: frozenset({_J.TRAINING, _J.DONE, _J.FAILED, _J.CANCELLED}),
+    _J.TRAINING: frozenset({_J.DONE, _J.FAILED, _J.CANCELLED}),
+    _J.DONE: frozenset(),
+    _J.FAILED: frozenset(),
+    _J.CANCELLED: frozenset(),
+}
+TRANSITIONS: dict[Kind, dict[str, frozenset[str]]] = {"provider": _PROVIDER, "job": _JOB}
+
+
+class TransitionError(RavnestError):
+    """A provider or a job cannot go from its state to that one."""
+
+
+def check(kind: Kind, before: str, after: str) -> None:
+    """``TransitionError`` unless a provider or a job can go from one state to the other."""
+    if after not in TRANSITIONS[kind][before]:
+        was = f"is {before}" if before else "does not exist yet"
+        raise TransitionError(f"a {kind} that {was} cannot become {after}")

@@ -1,0 +1,160 @@
+"""Which waiting job goes next, and with which idle providers. Pure.
+
+An owner with fewer running jobs goes first, then who came first. A job that does not fit now lets
+later ones pass, but not for ever: after ``PATIENCE`` of them it holds the line, and nobody behind it
+starts until it does. A job that even all providers together could not hold holds up nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+PATIENCE = 3
+"""So many jobs may pass one that does not fit."""
+
+
+@dataclass(frozen=True)
+class WaitingJob:
+    """A job that no provider works on yet."""
+
+    id: str
+    owner: str
+    submitted: float
+    min_providers: int = 1
+    max_providers: int | None = None
+    passed_over: int = 0
+    """Jobs behind it that started while it did not fit."""
+
+
+@dataclass(frozen=True)
+class IdleProvider:
+    """A provider without work, and what makes it strong."""
+
+    id: str
+    compute: float
+    ram: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a job cannot be planned for the providers that it would get."""
+
+    reason: str
+    hopeless: bool = False
+    """All providers that are here, idle and busy, would not be enough either."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a waiting job now, and why."""
+
+    job: str
+    providers: tuple[str, ...]
+    """Those it starts with, strongest first; empty: it waits."""
+    reason: str
+    passed_over: int
+    """To be kept with a job that waits."""
+
+
+Fit = Callable[[WaitingJob, tuple[str, ...]], tuple[str, ...] | Refusal]
+"""Those of the given providers that a plan of the job uses, or why there is none."""
+
+
+def decide(
+    waiting: Iterable[WaitingJob],
+    running: Mapping[str, int],
+    idle: Iterable[IdleProvider],
+    busy: int = 0,
+    fit: Fit = lambda _, providers: providers,
+) -> tuple[Decision, ...]:
+    """One decision for each waiting job, in the order in which they were tried.
+
+    ``running`` counts the running jobs of each owner, ``busy`` the providers that are here and at
+    work. ``fit`` is asked once for each job that has enough providers; without it every job fits.
+    """
+    line = _Line(Counter(running), _by_strength(idle), busy)
+    left = list(waiting)
+    while left:
+        job = min(left, key=line.turn)
+        left.remove(job)
+        line.offer(job, fit)
+    return tuple(replace(made, passed_over=line.passed[made.job]) for made in line.decisions)
+
+
+def _by_strength(idle: Iterable[IdleProvider]) -> list[str]:
+    ordered = sorted(idle, key=lambda provider: (-provider.compute * provider.ram, provider.id))
+    return [provider.id for provider in ordered]
+
+
+class _Line:
+    """The jobs of one call of ``decide``, as far as they were tried."""
+
+    def __init__(self, running: Counter[str], free: list[str], busy: int) -> None:
+        self.decisions: list[Decision] = []
+        self.passed: dict[str, int] = {}
+        self._running = running
+        self._free = free
+        self._busy = busy
+        self._patient: list[str] = []
+        """Jobs that do not fit now and may when others have ended."""
+        self._holder: str | None = None
+
+    def turn(self, job: WaitingJob) -> tuple[int, float, str]:
+        """Jobs are tried by this, smallest first; starts of the same call count."""
+        return self._running[job.owner], job.submitted, job.id
+
+    def offer(self, job: WaitingJob, fit: Fit) -> None:
+        """Let a job start with what is free, or say why it waits."""
+        self.passed[job.id] = job.passed_over
+        if self._holder is not None:
+            self._add(job, f"waits for its turn: {self._holder} was passed over {PATIENCE} times")
+            return
+        found = self._providers_for(job, fit)
+        if isinstance(found, Refusal):
+            self._add(job, found.reason)
+            if self._busy and not found.hopeless:
+                self._patient.append(job.id)
+        else:
+            self._add(job, _granted(len(found), len(self._free), self._running[job.owner]), found)
+            self._start(job, found)
+        self._holder = next((each for each in self._patient if self.passed[each] >= PATIENCE), None)
+
+    def _providers_for(self, job: WaitingJob, fit: Fit) -> tuple[str, ...] | Refusal:
+        needed = max(job.min_providers, 1)
+        if len(self._free) < needed:
+            enough = len(self._free) + self._busy >= needed
+            return Refusal(_too_few(needed, len(self._free), self._busy), hopeless=not enough)
+        most = None if job.max_providers is None else max(job.max_providers, needed)
+        return fit(job, tuple(self._free[:most]))
+
+    def _add(self, job: WaitingJob, reason: str, providers: tuple[str, ...] = ()) -> None:
+        self.decisions.append(Decision(job.id, providers, reason, job.passed_over))
+
+    def _start(self, job: WaitingJob, providers: Sequence[str]) -> None:
+        self._free = [provider for provider in self._free if provider not in providers]
+        self._busy += len(providers)
+        self._running[job.owner] += 1
+        for each in self._patient:
+            self.passed[each] += 1
+
+
+def _too_few(needed: int, idle: int, busy: int) -> str:
+    missing = needed - idle
+    more = f"{missing} more provider{'s' if missing > 1 else ''}" if idle else _providers(missing)
+    at_work = f", {busy} {_are(busy)} at work" if busy else ""
+    return f"waits for {more}: it wants {needed}, {idle or 'none'} {_are(idle or 1)} idle{at_work}"
+
+
+def _granted(given: int, idle: int, running: int) -> str:
+    which = _providers(idle, "idle") if given == idle else f"{given} of {_providers(idle, 'idle')}"
+    return f"gets {which}; its owner has {running or 'no'} other job{'s' if running > 1 else ''} running"
+
+
+def _providers(count: int, kind: str = "") -> str:
+    return f"{count} {f'{kind} ' if kind else ''}provider{'s' if count != 1 else ''}"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"

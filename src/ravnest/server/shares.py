@@ -1,0 +1,49 @@
+"""Which rows of a job's data each node gets, as slices of its pieces. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ravnest.api.jobs import Data, JobSpec, Piece
+from ravnest.api.providers import Share, Slice
+from ravnest.errors import JobError
+from ravnest.plan.plan import Plan, StagePlan
+
+
+def check_data(spec: JobSpec) -> None:
+    """``JobError`` if pieces and samples do not add up; workers would notice only when they have all."""
+    for name, data in (("train", spec.train), ("validation", spec.validation or spec.train)):
+        for kind, pieces in (("inputs", data.inputs), ("labels", data.labels)):
+            rows = sum(piece.rows for piece in pieces)
+            if rows != data.samples:
+                raise JobError(f"the {kind} of its {name} data have {rows} rows, not {data.samples}")
+
+
+def rows_of(samples: int, plan: Plan, cluster: int) -> range:
+    """A cluster's share: as equal as whole samples allow, and all of them together everything."""
+    count = len(plan.clusters)
+    return range(samples * cluster // count, samples * (cluster + 1) // count)
+
+
+def whole(data: Data | None, plan: Plan, stage: StagePlan) -> Share | None:
+    """Validation data: every cluster has all of it."""
+    return None if data is None else share(data, plan, stage, range(data.samples))
+
+
+def share(data: Data, plan: Plan, stage: StagePlan, rows: range) -> Share:
+    """Inputs to the Root and labels to the Leaf; the only node of a cluster is both."""
+    first, last = stage.index == 0, plan.next(stage.node.id) is None
+    return Share(
+        samples=len(rows),
+        inputs=tuple(_slices(data.inputs, rows)) if first else (),
+        labels=tuple(_slices(data.labels, rows)) if last else (),
+    )
+
+
+def _slices(pieces: Sequence[Piece], rows: range) -> Iterator[Slice]:
+    begin = 0
+    for piece in pieces:
+        start, stop = max(rows.start - begin, 0), min(rows.stop - begin, piece.rows)
+        if start < stop:
+            yield Slice(artifact=piece.artifact, start=start, stop=stop)
+        begin += piece.rows

@@ -1,0 +1,122 @@
+"""``ravnest demo`` as its user runs it: real processes, a trained model, and nothing left behind."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ravnest.errors import LaunchError
+from ravnest.requester import digits
+from ravnest.requester.digits import accuracy, digits_job, network
+from ravnest.requester.neighbours import Neighbours
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    for name, value in {
+        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(scratch),
+        "RAVNEST_HOME": str(tmp_path / "home"),
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+@contextmanager
+def demo(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "ravnest.cli.app", "demo", *options]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def left_of(folder: Path) -> list[str]:
+    """Files below the folder, and processes that have it on their command line."""
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    processes = [
+        process.name()
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(folder) in argument for argument in process.info["cmdline"] or [])
+    ]
+    return [*files, *processes]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment")
+def test_the_demo_trains_and_leaves_the_model_only(tmp_path: Path) -> None:
+    with demo(tmp_path) as process:
+        shown, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, shown
+    assert re.findall(r"^(\d)\. ", shown, re.M) == ["1", "2", "3", "4", "5"]
+    for number in range(3):
+        assert f"provider-{number} | " in shown
+    found = re.search(r"^accuracy ([\d.]+)% on data", shown, re.M)
+    assert found, shown
+    assert float(found[1]) > 90
+    assert shown.splitlines()[-1] == "ravnest-demo/trained_state_dict.pt"
+    assert left_of(tmp_path) == ["ravnest-demo/trained_state_dict.pt"]
+    state = torch.load(tmp_path / "ravnest-demo" / "trained_state_dict.pt", weights_only=True)
+    model = network()
+    model.load_state_dict(state)
+    assert accuracy(model, digits.digits()[1]) == pytest.approx(float(found[1]) / 100, abs=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with demo(tmp_path, "--epochs", "1000", "--providers", "1") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "validation" in line:
+                process.send_signal(number)
+                break
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert left_of(tmp_path) == []
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_provider_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+    lines: list[tuple[str, str]] = []
+    invitation = {"server": "http://127.0.0.1:9", "token": "rvn..secret"}
+    with Neighbours(tmp_path, invitation, lambda *line: lines.append(line)) as neighbours:
+        neighbours.start("pc", "--ram=1")
+        neighbours._processes["pc"].wait(60)
+        for reader in neighbours._readers:
+            reader.join()
+        with pytest.raises(LaunchError, match=r"pc ended with code 4: .*nothing answers"):
+            neighbours.check()
+    assert lines[-1][0] == "pc"
+
+
+@pytest.mark.parametrize("has_sklearn", [True, False])
+def test_there_is_data_without_scikit_learn(monkeypatch: pytest.MonkeyPatch, has_sklearn: bool) -> None:
+    if not has_sklearn:
+        monkeypatch.setattr(digits, "find_spec", lambda _: None)
+    train, validation, what = digits.digits()
+    assert len(train) > 1000
+    assert len(validation) > 400
+    assert ("scikit-learn" in what) is not has_sklearn
+    images, labels = train.tensors
+    assert images.shape[1:] == (1, 8, 8)
+    assert labels.unique().tolist() == list(range(10))
+    job = digits_job(train, validation, epochs=2, providers=3)
+    assert job.model(images[:2]).shape == (2, 10)
+    assert (job.epochs, job.min_providers, job.max_providers) == (2, 3, 3)

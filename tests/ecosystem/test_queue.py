@@ -1,0 +1,92 @@
+"""Several jobs, and providers that come and go."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from torch import nn
+from world import LONG, World, eventually, providers, small_job
+
+from ravnest.api.jobs import JobState
+from ravnest.api.trust import ApiRole
+from ravnest.client.joining import join
+from ravnest.errors import JobEndedError
+from ravnest.requester.handle import JobHandle
+from ravnest.server.serving import serve
+from ravnest.server.settings import ServerSettings
+
+
+@pytest.mark.slow
+def test_two_jobs_queue_and_a_provider_serves_one_at_a_time(world: World) -> None:
+    world.serve()
+    world.provide("only")
+    ann, bob = world.requester("ann"), world.requester("bob")
+    first = world.submit(ann, small_job(epochs=LONG))
+    eventually(first.state, lambda state: state is JobState.TRAINING)
+    second = world.submit(bob, small_job())
+    waiting = eventually(second.view, lambda view: "waits" in view.reason)
+    assert waiting.state is JobState.SUBMITTED
+    assert providers(ann)["only"].job == first.id
+
+    first.cancel()
+    second.result(timeout=120)
+    with pytest.raises(JobEndedError, match="cancelled by ann"):
+        first.result(timeout=60)
+    orders = [event.after for event in second.events() if event.kind == "job"]
+    assert list(dict.fromkeys(orders)) == ["submitted", "planned", "shipping", "training", "done"]
+
+
+@pytest.mark.slow
+def test_a_job_that_does_not_fit_says_what_is_missing_and_waits_for_who_can_help(world: World) -> None:
+    world.serve()
+    world.provide("small", "--ram=0.03")
+    api = world.requester()
+    wide = nn.Sequential(nn.Linear(6, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 3))
+    patient = world.submit(api, small_job(model=wide, epochs=1))
+    view = eventually(patient.view, lambda view: "needs" in view.reason)
+    assert view.state is JobState.SUBMITTED
+    assert "needs 54 MB" in view.reason
+    assert "1 provider offers 27 MB" in view.reason
+
+    hasty = world.submit(api, small_job(model=wide, if_short="fail"))
+    with pytest.raises(JobEndedError, match="needs"):
+        hasty.result(timeout=60)
+    world.provide("large", "--ram=0.5")
+    patient.result(timeout=120)
+
+
+@pytest.mark.slow
+def test_a_provider_that_leaves_while_idle_is_gone_from_the_list_and_the_plans(world: World) -> None:
+    world.serve()
+    leaving, staying = world.provide("leaving"), world.provide("staying")
+    api = world.requester()
+    eventually(lambda: providers(api), lambda found: len(found) == 2)
+    assert leaving.end(signal.SIGINT) == 0
+    found = eventually(lambda: providers(api), lambda found: found["leaving"].state == "lost")
+    assert "left" in found["leaving"].reason
+    handle = world.submit(api, small_job())
+    handle.result(timeout=120)
+    assert [place.provider_name for place in handle.view().places] == ["staying"]
+    assert staying.process.poll() is None
+
+
+@pytest.mark.slow
+def test_a_provider_that_dies_fails_its_job_and_the_others_are_free(world: World) -> None:
+    settings = ServerSettings(lost_after=6.0, ending_grace=3.0)
+    with serve(folder=world.folder / "ravnest_server", settings=settings) as running:
+        world.url = running.url
+        crew = {name: world.provide(name) for name in ("a", "b")}
+        with join(running.url, running.token(ApiRole.REQUESTER), "ann").api() as api:
+            handle = world.submit(api, small_job(epochs=LONG, min_providers=2))
+            eventually(handle.progress, lambda progress: progress.updates > 20)
+            crew["a"].end(signal.SIGKILL)
+            with pytest.raises(JobEndedError) as caught:
+                handle.result(timeout=120)
+            assert "job-" in str(caught.value)
+            found = eventually(lambda: providers(api), lambda found: found["b"].state == "offered")
+            eventually(lambda: providers(api), lambda found: found["a"].state == "lost")
+            assert found["b"].job is None
+
+            again: JobHandle = world.submit(api, small_job())
+            again.result(timeout=120)

@@ -1,0 +1,117 @@
+"""Serve, provide, submit: each one command, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+from world import World, small_data, small_job, small_model
+
+import ravnest
+from ravnest.api.jobs import JobState, JobView
+from ravnest.api.trust import ApiRole
+from ravnest.plan.nodes import read_node_configs
+
+MODULE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import ravnest
+
+def job():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    return ravnest.Job(
+        model=model, example_args=(torch.zeros(8, 6),), train_data=data, val_data=data,
+        criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW, optimizer_params={"lr": 1e-2},
+        epochs=5, batch_size=8, clusters=1, min_providers=2, name="learn",
+    )
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_by_three_commands(world: World) -> None:
+    world.serve()
+    (world.folder / "mine.py").write_text(MODULE)
+    crew = [world.provide("first"), world.provide("second")]
+    token = world.token(ApiRole.REQUESTER)
+    submit = world.command("submit", "mine:job", f"--server={world.url}", f"--token={token}")
+    assert submit.process.wait(120) == 0, submit.lines
+    assert not any("Traceback" in line for process in (*crew, submit) for line in process.lines)
+
+    # The membership is remembered, so that looking needs neither server nor token.
+    listing = world.command("status", "--json")
+    assert listing.process.wait(60) == 0
+    listing.said("learn")
+    (view,) = [JobView.model_validate(each) for each in json.loads("".join(listing.lines))]
+    assert (view.state, view.progress.updates) == (JobState.DONE, 60)
+    assert {place.role for place in view.places} == {"Root", "Leaf"}
+    assert view.progress.figure is not None
+
+    fetch = world.command("fetch", view.id, "--out=got")
+    assert fetch.process.wait(60) == 0, fetch.lines
+    model = small_model()
+    inputs, labels = small_data().tensors
+    before = torch.nn.functional.cross_entropy(model(inputs), labels)
+    model.load_state_dict(torch.load(world.folder / "got" / "trained_state_dict.pt", weights_only=True))
+    assert torch.nn.functional.cross_entropy(model(inputs), labels) < 0.7 * before
+
+    nodes = world.command("nodes", "--write")
+    assert nodes.process.wait(60) == 0, nodes.lines
+    assert len(read_node_configs(world.folder / "node_data" / "node_configs.json")) == 2
+
+    for provider in crew:
+        assert provider.end() == 0
+    assert world.server is not None
+    assert world.server.end(signal.SIGINT) == 0
+
+
+@pytest.mark.slow
+def test_two_clusters_train_one_job_and_the_results_are_one_model(world: World) -> None:
+    world.serve()
+    for name in ("a", "b"):
+        world.provide(name)
+    api = world.requester()
+    handle = world.submit(api, small_job(clusters=2, min_providers=2, epochs=4))
+    model = small_model()
+    state = handle.result(into=model, timeout=120)
+    assert list(state) == list(model.state_dict())
+    assert {place.cluster for place in handle.view().places} == {0, 1}
+    losses = handle.losses()
+    assert len(losses.losses) == 4 * 6, "each cluster has half of the samples"
+
+
+@pytest.mark.slow
+def test_a_requester_serves_itself_and_sends_a_loss_of_its_own(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world.folder)
+
+    def smoothed(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        chances = scores.log_softmax(1)
+        return -(0.9 * chances.gather(1, labels[:, None]).mean() + 0.1 * chances.mean())
+
+    model = small_model()
+    with ravnest.submit(
+        model,
+        (torch.zeros(8, 6),),
+        small_data(),
+        smoothed,
+        optimizer_params={"lr": 1e-2},
+        epochs=5,
+        batch_size=8,
+        min_providers=2,
+        serve_here=True,
+    ) as handle:
+        assert handle.invitation is not None
+        for name in ("a", "b"):
+            world.command(*handle.invitation.split()[1:], f"--name={name}", f"--folder={name}", "--once")
+        state = handle.result(into=model, timeout=120)
+        losses = handle.losses().losses
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert len(losses) == 60
+    assert sum(losses[-12:]) < sum(losses[:12])

@@ -1,0 +1,190 @@
+"""A server, providers and requesters as processes of their own, for as long as a test lasts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ravnest.api.jobs import Event
+from ravnest.api.providers import ProviderView
+from ravnest.api.trust import ApiRole
+from ravnest.client.http import Api
+from ravnest.client.joining import HOME_VARIABLE, join
+from ravnest.jobs.job import Job
+from ravnest.requester.handle import JobHandle
+from ravnest.requester.submitting import hand_in
+from ravnest.server.serving import create_token
+
+DEADLINE = 120.0
+"""Seconds after which a test gives up."""
+T = TypeVar("T")
+
+
+class Process:
+    """A command of Ravnest's and what it says."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], folder: Path, before: Sequence[str], home: str
+    ) -> None:
+        self.name = name
+        command = [*before, sys.executable, "-P", "-m", "ravnest.cli.app", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**environment, HOME_VARIABLE: str(folder / home)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
+        self.lines: list[str] = []
+        self._said = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._said:
+                self.lines.append(line.rstrip())
+                self._said.notify_all()
+        with self._said:
+            self.lines.append("")
+            self._said.notify_all()
+
+    def said(self, text: str) -> str:
+        """Wait for a line that holds a text."""
+
+        def found() -> str | None:
+            return next((line for line in self.lines if text in line), None)
+
+        with self._said:
+            self._said.wait_for(lambda: found() is not None or "" in self.lines, DEADLINE)
+        line = found()
+        assert line is not None, f"{self.name} did not say {text!r} but:\n" + "\n".join(self.lines)
+        return line
+
+    def end(self, how: signal.Signals = signal.SIGINT) -> int:
+        """Signal it and wait; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.process.wait(DEADLINE)
+
+
+class World:
+    """What a test starts, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = ""
+        self.server: Process | None = None
+        self._processes: list[Process] = []
+        self._apis: list[Api] = []
+
+    def serve(self, *options: str, port: int = 0, before: Sequence[str] = ()) -> Process:
+        """Start the server, or start it again."""
+        arguments = ["serve", "--json", f"--port={port}", *options]
+        self.server = self._start("server", arguments, before)
+        self.url = json.loads(self.server.said('"url"'))["url"]
+        return self.server
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def provide(self, name: str, *options: str, before: Sequence[str] = ()) -> Process:
+        """Start a provider."""
+        token = self.token(ApiRole.PROVIDER)
+        own = [f"--name={name}", f"--folder={self.folder / name}", "--cores=1"]
+        return self._start(
+            name, ["provide", f"--server={self.url}", f"--token={token}", *own, *options], before
+        )
+
+    def command(self, *arguments: str, before: Sequence[str] = (), home: str = "home") -> Process:
+        """Any other command; of somebody else with another ``home``."""
+        return self._start(arguments[0], arguments, before, home)
+
+    def token(self, role: ApiRole, **options: Any) -> str:
+        return create_token(self.folder / "ravnest_server", role, **options)[1]
+
+    def requester(self, name: str = "ann") -> Api:
+        """A requester that has joined."""
+        api = join(self.url, self.token(ApiRole.REQUESTER), name).api()
+        self._apis.append(api)
+        return api
+
+    def submit(self, api: Api, job: Job) -> JobHandle:
+        return JobHandle(hand_in(api, job), api)
+
+    def close(self) -> None:
+        for api in self._apis:
+            api.close()
+        for process in self._processes:
+            if process.process.poll() is None:
+                os.killpg(process.process.pid, signal.SIGKILL)
+            process.process.wait(DEADLINE)
+
+    def _start(
+        self, name: str, arguments: Sequence[str], before: Sequence[str], home: str = "home"
+    ) -> Process:
+        process = Process(name, arguments, self.folder, before, home)
+        self._processes.append(process)
+        return process
+
+
+def eventually(look: Callable[[], T], holds: Callable[[T], bool]) -> T:
+    """Look until it holds: what other processes do cannot be waited for in another way."""
+    deadline = time.monotonic() + DEADLINE
+    while not holds(found := look()):
+        assert time.monotonic() < deadline, f"still {found}"
+        time.sleep(0.05)
+    return found
+
+
+def providers(api: Api) -> dict[str, ProviderView]:
+    """By name."""
+    return {view.offer.name: view for view in api.get("/api/providers", list[ProviderView])}
+
+
+def events(api: Api) -> list[Event]:
+    return api.get("/api/events", list[Event], params={"after": 0})
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def small_data(samples: int = 96) -> TensorDataset:
+    inputs = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def small_job(**settings: Any) -> Job:
+    """A training of moments; two stages where two providers are wanted."""
+    own: dict[str, Any] = {
+        "model": small_model(),
+        "criterion": nn.CrossEntropyLoss(),
+        "epochs": 3,
+        "batch_size": 8,
+        "optimizer_params": {"lr": 1e-2},
+        "clusters": 1,
+    }
+    return Job(example_args=(torch.zeros(8, 6),), train_data=small_data(), **(own | settings))
+
+
+LONG = 100_000
+"""Epochs that nobody waits for."""

@@ -1,0 +1,206 @@
+"""A server with a planner that plans at once, and members that talk to it."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from ravnest.api.jobs import Data, JobSpec, ModelFiles, Named, Piece, Training
+from ravnest.api.model import Artifact
+from ravnest.api.providers import Assignment, Offer, Share, Slice
+from ravnest.api.trust import ApiRole
+from ravnest.server.app import create_app
+from ravnest.server.planning import Planned, Short
+from ravnest.server.server import Server
+from ravnest.server.settings import Clock, ServerSettings
+
+FILES = {name: name.encode() * 10 for name in ("units", "weights", "inputs", "labels")}
+
+
+def artifact(name: str) -> Artifact:
+    content = FILES[name]
+    return Artifact(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+
+
+def spec(name: str = "digits", **changes: Any) -> JobSpec:
+    data = Data(
+        samples=8,
+        inputs=(Piece(artifact=artifact("inputs"), rows=8),),
+        labels=(Piece(artifact=artifact("labels"), rows=8),),
+    )
+    training = Training(optimizer=Named(name="SGD"), loss=Named(name="CrossEntropyLoss"), epochs=2)
+    model = ModelFiles(units=artifact("units"), weights=artifact("weights"))
+    return JobSpec(name=name, model=model, train=data, training=training, **changes)
+
+
+def offer(name: str = "alice", **changes: Any) -> Offer:
+    fields: dict[str, Any] = {
+        "name": name,
+        "address": "127.0.0.1:9000",
+        "ram": 4.0,
+        "cores": 2,
+        "compute": 50.0,
+        "bandwidth": 100.0,
+        "round_trip": 0.01,
+        "version": "0.1.0",
+        "torch": "2.13.0",
+        **changes,
+    }
+    return Offer(**fields)
+
+
+@dataclass
+class Time:
+    """Both clocks, moved by hand."""
+
+    now: float = 1_000_000.0
+
+    def clock(self) -> Clock:
+        return Clock(wall=lambda: self.now, steady=lambda: self.now)
+
+
+@dataclass
+class FakePlanner:
+    """Makes clusters of two nodes of the providers in their order; needs ``needs`` of them."""
+
+    needs: int = 1
+    tls: bool = False
+    error: Exception | None = None
+    while_planning: Callable[[], None] = lambda: None
+    while_shipping: Callable[[], None] = lambda: None
+    asked: list[tuple[str, ...]] = field(default_factory=list)
+
+    def plan(self, _spec: JobSpec, providers: Sequence[tuple[str, Offer]]) -> Planned | Short:
+        names = tuple(name for name, _ in providers)
+        self.asked.append(names)
+        self.while_planning()
+        if self.error is not None:
+            raise self.error
+        if len(names) < self.needs:
+            return Short(f"needs {self.needs} providers, {len(names)} are there")
+        return Planned(names, "a plan", _spec)
+
+    def ship(self, job: str, planned: Planned) -> tuple[Assignment, ...]:
+        self.while_shipping()
+        count = len(planned.providers)
+        return tuple(self._assignment(job, planned.details, node, count) for node in range(count))
+
+    def _assignment(self, job: str, wanted: JobSpec, node: int, count: int) -> Assignment:
+        alone = count == 1 or (count % 2 and node == count - 1)
+        role = "Leaf" if node % 2 else "Root"
+        piece = Slice(artifact=artifact("inputs"), start=0, stop=8)
+        return Assignment(
+            id=f"{job}-{node}",
+            job=job,
+            node=node,
+            node_file={"cluster": node // 2, "role": role, "address": f"127.0.0.1:{9000 + node}"},
+            stage=artifact("units"),
+            weights=artifact("weights"),
+            train=Share(samples=8, inputs=(piece,) if alone or role == "Root" else ()),
+            training=wanted.training,
+            tls=self.tls,
+        )
+
+
+@dataclass
+class Caller:
+    """A member, and how it calls the server."""
+
+    client: TestClient
+    id: str
+    credential: str
+
+    def call(self, method: str, path: str, status: int = 200, **more: Any) -> Any:
+        headers = {"Authorization": f"Bearer {self.credential}", **more.pop("headers", {})}
+        answer = self.client.request(method, path, headers=headers, **more)
+        assert answer.status_code == status, (answer.status_code, answer.text)
+        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.content
+
+    def get(self, path: str, status: int = 200, **more: Any) -> Any:
+        return self.call("GET", path, status, **more)
+
+    def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        json = body if body is None or isinstance(body, dict) else body.model_dump(mode="json")
+        return self.call("POST", path, status, json=json)
+
+    def upload(self, content: bytes, status: int = 200) -> str:
+        sha = hashlib.sha256(content).hexdigest()
+        params = {"offset": 0, "size": len(content)}
+        self.call("PUT", f"/api/artifacts/{sha}/upload", status, content=content, params=params)
+        return sha
+
+    def beat(self, status: int = 200, **fields: Any) -> Any:
+        return self.post(f"/api/providers/{self.id}/heartbeat", {"wait": 0, **fields}, status)
+
+    def report(self, phase: str, status: int = 200, **fields: Any) -> Any:
+        assignment = fields.pop("assignment", None) or self.beat()["assignment"]
+        report = {"assignment": assignment, "phase": phase, **fields}
+        return self.beat(status, report=report, known=assignment)
+
+
+@dataclass
+class Case:
+    """A server, its time and its planner."""
+
+    server: Server
+    client: TestClient
+    time: Time
+    planner: FakePlanner
+
+    def member(self, role: ApiRole, name: str = "somebody") -> Caller:
+        token = self.server.trust.create_token(role, "")
+        joined = self.client.post("/api/join", json={"secret": token.secret, "name": name}).json()
+        return Caller(self.client, joined["id"], joined["credential"])
+
+    def provider(self, name: str = "alice", **changes: Any) -> Caller:
+        caller = self.member(ApiRole.PROVIDER, name)
+        caller.post("/api/providers", offer(name, **changes))
+        return caller
+
+    def requester(self, name: str = "rita") -> Caller:
+        caller = self.member(ApiRole.REQUESTER, name)
+        for content in FILES.values():
+            caller.upload(content)
+        return caller
+
+    def admin(self) -> Caller:
+        return Caller(self.client, "admin", self.server.folder.admin.read_text())
+
+    def submit(self, requester: Caller, **changes: Any) -> str:
+        job: str = requester.post("/api/jobs", spec(**changes), 201)["id"]
+        return job
+
+    def match(self) -> None:
+        self.server.matching.run_once()
+
+    def pass_time(self, seconds: float) -> None:
+        self.time.now += seconds
+        self.server.steward.clock()
+
+    def refusals(self) -> list[str]:
+        return [event["reason"] for event in self.events() if event["kind"] == "refusal"]
+
+    def events(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.admin().get("/api/events")
+        return found
+
+
+@contextmanager
+def opened(
+    folder: Path,
+    *,
+    time: Time | None = None,
+    planner: FakePlanner | None = None,
+    tls: bool = False,
+    settings: ServerSettings | None = None,
+) -> Iterator[Case]:
+    """A server whose clock and matching the test runs by hand: no thread of it is started."""
+    time, planner = time or Time(), planner or FakePlanner()
+    server = Server(folder, planner=planner, clock=time.clock(), tls=tls, settings=settings)
+    with server.opened():
+        client = TestClient(create_app(server), base_url="https://server" if tls else "http://server")
+        yield Case(server, client, time, planner)

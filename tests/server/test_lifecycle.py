@@ -1,0 +1,39 @@
+"""Which changes of state there are."""
+
+import pytest
+
+from ravnest.api.jobs import JobState
+from ravnest.api.providers import ProviderState
+from ravnest.server.lifecycle import NEW, TRANSITIONS, TransitionError, check
+
+KINDS = {"provider": ProviderState, "job": JobState}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_state_is_known_and_can_be_reached(kind: str) -> None:
+    table = TRANSITIONS[kind]
+    states = {str(state) for state in KINDS[kind]}
+    assert {str(state) for state in table} == states | {NEW}
+    assert {str(after) for afters in table.values() for after in afters} == states
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_that_is_not_in_the_table_is_refused(kind: str) -> None:
+    for before, afters in TRANSITIONS[kind].items():
+        for after in KINDS[kind]:
+            if after in afters:
+                check(kind, before, after)
+            else:
+                with pytest.raises(TransitionError, match=f"cannot become {after}"):
+                    check(kind, before, after)
+
+
+def test_final_jobs_stay_as_they_are() -> None:
+    for state in JobState:
+        assert state.is_final == (not TRANSITIONS["job"][state])
+
+
+def test_a_provider_can_be_lost_whatever_it_does() -> None:
+    for state in ProviderState:
+        if state is not ProviderState.LOST:
+            check("provider", state, ProviderState.LOST)
