@@ -160,7 +160,9 @@ def _json(data: object, status: int = 200) -> httpx.Response:
     return httpx.Response(status, json=data)
 
 
-def small_job(server: FakeServer, folder: Path, *, nodes: int = 2, epochs: int = 2) -> list[Assignment]:
+def small_job(
+    server: FakeServer, folder: Path, *, nodes: int = 2, epochs: int = 2, width: int = 16
+) -> list[Assignment]:
     """A job for so many nodes of this machine, as a server would ship it; Root first."""
     node_data = folder / "node_data"
     node_data.mkdir(parents=True)
@@ -170,7 +172,8 @@ def small_job(server: FakeServer, folder: Path, *, nodes: int = 2, epochs: int =
     }
     (node_data / "node_configs.json").write_text(json.dumps(configs))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    inner = nn.Linear(width, width)
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), inner, nn.ReLU(), nn.Linear(width, 3))
     plan = clusterize(model, (torch.rand(8, 4),), clusters=1, folder=node_data)
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     inputs = [server.add(save({"input": part.contiguous()})) for part in x.split(40)]

@@ -126,8 +126,8 @@ def test_a_server_that_goes_away_is_told_everything_later(tmp_path: Path) -> Non
 
 def test_a_worker_that_takes_more_than_was_offered_is_ended(tmp_path: Path) -> None:
     server = FakeServer()
-    (only,) = small_job(server, tmp_path, nodes=1, epochs=100_000)
-    with running(server, tmp_path / "work", [only], ram=0.0001):
+    (only,) = small_job(server, tmp_path, nodes=1, epochs=100_000, width=4000)  # 64 MB, and a gradient
+    with running(server, tmp_path / "work", [only], ram=0.001):
         server.want("p0", only.id)
         server.wait(lambda: server.phases("p0")[-1:] == ["failed"])
         reason = server.reports["p0"][-1].reason

@@ -26,8 +26,8 @@ _STACKS = 1 << 30
 """Address space for the stacks of threads: counted by the system as data, used in small part."""
 
 BUFFERS = 64 << 20
-"""Bytes that libraries take beside a job's tensors once they are at work, as benchmarks/memory.py finds:
-buffers of gRPC and oneDNN, and freed memory that the allocator keeps. They count as the process's own."""
+"""Bytes that libraries take beside a job's tensors once they are at work: buffers of gRPC and oneDNN,
+and freed memory that the allocator keeps. They count as the process's own."""
 
 HOME = "home"
 TEMPORARY = "tmp"
@@ -96,7 +96,8 @@ def excess(held: int, idle: int, offered: int) -> str:
     """Why a worker that holds so much must end; empty if it may go on."""
     if held <= idle + BUFFERS + offered:
         return ""
+    taken = held - idle - BUFFERS
     return (
-        f"the worker took {(held - idle - BUFFERS) / 1e9:.2f} GB for training, {offered / 1e9:.2f} GB are "
+        f"the worker took {taken / 1e9:.2f} GB for training, {offered / 1e9:.2f} GB are "
         "offered; offer more with --ram, or submit the job with smaller batches"
     )
