@@ -3,7 +3,8 @@
 Nodes of one process, in threads, over the in-memory network, whose links take as long as they are
 told. Everything is real (Node, worker, session, window) but the computation: each stage sleeps for
 as long as it should compute, and has no optimizer. So the figures show what the schedule loses, not
-what the machine does. The slowest stage's rate is that of the same sleeps alone, one after another.
+what the machine does. The slowest stage's rate is that of the same sleeps alone, one after another, in
+a process of its own at the same time: what disturbs the machine disturbs both.
 The predicted rate is that of the simulation by which the window was chosen, from the times that the
 nodes measured. Rates are measured from when the window has settled, which takes seconds of trainings
 that last for hours. Run as a script it prints its report.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -63,6 +65,8 @@ class Reached:
 
     rate: float
     """Micro-batches a second."""
+    alone: float
+    """The same of the sleeps alone, meanwhile."""
     choice: WindowChoice
     staleness: float
 
@@ -70,7 +74,7 @@ class Reached:
 class _Sleeping(Trainer):
     """The Root trains for a while and measures itself, once the window has settled."""
 
-    reached: tuple[float, float] | None = None
+    reached: tuple[float, float, float] | None = None
 
     def prelim_checks(self) -> None:
         """Work until the Root is done; an endless loader has no length to look at."""
@@ -83,6 +87,7 @@ class _Sleeping(Trainer):
         if not self.node.is_root:
             return
         state = self.node.session.line.state
+        alone = _sleep_alone()
         clock, begin, staleness = Clock(SECONDS, SETTLING), state.done, []
         for batch in self.train_loader:
             self.node.forward_compute(batch[0])
@@ -90,7 +95,7 @@ class _Sleeping(Trainer):
             staleness.append(state.staleness)
             if clock.over:
                 break
-        self.reached = clock.rate(), statistics.median(staleness)
+        self.reached = clock.rate(), float(alone.communicate()[0]), statistics.median(staleness)
 
 
 class _NoUpdates(Updates):
@@ -102,13 +107,23 @@ class _NoUpdates(Updates):
         self.done += 1
 
 
-def _alone() -> float:
-    """Seconds that a stage sleeps for a micro-batch if nothing else happens."""
-    begin = time.perf_counter()
-    for _ in range(50):
-        time.sleep(FORWARD)
-        time.sleep(BACKWARD)
-    return (time.perf_counter() - begin) / 50
+_ALONE = """
+import sys, time
+settling, seconds, forward, backward = map(float, sys.argv[1:])
+time.sleep(settling)
+begin, count = time.perf_counter(), 0
+while time.perf_counter() < begin + seconds:
+    time.sleep(forward)
+    time.sleep(backward)
+    count += 1
+sys.stdout.write(str(count / (time.perf_counter() - begin)))
+"""
+
+
+def _sleep_alone() -> subprocess.Popen[bytes]:
+    """Sleeps as a stage that nothing holds up, while the pipeline is measured; writes its rate."""
+    figures = map(str, (SETTLING, SECONDS - SETTLING, FORWARD, BACKWARD))
+    return subprocess.Popen([sys.executable, "-I", "-c", _ALONE, *figures], stdout=subprocess.PIPE)
 
 
 @contextmanager
@@ -185,18 +200,18 @@ def run(work: Workload, folder: Path, names: list[str], delay: float) -> Reached
             thread.join(DEADLINE)
     (trainer,) = trainers
     assert trainer.reached is not None, "the Root did not finish"
-    rate, staleness = trainer.reached
-    return Reached(rate, chosen[-1], staleness)
+    rate, alone, staleness = trainer.reached
+    return Reached(rate, alone, chosen[-1], staleness)
 
 
-def _row(stages: int, delay: float, found: list[Reached], best: float) -> str:
-    rate = statistics.median(each.rate for each in found)
+def _row(stages: int, delay: float, found: list[Reached]) -> str:
+    shares = [each.rate / each.alone for each in found]
     off = statistics.median(abs(each.choice.predicted_rate / each.rate - 1) for each in found)
     windows = sorted({each.choice.window for each in found})
+    staleness = statistics.median(each.staleness for each in found)
     return (
-        f"| {stages} | {1000 * delay:.0f} | {', '.join(map(str, windows))} | "
-        f"{statistics.median(each.staleness for each in found):.0f} | **{rate / best:.1%}** | "
-        f"{min(each.rate for each in found) / best:.1%} | {off:.1%} |"
+        f"| {stages} | {1000 * delay:.0f} | {', '.join(map(str, windows))} | {staleness:.0f} | "
+        f"**{statistics.median(shares):.1%}** | {min(shares):.1%} | {off:.1%} |"
     )
 
 
@@ -211,19 +226,16 @@ def measure() -> str:
         "| stages | link, ms | W | staleness | of the slowest stage | worst | prediction off by |",
         "|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    alone: list[float] = []
     for stages in (3, 8):
         with tempfile.TemporaryDirectory() as scratch:
             folder, work = Path(scratch), _work(stages)
             names = work.form(folder, free_addresses(stages))
             found: dict[float, list[Reached]] = {0.0: [], 0.02: []}
             for _ in range(REPETITIONS):
-                alone.append(_alone())
                 for delay, reached in found.items():
                     reached.append(run(work, folder, names, delay))
                     print(stages, delay, reached[-1], file=sys.stderr, flush=True)
-            best = 1 / statistics.median(alone)
-            lines += [_row(stages, delay, reached, best) for delay, reached in found.items()]
+            lines += [_row(stages, delay, reached) for delay, reached in found.items()]
     return "\n".join(lines)
 
 
