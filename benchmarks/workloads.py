@@ -196,9 +196,9 @@ DIGITS = Workload("digits CNN, batch 64", digits, lambda: _classes((64, 1, 8, 8)
 MLP = Workload("6-layer MLP 512/2048, batch 64", mlp, lambda: _classes((64, 512), 512), 8)
 SMALL_GPT = Workload("GPT, 6 layers of 128, batch 8 x 64", small_gpt, lambda: _text(8, 64, 512), 8)
 THIN_GPT = Workload(
-    "GPT, 3 layers of 48, batch 256 x 11",
-    lambda: GPT(8, 48, 3, 11, heads=1),
-    lambda: _text(256, 11, 8),
+    "GPT, 3 layers of 48, batch 64 x 32",
+    lambda: GPT(64, 48, 3, 32, heads=1),
+    lambda: _text(64, 32, 64),
     8,
 )
 """A layer a node: little to compute for what it sends. Heads are about as wide as GPT-2's."""
