@@ -6,7 +6,7 @@ import pytest
 
 from ravnest.api.jobs import ResultFile
 from ravnest.api.model import Artifact
-from ravnest.api.providers import Heartbeat, Orders, Report
+from ravnest.api.providers import Heartbeat, Orders, Report, Strangers
 from ravnest.provider.agent import POLL_SECONDS, REPORT_SECONDS, Agent
 from ravnest.provider.events import (
     Action,
@@ -28,6 +28,7 @@ from ravnest.provider.events import (
     Send,
     StartWorker,
     Stop,
+    TurnedAway,
     Unanswered,
     Upload,
     Uploaded,
@@ -236,6 +237,21 @@ def test_many_losses_travel_in_parts(scene: Scene) -> None:
     scene.tell("a", known=MOST_LOSSES)
     scene.later(REPORT_SECONDS)
     assert len(scene.report.losses) == 5
+
+
+# Strangers
+
+
+def test_strangers_are_told_to_the_server_and_once_to_the_owner(scene: Scene) -> None:
+    scene.train()
+    scene.give(TurnedAway("a", Strangers(foreign=1)))
+    assert scene.report.strangers == Strangers(foreign=1)
+    scene.tell("a")
+    scene.give(TurnedAway("a", Strangers(foreign=2)))
+    scene.give(TurnedAway("a", Strangers(foreign=2, bare=1)))
+    scene.later(REPORT_SECONDS)
+    assert scene.report.strangers == Strangers(foreign=2, bare=1)
+    assert len([line for line in scene.said if "turned away" in line]) == 1
 
 
 # Other orders

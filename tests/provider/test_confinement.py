@@ -60,6 +60,7 @@ def test_only_known_names_of_the_environment_reach_a_worker(tmp_path: Path) -> N
         "OMP_NUM_THREADS": "2",
         "MKL_NUM_THREADS": "2",
         "OPENBLAS_NUM_THREADS": "2",
+        "GRPC_VERBOSITY": "info",
     }
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ravnest.api.jobs import JobState
+from ravnest.api.providers import Strangers
 from ravnest.server.outcome import failed_clusters, judge, leading_root
 from ravnest.server.records import Part
 
@@ -14,6 +15,7 @@ def part(node: int, phase: str, **fields: Any) -> Part:
             "job": "j",
             "provider": f"p{node}",
             "node": node,
+            "strangers": Strangers(),
             "cluster": node // 2,
             "role": "Leaf" if node % 2 else "Root",
             "phase": phase,

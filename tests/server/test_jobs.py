@@ -11,6 +11,8 @@ from server_cases import FILES, Caller, Case, FakePlanner, Time, artifact, opene
 from ravnest.api.trust import ApiRole
 from ravnest.errors import JobError
 
+FOREIGN = "with a certificate of another authority, or one that is no longer good"
+
 
 def providers(case: Case, *names: str) -> list[Caller]:
     """Strongest first, so that node i is the i-th of them."""
@@ -179,6 +181,26 @@ def test_a_result_of_files_that_were_not_uploaded_is_refused(case: Case) -> None
     assert state(rita, job) == "shipping"
     alice.report("finished")
     assert "no Root has sent a trained model" in rita.get(f"/api/jobs/{job}")["reason"]
+
+
+def test_strangers_that_a_node_turned_away_are_written_down_once(case: Case) -> None:
+    rita, (alice,) = case.requester(), providers(case, "alice")
+    job = case.submit(rita)
+    case.match()
+    for strangers in (
+        {"foreign": 1},
+        {"foreign": 1},
+        {"foreign": 3, "bare": 1},
+        {"foreign": 3, "bare": 1},
+    ):
+        alice.report("training", strangers=strangers)
+    alice.report("training", 422, strangers={"foreign": -1})
+    events = rita.get(f"/api/jobs/{job}/events")
+    assert [each["reason"] for each in events if each["kind"] == "refusal"] == [
+        f"node_0 of {job} turned away a connection {FOREIGN}",
+        f"node_0 of {job} turned away 2 connections {FOREIGN}",
+        f"node_0 of {job} turned away a connection without a certificate",
+    ]
 
 
 def test_a_provider_that_lives_but_does_not_fetch_holds_nobody_up_for_ever(case: Case) -> None:

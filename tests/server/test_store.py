@@ -206,11 +206,24 @@ def test_writers_take_turns_and_none_is_lost(store: Store, path: Path) -> None:
     assert token.uses_left == 920
 
 
-def test_a_database_of_another_version_is_refused(store: Store, path: Path) -> None:
+def test_a_database_of_a_later_version_is_refused(store: Store, path: Path) -> None:
     with store._engine.begin() as connection:
         connection.exec_driver_sql("PRAGMA user_version=99")
-    with pytest.raises(ServerError, match="another version"):
+    with pytest.raises(ServerError, match="later version"):
         Store(path).open()
+
+
+def test_a_database_of_the_first_version_is_brought_up_to_date(store: Store, path: Path) -> None:
+    with store.change(1.0) as books:
+        books.events.add("server", "server", "started")
+    with store._engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE assignments DROP COLUMN strangers")
+        connection.exec_driver_sql("PRAGMA user_version=1")
+    later = Store(path)
+    later.open()
+    with later.look() as books:
+        assert [event.reason for event in books.events.after(0)] == ["started"]
+        assert books.parts.of_job("job") == []
 
 
 def test_of_refusals_the_newest_are_kept(store: Store) -> None:

@@ -95,6 +95,20 @@ class Assignment(Message):
 Phase = Literal["fetching", "training", "uploading", "finished", "failed"]
 
 
+Count = Annotated[int, Field(ge=0)]
+
+
+class Strangers(Message):
+    """Connections of a node that TLS did not let through, since its worker began."""
+
+    foreign: Count = 0
+    """With a certificate that the job's authority did not sign, or that is no longer good."""
+    bare: Count = 0
+    """Without a certificate."""
+    plain: Count = 0
+    """Without TLS."""
+
+
 class Report(Message):
     """How a provider's part in a job goes."""
 
@@ -110,6 +124,7 @@ class Report(Message):
     """All validations so far."""
     result: tuple[ResultFile, ...] = ()
     """Uploaded files of a trained cluster; of a Root that is finished."""
+    strangers: Strangers = Strangers()
 
 
 class Heartbeat(Message):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from ravnest.api.providers import Heartbeat, Orders, Phase
+from ravnest.api.providers import Heartbeat, Orders, Phase, Strangers
 from ravnest.provider.events import (
     Action,
     Answered,
@@ -32,6 +32,7 @@ from ravnest.provider.events import (
     Send,
     StartWorker,
     Stop,
+    TurnedAway,
     Unanswered,
     Upload,
     Uploaded,
@@ -48,6 +49,7 @@ _GAP = 0.25
 _LONGEST_PAUSE = 10.0
 """A server that comes back waits longer than this before it takes us for lost."""
 _LOSTNESS = "the provider was restarted while it worked on this"
+_STRANGERS = "somebody without a good certificate was turned away; the server is told how often"
 _ENDS = (401, 403)
 """Answers after which there is no point in asking again."""
 _UNKNOWN = 404
@@ -129,7 +131,7 @@ class Agent:
             case DeadlinePassed() if self._ends is not None and now >= self._ends:
                 self._ends = None
                 return self._leave("the hours that it offered are over")
-            case Fetched() | Learned() | WorkerEnded() | Uploaded():
+            case Fetched() | Learned() | TurnedAway() | WorkerEnded() | Uploaded():
                 work = self._work
                 if work is None or work.assignment != event.assignment:
                     return []
@@ -206,13 +208,17 @@ class Agent:
     # The work
 
     def _progress(
-        self, work: Work, event: Fetched | Learned | WorkerEnded | Uploaded, now: float
+        self, work: Work, event: Fetched | Learned | TurnedAway | WorkerEnded | Uploaded, now: float
     ) -> list[Action]:
         if isinstance(event, Learned):
             work.losses += event.losses
             work.figures = event.figures
             self._news = True
             return []
+        if isinstance(event, TurnedAway):
+            known, work.strangers = work.strangers, event.strangers
+            self._news = True
+            return [] if known != Strangers() else [Say(f"{work.title}: {_STRANGERS}")]
         work.busy = False
         if work.stopping:
             return []

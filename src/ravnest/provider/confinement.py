@@ -20,6 +20,8 @@ import psutil
 _PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 _PASSED_ON_PREFIX = "LC_"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_TELLS_OF_STRANGERS = {"GRPC_VERBOSITY": "info"}
+"""gRPC says nowhere else that it refused a certificate; ``strangers.py`` reads it."""
 _NICE = 10
 _PR_SET_PDEATHSIG = 1
 _STACKS = 1 << 30
@@ -41,7 +43,7 @@ def environment(folder: Path, cores: int, source: Mapping[str, str] | None = Non
         for name, value in found.items()
         if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIX)
     }
-    own = {"HOME": str(folder / HOME), "TMPDIR": str(folder / TEMPORARY)}
+    own = {"HOME": str(folder / HOME), "TMPDIR": str(folder / TEMPORARY), **_TELLS_OF_STRANGERS}
     return passed | own | dict.fromkeys(_THREADS, str(cores))
 
 

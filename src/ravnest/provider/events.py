@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ravnest.api.jobs import ResultFile
-from ravnest.api.providers import Heartbeat, Orders
+from ravnest.api.providers import Heartbeat, Orders, Strangers
 
 # Events
 
@@ -64,6 +64,14 @@ class Learned:
 
 
 @dataclass(frozen=True)
+class TurnedAway:
+    """Strangers that a worker has not let in so far."""
+
+    assignment: str
+    strangers: Strangers
+
+
+@dataclass(frozen=True)
 class WorkerEnded:
     """A worker has ended; without a failure if it has trained to the end."""
 
@@ -104,6 +112,7 @@ Event = (
     | Refused
     | Fetched
     | Learned
+    | TurnedAway
     | WorkerEnded
     | Uploaded
     | Interrupted

@@ -16,13 +16,18 @@ from pathlib import Path
 
 import psutil
 
+from ravnest.api.providers import Strangers
 from ravnest.provider.confinement import HOME, TEMPORARY, environment, excess, held_memory
-from ravnest.provider.events import Learned, WorkerEnded
+from ravnest.provider.events import Learned, TurnedAway, WorkerEnded
+from ravnest.provider.strangers import is_logged, kind_of
 from ravnest.provider.workplace import WorkerSettings, Workplace
 
 _SAMPLE_SECONDS = 0.25
 _GRACE_SECONDS = 10.0
 """For a worker to say goodbye to its neighbours."""
+_OUTPUT_SECONDS = 2.0
+"""For its last words to arrive, once it has ended."""
+_LONGEST_LINE = 1 << 16
 _LONGEST_REASON = 2000
 _TAIL = 1 << 14
 _BOOT = (
@@ -35,7 +40,7 @@ _BOOT = (
 """``python -m ravnest.provider.worker`` of the Ravnest that this process runs, installed or not, and
 confined before the seconds that importing torch takes."""
 
-Tell = Callable[[Learned | WorkerEnded], None]
+Tell = Callable[[Learned | TurnedAway | WorkerEnded], None]
 
 
 @dataclass
@@ -79,6 +84,7 @@ class WorkerProcess:
     settings: WorkerSettings
     tell: Tell
     _process: subprocess.Popen[bytes] = field(init=False)
+    _listener: threading.Thread = field(init=False)
     _ended: threading.Event = field(default_factory=threading.Event)
     _wake: threading.Event = field(default_factory=threading.Event)
     _kill_at: float | None = None
@@ -92,18 +98,24 @@ class WorkerProcess:
         for name in (HOME, TEMPORARY):
             (place.folder / name).mkdir(exist_ok=True)
         root = Path(__file__).parents[2]
-        with place.output.open("wb") as output, place.errors.open("wb") as errors:
+        place.errors.touch()
+        with place.output.open("wb") as output:
             self._process = subprocess.Popen(  # noqa: S603 - our own worker
                 [sys.executable, "-I", "-c", _BOOT, str(root), str(place.folder)],
                 cwd=place.folder,
                 env=environment(place.folder, self.settings.cores),
                 stdin=subprocess.PIPE,  # it ends when this is closed
                 stdout=output,
-                stderr=errors,
+                stderr=subprocess.PIPE,
                 process_group=0,
             )
-        for target in (self._wait, self._follow):
-            threading.Thread(target=target, name=f"worker {self.assignment}", daemon=True).start()
+        threads = [
+            threading.Thread(target=target, name=f"worker {self.assignment}", daemon=True)
+            for target in (self._listen, self._wait, self._follow)
+        ]
+        self._listener = threads[0]
+        for thread in threads:
+            thread.start()
 
     @property
     def pid(self) -> int:
@@ -132,6 +144,20 @@ class WorkerProcess:
         self._ended.set()
         self._wake.set()
 
+    def _listen(self) -> None:
+        """Keep what the worker says on stderr; what gRPC says there is only counted."""
+        stream = self._process.stderr
+        assert stream is not None
+        strangers = Strangers()
+        with stream, self.place.errors.open("wb", buffering=0) as errors:
+            while line := stream.readline(_LONGEST_LINE):
+                text = line.decode("utf-8", "replace")
+                if kind := kind_of(text):
+                    strangers = strangers.model_copy(update={kind: getattr(strangers, kind) + 1})
+                    self.tell(TurnedAway(self.assignment, strangers))
+                elif not is_logged(text):
+                    errors.write(line)
+
     def _follow(self) -> None:
         process = psutil.Process(self._process.pid)
         losses = FigureTail(self.place.losses_of(self.cluster))
@@ -148,6 +174,7 @@ class WorkerProcess:
                 self.tell(Learned(self.assignment, new, figures))
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._listener.join(_OUTPUT_SECONDS)
         self.tell(WorkerEnded(self.assignment, self._failure()))
 
     def _watch(self, process: psutil.Process) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ravnest.api.jobs import ResultFile
-from ravnest.api.providers import Phase, Report
+from ravnest.api.providers import Phase, Report, Strangers
 
 FIRST_PAUSE = 1.0
 MOST_LOSSES = 10_000
@@ -31,6 +31,7 @@ class Work:
     acknowledged: int = 0
     figures: tuple[float | None, ...] = ()
     result: tuple[ResultFile, ...] = ()
+    strangers: Strangers = field(default_factory=Strangers)
 
     @property
     def is_over(self) -> bool:
@@ -53,4 +54,5 @@ class Work:
             losses=tuple(self.losses[first : first + MOST_LOSSES]),
             figures=self.figures,
             result=self.result,
+            strangers=self.strangers,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ravnest.api.jobs import JobState
-from ravnest.api.providers import Offer, ProviderState
+from ravnest.api.providers import Offer, ProviderState, Strangers
 from ravnest.api.trust import ApiRole
 
 ENDED = ("finished", "failed", "stopped")
@@ -69,6 +69,8 @@ class Part:
     losses: int
     """So many are known."""
     has_result: bool
+    strangers: Strangers
+    """So many are known of."""
 
     @property
     def has_ended(self) -> bool:

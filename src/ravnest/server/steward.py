@@ -7,7 +7,15 @@ import secrets
 import threading
 
 from ravnest.api.jobs import JobSpec, JobState, JobView
-from ravnest.api.providers import Heartbeat, Offer, Orders, ProviderState, ProviderView, Report
+from ravnest.api.providers import (
+    Heartbeat,
+    Offer,
+    Orders,
+    ProviderState,
+    ProviderView,
+    Report,
+    Strangers,
+)
 from ravnest.errors import ServerRefusedError
 from ravnest.server.fetches import FETCHING, fetch_limit
 from ravnest.server.liveness import Liveness
@@ -22,6 +30,12 @@ from ravnest.types import Address
 
 _log = logging.getLogger(__name__)
 _DAY = 86400.0
+_STRANGERS = {
+    "foreign": "with a certificate of another authority, or one that is no longer good",
+    "bare": "without a certificate",
+    "plain": "without TLS",
+}
+"""By the fields of ``Strangers``."""
 
 
 class Steward:
@@ -192,11 +206,22 @@ class Steward:
         if change.books.parts.keep_figures(part, report.figures) or known > part.losses:
             change.books.jobs.touch(part.job)
             change.topics.add(("job", part.job))
+        if report.strangers != part.strangers:
+            self._note_strangers(change, part, report.strangers)
         if report.phase == "finished" and report.result:
             digests = [file.artifact.sha256 for file in report.result]
             if change.books.holdings.missing(part.provider, digests):
                 raise ServerRefusedError("the result names files that were not uploaded", 422)
             change.books.parts.keep_result(part, report.result)
+
+    def _note_strangers(self, change: Change, part: Part, strangers: Strangers) -> None:
+        """Write down whom a node has turned away since its last report."""
+        for kind, words in _STRANGERS.items():
+            new = getattr(strangers, kind) - getattr(part.strangers, kind)
+            if new > 0:
+                what = f"node_{part.node} of {part.job} turned away {_connections(new)} {words}"
+                change.books.events.add("refusal", part.provider, what, job=part.job)
+        change.books.parts.keep_strangers(part, strangers)
 
     def _enter(self, change: Change, part: Part, report: Report) -> None:
         """A part goes on to another phase."""
@@ -288,6 +313,10 @@ class Steward:
                 change.end_part(part, "stopped", "the rest of its cluster had failed")
                 change.release(record, f"what was left of cluster {cluster} of {job} was stopped")
             change.judge(job)
+
+
+def _connections(count: int) -> str:
+    return "a connection" if count == 1 else f"{count} connections"
 
 
 def _summary(offer: Offer) -> str:

@@ -47,14 +47,16 @@ class Store:
         self._engine = _engine(path)
 
     def open(self) -> None:
-        """Make the tables if there are none; ``ServerError`` if they are of another version."""
+        """Make the tables, or bring them up to date; ``ServerError`` if they are of a later version."""
         with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
             found = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-            if found not in (0, tables.VERSION):
+            if found > tables.VERSION:
                 raise ServerError(
-                    f"{self._path} was made by another version of Ravnest (layout {found}, this one "
+                    f"{self._path} was made by a later version of Ravnest (layout {found}, this one "
                     f"knows {tables.VERSION}); use that version, or another folder"
                 )
+            for version in range(found, tables.VERSION) if found else ():
+                connection.exec_driver_sql(tables.UPGRADES[version])
             tables.metadata.create_all(connection)
             connection.exec_driver_sql(f"PRAGMA user_version={tables.VERSION}")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 1
-"""Of this layout; another one is refused."""
+VERSION = 2
+"""Of this layout; a later one is refused."""
+UPGRADES = {1: "ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{}'"}
+"""What makes the next layout of an earlier one."""
 
 metadata = MetaData()
 
@@ -76,6 +78,7 @@ assignments = Table(
     Column("figures", Text, nullable=False, default="[]"),
     Column("losses", Integer, nullable=False, default=0),
     Column("result", Text),
+    Column("strangers", Text, nullable=False, server_default="{}"),
 )
 
 losses = Table(

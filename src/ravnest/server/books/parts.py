@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from ravnest.api.jobs import ResultFile
-from ravnest.api.providers import Assignment
+from ravnest.api.providers import Assignment, Strangers
 from ravnest.server.books.events import clipped
 from ravnest.server.records import ENDED, Part
 from ravnest.server.tables import assignments, losses
@@ -100,6 +100,10 @@ class Parts:
         self._update(part, figures=json.dumps(figures))
         return True
 
+    def keep_strangers(self, part: Part, strangers: Strangers) -> None:
+        """Keep how many a node has turned away so far."""
+        self._update(part, strangers=strangers.model_dump_json())
+
     def losses(self, part: str, first: int = 0, limit: int = _AT_ONCE) -> tuple[float | None, ...]:
         """Losses from one update on."""
         query = (
@@ -144,4 +148,5 @@ def _part(row: Row[Any]) -> Part:
         figures=tuple(json.loads(row.figures)),
         losses=row.losses,
         has_result=row.result is not None,
+        strangers=Strangers.model_validate_json(row.strangers),
     )
