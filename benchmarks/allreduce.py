@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
+from ravnest.averaging.landing import Landing
 from ravnest.averaging.ring import PIECE_BYTES
 from ravnest.transport.base import Link
 from ravnest.transport.grpc_transport import GrpcTransport
@@ -155,8 +156,8 @@ def ravnest(piece_bytes: int, rank: int, count: int, elements: int) -> None:
     target = Address("127.0.0.1", ports[(rank + 1) % count])
     successor = transport.dial(target, hello, handler, deadline=30)
     vector = torch.randn(elements, generator=torch.Generator().manual_seed(rank))
-    into = torch.zeros(elements)
-    part = RingPart(vector, 1 / count, rank, count, (rank - 1) % count, successor, into=into)
+    landing = Landing(torch.zeros(elements))
+    part = RingPart(vector, 1 / count, rank, count, (rank - 1) % count, successor, landing=landing)
     ended: SimpleQueue[Exchanged] = SimpleQueue()
     say("connected")
     for number, _ in enumerate(orders()):

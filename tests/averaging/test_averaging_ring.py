@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ravnest.averaging.ring import Outgoing, RingReduce, Share
+from ravnest.averaging.landing import Landing, Movement
+from ravnest.averaging.ring import AHEAD, Outgoing, RingReduce, Share
 from ravnest.errors import WireError
 
 
@@ -70,6 +71,7 @@ def test_it_is_the_weighted_mean_and_the_same_everywhere(
         done[0].result.double(), exact.expand(elements), atol=tolerance * members, rtol=0
     )
     assert all(torch.equal(member.result, done[0].result) for member in done)
+    assert len({member.digest for member in done}) == 1
     assert all(map(torch.equal, vectors, before))
     assert sum(sent) == 2 * (members - 1) * elements
     if members <= elements:
@@ -106,10 +108,52 @@ def test_with_a_lossy_codec_all_members_hold_the_same(members: int, seed: int) -
 
 def test_the_result_may_go_to_the_vector_itself() -> None:
     vectors = [torch.full((11,), float(number)) for number in range(3)]
-    shares = [Share(place, 3, vector, 1 / 3, 2, into=vector) for place, vector in enumerate(vectors)]
+    shares = [
+        Share(place, 3, vector, 1 / 3, 2, landing=Landing(vector))
+        for place, vector in enumerate(vectors)
+    ]
     run(shares, random.Random(1))
     assert all(torch.equal(vector, vectors[0]) for vector in vectors)
     torch.testing.assert_close(vectors[0], torch.ones(11))
+
+
+@given(st.integers(1, 4), st.integers(0, 60), st.booleans(), st.integers(0, 2**32 - 1))
+def test_how_weights_move_takes_the_place_of_what_entered(
+    members: int, moving: int, relative: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    last = torch.randn(60, generator=generator)
+    held = [torch.randn(60, generator=generator) for _ in range(members)]
+    vectors = [vector - last if relative else vector.clone() for vector in held]
+    kept = [last.clone() for _ in held]
+    shares = [
+        Share(
+            place, members, vector, 1 / members, 4, landing=Movement(vector, moving, average, relative)
+        )
+        for place, (vector, average) in enumerate(zip(vectors, kept, strict=True))
+    ]
+    done, _ = run(shares, random.Random(seed))
+    mean = torch.stack(held).mean(0)
+    torch.testing.assert_close(kept[0], mean)
+    assert all(torch.equal(average, kept[0]) for average in kept)
+    assert len({member.digest for member in done}) == 1
+    for vector, before in zip(vectors, held, strict=True):
+        torch.testing.assert_close(vector[:moving], mean[:moving] - before[:moving], atol=1e-5, rtol=0)
+        assert torch.equal(vector[moving:], kept[0][moving:])
+
+
+def test_only_so_many_of_its_own_pieces_are_on_their_way() -> None:
+    pieces = 3 * AHEAD
+    first, second = (
+        RingReduce(share) for share in shares_of([torch.ones(2 * pieces)] * 2, [0.5, 0.5], 1)
+    )
+    sent = first.start()
+    assert len(sent) == AHEAD
+    second.start()
+    back = [second.take(item.segment, item.piece, item.hop, item.values) for item in sent]
+    (final,) = back[0]
+    (following,) = first.take(final.segment, final.piece, final.hop, final.values)
+    assert (following.segment, following.piece, following.hop) == (0, AHEAD, 1)
 
 
 @pytest.fixture

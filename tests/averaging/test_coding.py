@@ -48,26 +48,46 @@ def test_the_end_result_is_exact() -> None:
     assert decided([("int8", LAST), ("int8", LAST)], final=True).codec == "raw"
 
 
+PLAIN = Go(LAST, {0: 0.5, 1: 0.5})
+COMPRESSED = Go(RoundId(4), {0: 0.5, 1: 0.5}, "fp16", LAST)
+
+
+def after_a_round(codec: str, average: torch.Tensor) -> Coding:
+    """That has averaged once."""
+    coding = Coding(codec)
+    vector = coding.outgoing(PLAIN, {0: torch.zeros_like(average)})[0]
+    coding.landing(PLAIN, 0, vector, len(vector)).keep(0, len(vector), average)
+    assert coding.base is None, "not before it is applied"
+    coding.settled(LAST, applied=True)
+    return coding
+
+
 def test_changes_since_the_last_average_enter_and_come_out() -> None:
-    coding = Coding("fp16")
-    before = torch.full((200,), 1000.0)
-    coding.settled(LAST, {0: before})
+    last = torch.full((200,), 1000.0)
+    coding = after_a_round("fp16", last)
     assert coding.base == LAST
-    go = Go(RoundId(4), {0: 0.5, 1: 0.5}, "fp16", LAST)
-    held = {0: before + torch.linspace(0, 0.5, 200)}
-    change = coding.outgoing(go, held)
-    assert change[0].abs().max() <= 0.5
-    assert coding.average(go, change)[0].allclose(held[0], atol=1e-4)
-    assert coding.bytes_of(go)(change[0]) == 400
-    plain = Go(RoundId(4), {0: 0.5, 1: 0.5})
-    assert coding.outgoing(plain, held) is held
-    assert coding.roundtrip(plain, 0) is None
-    assert coding.bytes_of(plain)(held[0]) == 800
+    held = last + torch.linspace(0, 0.5, 200)
+    change = coding.outgoing(COMPRESSED, {0: held.clone()})[0]
+    assert change.abs().max() <= 0.5
+    landing = coding.landing(COMPRESSED, 0, change, moving=100)
+    landing.keep(0, 200, torch.full((200,), 0.25))
+    assert change[:100].allclose(last[:100] + 0.25 - held[:100], atol=1e-4)
+    assert change[100:].tolist() == [1000.25] * 100
+    assert coding.bytes_of(COMPRESSED)(change) == 400
+    assert coding.roundtrip(PLAIN, 0) is None
+    assert coding.bytes_of(PLAIN)(held) == 800
+
+
+def test_a_round_that_comes_to_nothing_spoils_the_last_average() -> None:
+    coding = after_a_round("fp16", torch.ones(200))
+    change = coding.outgoing(COMPRESSED, {0: torch.ones(200)})[0]
+    coding.landing(COMPRESSED, 0, change, moving=200).keep(0, 100, torch.ones(100))
+    coding.settled(RoundId(4), applied=False)
+    assert coding.base is None
 
 
 def test_errors_are_made_up_for_unless_their_round_came_to_nothing() -> None:
-    coding = Coding("int8")
-    coding.settled(LAST, {0: torch.zeros(256)})
+    coding = after_a_round("int8", torch.zeros(256))
     go = Go(RoundId(4), {0: 0.5, 1: 0.5}, "int8", LAST)
     meant = torch.linspace(-1, 1, 256) ** 3
     first = coding.roundtrip(go, 0)
@@ -79,13 +99,11 @@ def test_errors_are_made_up_for_unless_their_round_came_to_nothing() -> None:
         assert again is not None
         total += again("0/0", meant)
     assert (total - 10 * meant).abs().max() <= 1.02 / 254, "one rounding, not ten"
-    coding.settled(RoundId(4), None)
+    coding.settled(RoundId(4), applied=False)
     afresh = coding.roundtrip(go, 0)
     assert afresh is not None
     assert torch.equal(afresh("0/0", meant), arrived)
 
 
 def test_without_compression_nothing_is_kept() -> None:
-    coding = Coding("raw")
-    coding.settled(LAST, {0: torch.zeros(4)})
-    assert coding.base is None
+    assert after_a_round("raw", torch.ones(200)).base is None

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from ravnest.averaging.landing import Landing, Movement
 from ravnest.averaging.ring import Roundtrip
 from ravnest.averaging.stage import Vectors
 from ravnest.wire.codecs import RAW, ErrorFeedback, codec_named
@@ -26,21 +29,28 @@ class Coding:
         """``codec``: how the node would like averages to travel."""
         self.codec = codec
         self.base: RoundId | None = None
-        """The last average that was applied here."""
-        self._values: Vectors = {}
+        """The last average that was applied here; None where a round has spoilt it."""
+        self._average: dict[int, Tensor] = {}
+        """That average; while a round is under way, on its way to the next."""
         self._errors: dict[tuple[int, tuple[int, ...]], ErrorFeedback] = {}
 
     def outgoing(self, go: Go, held: Vectors) -> Vectors:
-        """What enters a round: the values, or how they differ from the last average."""
-        if go.codec == RAW.name:
-            return held
-        return {ring: vector - self._values[ring] for ring, vector in held.items()}
+        """What enters a round, in the memory of the copy: its values, or their differences from the
+        last average.
+        """
+        self.base = None  # until this round is applied
+        if go.codec != RAW.name:
+            for ring, vector in held.items():
+                np.subtract(vector.numpy(), self._average[ring].numpy(), out=vector.numpy())
+        return held
 
-    def average(self, go: Go, result: Vectors) -> Vectors:
-        """The average itself, from what came out of a round."""
-        if go.codec == RAW.name:
-            return result
-        return {ring: self._values[ring] + change for ring, change in result.items()}
+    def landing(self, go: Go, ring: int, vector: Tensor, moving: int) -> Landing:
+        """What becomes of a ring's result, in the memory of what entered."""
+        if self.codec == RAW.name:
+            return Movement(vector, moving)
+        if ring not in self._average:
+            self._average[ring] = torch.empty_like(vector)
+        return Movement(vector, moving, self._average[ring], relative=go.codec != RAW.name)
 
     def roundtrip(self, go: Go, ring: int) -> Roundtrip | None:
         """What sums are on the way; None where they stay what they are."""
@@ -61,9 +71,9 @@ class Coding:
 
         return count
 
-    def settled(self, round_id: RoundId, average: Vectors | None) -> None:
-        """A round is over; ``average`` is None where it came to nothing."""
-        if average is None:
+    def settled(self, round_id: RoundId, *, applied: bool) -> None:
+        """A round is over, and was applied here or came to nothing."""
+        if not applied:
             self._errors.clear()  # what they are errors of was never applied
         elif self.codec != RAW.name:
-            self.base, self._values = round_id, average
+            self.base = round_id

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import xxhash
 from torch import Tensor
 
+from ravnest.averaging.landing import Landing
 from ravnest.averaging.ring import PIECE_BYTES, Outgoing, RingReduce, Roundtrip, Share
 from ravnest.errors import LinkClosedError, WireError
 from ravnest.transport.base import Link
@@ -47,8 +47,8 @@ class RingPart:
     """To whom they go; None where it is alone."""
     roundtrip: Roundtrip | None = None
     """Of the links' codec; None where values travel as they are."""
-    into: Tensor | None = None
-    """Where the average goes, else new memory; may be the vector, if no other attempt will need it.
+    landing: Landing | None = None
+    """What becomes of the average, else it goes to new memory; may use up the vector.
 
     For no other use if the round ends with a problem: a piece may still be on its way into it.
     """
@@ -62,7 +62,7 @@ class Exchanged:
 
     round: RoundId
     averages: Mapping[int, Tensor]
-    """By ring; none where there is a problem."""
+    """By ring, where they have landed; none where there is a problem."""
     digests: Mapping[int, str]
     """Of the averages, the same on all members."""
     sent_bytes: int
@@ -224,7 +224,7 @@ class Exchange:
     def _reduce(self, part: RingPart) -> RingReduce:
         elements = max(self._piece_bytes // part.vector.element_size(), 1)
         share = Share(
-            part.position, part.members, part.vector, part.weight, elements, part.roundtrip, part.into
+            part.position, part.members, part.vector, part.weight, elements, part.roundtrip, part.landing
         )
         return RingReduce(share)
 
@@ -288,7 +288,7 @@ class Exchange:
 
     def _conclude(self, current: _Round, ring: _Ring) -> None:
         if ring.reduce.done and not ring.digest:
-            digest = xxhash.xxh3_64_hexdigest(ring.reduce.result.numpy().data)
+            digest = ring.reduce.digest
             with self._lock:
                 ring.digest = digest
                 last = all(other.digest for other in current.rings.values())

@@ -31,21 +31,26 @@ def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
     return flat
 
 
-def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values of ``flatten``, in new storage, with the dtypes, shapes and strides of ``like``.
-
-    Strides with gaps or overlaps become those of a contiguous tensor.
-    """
+def views(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Where the values of each tensor are in the vector that ``flatten`` made of such tensors."""
     expected = sum(t.numel() for t in like.values())
     assert vector.numel() == expected, f"{vector.numel()} values for tensors with {expected}"
-    made: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     start = 0
     for name, tensor in like.items():
         stop = start + tensor.numel()
-        target = torch.empty_like(tensor, memory_format=torch.preserve_format, requires_grad=False)
-        made[name] = target.copy_(vector[start:stop].view(tensor.shape))
+        found[name] = vector[start:stop].view(tensor.shape)
         start = stop
-    return made
+    return found
+
+
+def copy_like(values: Tensor, like: Tensor) -> Tensor:
+    """The values in memory of their own, with the dtype and the strides of a tensor.
+
+    Strides with gaps or overlaps become those of a contiguous tensor.
+    """
+    made = torch.empty_like(like, memory_format=torch.preserve_format, requires_grad=False)
+    return made.copy_(values)
 
 
 def is_finite(vector: Tensor) -> bool:

@@ -11,18 +11,25 @@ arithmetic is numpy's, which takes no further threads: torch would take those of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
+from ravnest.averaging.landing import Landing
 from ravnest.errors import WireError
 
 PIECE_BYTES = 2 << 20
 """Measured: a message costs about 1 ms of processor time whatever its size, and four or more pieces in
 a segment keep all members busy. As long as a chunk of the wire, so that a piece is one message."""
+
+AHEAD = 4
+"""Pieces of its own that a member has on their way round at once: more would only wait in a queue, and
+take the memory of a second vector there."""
 
 Roundtrip = Callable[[str, Tensor], Tensor]
 """What a sum is after it has travelled, encoded and decoded; the name tells sums apart."""
@@ -54,14 +61,14 @@ class Share:
     roundtrip: Roundtrip | None = None
     """Where values change on their way: the owner of a sum keeps what the others get, and whoever
     sends one on knows what was lost."""
-    into: Tensor | None = None
-    """Where the result goes; may be the vector, if that is of no more use."""
+    landing: Landing | None = None
+    """What becomes of the result, else it goes to new memory; may use up the vector."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.position < self.members, f"{self.position} of {self.members}"
         assert self.piece_elements > 0
         assert self.vector.dim() == 1
-        assert self.into is None or self.into.shape == self.vector.shape
+        assert self.landing is None or self.landing.into.shape == self.vector.shape
 
 
 class RingReduce:
@@ -69,7 +76,10 @@ class RingReduce:
 
     def __init__(self, share: Share) -> None:
         self._share = share
-        self._result = torch.empty_like(share.vector) if share.into is None else share.into
+        self._landing = share.landing or Landing(torch.empty_like(share.vector))
+        self._digests: dict[tuple[int, int], bytes] = {}
+        own = range(self._count(share.position))
+        self._unsent = deque((share.position, piece) for piece in own)
         self._due = {key: self._first_hop(key[0]) for key in self._pieces()}
         """The hop with which a piece comes next; it is not here any more when it is final."""
 
@@ -80,23 +90,23 @@ class RingReduce:
 
     @property
     def result(self) -> Tensor:
-        """The sum of all shares."""
+        """Where the sum of all shares has gone."""
         assert self.done, f"{len(self._due)} pieces are still on their way"
-        return self._result
+        return self._landing.into
+
+    @property
+    def digest(self) -> str:
+        """Of the sum; the same for all members, whatever has become of it."""
+        assert self.done, f"{len(self._due)} pieces are still on their way"
+        return xxhash.xxh3_64_hexdigest(b"".join(self._digests[key] for key in sorted(self._digests)))
 
     def start(self) -> list[Outgoing]:
-        """The pieces that this member sends off; all that is to be done where it is alone."""
-        share = self._share
-        outgoing = []
-        for segment, piece in list(self._due):
-            if segment != share.position:
-                continue
-            own = self._weighted(segment, piece)
-            if share.members == 1:
-                self._keep(segment, piece, own)
-            else:
-                outgoing.append(Outgoing(segment, piece, 1, self._as_it_arrives(segment, piece, own)))
-        return outgoing
+        """The pieces that this member sends off first; all that is to be done where it is alone."""
+        if self._share.members > 1:
+            return self._send_off(AHEAD)
+        for segment, piece in self._unsent:
+            self._keep(segment, piece, self._weighted(segment, piece))
+        return []
 
     def take(self, segment: int, piece: int, hop: int, values: Tensor) -> list[Outgoing]:
         """A piece came from the member before; its values are changed, and sent on.
@@ -108,7 +118,9 @@ class RingReduce:
         if hop >= share.members:
             self._keep(segment, piece, values)
             onward = hop + 1 < 2 * share.members - 1
-            return [Outgoing(segment, piece, hop + 1, values)] if onward else []
+            # Its own pieces come back when they are summed: each makes room for another.
+            following = self._send_off(1) if segment == share.position else []
+            return [*([Outgoing(segment, piece, hop + 1, values)] if onward else []), *following]
         self._add(values, segment, piece)
         values = self._as_it_arrives(segment, piece, values)
         if hop + 1 < share.members:
@@ -116,6 +128,15 @@ class RingReduce:
         else:
             self._keep(segment, piece, values)
         return [Outgoing(segment, piece, hop + 1, values)]
+
+    def _send_off(self, count: int) -> list[Outgoing]:
+        """The next pieces of this member's own segment."""
+        outgoing = []
+        for _ in range(min(count, len(self._unsent))):
+            segment, piece = self._unsent.popleft()
+            values = self._as_it_arrives(segment, piece, self._weighted(segment, piece))
+            outgoing.append(Outgoing(segment, piece, 1, values))
+        return outgoing
 
     def _as_it_arrives(self, segment: int, piece: int, values: Tensor) -> Tensor:
         roundtrip = self._share.roundtrip
@@ -134,8 +155,8 @@ class RingReduce:
             np.add(summed, self._own(segment, piece).numpy() * self._share.weight, out=summed)
 
     def _keep(self, segment: int, piece: int, values: Tensor) -> None:
-        start, stop = self._range(segment, piece)
-        np.copyto(self._result[start:stop].numpy(), values.numpy())
+        self._digests[segment, piece] = xxhash.xxh3_64_digest(values.numpy().data)
+        self._landing.keep(*self._range(segment, piece), values)
         del self._due[segment, piece]
 
     def _check(self, segment: int, piece: int, hop: int, values: Tensor) -> None:

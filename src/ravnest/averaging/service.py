@@ -60,8 +60,9 @@ class _Current:
     started: float | None = None
     """When it was told to average."""
     faulty: bool = False
-    done: Exchanged | None = None
-    average: Vectors | None = None
+    done: bool = False
+    prepared: bool = False
+    """The average waits for its verdict."""
 
 
 class Averaging:
@@ -223,7 +224,7 @@ class Averaging:
     def _stall(self) -> float:
         """When the round that is under way has gone too long without a piece."""
         current = self._current
-        if current is None or current.started is None or current.done is not None:
+        if current is None or current.started is None or current.done:
             return math.inf
         return max(current.started, self._exchange.progress[1]) + STALL_SECONDS
 
@@ -284,10 +285,8 @@ class Averaging:
     def _settled(self, head: Settle) -> None:
         current, self._current = self._current, None
         self._exchange.cancel(head.round, head.reason or "it is over")
-        average = None
-        if current is not None and current.id == head.round and head.commit:
-            average = current.average
-        self._coding.settled(head.round, average)
+        took_part = current is not None and current.id == head.round and current.prepared
+        self._coding.settled(head.round, applied=took_part and head.commit)
 
     def _held(self, round_id: RoundId, held: Vectors) -> None:
         current = self._current
@@ -312,21 +311,27 @@ class Averaging:
             return
         current.started = time.monotonic()
         # Reaching a peer may take a while.
-        threading.Thread(target=self._begin, args=(head, current.held), daemon=True).start()
+        held, current.held = current.held, None
+        moves = not (current.assign or current.faulty)
+        threading.Thread(target=self._begin, args=(head, held, moves), daemon=True).start()
 
-    def _begin(self, head: Go, held: Vectors) -> None:
+    def _begin(self, head: Go, held: Vectors, moves: bool) -> None:
         try:
             vectors = self._coding.outgoing(head, held)
-            parts = {ring.id: self._part(ring, head, vectors[ring.id]) for ring in self._place.rings}
+            moving = self._stage.moving() if moves else {}
+            parts = {
+                ring.id: self._part(ring, head, vectors[ring.id], moving.get(ring.id, 0))
+                for ring in self._place.rings
+            }
         except (RavnestError, LookupError, ValueError) as error:
             # The last two are those of a Go that makes no sense.
             missing = error.cluster if isinstance(error, PeerError) else None
             problem = Exchanged(head.round, {}, {}, 0, str(error) or type(error).__name__)
-            self.post(lambda: self._ended(head, problem, missing))
+            self.post(lambda: self._ended(problem, missing))
             return
-        self._exchange.start(head.round, parts, lambda done: self.post(lambda: self._ended(head, done)))
+        self._exchange.start(head.round, parts, lambda done: self.post(lambda: self._ended(done)))
 
-    def _part(self, ring: RingEntry, head: Go, vector: Tensor) -> RingPart:
+    def _part(self, ring: RingEntry, head: Go, vector: Tensor, moving: int) -> RingPart:
         members = sorted(head.weights)
         position = members.index(self._place.cluster)
         before = ring.members[members[position - 1]]
@@ -340,19 +345,18 @@ class Averaging:
             before.node,
             None if alone else self._peers.reach(ring.members[after], after),
             roundtrip=self._coding.roundtrip(head, ring.id),
+            landing=self._coding.landing(head, ring.id, vector, moving),
             bytes_of=self._coding.bytes_of(head),
         )
 
-    def _ended(self, head: Go, done: Exchanged, missing: int | None = None) -> None:
+    def _ended(self, done: Exchanged, missing: int | None = None) -> None:
         current = self._current
         if current is None or current.id != done.round:
             return
-        current.done = done
+        current.done = True
         if not done.problem:
-            assert current.held is not None, "an average is of what was held"
-            current.average = self._coding.average(head, done.averages)
-            average = Average(done.round, current.average, current.held, current.assign, current.faulty)
-            self._stage.prepare(average)
+            self._stage.prepare(Average(done.round, done.averages, current.assign, current.faulty))
+            current.prepared = True
         if missing is None and done.peer is not None:
             missing = self._peers.cluster_of(done.peer)
         self._up(

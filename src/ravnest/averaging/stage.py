@@ -20,8 +20,7 @@ class Average:
 
     round: RoundId
     values: Vectors
-    held: Vectors
-    """The copy that entered it."""
+    """Of what moves how it is to move, unless it is assigned; else the average."""
     assign: bool
     """Nothing trains meanwhile; else what was trained since the copy is kept."""
     faulty: bool
@@ -48,3 +47,6 @@ class Stage(Protocol):
 
     def sizes(self) -> Mapping[int, int]:
         """Numbers in each ring."""
+
+    def moving(self) -> Mapping[int, int]:
+        """How many of these, from the first on, move: weights. Others are replaced."""

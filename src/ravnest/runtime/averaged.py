@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
 
-from ravnest.averaging.flat import flatten, is_finite, unflatten
+from ravnest.averaging.flat import copy_like, flatten, is_finite, views
 from ravnest.averaging.stage import Average
 from ravnest.errors import SettingsError
 from ravnest.runtime.worker import Worker
@@ -31,14 +31,19 @@ class _Slot:
         return f"{self.kept_as} of {self.key}" if self.kept_as else self.key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Prepared:
-    """An average that waits for its verdict."""
+    """An average that waits for its verdict, or for an update."""
 
     assign: bool
     faulty: bool
     parts: dict[int, dict[str, torch.Tensor]]
     """By ring and slot: the average; of weights that train on, how they are to move."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights move by a difference."""
+        return not (self.assign or self.faulty)
 
 
 class AveragedState:
@@ -56,18 +61,24 @@ class AveragedState:
         kept = state_names(optimizer) if with_optimizer and optimizer is not None else {}
         weights = execution.trained()
         self._prepared: dict[RoundId, _Prepared] = {}
+        self._waiting: list[_Prepared] = []
+        """To be applied after the next update, in this order."""
         self._slots: dict[int, list[_Slot]] = {}
         for ring in rings:
             slots = [_Slot(keys[name]) for name in ring.names]
             for slot in list(slots):
                 if slot.key in weights:
                     slots += [_Slot(slot.key, name) for name in kept.get(tensors[slot.key].dim(), ())]
-            self._slots[ring.id] = slots
+            self._slots[ring.id] = sorted(slots, key=lambda slot: not self._is_weight(slot))
 
     def sizes(self) -> dict[int, int]:
         """Numbers in each ring."""
+        return {ring: _count(self._tensors(slots)) for ring, slots in self._slots.items()}
+
+    def moving(self) -> dict[int, int]:
+        """The numbers of weights that train; they come first."""
         return {
-            ring: sum(tensor.numel() for tensor in self._tensors(slots).values())
+            ring: _count(self._tensors(filter(self._is_weight, slots)))
             for ring, slots in self._slots.items()
         }
 
@@ -77,31 +88,51 @@ class AveragedState:
         def copy() -> None:
             if idle:
                 self._execution.catch_up()
-            rings = self._slots.items()
-            then({ring: flatten(_named(self._tensors(slots))) for ring, slots in rings})
+            then({ring: self._copy(ring, slots) for ring, slots in self._slots.items()})
 
         self._worker.post(lambda: self._worker.when_idle(copy) if idle else copy())
+
+    def _copy(self, ring: int, slots: Sequence[_Slot]) -> torch.Tensor:
+        """As it will be when the averages are applied that wait for an update: they count as applied,
+        or the next average would move the weights by the same once more.
+        """
+        tensors = _named(self._tensors(slots))
+        vector = flatten(tensors)
+        values = views(vector, tensors)
+        for waiting in self._waiting:
+            for slot in slots:
+                name = str(slot)
+                if waiting.moves and self._is_weight(slot):
+                    values[name].add_(waiting.parts[ring][name])
+                elif waiting.faulty and slot.kept_as:
+                    values[name].zero_()  # the optimizer starts anew
+                else:
+                    values[name].copy_(waiting.parts[ring][name])
+        return vector
 
     def fault(self, vectors: Mapping[int, torch.Tensor]) -> str:
         """Why a copy must not enter an average; empty if it may."""
         for ring, slots in self._slots.items():
             if is_finite(vectors[ring]):
                 continue
-            parts = unflatten(vectors[ring], _named(self._tensors(slots)))
+            parts = views(vectors[ring], _named(self._tensors(slots)))
             return f"NaN or Inf in {next(name for name, part in parts.items() if not is_finite(part))}"
         return ""
 
     def prepare(self, average: Average) -> None:
-        """Keep an average until its round is settled, with all that the worker need not compute."""
-        parts = {
-            ring: unflatten(average.values[ring], _named(self._tensors(slots)))
-            for ring, slots in self._slots.items()
-        }
-        if not (average.assign or average.faulty):
-            for ring, slots in self._slots.items():
-                held = unflatten(average.held[ring], parts[ring])
-                for slot in filter(self._is_weight, slots):
-                    parts[ring][str(slot)].sub_(held[str(slot)])
+        """Keep an average until its round is settled.
+
+        Weights stay in the vector of the round, from which they are added or copied; the rest will
+        be replaced, and gets memory of its own.
+        """
+        parts: dict[int, dict[str, torch.Tensor]] = {}
+        for ring, slots in self._slots.items():
+            tensors = self._tensors(slots)
+            values = views(average.values[ring], _named(tensors))
+            for slot in slots:
+                if not self._is_weight(slot):
+                    values[str(slot)] = copy_like(values[str(slot)], tensors[slot])
+            parts[ring] = values
         self._prepared[average.round] = _Prepared(average.assign, average.faulty, parts)
 
     def settle(self, round_id: RoundId, *, commit: bool) -> None:
@@ -113,10 +144,16 @@ class AveragedState:
     def _apply(self, prepared: _Prepared) -> None:
         if prepared.assign:
             self._assign(prepared)
-        elif prepared.faulty:
-            self._execution.after_step(lambda: self._start_anew(prepared))
         else:
-            self._execution.after_step(lambda: self._add(prepared))
+            self._waiting.append(prepared)
+            self._execution.after_step(lambda: self._change(prepared))
+
+    def _change(self, prepared: _Prepared) -> None:
+        self._waiting.remove(prepared)
+        if prepared.faulty:
+            self._start_anew(prepared)
+        else:
+            self._add(prepared)
 
     def _add(self, prepared: _Prepared) -> None:
         """Weights move by what the average differs from the copy; the rest becomes the average."""
@@ -166,6 +203,10 @@ class AveragedState:
         assert optimizer is not None
         found: dict[str, torch.Tensor] = optimizer.state.get(self._execution.trained()[key], {})
         return found
+
+
+def _count(tensors: Mapping[_Slot, torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def _named(tensors: Mapping[_Slot, torch.Tensor]) -> dict[str, torch.Tensor]:

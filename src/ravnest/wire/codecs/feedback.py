@@ -35,7 +35,9 @@ class ErrorFeedback:
             self._residuals.pop(name, None)
             return meant
         arrives = self._codec.decode(encoded.payload, layout)
+        # In the memory of the last one: of a large model these are as large as its weights.
+        lacks = torch.empty_like(meant) if residual is None else residual
+        torch.sub(meant, arrives, out=lacks)
         # Of a NaN or an infinity nothing can be made up for.
-        lacks = torch.sub(meant, arrives).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        self._residuals[name] = lacks
+        self._residuals[name] = lacks.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return arrives
