@@ -18,11 +18,12 @@ import numpy as np
 from ravnest.errors import PlanError
 from ravnest.plan.cost import Machine, ModelCosts, machines_of
 from ravnest.plan.cuts import best_cuts
+from ravnest.plan.memory import averaging_copies
 from ravnest.plan.nodes import NodeConfig
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile, StateTensor, Unit
-from ravnest.plan.search import EXACT_NODES, find_pipelines
+from ravnest.plan.search import EXACT_NODES, find_clusters
 from ravnest.types import Address
 
 POOLS = 200
@@ -105,7 +106,7 @@ def random_case(rng: random.Random, count: int) -> Case:
     """A pool of ``count`` nodes; in half of the cases their RAM is tight."""
     profile = random_profile(rng, rng.randint(5, 11), tied=rng.random() < 0.4)
     update_frequency = rng.choice((1, 1, 2, 4))
-    need = ModelCosts.of(profile, update_frequency).smallest_total
+    need = ModelCosts.of(profile, update_frequency, averaging_copies()).smallest_total
     ram = (0.3, 1.6) if rng.random() < 0.5 else (1.5, 6.0)
     return Case(profile, random_nodes(rng, count, need, ram), update_frequency)
 
@@ -115,13 +116,15 @@ def random_case(rng: random.Random, count: int) -> Case:
 
 def optimum(case: Case) -> float | None:
     """Most samples a second of all plans; None where no plan fits."""
-    costs = ModelCosts.of(case.profile, case.update_frequency)
+    costs = _costs(case)
     machines = machines_of(case.nodes)
     tables = _Tables(costs, len(machines))
+    alone = _Tables(costs.alone(), len(machines))
     rates: dict[frozenset[int], float] = {}
     for length in range(1, min(len(machines), costs.units) + 1):
+        here = alone if length == len(machines) else tables
         for order in itertools.permutations(range(len(machines)), length):
-            seconds = tables.seconds([machines[node] for node in order])
+            seconds = here.seconds([machines[node] for node in order])
             if np.isfinite(seconds):
                 key = frozenset(order)
                 rates[key] = max(rates.get(key, 0.0), costs.batch_size / seconds)
@@ -132,6 +135,11 @@ def optimum(case: Case) -> float | None:
             value = (-singles, sum(rates[cluster] for cluster in grouping))
             best = value if best is None else max(best, value)
     return None if best is None else best[1]
+
+
+def _costs(case: Case) -> ModelCosts:
+    """Of several clusters."""
+    return ModelCosts.of(case.profile, case.update_frequency, averaging_copies())
 
 
 class _Tables:
@@ -203,11 +211,11 @@ def outcome(case: Case) -> Outcome | None:
 
 def _genetic_rate(case: Case) -> float:
     """What the genetic search reaches where the planner would search completely."""
-    costs = ModelCosts.of(case.profile, case.update_frequency)
     machines = machines_of(case.nodes)
-    pipelines = find_pipelines(costs, machines, None, seed=0, exact_nodes=0)
-    if pipelines is None:
+    found = find_clusters(_costs(case), machines, None, seed=0, exact_nodes=0)
+    if found is None:
         return 0.0
+    costs, pipelines = found
     cuts = [best_cuts(costs, [machines[node] for node in pipeline]) for pipeline in pipelines]
     return sum(costs.batch_size / cut.seconds for cut in cuts if cut is not None)
 
@@ -249,7 +257,7 @@ def _genetic_line() -> str:
     shares: list[float] = []
     while len(shares) < COMPLETE_POOLS:
         profile = random_profile(rng, rng.randint(20, 60), tied=rng.random() < 0.4)
-        need = ModelCosts.of(profile, 4).smallest_total
+        need = ModelCosts.of(profile, 4, averaging_copies()).smallest_total
         ram = (0.3, 1.6) if len(shares) % 2 else (1.5, 6.0)
         case = Case(profile, random_nodes(rng, EXACT_NODES, need, ram), 4)
         try:
@@ -308,7 +316,7 @@ def _timed(units: int, setting: Setting, count: int) -> tuple[Plan, float, float
     """The plan for a random pool, the seconds it took, and its share of the compute bound."""
     rng = random.Random(count + units)
     profile = random_profile(rng, units, tied=True)
-    need = ModelCosts.of(profile, 4).smallest_total
+    need = ModelCosts.of(profile, 4, averaging_copies()).smallest_total
     factor = setting.bandwidth * 3000 / units
     nodes = [
         replace(node, bandwidth=node.bandwidth * factor)

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from plan_cases import profiles, steady
 
 from ravnest.plan.cost import ModelCosts
-from ravnest.plan.memory import StageLoad, StageMemory, Training, older_versions, size, stage_memory
+from ravnest.plan.memory import (
+    StageLoad,
+    StageMemory,
+    Training,
+    averaging_copies,
+    older_versions,
+    size,
+    stage_memory,
+)
 from ravnest.plan.profile import ModelProfile
 
 LOAD: StageLoad[float] = StageLoad(
@@ -27,8 +35,17 @@ def test_each_purpose_is_counted() -> None:
         optimizer=160,
         activations=45,
         transfer=7,
+        averaging=0,
     )
     assert memory.total == 635
+
+
+def test_averages_take_copies_of_what_is_trained() -> None:
+    assert averaging_copies() == 2
+    assert averaging_copies(compressed=True) == 4
+    assert averaging_copies(with_optimizer=True, optimizer_factor=2.0) == 6
+    memory = stage_memory(LOAD, 3, Training(1, 2.0, averaging=2.0))
+    assert (memory.averaging, memory.total) == (160, 635 + 160)
 
 
 def test_the_update_can_be_the_worst_moment() -> None:

@@ -8,6 +8,7 @@ from plan_cases import chain, load_benchmark, node, unit
 
 from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts
+from ravnest.plan.memory import averaging_copies
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile, StateTensor
@@ -30,7 +31,7 @@ def random_plan(seed: int, nodes: int) -> tuple[ModelProfile, Plan]:
 def test_every_plan_is_whole_and_fits(seed: int) -> None:
     profile, plan = random_plan(seed, 2 + seed % 4)
     assert [stage.node.id for stage in plan.stages] == list(range(2 + seed % 4))
-    costs = ModelCosts.of(profile)
+    costs = ModelCosts.of(profile, averaging=averaging_copies() if len(plan.clusters) > 1 else 0)
     for cluster in plan.clusters:
         stages = cluster.stages
         assert (stages[0].start, stages[-1].stop) == (0, len(profile.units))
@@ -186,9 +187,21 @@ def test_ram_that_suffices_in_all_but_not_for_any_cut() -> None:
 def test_too_many_clusters_for_the_ram() -> None:
     found = message(chain(4, weight=10**9), 10, 10, 10, 10, clusters=3)
     assert found == (
-        "clusters=3 does not fit: each cluster holds the whole model, at least 16.0 GB at batch 32, and"
+        "clusters=3 does not fit: each cluster holds the whole model, at least 24.0 GB at batch 32, and"
         " the 4 nodes of node_configs.json offer 40.0 GB. 1 cluster fits."
     )
+
+
+def test_a_single_cluster_needs_no_memory_for_averages() -> None:
+    nodes = [node(k, ram=13) for k in range(4)]
+    single = make_plan(chain(4, weight=10**9), nodes)
+    assert len(single.clusters) == 1
+    assert all(stage.memory.averaging == 0 for stage in single.stages)
+    roomy = make_plan(chain(4, weight=10**9), [node(k, ram=17) for k in range(4)])
+    assert len(roomy.clusters) == 2
+    assert all(stage.memory.averaging == 2 * stage.memory.weights for stage in roomy.stages)
+    frugal = make_plan(chain(4, weight=10**9), nodes, averaging=0)
+    assert len(frugal.clusters) == 2
 
 
 def test_too_few_clusters_for_the_ram() -> None:

@@ -83,8 +83,8 @@ class ModelCosts:
     """For each cut, the bytes of the busier direction for one micro-batch."""
 
     @classmethod
-    def of(cls, profile: ModelProfile, update_frequency: int = 1) -> ModelCosts:
-        """Prepare a profile."""
+    def of(cls, profile: ModelProfile, update_frequency: int = 1, averaging: float = 0.0) -> ModelCosts:
+        """Prepare a profile; ``averaging`` as in ``Training``."""
         units = profile.units
         leaving = np.array([0, *(unit.crossing_bytes for unit in units)], dtype=np.float64)
         returning = np.array([0, *(unit.gradient_bytes for unit in units)], dtype=np.float64)
@@ -105,6 +105,7 @@ class ModelCosts:
                 update_frequency,
                 profile.optimizer_bytes_per_parameter_byte,
                 profile.update_copies,
+                averaging,
             ),
             work=RangeSum.of([unit.work for unit in units]),
             activations=activations,
@@ -118,6 +119,10 @@ class ModelCosts:
             returning=returning,
             link_bytes=link_bytes,
         )
+
+    def alone(self) -> ModelCosts:
+        """The same for a cluster that has none to average with."""
+        return replace(self, training=replace(self.training, averaging=0.0))
 
     def load_grid(self, starts: IntArray, stops: IntArray) -> StageLoad[FloatArray]:
         """Load of each start (row) with each stop (column); both ascend."""

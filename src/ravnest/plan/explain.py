@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ravnest.plan.cost import assumed_compute
-from ravnest.plan.memory import size
+from ravnest.plan.memory import StageMemory, size
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.rings import Ring
@@ -102,9 +102,13 @@ def _stage_lines(
         f" {size(memory.weights)}, older versions {size(memory.versions)}, optimizer"
         f" {size(memory.optimizer)}, activations of {stage.in_flight} in flight"
         f" {size(memory.activations)}, transfer {size(memory.transfer)}, gradients and workspace"
-        f" {size(memory.gradients)}."
+        f" {size(memory.gradients)}{_averaging(memory)}."
     )
     yield f"    Time {_time(stage.compute_seconds)} a micro-batch{_link(cluster, stage)}."
+
+
+def _averaging(memory: StageMemory[float]) -> str:
+    return f", averages with other clusters {size(memory.averaging)}" if memory.averaging else ""
 
 
 def _link(cluster: ClusterPlan, stage: StagePlan) -> str:

@@ -9,6 +9,7 @@ Stage k of K has ``n = K - k`` micro-batches in flight: the Root K, the Leaf one
 - the optimizer's state for what it trains;
 - for each micro-batch in flight, what autograd keeps and the inputs that came in;
 - buffers for one micro-batch on its way: activations out, gradients in and out;
+- where there are several clusters, what their averages take (``averaging_copies``);
 - what the worst moment adds. Backward goes from the last unit to the first, frees activations and
   makes gradients: while it is at unit u there are the activations up to u, the gradients of the
   parameters behind u (those of all, where several micro-batches make an update and add to them), and
@@ -39,6 +40,19 @@ class Training:
     """Bytes of optimizer state for each byte of a trainable parameter."""
     update_copies: float = 0.0
     """Temporaries of the update, in sizes of the largest parameter."""
+    averaging: float = 0.0
+    """Bytes that averaging keeps for each byte of a trainable parameter."""
+
+
+def averaging_copies(
+    *, compressed: bool = False, with_optimizer: bool = False, optimizer_factor: float = 0.0
+) -> float:
+    """Bytes that averaging keeps for each byte of a trainable parameter.
+
+    The copy that is in a round, and the average before it while that waits for an update. Compressed,
+    the last average and the errors that are to be made up for come on top.
+    """
+    return (4 if compressed else 2) * (1 + optimizer_factor * with_optimizer)
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,8 @@ class StageMemory(Generic[Bytes]):
     optimizer: Bytes
     activations: Bytes
     transfer: Bytes
+    averaging: Bytes
+    """Copies that rounds with other clusters take."""
 
     @property
     def total(self) -> Bytes:
@@ -81,6 +97,7 @@ class StageMemory(Generic[Bytes]):
             + self.optimizer
             + self.activations
             + self.transfer
+            + self.averaging
         )
 
 
@@ -106,4 +123,5 @@ def stage_memory(load: StageLoad[Bytes], in_flight: int, training: Training) -> 
         optimizer=load.trainable * training.optimizer_factor,
         activations=(load.activations + load.incoming) * in_flight,
         transfer=load.transfer,
+        averaging=load.trainable * training.averaging,
     )

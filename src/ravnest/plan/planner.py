@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from ravnest.errors import PlanError
 from ravnest.plan.cost import Machine, ModelCosts, machines_of
 from ravnest.plan.cuts import Cuts, best_cuts
+from ravnest.plan.memory import averaging_copies
 from ravnest.plan.nodes import NodeConfig
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
-from ravnest.plan.search import find_pipelines
+from ravnest.plan.search import find_clusters
 from ravnest.plan.shortage import why_nothing_fits
 from ravnest.types import Role
 
@@ -23,22 +24,26 @@ def make_plan(
     clusters: int | None = None,
     seed: int = 0,
     update_frequency: int = 1,
+    averaging: float | None = None,
     source: str = "node_configs.json",
 ) -> Plan:
     """The plan with the highest predicted samples a second that uses every node.
 
     Without ``clusters`` every cluster has a Root and a Leaf, unless some node can then not be
     used: the pool has one node, the model cannot be cut, or nothing else fits the RAM. With
-    ``clusters`` there are exactly so many, of one node too. ``source`` names the file of the nodes
-    in errors; empty where they are a server's providers. ``PlanError`` says why no plan exists.
+    ``clusters`` there are exactly so many, of one node too. ``averaging`` is the memory that rounds
+    between clusters take (``averaging_copies``). ``source`` names the file of the nodes in errors;
+    empty where they are a server's providers. ``PlanError`` says why no plan exists.
     """
     _check(profile, nodes, clusters, update_frequency)
     nodes = sorted(nodes, key=lambda node: node.id)
-    costs = ModelCosts.of(profile, update_frequency)
+    copies = averaging_copies() if averaging is None else averaging
+    several = ModelCosts.of(profile, update_frequency, copies)
     machines = machines_of(nodes)
-    pipelines = find_pipelines(costs, machines, clusters, seed)
-    if pipelines is None:
-        raise PlanError(why_nothing_fits(profile, nodes, clusters, update_frequency, source))
+    found = find_clusters(several, machines, clusters, seed)
+    if found is None:
+        raise PlanError(why_nothing_fits(profile, several, nodes, clusters, source))
+    costs, pipelines = found
     planned = tuple(
         _cluster(number, costs, [nodes[i] for i in pipeline], [machines[i] for i in pipeline])
         for number, pipeline in enumerate(pipelines)

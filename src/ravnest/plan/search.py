@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from ravnest.plan.cost import Machine, ModelCosts
+from ravnest.plan.cuts import best_cuts
 from ravnest.plan.genetic import evolved
-from ravnest.plan.grouping import Grouping, Pool, best_grouping, expected_length
+from ravnest.plan.grouping import BREVITY, Grouping, Pool, best_grouping, expected_length
 from ravnest.plan.orders import Orders
 from ravnest.plan.polish import polished
 from ravnest.plan.positions import chosen_cuts
@@ -30,6 +31,44 @@ EXACT_LENGTH = 5
 
 Pipeline = tuple[int, ...]
 """Nodes of a cluster in pipeline order, Root first, as indices into the pool."""
+
+
+def find_clusters(
+    several: ModelCosts,
+    machines: Sequence[Machine],
+    clusters: int | None,
+    seed: int,
+    *,
+    exact_nodes: int = EXACT_NODES,
+) -> tuple[ModelCosts, tuple[Pipeline, ...]] | None:
+    """The best pipelines, and what they cost: a single one averages with nobody, and needs less memory.
+
+    ``several`` are the costs where there are others. As ``find_pipelines`` for the rest.
+    """
+
+    def found(costs: ModelCosts, count: int | None) -> list[tuple[ModelCosts, tuple[Pipeline, ...]]]:
+        pipelines = find_pipelines(costs, machines, count, seed, exact_nodes=exact_nodes)
+        return [] if pipelines is None else [(costs, pipelines)]
+
+    candidates = found(several, clusters) if clusters != 1 else []
+    # Of many nodes a single pipeline is the best only where nothing else fits.
+    small = len(machines) <= EXACT_NODES
+    if clusters == 1 or (clusters is None and (small or not candidates)):
+        candidates = [*found(several.alone(), 1), *candidates]
+    return max(candidates, key=lambda one: _worth(one[0], one[1], machines), default=None)
+
+
+def _worth(
+    costs: ModelCosts, pipelines: Sequence[Pipeline], machines: Sequence[Machine]
+) -> tuple[int, float]:
+    """The fewer clusters of one node the better, then the more samples a second, then shorter ones."""
+    singles, rate = 0, 0.0
+    for pipeline in pipelines:
+        cuts = best_cuts(costs, [machines[node] for node in pipeline])
+        assert cuts is not None, f"{pipeline} fitted in the search and does not fit now"
+        singles += len(pipeline) == 1
+        rate += (1 - BREVITY * max(0, len(pipeline) - 2)) / max(cuts.seconds, 1e-9)
+    return -singles, rate
 
 
 def find_pipelines(

@@ -11,7 +11,7 @@ from ravnest.plan.cost import Machine, ModelCosts, machines_of
 from ravnest.plan.memory import FloatArray, size
 from ravnest.plan.nodes import NodeConfig
 from ravnest.plan.profile import ModelProfile
-from ravnest.plan.search import find_pipelines
+from ravnest.plan.search import find_clusters
 
 PROBED_NODES = 8
 """Up to so many nodes it is cheap to find out what would fit."""
@@ -21,13 +21,14 @@ REMEDY = "a smaller batch, nodes with more RAM or an optimizer with less state"
 
 def why_nothing_fits(
     profile: ModelProfile,
+    several: ModelCosts,
     nodes: Sequence[NodeConfig],
     clusters: int | None,
-    update_frequency: int,
     source: str,
 ) -> str:
-    """The reason in words, after a search that found nothing."""
-    costs, machines = ModelCosts.of(profile, update_frequency), machines_of(nodes)
+    """The reason in words, after a search that found nothing; ``several``: costs of several clusters."""
+    machines = machines_of(nodes)
+    costs = several if clusters is not None and clusters > 1 else several.alone()
     return (
         _total_too_small(costs, machines, source)
         or _useless_node(costs, nodes, clusters)
@@ -116,10 +117,10 @@ def _possible_clusters(costs: ModelCosts, machines: Sequence[Machine], clusters:
     """A number of clusters that does fit: the nearest below for a small pool, else any."""
     if len(machines) <= PROBED_NODES:
         for fewer in range(clusters - 1, 0, -1):
-            if find_pipelines(costs, machines, fewer, seed=0) is not None:
+            if find_clusters(costs, machines, fewer, seed=0) is not None:
                 return fewer
-    pipelines = find_pipelines(costs, machines, None, seed=0)
-    return None if pipelines is None else len(pipelines)
+    found = find_clusters(costs, machines, None, seed=0)
+    return None if found is None else len(found[1])
 
 
 def _no_cut(costs: ModelCosts, machines: Sequence[Machine], clusters: int | None, source: str) -> str:
@@ -142,7 +143,7 @@ def _factor_that_fits(
         return None
     for factor in FACTORS:
         larger = [replace(machine, ram=machine.ram * factor) for machine in machines]
-        if find_pipelines(costs, larger, clusters, seed=0) is not None:
+        if find_clusters(costs, larger, clusters, seed=0) is not None:
             return factor
     return None
 

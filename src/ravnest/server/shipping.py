@@ -16,7 +16,7 @@ from ravnest.errors import PlanError
 from ravnest.jobs.model import UnitModel, write_stage
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.explain import explain
-from ravnest.plan.memory import size
+from ravnest.plan.memory import averaging_copies, size
 from ravnest.plan.nodes import NodeConfig
 from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.plan.planner import make_plan
@@ -156,7 +156,7 @@ def _plan(
         NodeConfig(number, Address.parse(offer.address), offer.ram, offer.bandwidth, offer.compute)
         for number, (_, offer) in enumerate(providers)
     ]
-    most = _most_clusters(spec)
+    training, most = spec.training, _most_clusters(spec)
     if spec.clusters is not None and spec.clusters > most:
         return Shortage(
             f"clusters={spec.clusters} is too many: {spec.train.samples} samples are enough for {most}"
@@ -167,8 +167,13 @@ def _plan(
             profile,
             nodes,
             clusters=clusters,
-            seed=spec.training.seed,
-            update_frequency=spec.training.update_frequency,
+            seed=training.seed,
+            update_frequency=training.update_frequency,
+            averaging=averaging_copies(
+                compressed=training.compression is not None,
+                with_optimizer=training.average_optim,
+                optimizer_factor=profile.optimizer_bytes_per_parameter_byte,
+            ),
             source="",
         )
 
