@@ -412,6 +412,25 @@ def test_shares_are_as_equal_as_whole_samples_allow(packed: Packed, tmp_path: Pa
     assert sorted(counts) == [2, 3, 3, 3]
 
 
+def test_a_cluster_that_is_three_times_as_fast_gets_three_times_the_samples(
+    packed: Packed, tmp_path: Path
+) -> None:
+    unequal = [*local(1, compute=150.0), *local(2, compute=50.0)[1:]]
+    planned = planned_for(job(train=data("train", [400]), clusters=2), packed, unequal)
+    fast, slow = (each.train.samples for each in shipped(planned, packed, tmp_path))
+    assert fast + slow == 400
+    assert fast == pytest.approx(300, abs=2)
+
+
+def test_every_cluster_has_a_batch_however_slow(packed: Packed, tmp_path: Path) -> None:
+    unequal = [*local(1), *local(2, compute=1e-3)[1:]]
+    spec = job(train=data("train", [40]), clusters=2, training={"batch_size": 8, "drop_last": True})
+    counts = [
+        each.train.samples for each in shipped(planned_for(spec, packed, unequal), packed, tmp_path)
+    ]
+    assert counts == [32, 8]
+
+
 def test_without_validation_data_there_is_none(packed: Packed, tmp_path: Path) -> None:
     planned = planned_for(job(), packed, local(2))
     assert {each.validation for each in shipped(planned, packed, tmp_path)} == {None}

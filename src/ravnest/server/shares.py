@@ -19,10 +19,23 @@ def check_data(spec: JobSpec) -> None:
                 raise JobError(f"the {kind} of its {name} data have {rows} rows, not {data.samples}")
 
 
-def rows_of(samples: int, plan: Plan, cluster: int) -> range:
-    """A cluster's share: as equal as whole samples allow, and all of them together everything."""
-    count = len(plan.clusters)
-    return range(samples * cluster // count, samples * (cluster + 1) // count)
+def least_rows(spec: JobSpec) -> int:
+    """A cluster with fewer samples would have nothing to train on."""
+    return spec.training.batch_size if spec.training.drop_last else 1
+
+
+def rows_of(spec: JobSpec, plan: Plan, cluster: int) -> range:
+    """A cluster's share, by its predicted rate, so that all come to the end of an epoch together."""
+    least = least_rows(spec)
+    rates = [each.samples_per_second for each in plan.clusters]
+    free = max(spec.train.samples - least * len(rates), 0)
+
+    def bound(count: int) -> int:
+        if count == len(rates):
+            return spec.train.samples
+        return least * count + int(free * (sum(rates[:count]) / sum(rates)) + 0.5)
+
+    return range(bound(cluster), bound(cluster + 1))
 
 
 def whole(data: Data | None, plan: Plan, stage: StagePlan) -> Share | None:

@@ -22,7 +22,7 @@ from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.shortage import lightest_stage
-from ravnest.server.shares import check_data, rows_of, share, whole
+from ravnest.server.shares import check_data, least_rows, rows_of, share, whole
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.nodefile import NodeFile, node_to_json
 from ravnest.store.planned import bundle_path, node_file, plan_digest
@@ -114,7 +114,7 @@ def ship(
             node_file=_as_json(replace(file, plan=digest)),
             stage=shipped[stage.node.id].stage,
             weights=shipped[stage.node.id].weights,
-            train=share(spec.train, plan, stage, rows_of(spec.train.samples, plan, stage.cluster)),
+            train=share(spec.train, plan, stage, rows_of(spec, plan, stage.cluster)),
             validation=whole(spec.validation, plan, stage),
             training=spec.training,
             tls=tls,
@@ -186,8 +186,7 @@ def _plan(
 
 def _most_clusters(spec: JobSpec) -> int:
     """So many that each has a batch to train on."""
-    least = spec.training.batch_size if spec.training.drop_last else 1
-    return max(spec.train.samples // least, 1)
+    return max(spec.train.samples // least_rows(spec), 1)
 
 
 def _unit_names(profile: ModelProfile) -> list[str]:

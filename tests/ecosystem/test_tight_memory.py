@@ -1,0 +1,49 @@
+"""Plans that fill what providers offer: what was planned is what the workers take."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from world import World, eventually, providers
+
+from ravnest.jobs.job import Job
+
+WIDTH = 2048
+RAM = 0.38
+"""GB; the model has 76 MB of weights, of which a single node that averages needs four and a half."""
+
+
+def wide_job() -> Job:
+    torch.manual_seed(0)
+    widths = [512, *[WIDTH] * 5, 512]
+    inputs = torch.randn(320, 512)
+    return Job(
+        model=nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths))),
+        example_args=(torch.zeros(16, 512),),
+        train_data=(inputs, torch.randint(0, 512, (320,))),
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        optimizer_params={"lr": 1e-4},
+        epochs=3,
+        batch_size=16,
+        clusters=2,
+        reduce_factor=3,
+        if_short="fail",
+    )
+
+
+@pytest.mark.slow
+def test_clusters_average_within_the_memory_that_is_offered(world: World) -> None:
+    world.serve()
+    for name in ("a", "b"):
+        world.provide(name, f"--ram={RAM}")
+    api = world.requester()
+    eventually(lambda: providers(api), lambda found: len(found) == 2)
+    handle = world.submit(api, wide_job())
+    handle.result(timeout=180)
+    plan = handle.view().plan
+    assert plan.count("averages with other clusters 151 MB") == 2
+    assert plan.count("(98%)") == 2, "nothing is left over"
