@@ -82,7 +82,9 @@ def test_two_clusters_train_one_job_and_the_results_are_one_model(world: World) 
     assert list(state) == list(model.state_dict())
     assert {place.cluster for place in handle.view().places} == {0, 1}
     losses = handle.losses()
-    assert len(losses.losses) == 4 * 6, "each cluster has half of the samples"
+    # 96 samples are twelve batches; each cluster has a share of them, by what was measured of its node.
+    assert 4 <= len(losses.losses) < 4 * 12
+    assert len(losses.losses) % 4 == 0
 
 
 @pytest.mark.slow

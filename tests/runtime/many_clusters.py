@@ -70,7 +70,7 @@ def form_clusters(
     bounds = [0, *itertools.accumulate(sizes)]
     pipelines = [tuple(range(*ends)) for ends in itertools.pairwise(bounds)]
     set_seed(42)
-    with mock.patch("ravnest.plan.planner.find_pipelines", return_value=pipelines):
+    with mock.patch("ravnest.plan.planner.find_clusters", lambda costs, *_: (costs, pipelines)):
         clusterize(model, example_args=example, clusters=len(sizes), folder=node_data)
     names = [[f"node_{node}" for node in pipeline] for pipeline in pipelines]
     every = [name for cluster in names for name in cluster]

@@ -39,9 +39,11 @@ class Coding:
         last average.
         """
         self.base = None  # until this round is applied
-        if go.codec != RAW.name:
-            for ring, vector in held.items():
-                np.subtract(vector.numpy(), self._average[ring].numpy(), out=vector.numpy())
+        if go.codec == RAW.name:
+            self._average = {}  # a piece of a round that failed may still be on its way into the old one
+            return held
+        for ring, vector in held.items():
+            np.subtract(vector.numpy(), self._average[ring].numpy(), out=vector.numpy())
         return held
 
     def landing(self, go: Go, ring: int, vector: Tensor, moving: int) -> Landing:

@@ -310,9 +310,9 @@ class Averaging:
         if current is None or current.id != head.round or current.held is None:
             return
         current.started = time.monotonic()
-        # Reaching a peer may take a while.
         held, current.held = current.held, None
         moves = not (current.assign or current.faulty)
+        # Reaching a peer may take a while.
         threading.Thread(target=self._begin, args=(head, held, moves), daemon=True).start()
 
     def _begin(self, head: Go, held: Vectors, moves: bool) -> None:
