@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ class Taken(Rate):
     """Share of its time that the thread that computes spent on averages: to copy and change weights."""
     rounds: int = 0
     """Averaged; counted at the Root that coordinates."""
+    peak: int = 0
+    """The most bytes that its process has had in memory so far."""
 
 
 class _Stopped:
@@ -96,6 +99,7 @@ class _Watching(Racing):
             cpu=(time.process_time() - cpu) / samples,
             stopped=(_Stopped.seconds - stopped) / (self._computed() - computed),
             rounds=rounds["averaged"] - averaged,
+            peak=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         )
 
     def _computed(self) -> float:

@@ -4,11 +4,12 @@ The worth is that of `sync` clusters with blocking rounds, each with its share o
 process, as plain training of one model a cluster (`replicas.py`), which real clusters are compared
 with. The costs are those of real nodes: processes on loopback that train in `async` with background
 rounds, or, for bytes, threads over the in-memory network. Run as a script it prints its report;
-arguments choose parts (`worth`, `cost`, `bytes`).
+arguments choose parts (`worth`, `cost`, `memory`, `bytes`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import local_clusters
 import torch
@@ -29,11 +31,12 @@ from replicas import DIGITS as DIGITS_CNN
 from replicas import SORTING, Lesson, Replicas, learn
 from torch import nn
 from torch.utils.data import TensorDataset
-from workloads import DIGITS, free_addresses
+from workloads import DIGITS, SLIM_MLP, WIDE_MLP, Workload, free_addresses
 
 REPETITIONS = int(os.environ.get("RAVNEST_BENCH_REPETITIONS", "9"))
 SECONDS = float(os.environ.get("RAVNEST_BENCH_SECONDS", "4"))
 NEVER = 10**9
+MEMORY_RUNS = 3
 _NODE = Path(__file__).with_name("averaged_nodes.py")
 
 # What clusters are worth
@@ -191,14 +194,14 @@ class Clusters:
 
 
 @contextmanager
-def clusters_of(nodes: int, reduce_factor: int | None) -> Iterator[Clusters]:
+def clusters_of(
+    nodes: int, reduce_factor: int | None, work: Workload = DIGITS, compression: bool | str = False
+) -> Iterator[Clusters]:
     """Two clusters of so many nodes each."""
     with tempfile.TemporaryDirectory() as scratch:
-        names = DIGITS.form_clusters(Path(scratch), free_addresses(2 * nodes), 2)
-        seats = [
-            [Seat(DIGITS.name, scratch, name, reduce_factor=reduce_factor) for name in cluster]
-            for cluster in names
-        ]
+        names = work.form_clusters(Path(scratch), free_addresses(2 * nodes), 2)
+        settings: dict[str, Any] = {"reduce_factor": reduce_factor, "compression": compression}
+        seats = [[Seat(work.name, scratch, name, **settings) for name in cluster] for cluster in names]
         commands = [
             [[sys.executable, str(_NODE), json.dumps(asdict(seat))] for seat in cluster]
             for cluster in seats
@@ -263,6 +266,35 @@ def _cost() -> str:
     return "\n".join([*lines, *_cost_rows(1), *_cost_rows(2)])
 
 
+# What memory rounds take
+
+
+def _peak(clusters: Clusters) -> int:
+    """Of the processes of both, after some rounds."""
+    return max(taken.peak for _ in range(MEMORY_RUNS) for taken in clusters.run())
+
+
+def _memory() -> str:
+    lines = [
+        "The most memory of a node's process with averages every 2 updates, less that without, against "
+        "its weights: two clusters of a node each. Plans count 2 and, compressed, 4 times the weights.",
+        "",
+        "| model | weights, MB | compression | more, MB | of the weights |",
+        "|---|--:|---|--:|--:|",
+    ]
+    for work, compression in itertools.product((SLIM_MLP, WIDE_MLP), (False, "int8")):
+        with clusters_of(1, NEVER, work, compression) as clusters:
+            without = _peak(clusters)
+        with clusters_of(1, 2, work, compression) as clusters:
+            more = _peak(clusters) - without
+        size = sum(weight.nbytes for weight in work.model().parameters())
+        lines.append(
+            f"| {work.name} | {size / 1e6:.0f} | {compression or 'none'} | {more / 1e6:.0f} | "
+            f"**{more / size:.1f}** |"
+        )
+    return "\n".join(lines)
+
+
 # What a node sends
 
 
@@ -288,7 +320,7 @@ def _bytes() -> str:
     return "\n".join(lines)
 
 
-PARTS = {"worth": _worth, "cost": _cost, "bytes": _bytes}
+PARTS = {"worth": _worth, "cost": _cost, "memory": _memory, "bytes": _bytes}
 
 
 def measure(parts: Sequence[str] = tuple(PARTS)) -> str:

@@ -162,10 +162,19 @@ class GPT(nn.Module):
 
 
 def mlp() -> nn.Module:
-    """Six linear layers: 512 wide outside, 2048 inside."""
-    widths = [512, *[2048] * 5, 512]
+    """Six linear layers: 512 wide outside, 2048 inside; 76 MB of weights."""
+    return _mlp(2048)
+
+
+def _mlp(width: int) -> nn.Module:
+    widths = [512, *[width] * 5, 512]
     layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
+
+
+def wide_mlp() -> nn.Module:
+    """The same, 4096 inside: 285 MB of weights."""
+    return _mlp(4096)
 
 
 def small_gpt() -> nn.Module:
@@ -194,6 +203,8 @@ def _text(batch: int, length: int, vocabulary: int) -> Batch:
 
 DIGITS = Workload("digits CNN, batch 64", digits, lambda: _classes((64, 1, 8, 8), 10), 1)
 MLP = Workload("6-layer MLP 512/2048, batch 64", mlp, lambda: _classes((64, 512), 512), 8)
+SLIM_MLP = Workload("6-layer MLP 512/2048, batch 8", mlp, lambda: _classes((8, 512), 512), 1)
+WIDE_MLP = Workload("6-layer MLP 512/4096, batch 8", wide_mlp, lambda: _classes((8, 512), 512), 1)
 SMALL_GPT = Workload("GPT, 6 layers of 128, batch 8 x 64", small_gpt, lambda: _text(8, 64, 512), 8)
 THIN_GPT = Workload(
     "GPT, 3 layers of 48, batch 64 x 32",
@@ -202,4 +213,4 @@ THIN_GPT = Workload(
     8,
 )
 """A layer a node: little to compute for what it sends. Heads are about as wide as GPT-2's."""
-WORKLOADS = {w.name: w for w in (DIGITS, MLP, SMALL_GPT, THIN_GPT)}
+WORKLOADS = {w.name: w for w in (DIGITS, MLP, SLIM_MLP, WIDE_MLP, SMALL_GPT, THIN_GPT)}

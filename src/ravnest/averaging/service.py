@@ -13,9 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from ravnest.averaging.coding import Coding
 from ravnest.averaging.council import Council, Rounds
@@ -311,43 +309,51 @@ class Averaging:
             return
         current.started = time.monotonic()
         held, current.held = current.held, None
-        moves = not (current.assign or current.faulty)
-        # Reaching a peer may take a while.
-        threading.Thread(target=self._begin, args=(head, held, moves), daemon=True).start()
-
-    def _begin(self, head: Go, held: Vectors, moves: bool) -> None:
         try:
-            vectors = self._coding.outgoing(head, held)
-            moving = self._stage.moving() if moves else {}
-            parts = {
-                ring.id: self._part(ring, head, vectors[ring.id], moving.get(ring.id, 0))
-                for ring in self._place.rings
-            }
-        except (RavnestError, LookupError, ValueError) as error:
-            # The last two are those of a Go that makes no sense.
+            parts = self._parts(head, held, moves=not (current.assign or current.faulty))
+        except (LookupError, ValueError) as error:  # of a Go that makes no sense
+            self._ended(_failed(head, error))
+            return
+        # Reaching a peer may take a while.
+        threading.Thread(target=self._begin, args=(head, parts), daemon=True).start()
+
+    def _parts(self, head: Go, held: Vectors, *, moves: bool) -> dict[int, RingPart]:
+        """What this node brings to each ring, but for the links."""
+        coding, moving = self._coding, self._stage.moving() if moves else {}
+        vectors = coding.outgoing(head, held)
+        members = sorted(head.weights)
+        position = members.index(self._place.cluster)
+        return {
+            ring.id: RingPart(
+                vectors[ring.id],
+                head.weights[self._place.cluster],
+                position,
+                len(members),
+                ring.members[members[position - 1]].node,
+                successor=None,
+                roundtrip=coding.roundtrip(head, ring.id),
+                landing=coding.landing(head, ring.id, vectors[ring.id], moving.get(ring.id, 0)),
+                bytes_of=coding.bytes_of(head),
+            )
+            for ring in self._place.rings
+        }
+
+    def _begin(self, head: Go, parts: dict[int, RingPart]) -> None:
+        try:
+            for ring in self._place.rings:
+                parts[ring.id] = replace(parts[ring.id], successor=self._successor(ring, head))
+        except RavnestError as error:
+            problem = _failed(head, error)
             missing = error.cluster if isinstance(error, PeerError) else None
-            problem = Exchanged(head.round, {}, {}, 0, str(error) or type(error).__name__)
             self.post(lambda: self._ended(problem, missing))
             return
         self._exchange.start(head.round, parts, lambda done: self.post(lambda: self._ended(done)))
 
-    def _part(self, ring: RingEntry, head: Go, vector: Tensor, moving: int) -> RingPart:
+    def _successor(self, ring: RingEntry, head: Go) -> Link | None:
+        """A link to the next member; None where there is no other."""
         members = sorted(head.weights)
-        position = members.index(self._place.cluster)
-        before = ring.members[members[position - 1]]
-        after = members[(position + 1) % len(members)]
-        alone = len(members) == 1
-        return RingPart(
-            vector,
-            head.weights[self._place.cluster],
-            position,
-            len(members),
-            before.node,
-            None if alone else self._peers.reach(ring.members[after], after),
-            roundtrip=self._coding.roundtrip(head, ring.id),
-            landing=self._coding.landing(head, ring.id, vector, moving),
-            bytes_of=self._coding.bytes_of(head),
-        )
+        after = members[(members.index(self._place.cluster) + 1) % len(members)]
+        return None if len(members) == 1 else self._peers.reach(ring.members[after], after)
 
     def _ended(self, done: Exchanged, missing: int | None = None) -> None:
         current = self._current
@@ -370,3 +376,7 @@ class Averaging:
                 missing=missing,
             )
         )
+
+
+def _failed(head: Go, error: Exception) -> Exchanged:
+    return Exchanged(head.round, {}, {}, 0, str(error) or type(error).__name__)

@@ -52,7 +52,8 @@ def averaging_copies(
     The copy that is in a round, and the average before it while that waits for an update. Compressed,
     the last average and the errors that are to be made up for come on top.
     """
-    return (4 if compressed else 2) * (1 + optimizer_factor * with_optimizer)
+    copies = 4 if compressed else 2
+    return copies * (1 + optimizer_factor) if with_optimizer else copies
 
 
 @dataclass(frozen=True)

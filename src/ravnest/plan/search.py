@@ -55,7 +55,9 @@ def find_clusters(
     small = len(machines) <= EXACT_NODES
     if clusters == 1 or (clusters is None and (small or not candidates)):
         candidates = [*found(several.alone(), 1), *candidates]
-    return max(candidates, key=lambda one: _worth(one[0], one[1], machines), default=None)
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    return max(candidates, key=lambda one: _worth(one[0], one[1], machines))
 
 
 def _worth(
