@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
-from ravnest.averaging.landing import Landing
+from ravnest.averaging.allreduce import AllReduce, AllReduceResult, RingPart
 from ravnest.averaging.ring import PIECE_BYTES
+from ravnest.averaging.sinks import Sink
 from ravnest.transport.base import Link
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.types import Address
@@ -134,7 +134,7 @@ def orders() -> Iterator[None]:
 
 
 class _Handler:
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: AllReduce) -> None:
         self._exchange = exchange
 
     def on_message(self, link: Link, message: Message) -> None:
@@ -147,7 +147,7 @@ class _Handler:
 def ravnest(piece_bytes: int, rank: int, count: int, elements: int) -> None:
     """A member of ours."""
     torch.set_num_threads(1)
-    exchange = Exchange({0: elements}, piece_bytes=piece_bytes)
+    exchange = AllReduce({0: elements}, piece_bytes=piece_bytes)
     transport, handler = GrpcTransport(), _Handler(exchange)
     hello = Hello(PROTOCOL, "benchmark", rank, rank, 0)
     address = transport.serve(Address("127.0.0.1", 0), lambda peer: hello, handler, lambda link: None)
@@ -156,9 +156,9 @@ def ravnest(piece_bytes: int, rank: int, count: int, elements: int) -> None:
     target = Address("127.0.0.1", ports[(rank + 1) % count])
     successor = transport.dial(target, hello, handler, deadline=30)
     vector = torch.randn(elements, generator=torch.Generator().manual_seed(rank))
-    landing = Landing(torch.zeros(elements))
+    landing = Sink(torch.zeros(elements))
     part = RingPart(vector, 1 / count, rank, count, (rank - 1) % count, successor, landing=landing)
-    ended: SimpleQueue[Exchanged] = SimpleQueue()
+    ended: SimpleQueue[AllReduceResult] = SimpleQueue()
     say("connected")
     for number, _ in enumerate(orders()):
         exchange.start(RoundId(number), {0: part}, ended.put)

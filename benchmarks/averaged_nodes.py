@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from contenders import Racing, Rate, Seat, ravnest
 
-from ravnest.runtime import session
-from ravnest.runtime.averaged import AveragedState
+from ravnest.runtime.control import node_runtime
+from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 
 EPOCH = 11
 """Updates of an epoch in each of the demo's two clusters."""
@@ -69,7 +69,7 @@ class _TimedWorker:
         self._worker.post(lambda: _Stopped.during(call))
 
 
-class TimedState(AveragedState):
+class TimedState(AveragingAdapter):
     """Times everything that averaging does in the thread that computes."""
 
     def __init__(self, worker: Any, rings: Any, **options: Any) -> None:
@@ -112,7 +112,7 @@ class _Watching(Racing):
 def main() -> None:
     """Be one node."""
     torch.set_num_threads(1)
-    session.AveragedState = TimedState  # type: ignore[misc]
+    node_runtime.AveragedState = TimedState  # type: ignore[misc]
     ravnest(Seat(**json.loads(sys.argv[1])), _Watching)
 
 

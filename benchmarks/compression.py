@@ -35,15 +35,24 @@ from virtual import VirtualPipeline
 from workloads import GPT, SMALL_GPT, THIN_GPT, Workload, digits
 
 from ravnest import set_seed
-from ravnest.runtime.updates import UpdateRule
+from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split import split
 from ravnest.split.module import StageModule
 from ravnest.transport.base import Link
 from ravnest.transport.memory import MemoryNetwork
 from ravnest.types import Address
 from ravnest.wire.codecs import CODECS, Codec
-from ravnest.wire.layout import Layout
-from ravnest.wire.messages import PROTOCOL, AnyHead, Backward, BatchId, Forward, Goodbye, Hello, Message
+from ravnest.wire.layout import TensorLayout
+from ravnest.wire.messages import (
+    PROTOCOL,
+    AnyHead,
+    Backward,
+    Forward,
+    Goodbye,
+    Hello,
+    Message,
+    MicrobatchId,
+)
 
 SEEDS = int(os.environ.get("RAVNEST_BENCH_COMPRESSION_SEEDS", "12"))
 SORTING_SEEDS = int(os.environ.get("RAVNEST_BENCH_COMPRESSION_SORTING_SEEDS", "2"))
@@ -71,7 +80,7 @@ def _speed() -> str:
                 found[name].append(_rates(CODECS[name], tensor))
         for name, rates in found.items():
             encode, decode = (statistics.median(column) for column in zip(*rates, strict=True))
-            ratio = size / CODECS[name].nbytes(Layout(tensor.dtype, tuple(tensor.shape), (1,)))
+            ratio = size / CODECS[name].nbytes(TensorLayout(tensor.dtype, tuple(tensor.shape), (1,)))
             lines.append(
                 f"| {name} | {size >> 20} MiB | {encode:.1f} | {decode:.1f} | {ratio:.2f} x fewer |"
             )
@@ -79,7 +88,7 @@ def _speed() -> str:
 
 
 def _rates(codec: Codec, tensor: torch.Tensor) -> tuple[float, float]:
-    layout = Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    layout = TensorLayout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
     begin = time.thread_time()
     payload = codec.encode(tensor, layout).payload
     middle = time.thread_time()
@@ -124,7 +133,7 @@ class Wires:
 
     def carry(self, source: int, target: int, values: dict[str, Any]) -> dict[str, Any]:
         """As ``virtual.Carry``."""
-        batch = BatchId(_RUN, 0, 0, 0)
+        batch = MicrobatchId(_RUN, 0, 0, 0)
         head: AnyHead = Forward(batch, 1) if target > source else Backward(batch)
         self._links[source, target].send(Message(head, values))
         return dict(self._inboxes[target].messages.get(timeout=10).values)

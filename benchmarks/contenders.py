@@ -26,7 +26,7 @@ from workloads import NODE_DATA, WORKLOADS, Endless, Workload, loss_of
 
 from ravnest import Node, Trainer
 from ravnest.store.bundle import load_module
-from ravnest.store.nodefile import read_node
+from ravnest.store.node_spec import read_node
 
 WARM_SHARE = 0.25
 """Of the time that is not measured: the pipeline fills."""

@@ -31,11 +31,11 @@ from torch import nn
 from workloads import NODE_DATA, Workload, free_addresses, loss_of
 
 from ravnest import Node, Trainer
-from ravnest.runtime import observing, session
-from ravnest.runtime.events import Batch
-from ravnest.runtime.execution import Gradients, StageExecution
-from ravnest.runtime.updates import UpdateRule, Updates
-from ravnest.runtime.window import WindowChoice, choose_window
+from ravnest.runtime.control import metrics, node_runtime
+from ravnest.runtime.schedule.events import Batch
+from ravnest.runtime.schedule.window import WindowChoice, choose_window
+from ravnest.runtime.stage.execution import Gradients, StageExecution
+from ravnest.runtime.stage.updates import UpdateRule, Updates
 from ravnest.split.module import StageModule
 from ravnest.transport.memory import MemoryNetwork
 
@@ -135,12 +135,12 @@ def _sleeping() -> Iterator[list[WindowChoice]]:
         chosen.append(choose_window(*args, **kwargs))
         return chosen[-1]
 
-    real = session.StageExecution, observing.choose_window
-    session.StageExecution, observing.choose_window = SleepingStage, choose  # type: ignore[misc]
+    real = node_runtime.StageExecution, metrics.choose_window
+    node_runtime.StageExecution, metrics.choose_window = SleepingStage, choose  # type: ignore[misc]
     try:
         yield chosen
     finally:
-        session.StageExecution, observing.choose_window = real  # type: ignore[misc]
+        node_runtime.StageExecution, metrics.choose_window = real  # type: ignore[misc]
 
 
 class SleepingStage(StageExecution):

@@ -28,10 +28,10 @@ from virtual import VirtualPipeline
 from workloads import DIGITS, GPT, NODE_DATA, digits, free_addresses
 
 from ravnest import Node, Trainer, set_seed
-from ravnest.runtime.machine import Schedule
-from ravnest.runtime.simulate import LinkDelay, StageCost
-from ravnest.runtime.updates import UpdateRule
-from ravnest.runtime.window import choose_window
+from ravnest.runtime.schedule.machine import Schedule
+from ravnest.runtime.schedule.simulator import LinkCost, StageCost
+from ravnest.runtime.schedule.window import choose_window
+from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split import split
 from ravnest.split.module import StageModule
 from ravnest.transport.memory import MemoryNetwork
@@ -161,7 +161,7 @@ WIDTH, LAYERS, BATCH = 32, 4, 32
 STEPS = int(os.environ.get("RAVNEST_BENCH_STEPS", "5000"))
 SORTING_SEEDS = int(os.environ.get("RAVNEST_BENCH_SORTING_SEEDS", "1"))
 PEAK = 1e-3
-COST, LINK = StageCost(0.01, 0.02), LinkDelay(0.001, 0.001)
+COST, LINK = StageCost(0.01, 0.02), LinkCost(0.001, 0.001)
 FLOOR = (LENGTH - 1) / (2 * LENGTH - 1) * math.log(KINDS)
 STAGES = (2, 4, 8)
 

@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.memory import StageMemory
-from ravnest.plan.profiling import optimizer_state_factor, profile_model
+from ravnest.plan.profiler import optimizer_state_factor, profile_model
 from ravnest.split import Chain, StageModule, prepare
 from ravnest.split.splitter import balanced_cuts
 from ravnest.store.bundle import load_module, save_stage

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ravnest.errors import PlanError
-from ravnest.plan.cost import Machine, ModelCosts, machines_of
+from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
 from ravnest.plan.cuts import best_cuts
 from ravnest.plan.memory import averaging_copies
-from ravnest.plan.nodes import NodeConfig
+from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
-from ravnest.plan.profile import ModelProfile, StateTensor, Unit
+from ravnest.plan.profile import ModelProfile, TensorProfile, Unit
 from ravnest.plan.search import EXACT_NODES, find_clusters
 from ravnest.types import Address
 
@@ -55,12 +55,12 @@ class Outcome:
 def random_profile(rng: random.Random, units: int, *, tied: bool) -> ModelProfile:
     """Units of very unequal cost; with ``tied``, some tensors are used in several units."""
     state = [
-        StateTensor(f"layer{u}.weight", rng.randint(1, 400) * 10_000, rng.random() < 0.9, True, (u,))
+        TensorProfile(f"layer{u}.weight", rng.randint(1, 400) * 10_000, rng.random() < 0.9, True, (u,))
         for u in range(units)
     ]
     for number in range(rng.randint(1, 3) if tied else 0):
         users = tuple(sorted(rng.sample(range(units), min(units, rng.randint(2, 3)))))
-        state.append(StateTensor(f"tied{number}", rng.randint(1, 400) * 10_000, True, True, users))
+        state.append(TensorProfile(f"tied{number}", rng.randint(1, 400) * 10_000, True, True, users))
     return ModelProfile(
         units=tuple(
             Unit(
@@ -117,7 +117,7 @@ def random_case(rng: random.Random, count: int) -> Case:
 def optimum(case: Case) -> float | None:
     """Most samples a second of all plans; None where no plan fits."""
     costs = _costs(case)
-    machines = machines_of(case.nodes)
+    machines = capacities_of(case.nodes)
     tables = _Tables(costs, len(machines))
     alone = _Tables(costs.alone(), len(machines))
     rates: dict[frozenset[int], float] = {}
@@ -151,7 +151,7 @@ class _Tables:
         self.work = np.zeros((units + 1, units + 1))
         self.memory = np.full((longest + 1, units + 1, units + 1), np.inf)
         for start, stop in itertools.combinations(range(units + 1), 2):
-            self.work[start, stop] = costs.compute_seconds(start, stop, Machine(1, 1, 1))
+            self.work[start, stop] = costs.compute_seconds(start, stop, NodeCapacity(1, 1, 1))
             for in_flight in range(1, longest + 1):
                 self.memory[in_flight, start, stop] = costs.memory(start, stop, in_flight).total
         self.bounds = {
@@ -161,7 +161,7 @@ class _Tables:
             for length in range(1, min(longest, units) + 1)
         }
 
-    def seconds(self, order: Sequence[Machine]) -> float:
+    def seconds(self, order: Sequence[NodeCapacity]) -> float:
         bounds = self.bounds[len(order)]
         slowest = np.zeros(len(bounds))
         for k, machine in enumerate(order):
@@ -211,7 +211,7 @@ def outcome(case: Case) -> Outcome | None:
 
 def _genetic_rate(case: Case) -> float:
     """What the genetic search reaches where the planner would search completely."""
-    machines = machines_of(case.nodes)
+    machines = capacities_of(case.nodes)
     found = find_clusters(_costs(case), machines, None, seed=0, exact_nodes=0)
     if found is None:
         return 0.0
@@ -326,7 +326,7 @@ def _timed(units: int, setting: Setting, count: int) -> tuple[Plan, float, float
     plan = make_plan(profile, nodes, update_frequency=4)
     seconds = time.process_time() - begin
     work = sum(unit.work for unit in profile.units)
-    bound = profile.batch_size * sum(machine.flops for machine in machines_of(nodes)) / work
+    bound = profile.batch_size * sum(machine.flops for machine in capacities_of(nodes)) / work
     return plan, seconds, plan.samples_per_second / bound
 
 

@@ -12,14 +12,14 @@ import statistics
 import time
 from collections.abc import Callable
 
-from ravnest.runtime.machine import Machine
-from ravnest.runtime.simulate import LinkDelay, Scenario, StageCost, simulate
-from ravnest.runtime.window import choose_window
+from ravnest.runtime.schedule.machine import ScheduleMachine
+from ravnest.runtime.schedule.simulator import LinkCost, Scenario, StageCost, simulate
+from ravnest.runtime.schedule.window import choose_window
 
 PIPELINES = 40
 LONGEST = 60
 
-Pipeline = tuple[tuple[StageCost, ...], tuple[LinkDelay, ...]]
+Pipeline = tuple[tuple[StageCost, ...], tuple[LinkCost, ...]]
 
 
 def measure() -> str:
@@ -49,7 +49,7 @@ def _pipelines(draw: random.Random) -> list[Pipeline]:
         forwards = [draw.uniform(0.005, 0.012) for _ in range(stages)]
         delays = [draw.uniform(0.001, 0.04) for _ in range(stages - 1)]
         costs = tuple(StageCost(forward, 2 * forward) for forward in forwards)
-        found.append((costs, tuple(LinkDelay(delay, delay) for delay in delays)))
+        found.append((costs, tuple(LinkCost(delay, delay) for delay in delays)))
     return found
 
 
@@ -66,20 +66,20 @@ def _least_window(pipeline: Pipeline) -> int:
 def _backwards_first(call: Callable[[], int]) -> int:
     """Call with machines that run every backward that waits before a forward."""
 
-    def start_pass(self: Machine) -> None:
+    def start_pass(self: ScheduleMachine) -> None:
         self._turn_of_forward = False
         original(self)
 
-    original = Machine._start_pass
-    Machine._start_pass = start_pass  # type: ignore[method-assign]
+    original = ScheduleMachine._start_pass
+    ScheduleMachine._start_pass = start_pass  # type: ignore[method-assign]
     try:
         return call()
     finally:
-        Machine._start_pass = original  # type: ignore[method-assign]
+        ScheduleMachine._start_pass = original  # type: ignore[method-assign]
 
 
 def _speed() -> str:
-    costs, links = (StageCost(0.01, 0.02),) * 8, (LinkDelay(0.02, 0.02),) * 7
+    costs, links = (StageCost(0.01, 0.02),) * 8, (LinkCost(0.02, 0.02),) * 7
     began = time.process_time()
     events = simulate(Scenario(costs, links, window=21, batches=1000)).events
     rate = events / (time.process_time() - began)

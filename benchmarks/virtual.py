@@ -1,8 +1,8 @@
 """Training under virtual time: machines and stages of real nodes, in one thread, in a fixed order.
 
-What a node computes and in which order, with which version of the weights, is decided by the same code
-as in a run (``Machine``, ``StageExecution``); only threads and links are replaced by a queue of events.
-So a run costs no more than its computations, and comes out the same each time.
+The order of computations and the weight versions are decided by the same code as in a real run
+(``ScheduleMachine``, ``StageExecution``); threads and links are replaced by a queue of events. A run
+therefore costs only its computations and is deterministic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ravnest.runtime.events import (
+from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
@@ -35,10 +35,10 @@ from ravnest.runtime.events import (
     SendEnd,
     SendForward,
 )
-from ravnest.runtime.execution import StageExecution
-from ravnest.runtime.machine import Machine, Schedule
-from ravnest.runtime.simulate import LinkDelay, StageCost
-from ravnest.runtime.updates import UpdateRule
+from ravnest.runtime.schedule.machine import Schedule, ScheduleMachine
+from ravnest.runtime.schedule.simulator import LinkCost, StageCost
+from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split.module import StageModule
 
 Samples = Iterable[tuple[torch.Tensor, Any]]
@@ -59,7 +59,7 @@ class VirtualPipeline:
         schedule: Schedule,
         window: int,
         cost: StageCost,
-        link: LinkDelay,
+        link: LinkCost,
         update_frequency: int = 1,
         carry: Carry = lambda _from, _to, values: values,
     ) -> None:
@@ -70,7 +70,7 @@ class VirtualPipeline:
             for module in modules
         ]
         self._machines = [
-            Machine(
+            ScheduleMachine(
                 position,
                 count,
                 schedule=schedule,

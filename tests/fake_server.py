@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 from fake_files import FakeFiles
 
-from ravnest.api.jobs import Event, JobState, JobView, Progress, Result
-from ravnest.api.providers import ProviderView
+from ravnest.schemas.jobs import EventView, JobProgress, JobResult, JobState, JobView
+from ravnest.schemas.providers import ProviderView
 
 JOB = "job-1"
 
@@ -25,7 +25,7 @@ def view(state: JobState, reason: str = "because", changed: float = 1.0, **progr
         reason=reason,
         created=1.0,
         changed=changed,
-        progress=Progress(epochs=3, **progress),
+        progress=JobProgress(epochs=3, **progress),
     )
 
 
@@ -35,9 +35,9 @@ class FakeServer:
     def __init__(self) -> None:
         self.files = FakeFiles()
         self.views = [view(JobState.SUBMITTED)]
-        self.events: list[Event] = []
+        self.events: list[EventView] = []
         self.providers: list[ProviderView] = []
-        self.result: Result | None = None
+        self.result: JobResult | None = None
         self.refusals: dict[str, tuple[int, str]] = {}
         """By ``METHOD path``: how the request is answered instead."""
         self.asked: list[str] = []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ravnest.store.nodefile import CertificateFiles, NodeFile
+from ravnest.store.node_spec import CertificateFiles, NodeSpec
 from ravnest.types import Role
 
 
-def node_file(node: int, *, stage: int | None = None, stages: int = 2, **changes: Any) -> NodeFile:
+def node_file(node: int, *, stage: int | None = None, stages: int = 2, **changes: Any) -> NodeSpec:
     """A node without neighbours; its stage is its number unless it is given."""
     index = node if stage is None else stage
     fields: dict[str, Any] = {
@@ -29,6 +29,6 @@ def node_file(node: int, *, stage: int | None = None, stages: int = 2, **changes
         "certificates": CertificateFiles("a", "b", "c"),
     }
     role = Role.at(index, stages)
-    return NodeFile(
+    return NodeSpec(
         **(fields | {"node": node, "stage": index, "stages": stages, "role": role} | changes)
     )

@@ -31,8 +31,8 @@ from ravnest.errors import CaptureError, ExactnessError, NodeConfigError, PlanEr
 from ravnest.plan.plan import Plan
 from ravnest.split import Chain, PreparedModel
 from ravnest.store.bundle import load_module, load_stage
-from ravnest.store.nodefile import NodeFile, read_node
-from ravnest.store.replace import finish_replacement
+from ravnest.store.file_set import finish_replacement
+from ravnest.store.node_spec import NodeSpec, read_node
 from ravnest.types import Role
 
 
@@ -103,7 +103,7 @@ def expected_files(plan: Plan) -> set[str]:
     return files
 
 
-def nodes_of(folder: Path) -> dict[int, NodeFile]:
+def nodes_of(folder: Path) -> dict[int, NodeSpec]:
     names = [path.stem for path in (folder / "nodes").glob("*.json")]
     return {node.node: node for node in (read_node(folder, name) for name in names)}
 
@@ -126,7 +126,7 @@ class Result:
     folder: Path
     plan: Plan
     log: str
-    nodes: dict[int, NodeFile]
+    nodes: dict[int, NodeSpec]
 
 
 ADDRESSES = ("0.0.0.0:8080", "10.1.2.3:8081", "gpu.example.org:9000", "[::1]:8083")
@@ -279,7 +279,7 @@ def test_the_same_call_makes_the_same_plan(results: dict[str, Result]) -> None:
 # --- what is printed -----------------------------------------------------------------------------
 
 
-def expected_block(node: NodeFile) -> str:
+def expected_block(node: NodeSpec) -> str:
     following: dict[str, list[str]] = {}
     for ring in node.rings:
         place = [member.node for member in ring.members].index(node.node)

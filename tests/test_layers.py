@@ -16,12 +16,12 @@ SOURCE = Path(__file__).parents[1] / "src"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__init__", "node", "trainer", "utils", "operations"),  # the documented import paths
-    ("requester",),
+    ("client",),
     ("server",),
     ("provider",),
-    ("client",),
+    ("http",),
     ("jobs",),
-    ("api",),
+    ("schemas",),
     ("runtime",),
     ("averaging",),
     ("formation", "sharding"),

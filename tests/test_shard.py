@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import ravnest
 from ravnest.errors import SettingsError, StageFormatError
-from ravnest.store.nodefile import Neighbour, write_node
+from ravnest.store.node_spec import NeighbourSpec, write_node
 
 
 def write_plan(folder: Path, sizes: list[int]) -> list[list[str]]:
     """Clusters with so many nodes each; the names of their nodes."""
-    roots = tuple(Neighbour(sum(sizes[:c]), "127.0.0.1:1") for c in range(len(sizes)))
+    roots = tuple(NeighbourSpec(sum(sizes[:c]), "127.0.0.1:1") for c in range(len(sizes)))
     names, node = [], 0
     for cluster, size in enumerate(sizes):
         names.append([f"node_{node + stage}" for stage in range(size)])

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 from ravnest.version import __version__
 
 if TYPE_CHECKING:
+    from ravnest.client.submission import submit
     from ravnest.formation import clusterize
     from ravnest.jobs.job import Job
-    from ravnest.provider.providing import provide
-    from ravnest.requester.submitting import submit
+    from ravnest.provider.provide import provide
     from ravnest.runtime.node import Node
     from ravnest.runtime.trainer import Trainer
     from ravnest.seed import set_seed
-    from ravnest.server.serving import serve
+    from ravnest.server.http.runner import serve
     from ravnest.sharding import shard
     from ravnest.store.trained import model_fusion
 
@@ -37,11 +37,11 @@ _HOMES = {
     "Trainer": "ravnest.runtime.trainer",
     "clusterize": "ravnest.formation",
     "model_fusion": "ravnest.store.trained",
-    "provide": "ravnest.provider.providing",
-    "serve": "ravnest.server.serving",
+    "provide": "ravnest.provider.provide",
+    "serve": "ravnest.server.http.runner",
     "set_seed": "ravnest.seed",
     "shard": "ravnest.sharding",
-    "submit": "ravnest.requester.submitting",
+    "submit": "ravnest.client.submission",
 }
 """Where each name lives; it is imported when it is first used, and torch with it.
 

@@ -16,18 +16,17 @@ from torch import nn
 
 from ravnest.errors import SplitError, StageFormatError
 from ravnest.plan.explain import clusterize_log, explain
-from ravnest.plan.nodes import NodeConfig, read_node_configs
+from ravnest.plan.node_configs import NodeConfig, read_node_configs
 from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
-from ravnest.plan.profiling import optimizer_state_factor, profile_model, unit_names
-from ravnest.split.selfcheck import verify
+from ravnest.plan.profiler import optimizer_state_factor, profile_model, unit_names
+from ravnest.split.self_check import verify
 from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.store.bundle import save_stage
+from ravnest.store.file_set import Replacement
 from ravnest.store.files import inside, read_json, write_json
-from ravnest.store.nodefile import write_node
-from ravnest.store.planned import bundle_path, node_file, plan_digest
-from ravnest.store.replace import Replacement
+from ravnest.store.node_spec import bundle_path, node_file, plan_digest, write_node
 from ravnest.transport.certificates import Authority
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ravnest.errors import SettingsError
-from ravnest.store.nodefile import read_node
+from ravnest.store.node_spec import read_node
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
+from ravnest.averaging.allreduce import AllReduce, AllReduceResult, RingPart
 from ravnest.transport.base import Link, Transport
 from ravnest.types import Address
-from ravnest.wire.messages import PROTOCOL, Hello, Message, Piece, RoundId
+from ravnest.wire.messages import PROTOCOL, Hello, Message, RingChunk, RoundId
 
 SECONDS = 20.0
 """No wait of a test is longer; all that succeed are far shorter."""
@@ -26,13 +26,13 @@ class Member:
     """A node: an exchange, and links to its neighbours."""
 
     number: int
-    exchange: Exchange
+    exchange: AllReduce
     successor: Link | None = None
-    ended: SimpleQueue[Exchanged] = field(default_factory=SimpleQueue)
+    ended: SimpleQueue[AllReduceResult] = field(default_factory=SimpleQueue)
     arrived: SimpleQueue[Message] = field(default_factory=SimpleQueue)
 
     def on_message(self, link: Link, message: Message) -> None:
-        assert isinstance(message.head, Piece)
+        assert isinstance(message.head, RingChunk)
         self.exchange.take(link, message)
         self.arrived.put(message)
 
@@ -57,7 +57,7 @@ class Member:
         }
         self.exchange.start(round_id, parts, self.ended.put)
 
-    def end(self) -> Exchanged:
+    def end(self) -> AllReduceResult:
         return self.ended.get(timeout=SECONDS)
 
 
@@ -67,7 +67,7 @@ def ring_of(count: int, transport: Callable[[], Transport]) -> list[Member]:
     def hello(number: int) -> Hello:
         return Hello(PROTOCOL, "plan", number, number, 0)
 
-    members = [Member(number, Exchange(RINGS, piece_bytes=PIECE_BYTES)) for number in range(count)]
+    members = [Member(number, AllReduce(RINGS, piece_bytes=PIECE_BYTES)) for number in range(count)]
     transports = [transport() for _ in members]
     addresses = [
         each.serve(

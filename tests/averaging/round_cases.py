@@ -10,17 +10,17 @@ from ravnest.averaging.events import (
     Action,
     ClusterJoined,
     ClusterLost,
-    DueArrived,
     Event,
-    HeldArrived,
+    PreparedArrived,
     ReducedArrived,
-    Report,
-    Send,
+    RequestArrived,
+    RoundEnded,
+    SendToCluster,
     Tick,
     Wake,
 )
 from ravnest.averaging.outcome import RoundOutcome
-from ravnest.wire.messages import Due, Go, Held, Propose, Reduced, RoundId, Settle
+from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, RoundRequest, Start
 
 
 class Case:
@@ -49,12 +49,12 @@ class Case:
     def due(
         self, cluster: int, updates: int = 8, *, interval: float = 0.0, final: bool = False
     ) -> list[Action]:
-        return self.feed(DueArrived(Due(cluster, updates, 32 * updates, interval, final)))
+        return self.feed(RequestArrived(RoundRequest(cluster, updates, 32 * updates, interval, final)))
 
     def held(
         self, cluster: int, samples: int = 1, problem: str = "", of: RoundId | None = None
     ) -> list[Action]:
-        return self.feed(HeldArrived(Held(of or self.round, cluster, cluster, samples, problem)))
+        return self.feed(PreparedArrived(Prepared(of or self.round, cluster, cluster, samples, problem)))
 
     def reduced(
         self,
@@ -91,11 +91,11 @@ class Case:
     @property
     def round(self) -> RoundId:
         """The newest that was proposed."""
-        return [s.head.round for s in self.sends if isinstance(s.head, Propose)][-1]
+        return [s.head.round for s in self.sends if isinstance(s.head, Prepare)][-1]
 
     @property
-    def sends(self) -> list[Send]:
-        return [action for action in self.done if isinstance(action, Send)]
+    def sends(self) -> list[SendToCluster]:
+        return [action for action in self.done if isinstance(action, SendToCluster)]
 
     @property
     def wake(self) -> float | None:
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def outcomes(self) -> list[RoundOutcome]:
-        return [action.outcome for action in self.done if isinstance(action, Report)]
+        return [action.outcome for action in self.done if isinstance(action, RoundEnded)]
 
     @property
     def outcome(self) -> RoundOutcome:
@@ -113,18 +113,18 @@ class Case:
 
 def asked(actions: Iterable[Action]) -> list[int]:
     """The clusters that get a Propose."""
-    return [a.cluster for a in actions if isinstance(a, Send) and isinstance(a.head, Propose)]
+    return [a.cluster for a in actions if isinstance(a, SendToCluster) and isinstance(a.head, Prepare)]
 
 
 def weights(actions: Iterable[Action]) -> dict[int, float]:
     """Those of the one Go among the actions, which all its members got."""
-    sent = [a for a in actions if isinstance(a, Send) and isinstance(a.head, Go)]
-    (found,) = {tuple(sorted(a.head.weights.items())) for a in sent if isinstance(a.head, Go)}
+    sent = [a for a in actions if isinstance(a, SendToCluster) and isinstance(a.head, Start)]
+    (found,) = {tuple(sorted(a.head.weights.items())) for a in sent if isinstance(a.head, Start)}
     assert [a.cluster for a in sent] == [cluster for cluster, _ in found]
     return dict(found)
 
 
 def settled(actions: Iterable[Action]) -> dict[int, bool]:
     """Who gets a Settle, and whether it commits."""
-    sent = [a for a in actions if isinstance(a, Send)]
-    return {a.cluster: a.head.commit for a in sent if isinstance(a.head, Settle)}
+    sent = [a for a in actions if isinstance(a, SendToCluster)]
+    return {a.cluster: a.head.commit for a in sent if isinstance(a.head, Decision)}

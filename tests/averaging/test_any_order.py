@@ -14,7 +14,7 @@ from round_cases import Case
 from ravnest.averaging.coordinator import Mode
 from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.round import ATTEMPTS
-from ravnest.wire.messages import Go, Propose, RoundId, Settle
+from ravnest.wire.messages import Decision, Prepare, RoundId, Start
 
 LIMITS = Deadlines(answer_most=30, reduce_most=60, due_unknown=40, due_most=100)
 LONGEST = ATTEMPTS * (LIMITS.answer_most + LIMITS.reduce_most)
@@ -32,7 +32,7 @@ def play(case: Case, count: int, script: list[tuple[str, int, int]]) -> None:
     """Carry the script out; what is odd at some point is handed in all the same."""
     for updates, (step, first, second) in enumerate(script):
         cluster, other = first % count, second % count
-        proposed = any(isinstance(send.head, Propose) for send in case.sends)
+        proposed = any(isinstance(send.head, Prepare) for send in case.sends)
         of = case.round if proposed else RoundId(0)
         steps: dict[str, Callable[[], object]] = {
             "due": partial(case.due, cluster, updates, interval=float(other)),
@@ -62,7 +62,7 @@ def finish(case: Case, count: int) -> None:
 
 def check(case: Case) -> None:
     """What holds of every order."""
-    opened = {send.head.round.number for send in case.sends if isinstance(send.head, Propose)}
+    opened = {send.head.round.number for send in case.sends if isinstance(send.head, Prepare)}
     reported = Counter(outcome.round.number for outcome in case.outcomes)
     assert all(times == 1 for times in reported.values())
     assert opened <= set(reported), "a round was opened and never ended"
@@ -72,15 +72,15 @@ def check(case: Case) -> None:
     proposed: dict[int, list[RoundId]] = defaultdict(list)
     for send in case.sends:
         match send.head:
-            case Propose(of):
+            case Prepare(of):
                 assert not proposed[send.cluster] or of > proposed[send.cluster][-1]
                 proposed[send.cluster].append(of)
-            case Go(of, weights):
+            case Start(of, weights):
                 assert of == proposed[send.cluster][-1]
                 assert send.cluster in weights
                 assert sum(weights.values()) == pytest.approx(1)
                 members[of].add(send.cluster)
-            case Settle(of, commit):
+            case Decision(of, commit):
                 verdicts[send.cluster, of].add(commit)
     assert all(len(found) == 1 for found in verdicts.values()), "a member was told two things"
     for outcome in case.outcomes:
@@ -118,4 +118,4 @@ def test_every_blocking_cluster_that_waits_is_answered(
     case.done.clear()
     case.due(0, 1000)
     case.wait(LIMITS.due_most + LONGEST)
-    assert any(isinstance(send.head, Settle) and send.cluster == 0 for send in case.sends)
+    assert any(isinstance(send.head, Decision) and send.cluster == 0 for send in case.sends)

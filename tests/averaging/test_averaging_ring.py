@@ -9,24 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ravnest.averaging.landing import Landing, Movement
-from ravnest.averaging.ring import AHEAD, Outgoing, RingReduce, Share
+from ravnest.averaging.ring import AHEAD, OutgoingChunk, RingReduce, RingShare
+from ravnest.averaging.sinks import DeltaSink, Sink
 from ravnest.errors import WireError
 
 
 def run(
-    shares: list[Share], order: random.Random, travel: object = None
+    shares: list[RingShare], order: random.Random, travel: object = None
 ) -> tuple[list[RingReduce], list[int]]:
     """All members to the end; the values that each of them sent."""
     members = [RingReduce(share) for share in shares]
-    links: list[deque[Outgoing]] = [deque() for _ in members]
+    links: list[deque[OutgoingChunk]] = [deque() for _ in members]
     sent = [0] * len(members)
 
-    def send(member: int, outgoing: list[Outgoing]) -> None:
+    def send(member: int, outgoing: list[OutgoingChunk]) -> None:
         for item in outgoing:
             sent[member] += item.values.numel()
             values = travel(item.values) if callable(travel) else item.values.clone()
-            links[member].append(Outgoing(item.segment, item.piece, item.hop, values))
+            links[member].append(OutgoingChunk(item.segment, item.piece, item.hop, values))
 
     for number in order.sample(range(len(members)), len(members)):
         send(number, members[number].start())
@@ -38,9 +38,11 @@ def run(
     return members, sent
 
 
-def shares_of(vectors: list[Tensor], weights: list[float], piece: int, **options: object) -> list[Share]:
+def shares_of(
+    vectors: list[Tensor], weights: list[float], piece: int, **options: object
+) -> list[RingShare]:
     return [
-        Share(place, len(vectors), vector, weight, piece, **options)  # type: ignore[arg-type]
+        RingShare(place, len(vectors), vector, weight, piece, **options)  # type: ignore[arg-type]
         for place, (vector, weight) in enumerate(zip(vectors, weights, strict=True))
     ]
 
@@ -85,7 +87,7 @@ def test_a_member_without_weight_may_hold_anything() -> None:
 
 
 def test_alone_without_weight_gives_zeros() -> None:
-    alone = RingReduce(Share(0, 1, torch.full((3,), float("nan")), 0.0, 2))
+    alone = RingReduce(RingShare(0, 1, torch.full((3,), float("nan")), 0.0, 2))
     assert alone.start() == []
     assert alone.result.tolist() == [0, 0, 0]
 
@@ -109,7 +111,7 @@ def test_with_a_lossy_codec_all_members_hold_the_same(members: int, seed: int) -
 def test_the_result_may_go_to_the_vector_itself() -> None:
     vectors = [torch.full((11,), float(number)) for number in range(3)]
     shares = [
-        Share(place, 3, vector, 1 / 3, 2, landing=Landing(vector))
+        RingShare(place, 3, vector, 1 / 3, 2, landing=Sink(vector))
         for place, vector in enumerate(vectors)
     ]
     run(shares, random.Random(1))
@@ -127,8 +129,8 @@ def test_how_weights_move_takes_the_place_of_what_entered(
     vectors = [vector - last if relative else vector.clone() for vector in held]
     kept = [last.clone() for _ in held]
     shares = [
-        Share(
-            place, members, vector, 1 / members, 4, landing=Movement(vector, moving, average, relative)
+        RingShare(
+            place, members, vector, 1 / members, 4, landing=DeltaSink(vector, moving, average, relative)
         )
         for place, (vector, average) in enumerate(zip(vectors, kept, strict=True))
     ]
@@ -159,7 +161,7 @@ def test_only_so_many_of_its_own_pieces_are_on_their_way() -> None:
 @pytest.fixture
 def member() -> RingReduce:
     """The second of three, with segments of four values in pieces of three and one."""
-    made = RingReduce(Share(1, 3, torch.ones(12), 1.0, 3))
+    made = RingReduce(RingShare(1, 3, torch.ones(12), 1.0, 3))
     made.start()
     return made
 

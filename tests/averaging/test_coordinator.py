@@ -6,9 +6,9 @@ import pytest
 from round_cases import Case, asked, settled, weights
 
 from ravnest.averaging.deadlines import Deadlines
-from ravnest.averaging.events import Report, Send, Tick, Wake
+from ravnest.averaging.events import RoundEnded, SendToCluster, Tick, Wake
 from ravnest.averaging.round import ATTEMPTS
-from ravnest.wire.messages import Go, Propose, RoundId, Settle
+from ravnest.wire.messages import Decision, Prepare, RoundId, Start
 
 LIMITS = Deadlines()
 
@@ -17,7 +17,7 @@ class TestBackground:
     def test_one_cluster_that_is_due_opens_a_round_for_all(self) -> None:
         case = Case(3)
         assert case.due(1) == [
-            *(Send(cluster, Propose(RoundId(0), assign=False)) for cluster in range(3)),
+            *(SendToCluster(cluster, Prepare(RoundId(0), assign=False)) for cluster in range(3)),
             Wake(LIMITS.answer_most),
         ]
 
@@ -48,7 +48,7 @@ class TestBackground:
         case.now = 1.5
         actions = case.reduced(1)
         assert settled(actions) == {0: True, 1: True}
-        assert isinstance(actions[-1], Report)
+        assert isinstance(actions[-1], RoundEnded)
         outcome = case.outcome
         assert (outcome.committed, outcome.kind, outcome.round) == (True, "background", RoundId(0))
         assert (outcome.sent_bytes, outcome.seconds, outcome.digests) == (200, 1.5, {0: "same"})
@@ -60,7 +60,7 @@ class TestBackground:
         case.all_hold(0, 1)
         case.all_reduce(0, 1)
         (send, _) = case.sends[-2:]
-        assert isinstance(send.head, Settle)
+        assert isinstance(send.head, Decision)
         assert send.head.reason == case.outcome.describe()
 
     def test_clusters_that_become_due_together_average_once(self) -> None:
@@ -185,9 +185,9 @@ class TestFailures:
         case.all_hold(0, 1, 2)
         case.reduced(0)
         actions = case.lost(2)
-        assert [action for action in actions if isinstance(action, Send)] == [
-            Send(0, Propose(RoundId(0, 1), assign=False)),
-            Send(1, Propose(RoundId(0, 1), assign=False)),
+        assert [action for action in actions if isinstance(action, SendToCluster)] == [
+            SendToCluster(0, Prepare(RoundId(0, 1), assign=False)),
+            SendToCluster(1, Prepare(RoundId(0, 1), assign=False)),
         ]
         assert case.reduced(1, of=RoundId(0, 0)) == []  # of the attempt that is void
         case.all_hold(0, 1)
@@ -325,7 +325,7 @@ class TestBlocking:
         case.due(0)
         case.due(2)
         actions = case.due(1)
-        assert actions[0] == Send(0, Propose(RoundId(0), assign=True))
+        assert actions[0] == SendToCluster(0, Prepare(RoundId(0), assign=True))
         assert asked(actions) == [0, 1, 2]
 
     def test_the_wait_for_the_last_comes_from_its_measured_interval(self) -> None:
@@ -423,8 +423,10 @@ class TestFinal:
         assert case.due(0, final=True) == []
         assert case.due(2, final=True) == []
         actions = case.due(1, final=True)
-        assert actions == [Send(c, Propose(RoundId(0), assign=True)) for c in range(3)]
-        assert case.all_hold(0, 1, 2)[-1] == Send(2, Go(RoundId(0), dict.fromkeys(range(3), 1 / 3)))
+        assert actions == [SendToCluster(c, Prepare(RoundId(0), assign=True)) for c in range(3)]
+        assert case.all_hold(0, 1, 2)[-1] == SendToCluster(
+            2, Start(RoundId(0), dict.fromkeys(range(3), 1 / 3))
+        )
         case.all_reduce(0, 1, 2)
         assert (case.outcome.kind, case.outcome.committed) == ("final", True)
 

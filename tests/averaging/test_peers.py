@@ -10,10 +10,14 @@ import pytest
 from node_files import node_file
 
 from ravnest.averaging.peers import Peers
-from ravnest.store.nodefile import Neighbour
+from ravnest.store.node_spec import NeighbourSpec
 from ravnest.transport.base import Link
 
-ROOTS = (Neighbour(0, "127.0.0.1:1"), Neighbour(3, "127.0.0.1:2"), Neighbour(5, "127.0.0.1:3"))
+ROOTS = (
+    NeighbourSpec(0, "127.0.0.1:1"),
+    NeighbourSpec(3, "127.0.0.1:2"),
+    NeighbourSpec(5, "127.0.0.1:3"),
+)
 
 
 def peers() -> Peers:

@@ -18,19 +18,19 @@ from ravnest.averaging.events import (
     Action,
     ClusterJoined,
     ClusterLost,
-    DueArrived,
     Event,
-    HeldArrived,
+    PreparedArrived,
     ReducedArrived,
-    Report,
-    Send,
+    RequestArrived,
+    RoundEnded,
+    SendToCluster,
     Tick,
     Wake,
 )
-from ravnest.averaging.gathering import Answer, GatherAction, Gathering, Over, Relay
+from ravnest.averaging.member import GatherAction, Member, RelayToNodes, ReplyToCoordinator, RoundOver
 from ravnest.averaging.outcome import RoundOutcome
-from ravnest.averaging.pace import Pace
-from ravnest.wire.messages import Due, Go, Held, Propose, Reduced, RoundId, Settle
+from ravnest.averaging.trigger import RoundTrigger
+from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, RoundRequest, Start
 
 NODES = 2
 """In each cluster; node 10 * cluster is its Root."""
@@ -93,8 +93,8 @@ class Root:
     def begin(self) -> None:
         self.believed = set(self.clusters)
         self.nodes = [10 * self.cluster + stage for stage in range(NODES)]
-        self.gathering = Gathering(self.cluster, self.nodes, coordinator=0)
-        self.pace = Pace(self.cluster, 3)
+        self.gathering = Member(self.cluster, self.nodes, coordinator=0)
+        self.pace = RoundTrigger(self.cluster, 3)
         self.speed = self.world.random.uniform(0.1, 1.0)
         if self.cluster == 0:
             self.coordinator = Coordinator(self.clusters, 0, mode=self.world.mode)
@@ -120,8 +120,8 @@ class Root:
         if self.waits:
             self.pace.paused()
 
-    def send_due(self, due: Due) -> None:
-        self.to_coordinator(DueArrived(due))
+    def send_due(self, due: RoundRequest) -> None:
+        self.to_coordinator(RequestArrived(due))
 
     # Rounds
 
@@ -138,47 +138,49 @@ class Root:
 
     def act(self, action: Action) -> None:
         match action:
-            case Send(cluster, head):
+            case SendToCluster(cluster, head):
                 other = self.world.roots[cluster]
                 self.world.send(self.cluster, cluster, lambda: other.hear(self.cluster, head))
             case Wake(at):
                 self.world.after(at - self.world.now, lambda: self.coordinate(Tick()))
-            case Report(outcome):
+            case RoundEnded(outcome):
                 self.world.outcomes.append(outcome)
 
-    def hear(self, sender: int, head: Propose | Go | Settle) -> None:
+    def hear(self, sender: int, head: Prepare | Start | Decision) -> None:
         if self.alive:
             self.carry_out(self.gathering.hear(sender, head))
 
     def carry_out(self, actions: list[GatherAction]) -> None:
         for action in actions:
             match action:
-                case Relay(head):
+                case RelayToNodes(head):
                     for node in self.nodes:
                         self.node_gets(node, head)
-                case Answer(head):
-                    wrapped = HeldArrived(head) if isinstance(head, Held) else ReducedArrived(head)
+                case ReplyToCoordinator(head):
+                    wrapped = (
+                        PreparedArrived(head) if isinstance(head, Prepared) else ReducedArrived(head)
+                    )
                     self.to_coordinator(wrapped)
-                case Over(settle, assign):
+                case RoundOver(settle, assign):
                     self.over(settle, assign=assign)
 
-    def node_gets(self, node: int, head: Propose | Go | Settle) -> None:
+    def node_gets(self, node: int, head: Prepare | Start | Decision) -> None:
         match head:
-            case Propose(of):
+            case Prepare(of):
                 samples = self.pace.hold() if node == self.nodes[0] else 0
-                self.node_says(Held(of, self.cluster, node, samples))
-            case Go(of, weights):
+                self.node_says(Prepared(of, self.cluster, node, samples))
+            case Start(of, weights):
                 # The average follows from who takes part: all have the same, or something is wrong.
                 digest = str(sorted(weights.items()))
                 self.node_says(Reduced(of, self.cluster, node, {node % 10: digest}, 10))
-            case Settle():
+            case Decision():
                 pass
 
-    def node_says(self, head: Held | Reduced) -> None:
+    def node_says(self, head: Prepared | Reduced) -> None:
         delay = self.world.random.uniform(0.0, 0.3)
         self.world.after(delay, lambda: self.alive and self.carry_out(self.gathering.collect(head)))  # type: ignore[func-returns-value]
 
-    def over(self, settle: Settle, *, assign: bool) -> None:
+    def over(self, settle: Decision, *, assign: bool) -> None:
         final = self.pace.pending is not None and self.pace.pending.final
         self.pace.settled(commit=settle.commit, assign=assign)
         if settle.commit:

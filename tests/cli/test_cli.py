@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from ravnest import __version__
 from ravnest.cli.app import app, main
 from ravnest.split import Split, StageModule, split
-from ravnest.store.nodefile import write_node
+from ravnest.store.node_spec import write_node
 from ravnest.store.trained import save_trained
 
 ROOT = Path(__file__).parents[2]

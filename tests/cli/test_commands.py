@@ -12,12 +12,12 @@ from typing import NamedTuple
 import pytest
 from fake_server import JOB, FakeServer, view
 
-from ravnest.api.jobs import Event, JobState, Place
-from ravnest.api.providers import Offer, ProviderState, ProviderView
 from ravnest.cli.app import Commands, main
-from ravnest.cli.codes import EXPLAINED, ExitCode
+from ravnest.cli.exit_codes import EXPLAINED, ExitCode
 from ravnest.cli.submit import load_job
-from ravnest.plan.nodes import read_node_configs
+from ravnest.plan.node_configs import read_node_configs
+from ravnest.schemas.jobs import AssignmentView, EventView, JobState
+from ravnest.schemas.providers import ProviderOffer, ProviderState, ProviderView
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,8 +59,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
         yield running
 
 
-def event(number: int, before: str = "planned", after: str = "shipping") -> Event:
-    return Event(
+def event(number: int, before: str = "planned", after: str = "shipping") -> EventView:
+    return EventView(
         sequence=number,
         time=1e9,
         kind="job",
@@ -72,7 +72,7 @@ def event(number: int, before: str = "planned", after: str = "shipping") -> Even
 
 
 def provider(number: int, state: ProviderState = ProviderState.OFFERED) -> ProviderView:
-    offer = Offer(
+    offer = ProviderOffer(
         name=f"pc-{number}",
         address=f"127.0.0.1:{7000 + number}",
         ram=4.5,
@@ -126,7 +126,9 @@ def test_completion_can_be_installed(ravnest: Callable[..., Ended]) -> None:
 
 
 def test_status_lists_and_shows(ravnest: Callable[..., Ended], server: FakeServer) -> None:
-    place = Place(provider="p", provider_name="pc", node=0, cluster=1, role="Root", phase="training")
+    place = AssignmentView(
+        provider="p", provider_name="pc", node=0, cluster=1, role="Root", phase="training"
+    )
     shown = view(JobState.TRAINING, "all train", updates=7, loss=0.5, figure=0.9)
     server.views = [shown.model_copy(update={"places": (place,), "plan": "The plan [in words]."})]
     ended = ravnest("status")
@@ -185,7 +187,7 @@ def test_logs(ravnest: Callable[..., Ended], server: FakeServer) -> None:
     assert first.endswith("job job-1 planned -> shipping: reason 1")
     assert second.endswith("job job-1 shipping: reason 2")
     lines = ravnest("logs", JOB, "--json").out.splitlines()
-    assert [Event.model_validate_json(line) for line in lines] == server.events
+    assert [EventView.model_validate_json(line) for line in lines] == server.events
 
 
 def test_logs_are_followed_to_the_end(ravnest: Callable[..., Ended], server: FakeServer) -> None:

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import torch
 
+from ravnest.client import digits
+from ravnest.client.digits import accuracy, digits_job, network
+from ravnest.client.local_providers import LocalProviders
 from ravnest.errors import LaunchError
-from ravnest.requester import digits
-from ravnest.requester.digits import accuracy, digits_job, network
-from ravnest.requester.neighbours import Neighbours
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,7 +96,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signa
 def test_a_provider_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
     lines: list[tuple[str, str]] = []
     invitation = {"server": "http://127.0.0.1:9", "token": "rvn..secret"}
-    with Neighbours(tmp_path, invitation, lambda *line: lines.append(line)) as neighbours:
+    with LocalProviders(tmp_path, invitation, lambda *line: lines.append(line)) as neighbours:
         neighbours.start("pc", "--ram=1")
         neighbours._processes["pc"].wait(60)
         for reader in neighbours._readers:

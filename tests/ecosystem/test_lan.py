@@ -13,9 +13,9 @@ from lan import Lan, possible
 from test_three_commands import MODULE
 from world import LONG, World, eventually, small_model
 
-from ravnest.api.jobs import Event, JobState, JobView
-from ravnest.api.providers import ProviderView
-from ravnest.api.trust import ApiRole, JoinToken
+from ravnest.schemas.auth import ApiRole, JoinToken
+from ravnest.schemas.jobs import EventView, JobState, JobView
+from ravnest.schemas.providers import ProviderView
 from ravnest.transport.certificates import Authority
 
 pytestmark = [
@@ -105,7 +105,7 @@ def test_a_node_turns_strangers_away_and_the_server_writes_it_down(world: World)
 
         def refusals() -> str:
             lines = ask("logs", number, "--json").splitlines()
-            events = [Event.model_validate_json(line) for line in lines if line.startswith("{")]
+            events = [EventView.model_validate_json(line) for line in lines if line.startswith("{")]
             return "\n".join(event.reason for event in events if event.kind == "refusal")
 
         found = eventually(refusals, lambda found: found.count("turned away") == 2)

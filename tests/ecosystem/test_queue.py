@@ -8,12 +8,12 @@ import pytest
 from torch import nn
 from world import LONG, World, eventually, providers, small_job
 
-from ravnest.api.jobs import JobState
-from ravnest.api.trust import ApiRole
-from ravnest.client.joining import join
+from ravnest.client.handle import JobHandle
 from ravnest.errors import JobEndedError
-from ravnest.requester.handle import JobHandle
-from ravnest.server.serving import serve
+from ravnest.http.credentials import join
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobState
+from ravnest.server.http.runner import serve
 from ravnest.server.settings import ServerSettings
 
 

@@ -7,8 +7,8 @@ import signal
 import pytest
 from world import World, eventually, providers, small_job, small_model
 
-from ravnest.api.jobs import JobState, JobView
 from ravnest.errors import ServerUnreachableError
+from ravnest.schemas.jobs import JobState, JobView
 
 EPOCHS = 120
 """Enough to train on while the server is away."""

@@ -10,9 +10,9 @@ import torch
 from world import World, small_data, small_job, small_model
 
 import ravnest
-from ravnest.api.jobs import JobState, JobView
-from ravnest.api.trust import ApiRole
-from ravnest.plan.nodes import read_node_configs
+from ravnest.plan.node_configs import read_node_configs
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobState, JobView
 
 MODULE = """
 import torch

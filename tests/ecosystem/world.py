@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ravnest.api.jobs import Event
-from ravnest.api.providers import ProviderView
-from ravnest.api.trust import ApiRole
-from ravnest.client.http import Api
-from ravnest.client.joining import HOME_VARIABLE, join
+from ravnest.client.handle import JobHandle
+from ravnest.client.submission import hand_in
+from ravnest.http.api import ApiClient
+from ravnest.http.credentials import HOME_VARIABLE, join
 from ravnest.jobs.job import Job
-from ravnest.requester.handle import JobHandle
-from ravnest.requester.submitting import hand_in
-from ravnest.server.serving import create_token
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import EventView
+from ravnest.schemas.providers import ProviderView
+from ravnest.server.http.runner import create_token
 
 DEADLINE = 120.0
 """Seconds after which a test gives up."""
@@ -92,7 +92,7 @@ class World:
         self.url = ""
         self.server: Process | None = None
         self._processes: list[Process] = []
-        self._apis: list[Api] = []
+        self._apis: list[ApiClient] = []
 
     def serve(self, *options: str, port: int = 0, before: Sequence[str] = ()) -> Process:
         """Start the server, or start it again."""
@@ -120,13 +120,13 @@ class World:
     def token(self, role: ApiRole, **options: Any) -> str:
         return create_token(self.folder / "ravnest_server", role, **options)[1]
 
-    def requester(self, name: str = "ann") -> Api:
+    def requester(self, name: str = "ann") -> ApiClient:
         """A requester that has joined."""
         api = join(self.url, self.token(ApiRole.REQUESTER), name).api()
         self._apis.append(api)
         return api
 
-    def submit(self, api: Api, job: Job) -> JobHandle:
+    def submit(self, api: ApiClient, job: Job) -> JobHandle:
         return JobHandle(hand_in(api, job), api)
 
     def close(self) -> None:
@@ -154,13 +154,13 @@ def eventually(look: Callable[[], T], holds: Callable[[T], bool]) -> T:
     return found
 
 
-def providers(api: Api) -> dict[str, ProviderView]:
+def providers(api: ApiClient) -> dict[str, ProviderView]:
     """By name."""
     return {view.offer.name: view for view in api.get("/api/providers", list[ProviderView])}
 
 
-def events(api: Api) -> list[Event]:
-    return api.get("/api/events", list[Event], params={"after": 0})
+def events(api: ApiClient) -> list[EventView]:
+    return api.get("/api/events", list[EventView], params={"after": 0})
 
 
 def small_model() -> nn.Module:

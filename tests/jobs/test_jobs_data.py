@@ -19,8 +19,8 @@ from torch.utils.data import (
 )
 
 from ravnest.errors import DataError, JobError, RavnestError
-from ravnest.jobs.data import Rows, SharedData
-from ravnest.jobs.packing import PackedData, pack_data
+from ravnest.jobs.dataset_reader import Rows, SharedData
+from ravnest.jobs.dataset_writer import PackedData, pack_data
 from ravnest.store.weights import save_weights
 
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from ravnest.api.jobs import GraphLoss, JobSpec, Named
 from ravnest.errors import JobError, RavnestError
-from ravnest.jobs.data import Rows, SharedData
+from ravnest.jobs.dataset_reader import Rows, SharedData
+from ravnest.jobs.graph_loss import load_loss
 from ravnest.jobs.job import Job, PackedJob, pack_job
-from ravnest.jobs.losses import load_loss
 from ravnest.jobs.model import check_weights, read_units
+from ravnest.schemas.jobs import GraphLoss, JobSpec, NamedComponent
 from ravnest.store.files import sha256_of
 
 
@@ -50,8 +50,8 @@ def test_a_job_is_packed_as_a_whole(tmp_path: Path) -> None:
     spec = packed.spec
     assert (spec.name, spec.training.batch_size, spec.training.epochs) == ("Sequential", 6, 3)
     assert spec.training.compression == "fp16"
-    assert spec.training.optimizer == Named(name="SGD", params={"lr": 0.1})
-    assert isinstance(spec.training.loss, Named)
+    assert spec.training.optimizer == NamedComponent(name="SGD", params={"lr": 0.1})
+    assert isinstance(spec.training.loss, NamedComponent)
     assert spec.train.samples == 50
     assert spec.validation is not None
     assert spec.validation.samples == 9

@@ -13,10 +13,10 @@ from torch import nn
 
 from ravnest.errors import RavnestError, SplitError, StageFormatError
 from ravnest.jobs.model import PackedModel, check_weights, pack_model, read_units, write_stage
-from ravnest.plan.profiling import profile_model
+from ravnest.plan.profiler import profile_model
 from ravnest.split import Chain, PreparedModel, StageModule, prepare
-from ravnest.split.selfcheck import verify
-from ravnest.split.splitter import Stage
+from ravnest.split.self_check import verify
+from ravnest.split.splitter import SplitStage
 from ravnest.store.bundle import load_stage
 
 
@@ -50,7 +50,7 @@ def test_stages_from_the_files_train_as_the_model_does(
 ) -> None:
     model = read_units(packed.units)
     check_weights(model, packed.weights)
-    stages: list[Stage] = []
+    stages: list[SplitStage] = []
     for spec in model.stages(starts):
         digest = write_stage(tmp_path / str(spec.index), spec, packed.weights)
         stages.append(load_stage(tmp_path / str(spec.index), digest.sha256))

@@ -11,9 +11,9 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ravnest.plan.cost import Machine
-from ravnest.plan.nodes import NodeConfig
-from ravnest.plan.profile import ModelProfile, StateTensor, Unit
+from ravnest.plan.cost import NodeCapacity
+from ravnest.plan.node_configs import NodeConfig
+from ravnest.plan.profile import ModelProfile, TensorProfile, Unit
 from ravnest.types import Address
 
 
@@ -38,7 +38,7 @@ def chain(units: int, *, weight: int = 1000, **figures: Any) -> ModelProfile:
     return ModelProfile(
         units=tuple(unit(**figures) for _ in range(units)),
         state=tuple(
-            StateTensor(f"layer{u}.weight", weight, trainable=True, averaged=True, units=(u,))
+            TensorProfile(f"layer{u}.weight", weight, trainable=True, averaged=True, units=(u,))
             for u in range(units)
         ),
         batch_size=32,
@@ -69,7 +69,7 @@ def profiles(draw: st.DrawFn, max_units: int = 7) -> ModelProfile:
     return ModelProfile(
         units=units,
         state=tuple(
-            StateTensor(f"t{index}", size, trainable, averaged=True, units=uses)
+            TensorProfile(f"t{index}", size, trainable, averaged=True, units=uses)
             for index, (size, trainable, uses) in enumerate(state)
         ),
         batch_size=4,
@@ -81,7 +81,7 @@ def profiles(draw: st.DrawFn, max_units: int = 7) -> ModelProfile:
 
 
 machines = st.builds(
-    Machine,
+    NodeCapacity,
     ram=st.integers(50, 2000).map(float),
     bandwidth=st.integers(1, 200).map(float),
     flops=st.integers(1, 10).map(float),

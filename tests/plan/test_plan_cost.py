@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import chain, node, profiles, steady
 
-from ravnest.plan.cost import NOMINAL_COMPUTE, ModelCosts, assumed_compute, machines_of
-from ravnest.plan.positions import chosen_cuts
-from ravnest.plan.profile import ModelProfile, StateTensor, Unit
+from ravnest.plan.candidate_cuts import chosen_cuts
+from ravnest.plan.cost import NOMINAL_COMPUTE, ModelCosts, assumed_compute, capacities_of
+from ravnest.plan.profile import ModelProfile, TensorProfile, Unit
 from ravnest.plan.ranges import DistinctBytes, RangeMax
 
 
@@ -40,17 +40,17 @@ def test_the_largest_value_of_any_run(values: list[int]) -> None:
 
 def test_absent_compute_is_the_median_of_the_others() -> None:
     nodes = [node(0, compute=10), node(1, compute=None), node(2, compute=30), node(3, compute=90)]
-    assert [machine.flops for machine in machines_of(nodes)] == [10e9, 30e9, 30e9, 90e9]
+    assert [machine.flops for machine in capacities_of(nodes)] == [10e9, 30e9, 30e9, 90e9]
 
 
 def test_absent_everywhere_means_equal() -> None:
     nodes = [node(0, compute=None), node(1, compute=None)]
     assert assumed_compute(nodes) == NOMINAL_COMPUTE
-    assert {machine.flops for machine in machines_of(nodes)} == {NOMINAL_COMPUTE * 1e9}
+    assert {machine.flops for machine in capacities_of(nodes)} == {NOMINAL_COMPUTE * 1e9}
 
 
 def test_units_of_the_nodes() -> None:
-    (machine,) = machines_of([node(0, ram=2, bandwidth=20, compute=5)])
+    (machine,) = capacities_of([node(0, ram=2, bandwidth=20, compute=5)])
     assert (machine.ram, machine.bandwidth, machine.flops) == (2e9, 20e6, 5e9)
 
 
@@ -62,15 +62,15 @@ def test_time_of_a_stage_and_of_a_link() -> None:
         input_bytes=0,
     )
     costs = ModelCosts.of(profile)
-    fast, slow = machines_of([node(0, compute=2, bandwidth=100), node(1, compute=1, bandwidth=12)])
+    fast, slow = capacities_of([node(0, compute=2, bandwidth=100), node(1, compute=1, bandwidth=12)])
     assert costs.compute_seconds(0, 1, fast) == 2.0
     assert costs.compute_seconds(0, 2, slow) == 10.0
     assert costs.link_seconds(1, fast, slow) == costs.link_seconds(1, slow, fast) == 2.0
 
 
 def test_a_tie_over_a_cut_travels_once_an_update() -> None:
-    tied = StateTensor("tied", 400, trainable=True, averaged=True, units=(0, 2))
-    frozen = StateTensor("frozen", 9999, trainable=False, averaged=True, units=(0, 3))
+    tied = TensorProfile("tied", 400, trainable=True, averaged=True, units=(0, 2))
+    frozen = TensorProfile("frozen", 9999, trainable=False, averaged=True, units=(0, 3))
     profile = ModelProfile(chain(4, crossing=10).units, (tied, frozen), 1, 0)
     assert ModelCosts.of(profile).link_bytes.tolist() == [0, 410, 410, 10, 0]
     assert ModelCosts.of(profile, 4).link_bytes.tolist() == [0, 110, 110, 10, 0]

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from plan_cases import chain, load_benchmark, machines, node, profiles, steady, unit
 
 from ravnest.plan import cuts as cuts_module
-from ravnest.plan.cost import Machine, ModelCosts, machines_of
+from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
 from ravnest.plan.cuts import best_cuts, greedy_cuts
 from ravnest.plan.profile import ModelProfile
 
 planning = load_benchmark()
 
 
-def all_cuts(costs: ModelCosts, order: list[Machine]) -> list[tuple[float, tuple[int, ...]]]:
+def all_cuts(costs: ModelCosts, order: list[NodeCapacity]) -> list[tuple[float, tuple[int, ...]]]:
     """Every cut that fits, with its time, by the definition."""
     found = []
     for inner in combinations(range(1, costs.units), len(order) - 1):
@@ -33,7 +33,7 @@ def all_cuts(costs: ModelCosts, order: list[Machine]) -> list[tuple[float, tuple
 
 @given(profiles(max_units=8), st.lists(machines, min_size=1, max_size=5))
 @steady
-def test_the_cut_is_the_best_of_all(profile: ModelProfile, order: list[Machine]) -> None:
+def test_the_cut_is_the_best_of_all(profile: ModelProfile, order: list[NodeCapacity]) -> None:
     costs = ModelCosts.of(profile)
     expected = all_cuts(costs, order)
     found = best_cuts(costs, order)
@@ -47,7 +47,7 @@ def test_the_cut_is_the_best_of_all(profile: ModelProfile, order: list[Machine])
 
 @given(profiles(max_units=8), st.lists(machines, min_size=1, max_size=5))
 @steady
-def test_the_greedy_cut_fits_and_is_no_better(profile: ModelProfile, order: list[Machine]) -> None:
+def test_the_greedy_cut_fits_and_is_no_better(profile: ModelProfile, order: list[NodeCapacity]) -> None:
     costs = ModelCosts.of(profile)
     found = greedy_cuts(costs, order)
     if found is not None:
@@ -58,7 +58,7 @@ def test_small_grids_and_few_coarse_cuts_give_the_same(monkeypatch: pytest.Monke
     rng = planning.random.Random(4)
     profile = planning.random_profile(rng, 120, tied=True)
     costs = ModelCosts.of(profile)
-    order = machines_of(planning.random_nodes(rng, 5, costs.smallest_total, (0.8, 2.0)))
+    order = capacities_of(planning.random_nodes(rng, 5, costs.smallest_total, (0.8, 2.0)))
     expected = best_cuts(costs, order)
     assert expected is not None
     monkeypatch.setattr(cuts_module, "GRID_CELLS", 50)
@@ -70,7 +70,7 @@ def test_small_grids_and_few_coarse_cuts_give_the_same(monkeypatch: pytest.Monke
 
 
 def test_unequal_nodes_get_unequal_shares() -> None:
-    order = machines_of([node(0, compute=30), node(1, compute=10)])
+    order = capacities_of([node(0, compute=30), node(1, compute=10)])
     found = best_cuts(ModelCosts.of(chain(8)), order)
     assert found is not None
     assert found.bounds == (0, 6, 8)
@@ -78,7 +78,7 @@ def test_unequal_nodes_get_unequal_shares() -> None:
 
 def test_ram_limits_a_stage() -> None:
     costs = ModelCosts.of(chain(8, weight=100_000_000))  # 4 bytes a byte in the Leaf, 6 in the Root
-    found = best_cuts(costs, machines_of([node(0, ram=1.3, compute=30), node(1, ram=8, compute=10)]))
+    found = best_cuts(costs, capacities_of([node(0, ram=1.3, compute=30), node(1, ram=8, compute=10)]))
     assert found is not None
     assert found.bounds == (0, 2, 8)
 
@@ -87,21 +87,23 @@ def test_a_slow_link_moves_the_cut_to_little_traffic() -> None:
     units = [unit(crossing=5_000_000) for _ in range(6)]
     units[0] = unit(crossing=100)
     profile = ModelProfile(tuple(units), (), 1, 0)
-    found = best_cuts(ModelCosts.of(profile), machines_of([node(0, bandwidth=1), node(1, bandwidth=1)]))
+    found = best_cuts(
+        ModelCosts.of(profile), capacities_of([node(0, bandwidth=1), node(1, bandwidth=1)])
+    )
     assert found is not None
     assert found.bounds == (0, 1, 6)
 
 
 def test_of_equal_cuts_the_balanced_one() -> None:
     profile = chain(9, crossing=5_000_000)  # every link takes 40 s, every unit 0.02 s
-    found = best_cuts(ModelCosts.of(profile), machines_of([node(k, bandwidth=1) for k in range(3)]))
+    found = best_cuts(ModelCosts.of(profile), capacities_of([node(k, bandwidth=1) for k in range(3)]))
     assert found is not None
     assert found.bounds == (0, 3, 6, 9)
-    order = machines_of([node(0, bandwidth=1, compute=100), node(1, bandwidth=1, compute=50)])
+    order = capacities_of([node(0, bandwidth=1, compute=100), node(1, bandwidth=1, compute=50)])
     found = best_cuts(ModelCosts.of(profile), order)
     assert found is not None
     assert found.bounds == (0, 6, 9)
 
 
 def test_more_machines_than_units() -> None:
-    assert best_cuts(ModelCosts.of(chain(2)), machines_of([node(k) for k in range(3)])) is None
+    assert best_cuts(ModelCosts.of(chain(2)), capacities_of([node(k) for k in range(3)])) is None

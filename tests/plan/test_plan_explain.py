@@ -7,7 +7,7 @@ from plan_cases import chain, node
 from ravnest.plan.explain import clusterize_log, explain
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
-from ravnest.plan.profile import ModelProfile, StateTensor
+from ravnest.plan.profile import ModelProfile, TensorProfile
 from ravnest.plan.rings import OwnedUnits, RingMember, make_rings
 
 NAMES = ["conv1", "conv1", "pool", "fc1", "fc2", "softmax"]
@@ -16,7 +16,7 @@ NAMES = ["conv1", "conv1", "pool", "fc1", "fc2", "softmax"]
 def model() -> ModelProfile:
     names = {0: "conv1.weight", 3: "fc1.weight", 4: "fc2.weight"}
     state = tuple(
-        StateTensor(name, 250_000_000, trainable=True, averaged=True, units=(unit,))
+        TensorProfile(name, 250_000_000, trainable=True, averaged=True, units=(unit,))
         for unit, name in names.items()
     )
     return replace(chain(6, activation=10_000_000, crossing=1_000_000), state=state)

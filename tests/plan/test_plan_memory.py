@@ -11,9 +11,9 @@ from plan_cases import profiles, steady
 
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.memory import (
+    MemorySettings,
     StageLoad,
     StageMemory,
-    Training,
     averaging_copies,
     older_versions,
     size,
@@ -27,7 +27,7 @@ LOAD: StageLoad[float] = StageLoad(
 
 
 def test_each_purpose_is_counted() -> None:
-    memory = stage_memory(LOAD, 3, Training(update_frequency=1, optimizer_factor=2.0))
+    memory = stage_memory(LOAD, 3, MemorySettings(update_frequency=1, optimizer_factor=2.0))
     assert memory == StageMemory(
         weights=100,
         versions=240,
@@ -44,17 +44,17 @@ def test_averages_take_copies_of_what_is_trained() -> None:
     assert averaging_copies() == 2
     assert averaging_copies(compressed=True) == 4
     assert averaging_copies(with_optimizer=True, optimizer_factor=2.0) == 6
-    memory = stage_memory(LOAD, 3, Training(1, 2.0, averaging=2.0))
+    memory = stage_memory(LOAD, 3, MemorySettings(1, 2.0, averaging=2.0))
     assert (memory.averaging, memory.total) == (160, 635 + 160)
 
 
 def test_the_update_can_be_the_worst_moment() -> None:
     one_large = replace(LOAD, largest=50)
-    assert stage_memory(one_large, 1, Training(1, 2.0, 2.0)).gradients == 80 + 2 * 50 - 10
+    assert stage_memory(one_large, 1, MemorySettings(1, 2.0, 2.0)).gradients == 80 + 2 * 50 - 10
 
 
 def test_a_leaf_keeps_no_older_version() -> None:
-    assert stage_memory(LOAD, 1, Training(1, 2.0)).versions == 0
+    assert stage_memory(LOAD, 1, MemorySettings(1, 2.0)).versions == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ravnest.plan.cost import ModelCosts
 from ravnest.plan.memory import averaging_copies
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
-from ravnest.plan.profile import ModelProfile, StateTensor
+from ravnest.plan.profile import ModelProfile, TensorProfile
 from ravnest.types import Role
 
 planning = load_benchmark()
@@ -206,7 +206,7 @@ def test_a_single_cluster_needs_no_memory_for_averages() -> None:
 
 def test_too_few_clusters_for_the_ram() -> None:
     """Every stage holds the shared tensor: 5 GB with its older version, 4 GB in a Leaf or alone."""
-    shared = StateTensor("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
+    shared = TensorProfile("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
     profile = replace(chain(4), state=(shared,))
     assert message(profile, 4.5, 8.5, 4.5, clusters=1) == (
         "clusters=1 does not fit: a pipeline of 3 stages keeps more than these nodes can hold."

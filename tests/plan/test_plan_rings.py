@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import steady
 
-from ravnest.plan.profile import StateTensor
+from ravnest.plan.profile import TensorProfile
 from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
 from ravnest.types import Address
 
 
-def tensor(name: str, *units: int, averaged: bool = True) -> StateTensor:
-    return StateTensor(name, 4, trainable=True, averaged=averaged, units=units)
+def tensor(name: str, *units: int, averaged: bool = True) -> TensorProfile:
+    return TensorProfile(name, 4, trainable=True, averaged=averaged, units=units)
 
 
 def cluster(number: int, *bounds: int) -> list[OwnedUnits]:

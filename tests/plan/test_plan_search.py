@@ -7,10 +7,10 @@ import pytest
 from plan_cases import chain, load_benchmark, node
 
 from ravnest.plan import search
-from ravnest.plan.cost import ModelCosts, machines_of
+from ravnest.plan.cost import ModelCosts, capacities_of
 from ravnest.plan.cuts import best_cuts
-from ravnest.plan.nodes import NodeConfig
-from ravnest.plan.profile import ModelProfile, StateTensor
+from ravnest.plan.node_configs import NodeConfig
+from ravnest.plan.profile import ModelProfile, TensorProfile
 from ravnest.plan.search import Pipeline, find_pipelines
 
 planning = load_benchmark()
@@ -19,7 +19,7 @@ planning = load_benchmark()
 def pipelines(
     profile: ModelProfile, nodes: list[NodeConfig], clusters: int | None = None, **options: int
 ) -> tuple[Pipeline, ...]:
-    found = find_pipelines(ModelCosts.of(profile, 4), machines_of(nodes), clusters, seed=0, **options)
+    found = find_pipelines(ModelCosts.of(profile, 4), capacities_of(nodes), clusters, seed=0, **options)
     assert found is not None
     assert sorted(n for pipeline in found for n in pipeline) == list(range(len(nodes)))
     return found
@@ -30,7 +30,7 @@ def sets(found: tuple[Pipeline, ...]) -> list[set[int]]:
 
 
 def rate(profile: ModelProfile, nodes: list[NodeConfig], found: tuple[Pipeline, ...]) -> float:
-    costs, machines = ModelCosts.of(profile, 4), machines_of(nodes)
+    costs, machines = ModelCosts.of(profile, 4), capacities_of(nodes)
     cuts = [best_cuts(costs, [machines[n] for n in pipeline]) for pipeline in found]
     assert None not in cuts
     return sum(1 / cut.seconds for cut in cuts if cut is not None)
@@ -93,7 +93,7 @@ def test_a_node_stands_alone_only_where_it_must(count: int) -> None:
 
 def test_a_node_stands_alone_where_the_ram_leaves_no_other_way() -> None:
     """Every stage holds the shared tensor, 5 GB with its older version, 4 GB in a Leaf or alone."""
-    shared = StateTensor("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
+    shared = TensorProfile("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
     profile = replace(chain(4), state=(shared,))
     nodes = [node(0, ram=4.5), node(1, ram=5.5), node(2, ram=4.5)]
     assert sorted(pipelines(profile, nodes)) == [(1, 0), (2,)]

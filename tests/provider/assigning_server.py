@@ -17,28 +17,28 @@ from torch import nn
 from workloads import free_ports
 
 from ravnest import clusterize
-from ravnest.api.jobs import Named, Training
-from ravnest.api.model import Artifact
-from ravnest.api.providers import (
+from ravnest.http.api import ApiClient
+from ravnest.http.retry import RetryPolicy
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import NamedComponent, TrainingSpec
+from ravnest.schemas.providers import (
     Assignment,
+    AssignmentReport,
+    DataShare,
     Heartbeat,
-    Offer,
-    Orders,
+    HeartbeatReply,
+    ProviderOffer,
     ProviderState,
     ProviderView,
-    Report,
-    Share,
-    Slice,
+    RowRange,
 )
-from ravnest.client.http import Api
-from ravnest.client.patience import Patience
 
-QUICK = Patience(tries=2, first=0.0)
+QUICK = RetryPolicy(tries=2, first=0.0)
 SECONDS = 120.0
 
 
-def offer_of(name: str = "attic", address: str = "127.0.0.1:20000", ram: float = 1.0) -> Offer:
-    return Offer(
+def offer_of(name: str = "attic", address: str = "127.0.0.1:20000", ram: float = 1.0) -> ProviderOffer:
+    return ProviderOffer(
         name=name,
         address=address,
         ram=ram,
@@ -59,7 +59,7 @@ class FakeServer:
     assignments: dict[str, Assignment] = field(default_factory=dict)
     wanted: dict[str, str | None] = field(default_factory=dict)
     """By the provider's name."""
-    reports: dict[str, list[Report]] = field(default_factory=dict)
+    reports: dict[str, list[AssignmentReport]] = field(default_factory=dict)
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     down: bool = False
@@ -74,8 +74,10 @@ class FakeServer:
         self.artifacts[digest] = content
         return Artifact(sha256=digest, size=len(content))
 
-    def api(self) -> Api:
-        return Api("http://127.0.0.1:1", patience=QUICK, transport=httpx.MockTransport(self._answer))
+    def api(self) -> ApiClient:
+        return ApiClient(
+            "http://127.0.0.1:1", patience=QUICK, transport=httpx.MockTransport(self._answer)
+        )
 
     def want(self, provider: str, assignment: str | None) -> None:
         with self.changed:
@@ -99,7 +101,7 @@ class FakeServer:
             raise httpx.ConnectError("refused", request=request)
         match request.method, request.url.path.split("/")[2:]:
             case "POST", ["providers"]:
-                offer = Offer.model_validate_json(request.content)
+                offer = ProviderOffer.model_validate_json(request.content)
                 view = ProviderView(
                     id=offer.name,
                     offer=offer,
@@ -144,10 +146,10 @@ class FakeServer:
                 lambda: self.wanted.get(name) != beat.known or self.down, min(beat.wait, 1.0)
             )
             known = len(self.losses.get(name, {}))
-            orders = Orders(assignment=self.wanted.get(name), losses_known=known)
+            orders = HeartbeatReply(assignment=self.wanted.get(name), losses_known=known)
         return _json(orders.model_dump(mode="json"))
 
-    def _take(self, name: str, report: Report) -> None:
+    def _take(self, name: str, report: AssignmentReport) -> None:
         self.reports.setdefault(name, []).append(report)
         told = self.losses.setdefault(name, {})
         told |= {report.first_loss + i: loss for i, loss in enumerate(report.losses)}
@@ -178,11 +180,11 @@ def small_job(
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     inputs = [server.add(save({"input": part.contiguous()})) for part in x.split(40)]
     labels = [server.add(save({"labels": part.argmax(1)})) for part in x[:, :3].split(40)]
-    training = Training(
+    training = TrainingSpec(
         epochs=epochs,
         batch_size=8,
-        optimizer=Named(name="SGD", params={"lr": 0.1}),
-        loss=Named(name="CrossEntropyLoss"),
+        optimizer=NamedComponent(name="SGD", params={"lr": 0.1}),
+        loss=NamedComponent(name="CrossEntropyLoss"),
     )
     made = []
     for stage in plan.clusters[0].stages:
@@ -196,12 +198,12 @@ def small_job(
             node_file=data,
             stage=server.add((bundle / "stage.json").read_bytes()),
             weights=server.add((bundle / "weights.safetensors").read_bytes()),
-            train=Share(
+            train=DataShare(
                 samples=54,
                 inputs=_slices(inputs, (10, 40), (0, 24)) if first else (),
                 labels=_slices(labels, (10, 40), (0, 24)) if last else (),
             ),
-            validation=Share(
+            validation=DataShare(
                 samples=10,
                 inputs=_slices(inputs[:1], (0, 10)) if first else (),
                 labels=_slices(labels[:1], (0, 10)) if last else (),
@@ -214,8 +216,8 @@ def small_job(
     return made
 
 
-def _slices(artifacts: list[Artifact], *rows: tuple[int, int]) -> tuple[Slice, ...]:
+def _slices(artifacts: list[Artifact], *rows: tuple[int, int]) -> tuple[RowRange, ...]:
     return tuple(
-        Slice(artifact=artifact, start=start, stop=stop)
+        RowRange(artifact=artifact, start=start, stop=stop)
         for artifact, (start, stop) in zip(artifacts, rows, strict=True)
     )

@@ -4,10 +4,8 @@ import random
 
 import pytest
 
-from ravnest.api.jobs import ResultFile
-from ravnest.api.model import Artifact
-from ravnest.api.providers import Heartbeat, Orders, Report, Strangers
 from ravnest.provider.agent import POLL_SECONDS, REPORT_SECONDS, Agent
+from ravnest.provider.assignment_progress import MOST_LOSSES
 from ravnest.provider.events import (
     Action,
     Answered,
@@ -18,14 +16,14 @@ from ravnest.provider.events import (
     Exit,
     Fetch,
     Fetched,
-    Interrupted,
+    InterruptReceived,
     Learned,
     Leave,
     Left,
-    Offer,
-    Refused,
+    OfferRefused,
     Say,
-    Send,
+    SendHeartbeat,
+    SendOffer,
     StartWorker,
     Stop,
     TurnedAway,
@@ -34,7 +32,9 @@ from ravnest.provider.events import (
     Uploaded,
     WorkerEnded,
 )
-from ravnest.provider.work import MOST_LOSSES
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import ResultFile
+from ravnest.schemas.providers import AssignmentReport, Heartbeat, HeartbeatReply, TlsRejections
 
 PLACE = "node_0, Root of cluster 0 in job j"
 FILES = (ResultFile(name="node_0.json", artifact=Artifact(sha256="0" * 64, size=1)),)
@@ -61,7 +61,7 @@ class Scene:
         kept: list[Action] = []
         for action in self.agent.handle(event, self.now):
             match action:
-                case Send(number, heartbeat):
+                case SendHeartbeat(number, heartbeat):
                     self.sent[number] = heartbeat
                 case Say(line):
                     self.said.append(line)
@@ -78,20 +78,20 @@ class Scene:
         return next(n for n, beat in self.sent.items() if beat.report is not None)
 
     @property
-    def report(self) -> Report:
+    def report(self) -> AssignmentReport:
         report = self.sent[self.telling].report
         assert report is not None
         return report
 
     def answer(self, number: int, assignment: str | None, known: int = 0) -> list[Action]:
         del self.sent[number]
-        return self.give(Answered(number, Orders(assignment=assignment, losses_known=known)))
+        return self.give(Answered(number, HeartbeatReply(assignment=assignment, losses_known=known)))
 
     def order(self, assignment: str | None, reason: str = "") -> list[Action]:
         """Other orders by the poll; one that was overtaken by a report is asked again."""
         before = self.poll
         del self.sent[before]
-        orders = Orders(assignment=assignment, reason=reason)
+        orders = HeartbeatReply(assignment=assignment, reason=reason)
         actions = self.give(Answered(before, orders))
         if any(beat.report is None for beat in self.sent.values()):
             assert actions == []
@@ -144,7 +144,7 @@ def test_an_idle_provider_polls(scene: Scene) -> None:
 
 def test_a_root_fetches_trains_uploads_and_finishes(scene: Scene) -> None:
     scene.begin()
-    assert scene.report == Report(assignment="a", phase="fetching")
+    assert scene.report == AssignmentReport(assignment="a", phase="fetching")
     assert scene.sent[scene.poll].known == "a"
     scene.tell("a")
     assert scene.give(Fetched("a", is_root=True, place=PLACE)) == [StartWorker("a")]
@@ -154,7 +154,7 @@ def test_a_root_fetches_trains_uploads_and_finishes(scene: Scene) -> None:
     assert scene.report.phase == "uploading"
     scene.tell("a")
     assert scene.give(Uploaded("a", FILES)) == []
-    assert scene.report == Report(assignment="a", phase="finished", result=FILES)
+    assert scene.report == AssignmentReport(assignment="a", phase="finished", result=FILES)
     assert scene.tell(None) == [Discard("a")]
     assert scene.said[-1] == f"{PLACE}: finished"
 
@@ -185,7 +185,7 @@ def test_a_failure_is_reported_with_its_reason_until_the_orders_change(scene: Sc
         scene.tell("a")
         failed = Uploaded("a", failure="no room")
     assert scene.give(failed) == []
-    expected = Report(assignment="a", phase="failed", reason="no room")
+    expected = AssignmentReport(assignment="a", phase="failed", reason="no room")
     assert scene.report == expected
     scene.tell("a")
     assert not any(beat.report for beat in scene.sent.values())
@@ -244,13 +244,13 @@ def test_many_losses_travel_in_parts(scene: Scene) -> None:
 
 def test_strangers_are_told_to_the_server_and_once_to_the_owner(scene: Scene) -> None:
     scene.train()
-    scene.give(TurnedAway("a", Strangers(foreign=1)))
-    assert scene.report.strangers == Strangers(foreign=1)
+    scene.give(TurnedAway("a", TlsRejections(foreign=1)))
+    assert scene.report.strangers == TlsRejections(foreign=1)
     scene.tell("a")
-    scene.give(TurnedAway("a", Strangers(foreign=2)))
-    scene.give(TurnedAway("a", Strangers(foreign=2, bare=1)))
+    scene.give(TurnedAway("a", TlsRejections(foreign=2)))
+    scene.give(TurnedAway("a", TlsRejections(foreign=2, bare=1)))
     scene.later(REPORT_SECONDS)
-    assert scene.report.strangers == Strangers(foreign=2, bare=1)
+    assert scene.report.strangers == TlsRejections(foreign=2, bare=1)
     assert len([line for line in scene.said if "turned away" in line]) == 1
 
 
@@ -332,7 +332,7 @@ def test_pauses_are_jittered() -> None:
     for seed in range(5):
         agent = Agent(jitter=random.Random(seed))
         (send,) = agent.handle(Began(), 0.0)
-        assert isinstance(send, Send)
+        assert isinstance(send, SendHeartbeat)
         agent.handle(Unanswered(send.number, "gone"), 0.0)
         assert agent.deadline is not None
         assert 0.5 <= agent.deadline <= 1.5
@@ -369,8 +369,8 @@ def test_a_server_that_forgot_the_provider_gets_the_offer_again(scene: Scene) ->
     scene.give(Began())
     number = scene.poll
     del scene.sent[number]
-    (offer,) = scene.give(Refused(number, 404, "no such provider"))
-    assert isinstance(offer, Offer)
+    (offer,) = scene.give(OfferRefused(number, 404, "no such provider"))
+    assert isinstance(offer, SendOffer)
     scene.give(Began())
     assert scene.poll > offer.number
 
@@ -379,22 +379,24 @@ def test_an_offer_that_is_refused_is_not_repeated_at_once(scene: Scene) -> None:
     scene.give(Began())
     number = scene.poll
     del scene.sent[number]
-    (offer,) = scene.give(Refused(number, 404, "no such provider"))
-    assert isinstance(offer, Offer)
-    assert scene.give(Refused(offer.number, 404, "no such page")) == []
+    (offer,) = scene.give(OfferRefused(number, 404, "no such provider"))
+    assert isinstance(offer, SendOffer)
+    assert scene.give(OfferRefused(offer.number, 404, "no such page")) == []
     assert scene.agent.deadline is not None
     assert scene.agent.deadline > scene.now
 
 
 def test_a_credential_that_is_not_taken_ends_it(scene: Scene) -> None:
     scene.give(Began())
-    assert scene.give(Refused(scene.poll, 401, "unknown credential")) == [Leave("unknown credential")]
+    assert scene.give(OfferRefused(scene.poll, 401, "unknown credential")) == [
+        Leave("unknown credential")
+    ]
     assert scene.give(Left()) == [Exit(1)]
 
 
 def test_a_report_that_is_refused_is_left_to_the_poll(scene: Scene) -> None:
     scene.begin()
-    assert scene.give(Refused(scene.telling, 409, "not yours")) == []
+    assert scene.give(OfferRefused(scene.telling, 409, "not yours")) == []
 
 
 # Leaving
@@ -402,14 +404,14 @@ def test_a_report_that_is_refused_is_left_to_the_poll(scene: Scene) -> None:
 
 def test_an_idle_provider_leaves_at_once(scene: Scene) -> None:
     scene.give(Began())
-    assert scene.give(Interrupted()) == [Leave("its owner stopped it")]
-    assert scene.give(Answered(1, Orders(assignment="late"))) == []
+    assert scene.give(InterruptReceived()) == [Leave("its owner stopped it")]
+    assert scene.give(Answered(1, HeartbeatReply(assignment="late"))) == []
     assert scene.give(Left()) == [Exit(0)]
 
 
 def test_a_provider_at_work_stops_first(scene: Scene) -> None:
     scene.train()
-    assert scene.give(Interrupted()) == [Stop("a")]
+    assert scene.give(InterruptReceived()) == [Stop("a")]
     assert scene.give(WorkerEnded("a", "it was stopped")) == [
         Discard("a"),
         Leave("its owner stopped it"),
@@ -419,14 +421,14 @@ def test_a_provider_at_work_stops_first(scene: Scene) -> None:
 
 def test_the_second_interrupt_ends_at_once(scene: Scene) -> None:
     scene.train()
-    scene.give(Interrupted())
-    assert scene.give(Interrupted()) == [Exit(130)]
+    scene.give(InterruptReceived())
+    assert scene.give(InterruptReceived()) == [Exit(130)]
 
 
 def test_the_second_interrupt_ends_at_once_while_the_server_is_told(scene: Scene) -> None:
     scene.give(Began())
-    scene.give(Interrupted())
-    assert scene.give(Interrupted()) == [Exit(130)]
+    scene.give(InterruptReceived())
+    assert scene.give(InterruptReceived()) == [Exit(130)]
 
 
 def test_hours_end() -> None:

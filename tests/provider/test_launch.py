@@ -16,10 +16,10 @@ from node_files import node_file
 from rich.console import Console
 
 from ravnest.errors import LaunchError, StageFormatError
+from ravnest.provider.child_process import Command, run_together
 from ravnest.provider.launch import Output, launch, nodes_here, own_hosts, thread_shares
-from ravnest.provider.processes import Command, run_together
 from ravnest.provider.supervision import Supervision
-from ravnest.store.nodefile import read_nodes, write_node
+from ravnest.store.node_spec import read_nodes, write_node
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
@@ -306,7 +306,7 @@ def test_signals_mean_what_they_meant_before() -> None:
 def test_a_grandchild_that_keeps_the_output_open_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ravnest.provider.processes._OUTPUT_SECONDS", 0.1)
+    monkeypatch.setattr("ravnest.provider.child_process._OUTPUT_SECONDS", 0.1)
     text = (
         "import subprocess, sys\n"
         "p = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'],"

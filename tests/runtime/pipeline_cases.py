@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ravnest.runtime.events import (
+from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
@@ -33,7 +33,7 @@ from ravnest.runtime.events import (
     SendOutcome,
     WindowSet,
 )
-from ravnest.runtime.machine import Machine, Schedule
+from ravnest.runtime.schedule.machine import Schedule, ScheduleMachine
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Pipeline:
     holds: tuple[int | None, ...] = ()
     """Of each stage; none where there are too few."""
 
-    machines: list[Machine] = field(init=False)
+    machines: list[ScheduleMachine] = field(init=False)
     logs: list[list[Action]] = field(init=False)
     peak: int = 0
     admitted: int = 0
@@ -66,7 +66,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self.machines = [
-            Machine(
+            ScheduleMachine(
                 position,
                 self.count,
                 schedule=self.schedule,

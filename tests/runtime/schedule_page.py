@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from ravnest.runtime.machine import show
-from ravnest.runtime.simulate import LinkDelay, Scenario, Simulation, StageCost, grid, simulate
+from ravnest.runtime.schedule.machine import show
+from ravnest.runtime.schedule.simulator import LinkCost, Scenario, Simulation, StageCost, grid, simulate
 
 BLOCK = re.compile(r"<!-- (grid|line): (.*?) -->\n```\n.*?```", re.DOTALL)
 TABLE = re.compile(r"(<!-- windows: (.*?) -->\n.*?\n\|--.*?\n)((?:\|.*\n)+)")
@@ -68,7 +68,7 @@ def _simulate(
     schedule: str = "async",
 ) -> Simulation:
     assert schedule in ("async", "sync")
-    links = (LinkDelay(link, link),) * (stages - 1)
+    links = (LinkCost(link, link),) * (stages - 1)
     scenario = Scenario(
         (cost,) * stages, links, window, every, "sync" if schedule == "sync" else "async", batches
     )

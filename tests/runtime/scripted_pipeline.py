@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ravnest.runtime.events import (
+from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
@@ -32,13 +32,13 @@ from ravnest.runtime.events import (
     SendEnd,
     SendForward,
 )
-from ravnest.runtime.execution import StageExecution
-from ravnest.runtime.machine import Machine
+from ravnest.runtime.schedule.machine import ScheduleMachine
+from ravnest.runtime.stage.execution import StageExecution
 
 
 @dataclass
 class _Stage:
-    machine: Machine
+    machine: ScheduleMachine
     execution: StageExecution
     inbox: deque[Event] = field(default_factory=deque)
     running: Run | None = None
@@ -52,7 +52,7 @@ class ScriptedPipeline:
 
     def __init__(
         self,
-        machines: Sequence[Machine],
+        machines: Sequence[ScheduleMachine],
         executions: Sequence[StageExecution],
         data: Sequence[tuple[dict[str, Any], torch.Tensor]],
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],

@@ -17,15 +17,15 @@ from torch import nn
 from training_cases import TiedGPT, points, token_loaders, token_loss
 
 from ravnest import Trainer
-from ravnest.runtime.events import Batch, RunBackward, RunForward, RunStep
-from ravnest.runtime.execution import StageExecution
-from ravnest.runtime.machine import Machine
-from ravnest.runtime.randomness import batch_seed, seeded
-from ravnest.runtime.updates import UpdateRule
+from ravnest.runtime.schedule.events import Batch, RunBackward, RunForward, RunStep
+from ravnest.runtime.schedule.machine import ScheduleMachine
+from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.randomness import batch_seed, seeded
+from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split.chain import Chain
 from ravnest.split.module import StageModule
 from ravnest.store.bundle import load_module
-from ravnest.store.nodefile import read_node
+from ravnest.store.node_spec import read_node
 
 SEED = 11
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def test_a_backward_uses_the_version_that_its_forward_used(
         for at, module in enumerate(_modules(splits, case, stages))
     ]
     machines = [
-        Machine(at, stages, schedule="async", window=window, update_frequency=every)
+        ScheduleMachine(at, stages, schedule="async", window=window, update_frequency=every)
         for at in range(stages)
     ]
     data = _data(_modules(splits, case, stages), 20)

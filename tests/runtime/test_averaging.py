@@ -17,7 +17,7 @@ from training_cases import SMALL_MODELS, SmallCNN, small_model, token_loaders, t
 
 import ravnest
 from ravnest import Trainer
-from ravnest.averaging.council import Council
+from ravnest.averaging.root import AveragingRoot
 
 
 @pytest.fixture(autouse=True)
@@ -300,6 +300,6 @@ def test_an_error_in_averaging_ends_the_run_and_not_in_silence(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr(Council, "ask", broken)
+    monkeypatch.setattr(AveragingRoot, "ask", broken)
     outcomes = clusters.train(shards(points_data(), tmp_path), epochs=1)
     assert all("ZeroDivisionError: a bug of ours" in str(o.error) for o in outcomes.values())

@@ -14,7 +14,7 @@ from training_cases import image_loaders, token_loaders, token_loss
 
 from ravnest import Trainer
 from ravnest.errors import SettingsError
-from ravnest.runtime.execution import StageExecution
+from ravnest.runtime.stage.execution import StageExecution
 from ravnest.wire.codecs import CODECS
 
 LOSSY = [name for name in CODECS if name != "raw"]

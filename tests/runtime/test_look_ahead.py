@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ravnest.runtime.updates import LookAhead
-from ravnest.runtime.versions import WeightVersions
+from ravnest.runtime.stage.updates import LookAhead
+from ravnest.runtime.stage.weight_versions import WeightVersions
 
 
 def _predicted(history: list[tuple[int, float]], delay: int) -> float:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ravnest.errors import RunError
-from ravnest.runtime.progress import ProgressLine, RunState
+from ravnest.runtime.control.progress import ProgressLine, RunState
 from ravnest.runtime.trainer import _shortened
 from ravnest.types import Role
 

@@ -7,11 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from ravnest.runtime.observing import RunObserver
-from ravnest.runtime.progress import ProgressLine, RunState
-from ravnest.runtime.reports import Update
+from ravnest.runtime.control.metrics import MetricsObserver
+from ravnest.runtime.control.progress import ProgressLine, RunState
+from ravnest.runtime.stage.observer import UpdateReport
 from ravnest.types import Role
-from ravnest.wire.messages import Begin
+from ravnest.wire.messages import PhaseBegin
 
 
 class _Clock:
@@ -70,11 +70,11 @@ def test_a_second_training_adds_to_what_is_to_come() -> None:
 
 def _observe(line: ProgressLine, clock: _Clock, updates: int) -> None:
     """An update every two seconds."""
-    observer = RunObserver(line, None, None)
-    observer.begun(Begin("run", 0, "train", 0))
+    observer = MetricsObserver(line, None, None)
+    observer.begun(PhaseBegin("run", 0, "train", 0))
     for number in range(updates):
         clock.now += 2
-        observer.updated(Update(number, 0, 0.5, staleness=1, count=4, in_flight=2))
+        observer.updated(UpdateReport(number, 0, 0.5, staleness=1, count=4, in_flight=2))
 
 
 def test_plain_lines_where_output_is_piped() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ravnest.runtime.machine import Schedule
-from ravnest.runtime.simulate import LinkDelay, Scenario, StageCost, simulate, steady_rate
-from ravnest.runtime.window import TARGET, WindowChoice, choose_window, unexplained_after
+from ravnest.runtime.schedule.machine import Schedule
+from ravnest.runtime.schedule.simulator import LinkCost, Scenario, StageCost, simulate, steady_rate
+from ravnest.runtime.schedule.window import TARGET, WindowChoice, choose_window, unexplained_after
 
 
 def choose(
@@ -19,7 +19,7 @@ def choose(
 ) -> WindowChoice:
     return choose_window(
         [StageCost(10, 20)] * stages,
-        [LinkDelay(link, link)] * (stages - 1),
+        [LinkCost(link, link)] * (stages - 1),
         update_frequency=every,
         schedule=schedule,
         cap=cap,
@@ -29,7 +29,7 @@ def choose(
 def test_costs_that_vary_need_more_under_way_than_their_mean() -> None:
     drawn = random.Random(1)
     varying = [tuple(StageCost(drawn.uniform(5, 15), 20) for _ in range(64)) for _ in range(8)]
-    links = [LinkDelay(0, 0)] * 7
+    links = [LinkCost(0, 0)] * 7
     choice = choose_window(varying, links, update_frequency=1, schedule="async", cap=64)
     even = choose_window([StageCost(10, 20)] * 8, links, update_frequency=1, schedule="async", cap=64)
     assert even.window == 8
@@ -39,8 +39,8 @@ def test_costs_that_vary_need_more_under_way_than_their_mean() -> None:
 
 @pytest.mark.parametrize("hidden", [0.0, 24.0])
 def test_what_costs_do_not_explain_is_found_and_stays_found(hidden: float) -> None:
-    costs, links = [StageCost(10, 20)] * 4, [LinkDelay(5, 5)] * 3
-    slower = [LinkDelay(5 + hidden / 6, 5 + hidden / 6)] * 3
+    costs, links = [StageCost(10, 20)] * 4, [LinkCost(5, 5)] * 3
+    slower = [LinkCost(5 + hidden / 6, 5 + hidden / 6)] * 3
     truth = choose_window(costs, slower, update_frequency=1, schedule="async", cap=64)
     unexplained, window = 0.0, 1
     for _ in range(4):
@@ -56,7 +56,7 @@ def test_what_costs_do_not_explain_is_found_and_stays_found(hidden: float) -> No
 
 
 def test_a_user_who_is_late_is_no_reason_for_more_under_way() -> None:
-    costs, links = [StageCost(10, 20)] * 4, [LinkDelay(5, 5)] * 3
+    costs, links = [StageCost(10, 20)] * 4, [LinkCost(5, 5)] * 3
     assert unexplained_after(0.0, [150.0] * 8, 12, costs, links, update_frequency=1) == 0.0
 
 
@@ -104,7 +104,7 @@ def test_sync_wants_no_more_than_an_update() -> None:
 def test_sync_takes_fewer_where_they_do_as_well() -> None:
     choice = choose(3, every=32, schedule="sync")
     assert choice.window == 7
-    best = steady_rate(Scenario((StageCost(10, 20),) * 3, (LinkDelay(20, 20),) * 2, 32, 32, "sync"))
+    best = steady_rate(Scenario((StageCost(10, 20),) * 3, (LinkCost(20, 20),) * 2, 32, 32, "sync"))
     assert choice.predicted_rate >= TARGET * best
 
 
@@ -116,7 +116,7 @@ def test_sync_is_capped_too() -> None:
 
 def test_stages_that_take_no_time_get_a_place_each() -> None:
     free = StageCost(0, 0)
-    links = [LinkDelay(1, 1)] * 2
+    links = [LinkCost(1, 1)] * 2
     assert choose_window([free] * 3, links, update_frequency=1, schedule="async", cap=9).window == 3
 
 
@@ -137,7 +137,7 @@ def test_to_hold_no_more_costs_no_time(
     forwards: list[int], delays: list[int], every: int, schedule: Schedule
 ) -> None:
     costs = tuple(StageCost(forward, 2 * forward) for forward in forwards)
-    links = tuple(LinkDelay(delay, delay) for delay in delays[: len(costs) - 1])
+    links = tuple(LinkCost(delay, delay) for delay in delays[: len(costs) - 1])
     choice = choose_window(costs, links, update_frequency=every, schedule=schedule, cap=100)
     free = Scenario(costs, links, choice.window, every, schedule, 15 * max(choice.window, every))
     held = simulate(replace(free, holds=choice.holds))
@@ -153,7 +153,7 @@ def test_to_hold_no_more_costs_no_time(
 )
 def test_it_is_the_smallest_that_will_do(forwards: list[int], delays: list[int], every: int) -> None:
     costs = tuple(StageCost(forward, 2 * forward) for forward in forwards)
-    links = tuple(LinkDelay(delay, delay) for delay in delays[: len(costs) - 1])
+    links = tuple(LinkCost(delay, delay) for delay in delays[: len(costs) - 1])
     choice = choose_window(costs, links, update_frequency=every, schedule="async", cap=100)
     goal = TARGET * choice.slowest_rate
     assert choice.predicted_rate >= goal
@@ -166,7 +166,7 @@ def test_it_is_the_smallest_that_will_do(forwards: list[int], delays: list[int],
 def test_a_slow_link_sets_the_rate_and_is_not_flooded() -> None:
     """More in flight than the link can take would only wait before it."""
     costs = [StageCost(1, 2)] * 3
-    links = [LinkDelay(10, 10, 10, 10)] * 2
+    links = [LinkCost(10, 10, 10, 10)] * 2
     choice = choose_window(costs, links, update_frequency=1, schedule="async", cap=100)
     assert choice.slowest_rate == pytest.approx(0.1)
     assert choice.window <= 7
@@ -177,7 +177,7 @@ def test_a_slow_link_sets_the_rate_and_is_not_flooded() -> None:
 def test_some_are_kept_under_way_for_what_nobody_can_predict_within_memory(
     cap: int, expected: int
 ) -> None:
-    costs, links = [StageCost(10, 20)] * 8, [LinkDelay(20, 20)] * 7
+    costs, links = [StageCost(10, 20)] * 8, [LinkCost(20, 20)] * 7
     plain = choose_window(costs, links, update_frequency=1, schedule="async", cap=cap)
     choice = choose_window(costs, links, update_frequency=1, schedule="async", cap=cap, spare=0.25)
     assert plain.window == min(cap, 22)

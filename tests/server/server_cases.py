@@ -9,12 +9,19 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from ravnest.api.jobs import Data, JobSpec, ModelFiles, Named, Piece, Training
-from ravnest.api.model import Artifact
-from ravnest.api.providers import Assignment, Offer, Share, Slice
-from ravnest.api.trust import ApiRole
-from ravnest.server.app import create_app
-from ravnest.server.planning import Planned, Short
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import (
+    DataFile,
+    DatasetFiles,
+    JobSpec,
+    ModelFiles,
+    NamedComponent,
+    TrainingSpec,
+)
+from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
+from ravnest.server.http.app import create_app
+from ravnest.server.scheduling.planning import Planned, Short
 from ravnest.server.server import Server
 from ravnest.server.settings import Clock, ServerSettings
 
@@ -27,17 +34,19 @@ def artifact(name: str) -> Artifact:
 
 
 def spec(name: str = "digits", **changes: Any) -> JobSpec:
-    data = Data(
+    data = DatasetFiles(
         samples=8,
-        inputs=(Piece(artifact=artifact("inputs"), rows=8),),
-        labels=(Piece(artifact=artifact("labels"), rows=8),),
+        inputs=(DataFile(artifact=artifact("inputs"), rows=8),),
+        labels=(DataFile(artifact=artifact("labels"), rows=8),),
     )
-    training = Training(optimizer=Named(name="SGD"), loss=Named(name="CrossEntropyLoss"), epochs=2)
+    training = TrainingSpec(
+        optimizer=NamedComponent(name="SGD"), loss=NamedComponent(name="CrossEntropyLoss"), epochs=2
+    )
     model = ModelFiles(units=artifact("units"), weights=artifact("weights"))
     return JobSpec(name=name, model=model, train=data, training=training, **changes)
 
 
-def offer(name: str = "alice", **changes: Any) -> Offer:
+def offer(name: str = "alice", **changes: Any) -> ProviderOffer:
     fields: dict[str, Any] = {
         "name": name,
         "address": "127.0.0.1:9000",
@@ -50,7 +59,7 @@ def offer(name: str = "alice", **changes: Any) -> Offer:
         "torch": "2.13.0",
         **changes,
     }
-    return Offer(**fields)
+    return ProviderOffer(**fields)
 
 
 @dataclass
@@ -74,7 +83,7 @@ class FakePlanner:
     while_shipping: Callable[[], None] = lambda: None
     asked: list[tuple[str, ...]] = field(default_factory=list)
 
-    def plan(self, _spec: JobSpec, providers: Sequence[tuple[str, Offer]]) -> Planned | Short:
+    def plan(self, _spec: JobSpec, providers: Sequence[tuple[str, ProviderOffer]]) -> Planned | Short:
         names = tuple(name for name, _ in providers)
         self.asked.append(names)
         self.while_planning()
@@ -92,7 +101,7 @@ class FakePlanner:
     def _assignment(self, job: str, wanted: JobSpec, node: int, count: int) -> Assignment:
         alone = count == 1 or (count % 2 and node == count - 1)
         role = "Leaf" if node % 2 else "Root"
-        piece = Slice(artifact=artifact("inputs"), start=0, stop=8)
+        piece = RowRange(artifact=artifact("inputs"), start=0, stop=8)
         return Assignment(
             id=f"{job}-{node}",
             job=job,
@@ -100,7 +109,7 @@ class FakePlanner:
             node_file={"cluster": node // 2, "role": role, "address": f"127.0.0.1:{9000 + node}"},
             stage=artifact("units"),
             weights=artifact("weights"),
-            train=Share(samples=8, inputs=(piece,) if alone or role == "Root" else ()),
+            train=DataShare(samples=8, inputs=(piece,) if alone or role == "Root" else ()),
             training=wanted.training,
             tls=self.tls,
         )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from server_cases import FILES, Caller, Case, FakePlanner, Time, artifact, opened, spec
 
-from ravnest.api.trust import ApiRole
 from ravnest.errors import JobError
+from ravnest.schemas.auth import ApiRole
 
 FOREIGN = "with a certificate of another authority, or one that is no longer good"
 

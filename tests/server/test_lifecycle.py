@@ -2,8 +2,8 @@
 
 import pytest
 
-from ravnest.api.jobs import JobState
-from ravnest.api.providers import ProviderState
+from ravnest.schemas.jobs import JobState
+from ravnest.schemas.providers import ProviderState
 from ravnest.server.lifecycle import NEW, TRANSITIONS, TransitionError, check
 
 KINDS = {"provider": ProviderState, "job": JobState}

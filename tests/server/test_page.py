@@ -7,8 +7,8 @@ import pytest
 from server_cases import Case, opened
 from starlette.testclient import TestClient
 
-from ravnest.api.trust import ApiRole
-from ravnest.server.drawing import line
+from ravnest.schemas.auth import ApiRole
+from ravnest.server.web.rendering import line
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 

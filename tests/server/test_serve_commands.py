@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ravnest.api.trust import JoinToken
 from ravnest.cli import token
 from ravnest.errors import ServerError
-from ravnest.server.serving import serve
+from ravnest.schemas.auth import JoinToken
+from ravnest.server.http.runner import serve
 
 
 def test_a_token_is_all_that_goes_to_the_output(tmp_path: Path) -> None:

@@ -20,19 +20,26 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ravnest import clusterize, formation
-from ravnest.api.jobs import Data, JobSpec, ModelFiles, Named, Piece, Training
-from ravnest.api.model import Artifact
-from ravnest.api.providers import Assignment, Offer, Share, Slice
 from ravnest.errors import JobError
 from ravnest.jobs.model import UnitModel, pack_model, read_units
 from ravnest.plan.cost import ModelCosts
-from ravnest.plan.profiling import profile_model
-from ravnest.server.shipping import PlannedJob, Shortage, plan_job, ship
+from ravnest.plan.profiler import profile_model
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import (
+    DataFile,
+    DatasetFiles,
+    JobSpec,
+    ModelFiles,
+    NamedComponent,
+    TrainingSpec,
+)
+from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
+from ravnest.server.scheduling.shipping import PlannedJob, Shortage, plan_job, ship
 from ravnest.split import Chain, PreparedModel
 from ravnest.split.splitter import prepare
 from ravnest.store.bundle import load_module, load_stage
 from ravnest.store.files import sha256_of
-from ravnest.store.nodefile import read_node, write_node
+from ravnest.store.node_spec import read_node, write_node
 
 steady = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -78,15 +85,15 @@ def artifact(name: str) -> Artifact:
     return Artifact(sha256=hashlib.sha256(name.encode()).hexdigest(), size=1)
 
 
-def data(name: str, rows: list[int], label_rows: list[int] | None = None) -> Data:
+def data(name: str, rows: list[int], label_rows: list[int] | None = None) -> DatasetFiles:
     """Data in pieces of so many rows."""
 
-    def pieces(kind: str, cut: list[int]) -> tuple[Piece, ...]:
+    def pieces(kind: str, cut: list[int]) -> tuple[DataFile, ...]:
         return tuple(
-            Piece(artifact=artifact(f"{name}/{kind}/{n}"), rows=count) for n, count in enumerate(cut)
+            DataFile(artifact=artifact(f"{name}/{kind}/{n}"), rows=count) for n, count in enumerate(cut)
         )
 
-    return Data(
+    return DatasetFiles(
         samples=sum(rows),
         inputs=pieces("inputs", rows),
         labels=pieces("labels", label_rows or rows),
@@ -94,17 +101,21 @@ def data(name: str, rows: list[int], label_rows: list[int] | None = None) -> Dat
 
 
 def job(training: dict[str, Any] | None = None, **settings: Any) -> JobSpec:
-    sgd = {"optimizer": Named(name="SGD"), "loss": Named(name="CrossEntropyLoss"), "seed": 11}
+    sgd = {
+        "optimizer": NamedComponent(name="SGD"),
+        "loss": NamedComponent(name="CrossEntropyLoss"),
+        "seed": 11,
+    }
     return JobSpec(
         name="test",
         model=ModelFiles(units=artifact("units"), weights=artifact("weights")),
-        training=Training(**sgd | (training or {})),
+        training=TrainingSpec(**sgd | (training or {})),
         **{"train": data("train", [7, 7, 6]), **settings},
     )
 
 
-def offer(address: str, ram: float = 1.0, compute: float = 50.0) -> Offer:
-    return Offer(
+def offer(address: str, ram: float = 1.0, compute: float = 50.0) -> ProviderOffer:
+    return ProviderOffer(
         name=address,
         address=address,
         ram=ram,
@@ -117,11 +128,11 @@ def offer(address: str, ram: float = 1.0, compute: float = 50.0) -> Offer:
     )
 
 
-def local(count: int, **figures: float) -> list[tuple[str, Offer]]:
+def local(count: int, **figures: float) -> list[tuple[str, ProviderOffer]]:
     return [(f"p{n}", offer(f"127.0.0.1:{9000 + n}", **figures)) for n in range(count)]
 
 
-def planned_for(spec: JobSpec, packed: Packed, providers: list[tuple[str, Offer]]) -> PlannedJob:
+def planned_for(spec: JobSpec, packed: Packed, providers: list[tuple[str, ProviderOffer]]) -> PlannedJob:
     planned = plan_job(spec, packed.units, providers)
     assert isinstance(planned, PlannedJob), planned
     return planned
@@ -142,7 +153,7 @@ def shipped(planned: PlannedJob, packed: Packed, folder: Path) -> tuple[Assignme
     return ship("j1", planned, packed.weights, adder(folder), folder)
 
 
-def rows(share: tuple[Slice, ...], pieces: tuple[Piece, ...]) -> list[int]:
+def rows(share: tuple[RowRange, ...], pieces: tuple[DataFile, ...]) -> list[int]:
     """Numbers of the samples in slices."""
     begins = accumulate((piece.rows for piece in pieces), initial=0)
     begin_of = {piece.artifact: begin for piece, begin in zip(pieces, begins, strict=False)}
@@ -390,7 +401,7 @@ def test_clusters_share_all_samples_and_each_is_somewhere_once(
             assert each.train.samples == len(own)
             assert each.validation is not None
             assert each.validation.samples == validation.samples
-            shares: list[Share] = [each.train, each.validation]
+            shares: list[DataShare] = [each.train, each.validation]
             assert all(bool(share.inputs) == (each is nodes[0]) for share in shares)
             assert all(bool(share.labels) == (each is nodes[-1]) for share in shares)
     assert everything == list(range(train.samples)), "each sample once, in order"

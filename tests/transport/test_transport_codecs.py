@@ -11,19 +11,19 @@ from ravnest.wire.messages import (
     PROTOCOL,
     AnyHead,
     Backward,
-    BatchId,
     Forward,
+    ForwardResult,
     Hello,
     Message,
-    Outcome,
-    Piece,
+    MicrobatchId,
+    RingChunk,
     RoundId,
-    Saved,
+    StageSaved,
 )
 
-BATCH = BatchId("run", 0, 0, 0)
-LOSSY: list[AnyHead] = [Forward(BATCH, 1), Backward(BATCH), Piece(RoundId(0), 0, 0, 0, 0)]
-EXACT: list[AnyHead] = [Saved("run", 0, "{}"), Outcome(BATCH)]
+BATCH = MicrobatchId("run", 0, 0, 0)
+LOSSY: list[AnyHead] = [Forward(BATCH, 1), Backward(BATCH), RingChunk(RoundId(0), 0, 0, 0, 0)]
+EXACT: list[AnyHead] = [StageSaved("run", 0, "{}"), ForwardResult(BATCH)]
 NUMBERS = torch.linspace(-1, 1, 1 << 14)
 
 

@@ -14,11 +14,11 @@ from transport_nodes import LOOPBACK, SECONDS, Inbox, Opener, Pair, connect, hel
 from ravnest.errors import AddressInUseError, LinkClosedError, RefusedError, UnreachableError
 from ravnest.transport.base import Link
 from ravnest.types import Address
-from ravnest.wire.messages import BatchId, Forward, Goodbye, Hello, Message, Refused, Save
+from ravnest.wire.messages import Forward, Goodbye, Hello, HelloRefused, Message, MicrobatchId, SaveStage
 
 
 def numbered(index: int, **values: torch.Tensor) -> Message:
-    return Message(Forward(BatchId("run", 0, 0, index), 1), values)
+    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), values)
 
 
 def index_of(message: Message) -> int:
@@ -273,7 +273,7 @@ def test_a_refusal_reaches_the_caller_at_once(transport: Opener) -> None:
 def test_another_protocol_is_refused(transport: Opener) -> None:
     far, asked = transport(), []
 
-    def admit(peer: Hello) -> Hello | Refused:
+    def admit(peer: Hello) -> Hello | HelloRefused:
         asked.append(peer)
         return hello(1)
 
@@ -290,12 +290,14 @@ def test_the_wrong_node_is_noticed(transport: Opener) -> None:
     with pytest.raises(RefusedError, match=r"node_1 answers at .* where node_2 should be"):
         transport().dial(address, hello(0), Inbox(), deadline=SECONDS, expect=2)
     inbox2 = Inbox()
-    transport().dial(address, hello(0), inbox2, deadline=SECONDS, expect=1).send(Message(Save("run")))
-    assert inbox.next().head == Save("run")
+    transport().dial(address, hello(0), inbox2, deadline=SECONDS, expect=1).send(
+        Message(SaveStage("run"))
+    )
+    assert inbox.next().head == SaveStage("run")
 
 
 def test_admit_that_fails_refuses(transport: Opener) -> None:
-    def admit(peer: Hello) -> Hello | Refused:
+    def admit(peer: Hello) -> Hello | HelloRefused:
         raise ValueError("no such plan")
 
     address = transport().serve(LOOPBACK, admit, Inbox(), lambda link: None)

@@ -24,11 +24,11 @@ from ravnest.transport.certificates import Authority
 from ravnest.transport.grpc_settings import METHOD
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.handshake import hello_frame
-from ravnest.transport.trust import Credentials, dialled, is_loopback
+from ravnest.transport.tls import Credentials, dialled, is_loopback
 from ravnest.types import Address
 from ravnest.wire.frames import encode
-from ravnest.wire.messages import BatchId, Forward, Goodbye, Message, Refused, Save
-from ravnest.wire.table import Limits
+from ravnest.wire.header import Limits
+from ravnest.wire.messages import Forward, Goodbye, HelloRefused, Message, MicrobatchId, SaveStage
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def open_transport(made: list[GrpcTransport], identity: Credentials | None = Non
 
 
 def message(index: int = 0, count: int = 10) -> Message:
-    return Message(Forward(BatchId("run", 0, 0, index), 1), {"x": torch.randn(count)})
+    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), {"x": torch.randn(count)})
 
 
 def assert_works(pair: Pair) -> None:
@@ -322,7 +322,7 @@ def _child(control: Connection, port: int | None) -> None:
         link = transport.dial(Address("127.0.0.1", port), hello(1), Inbox(), deadline=SECONDS)
     tensor = torch.randn(1_000_000)
     while True:
-        link.send(Message(Save("run"), {"x": tensor}))
+        link.send(Message(SaveStage("run"), {"x": tensor}))
         link.flush(SECONDS)
 
 
@@ -372,4 +372,4 @@ def test_a_forked_child_does_not_disturb_the_link(made: list[GrpcTransport]) -> 
 
 
 def test_refusals_have_a_size() -> None:
-    assert len(hello_frame(Refused("x" * 1000))) < 1200
+    assert len(hello_frame(HelloRefused("x" * 1000))) < 1200

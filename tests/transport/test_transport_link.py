@@ -13,7 +13,7 @@ from ravnest.transport.link import FrameLink
 from ravnest.wire.control import Closing, Echo, Probe, decode_control, encode_control
 from ravnest.wire.envelope import Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, Assembler, encode
-from ravnest.wire.messages import BatchId, Forward, Message
+from ravnest.wire.messages import Forward, Message, MicrobatchId
 
 
 class Bench:
@@ -31,7 +31,7 @@ def bench() -> Bench:
 
 
 def message(index: int, count: int = 10) -> Message:
-    return Message(Forward(BatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
+    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
 
 
 def frame(index: int) -> bytes:

@@ -6,11 +6,11 @@ import torch
 from transport_nodes import LOOPBACK, SECONDS, Inbox, connect, hello
 
 from ravnest.transport.memory import MemoryNetwork
-from ravnest.wire.messages import BatchId, Forward, Message
+from ravnest.wire.messages import Forward, Message, MicrobatchId
 
 
 def message(index: int, count: int = 10) -> Message:
-    return Message(Forward(BatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
+    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
 
 
 def test_delay_delays_messages_and_does_not_limit_their_number() -> None:

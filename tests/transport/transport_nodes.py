@@ -11,9 +11,9 @@ from ravnest.transport.base import Link, Transport
 from ravnest.transport.certificates import Authority
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.memory import MemoryNetwork
-from ravnest.transport.trust import Credentials
+from ravnest.transport.tls import Credentials
 from ravnest.types import Address
-from ravnest.wire.messages import PROTOCOL, Hello, Message, Refused
+from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, Message
 
 SECONDS = 20.0
 """No wait of a test is longer; all that succeed are far shorter."""
@@ -118,5 +118,5 @@ def credentials(authority: Authority, node: int, host: str = "0.0.0.0") -> Crede
     return Credentials(authority.certificate, identity.certificate, identity.key)
 
 
-def refuse(peer: Hello) -> Hello | Refused:
-    return Refused(f"plan {peer.plan!r} is not mine")
+def refuse(peer: Hello) -> Hello | HelloRefused:
+    return HelloRefused(f"plan {peer.plan!r} is not mine")

@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from ravnest.errors import WireError
 from ravnest.wire.codecs import BF16, CODECS, FP16, INT8, RAW, Codec, Encoded, ErrorFeedback, codec_named
 from ravnest.wire.frames import Assembler, encode
-from ravnest.wire.layout import DTYPES, Layout, dense
-from ravnest.wire.messages import BatchId, Forward, Message
+from ravnest.wire.layout import DTYPES, TensorLayout, dense
+from ravnest.wire.messages import Forward, Message, MicrobatchId
 
 LOSSY: list[Codec] = [FP16, BF16, INT8]
 BLOCK = 32
 SMALLEST = 128
-HEAD = Forward(BatchId("run", 0, 0, 0), 1)
+HEAD = Forward(MicrobatchId("run", 0, 0, 0), 1)
 SIZES = st.one_of(st.integers(0, 5 * SMALLEST), st.sampled_from([127, 128, 129, 32_736, 32_737, 70_000]))
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 lossy = pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
 wide = st.sampled_from([torch.float32, torch.float64])
 
 
-def layout_of(tensor: torch.Tensor) -> Layout:
-    return Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+def layout_of(tensor: torch.Tensor) -> TensorLayout:
+    return TensorLayout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def encoded(codec: Codec, tensor: torch.Tensor) -> Encoded:
@@ -194,7 +194,7 @@ def test_small_tensors_travel_as_they_are(codec: Codec) -> None:
 @every_codec
 @pytest.mark.parametrize("more", [-1, 1, -100])
 def test_a_payload_of_another_length_is_a_wire_error(codec: Codec, more: int) -> None:
-    layout = Layout(torch.float32, (20, 10), (10, 1))
+    layout = TensorLayout(torch.float32, (20, 10), (10, 1))
     with pytest.raises(WireError, match="came where"):
         codec.decode(torch.zeros(codec.nbytes(layout) + more, dtype=torch.uint8), layout)
 
@@ -205,7 +205,7 @@ def test_a_payload_of_another_length_is_a_wire_error(codec: Codec, more: int) ->
 def test_any_bytes_of_the_right_length_are_a_tensor(
     codec: Codec, count: int, seed: int, dtype: torch.dtype
 ) -> None:
-    layout = Layout(dtype, (count,), (1,))
+    layout = TensorLayout(dtype, (count,), (1,))
     generator = torch.Generator().manual_seed(seed)
     size = (codec.nbytes(layout),)
     payload = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
@@ -213,7 +213,7 @@ def test_any_bytes_of_the_right_length_are_a_tensor(
 
 
 def test_scales_that_are_no_numbers_spoil_their_block_only() -> None:
-    layout = Layout(torch.float32, (5 * BLOCK,), (1,))
+    layout = TensorLayout(torch.float32, (5 * BLOCK,), (1,))
     payload = encoded(INT8, torch.ones(5 * BLOCK)).payload
     payload[2:4].view(torch.bfloat16).fill_(math.nan)
     result = INT8.decode(payload, layout).view(5, BLOCK)

@@ -19,49 +19,49 @@ from ravnest.wire.codecs import CODECS
 from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
 from ravnest.wire.envelope import Kind, seal, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, INLINE_BYTES, Assembler, encode, largest_frame
+from ravnest.wire.header import Limits
 from ravnest.wire.layout import DTYPES
 from ravnest.wire.messages import (
     PROTOCOL,
     Abort,
     AnyHead,
     Backward,
-    BatchId,
-    Begin,
-    Clip,
-    End,
-    Figure,
-    Finish,
+    CallEnd,
+    ClipNorm,
     Forward,
+    ForwardResult,
     Goodbye,
     Hello,
+    HelloRefused,
     Message,
-    Outcome,
-    Refused,
-    Return,
-    Save,
-    Saved,
+    MicrobatchId,
+    PhaseBegin,
+    PhaseEnd,
+    RunEnd,
+    SaveStage,
+    StageSaved,
     StageTiming,
+    ValidationResult,
     Value,
 )
-from ravnest.wire.table import Limits
 
-BATCH = BatchId("run", 3, 1, 7, 2)
+BATCH = MicrobatchId("run", 3, 1, 7, 2)
 HEAD = Forward(BATCH, 32, {"targets": "abc"})
 HEADS: list[AnyHead] = [
     Hello(PROTOCOL, "plan", 3, 1, 2, "run", {"schedule": "sync"}, "fp16"),
-    Refused("another plan"),
+    HelloRefused("another plan"),
     HEAD,
     Backward(BATCH, (StageTiming(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),), 0.25, ((0, 1.0), (3, math.inf))),
     Backward(BATCH),
-    Clip(5, 1.5),
-    Begin("run", 1, "validate", 0),
-    End("run", 1, 12, True),
-    Outcome(BATCH),
-    Figure("run", 1, "accuracy", 0.5, 100),
-    Save("run"),
-    Saved("run", 1, '{"a": 1}'),
-    Return("run", "train"),
-    Finish("run"),
+    ClipNorm(5, 1.5),
+    PhaseBegin("run", 1, "validate", 0),
+    PhaseEnd("run", 1, 12, True),
+    ForwardResult(BATCH),
+    ValidationResult("run", 1, "accuracy", 0.5, 100),
+    SaveStage("run"),
+    StageSaved("run", 1, '{"a": 1}'),
+    CallEnd("run", "train"),
+    RunEnd("run"),
     Goodbye(1),
     Abort(1, "out of memory"),
 ]

@@ -17,16 +17,16 @@ from ravnest.averaging.events import (
     Action,
     ClusterJoined,
     ClusterLost,
-    DueArrived,
     Event,
-    HeldArrived,
+    PreparedArrived,
     ReducedArrived,
+    RequestArrived,
     Tick,
     Wake,
 )
 from ravnest.averaging.outcome import RoundKind
 from ravnest.averaging.round import Round
-from ravnest.wire.messages import Due, Held
+from ravnest.wire.messages import Prepared, RoundRequest
 
 Mode = Literal["background", "blocking"]
 
@@ -107,9 +107,9 @@ class Coordinator:
 
     def _take(self, event: Event, now: float) -> None:
         match event:
-            case DueArrived(head):
+            case RequestArrived(head):
                 self._take_due(head, now)
-            case HeldArrived(head):
+            case PreparedArrived(head):
                 self._take_held(head, now)
             case ReducedArrived(head):
                 if self._round is not None:
@@ -121,7 +121,7 @@ class Coordinator:
             case Tick():
                 pass
 
-    def _take_due(self, head: Due, now: float) -> None:
+    def _take_due(self, head: RoundRequest, now: float) -> None:
         cluster = head.cluster
         if cluster not in self._live:
             return
@@ -150,7 +150,7 @@ class Coordinator:
             return False
         return current.awaits(cluster) or (current.assign and cluster in current.clusters)
 
-    def _take_held(self, head: Held, now: float) -> None:
+    def _take_held(self, head: Prepared, now: float) -> None:
         current = self._round
         if head.cluster not in self._live or head.round.number >= LAST_NUMBER:
             return

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ravnest.averaging.outcome import RoundOutcome
-from ravnest.wire.messages import Due, Go, Held, Propose, Reduced, Settle
+from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundRequest, Start
 
 # Events. The heads name the cluster that speaks; whoever hands them in has checked that they came
 # over that cluster's link.
 
 
 @dataclass(frozen=True, slots=True)
-class DueArrived:
+class RequestArrived:
     """A cluster asks for a round, or is ready for one."""
 
-    head: Due
+    head: RoundRequest
 
 
 @dataclass(frozen=True, slots=True)
-class HeldArrived:
+class PreparedArrived:
     """A cluster has its copy."""
 
-    head: Held
+    head: Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ class Tick:
     """The time that a Wake named has come."""
 
 
-Event = DueArrived | HeldArrived | ReducedArrived | ClusterJoined | ClusterLost | Tick
+Event = RequestArrived | PreparedArrived | ReducedArrived | ClusterJoined | ClusterLost | Tick
 
 # Actions, to be carried out in the order given.
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToCluster:
     """A head to the Root of a cluster; the coordinator's own cluster is one of them."""
 
     cluster: int
-    head: Propose | Go | Settle
+    head: Prepare | Start | Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RoundEnded:
     """A round is over."""
 
     outcome: RoundOutcome
 
 
-Action = Send | Wake | Report
+Action = SendToCluster | Wake | RoundEnded

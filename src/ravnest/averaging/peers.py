@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 
 from ravnest.errors import RavnestError, UnreachableError
-from ravnest.store.nodefile import Neighbour, NodeFile
+from ravnest.store.node_spec import NeighbourSpec, NodeSpec
 from ravnest.transport.base import Link, LinkHandler, Transport
-from ravnest.transport.partings import part
+from ravnest.transport.link import part
 from ravnest.types import Address
 from ravnest.wire.messages import AnyHead, Hello
 
@@ -34,7 +34,7 @@ class Peers:
     """
 
     def __init__(
-        self, place: NodeFile, hello: Hello, transport: Transport, handler: LinkHandler
+        self, place: NodeSpec, hello: Hello, transport: Transport, handler: LinkHandler
     ) -> None:
         self._place = place
         self._hello = hello
@@ -86,7 +86,7 @@ class Peers:
             (c for members in lists for c, member in enumerate(members) if member.node == node), None
         )
 
-    def reach(self, peer: Neighbour, cluster: int) -> Link:
+    def reach(self, peer: NeighbourSpec, cluster: int) -> Link:
         """A link to a node of a ring; ``PeerError`` if there is none to be had soon."""
         with self._changed:
             link = self._links.get(peer.node)
@@ -172,7 +172,7 @@ class Peers:
         return self._closed
 
     def _dial(
-        self, peer: Neighbour, seconds: float, waiting: Callable[[str], None] | None = None
+        self, peer: NeighbourSpec, seconds: float, waiting: Callable[[str], None] | None = None
     ) -> Link:
         return self._transport.dial(
             Address.parse(peer.address),

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ravnest.averaging.landing import Landing
+from ravnest.averaging.sinks import Sink
 from ravnest.errors import WireError
 
 PIECE_BYTES = 2 << 20
@@ -36,7 +36,7 @@ Roundtrip = Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class OutgoingChunk:
     """A piece for the next member of the ring; nobody changes its values any more."""
 
     segment: int
@@ -47,7 +47,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class Share:
+class RingShare:
     """What one member brings to one round of one ring."""
 
     position: int
@@ -61,7 +61,7 @@ class Share:
     roundtrip: Roundtrip | None = None
     """Where values change on their way: the owner of a sum keeps what the others get, and whoever
     sends one on knows what was lost."""
-    landing: Landing | None = None
+    landing: Sink | None = None
     """What becomes of the result, else it goes to new memory; may use up the vector."""
 
     def __post_init__(self) -> None:
@@ -74,9 +74,9 @@ class Share:
 class RingReduce:
     """Takes pieces, says which to send on, and has the result when ``done``."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: RingShare) -> None:
         self._share = share
-        self._landing = share.landing or Landing(torch.empty_like(share.vector))
+        self._landing = share.landing or Sink(torch.empty_like(share.vector))
         self._digests: dict[tuple[int, int], bytes] = {}
         own = range(self._count(share.position))
         self._unsent = deque((share.position, piece) for piece in own)
@@ -100,7 +100,7 @@ class RingReduce:
         assert self.done, f"{len(self._due)} pieces are still on their way"
         return xxhash.xxh3_64_hexdigest(b"".join(self._digests[key] for key in sorted(self._digests)))
 
-    def start(self) -> list[Outgoing]:
+    def start(self) -> list[OutgoingChunk]:
         """The pieces that this member sends off first; all that is to be done where it is alone."""
         if self._share.members > 1:
             return self._send_off(AHEAD)
@@ -108,7 +108,7 @@ class RingReduce:
             self._keep(segment, piece, self._weighted(segment, piece))
         return []
 
-    def take(self, segment: int, piece: int, hop: int, values: Tensor) -> list[Outgoing]:
+    def take(self, segment: int, piece: int, hop: int, values: Tensor) -> list[OutgoingChunk]:
         """A piece came from the member before; its values are changed, and sent on.
 
         ``WireError`` if it is none that can come now.
@@ -120,22 +120,22 @@ class RingReduce:
             onward = hop + 1 < 2 * share.members - 1
             # Its own pieces come back when they are summed: each makes room for another.
             following = self._send_off(1) if segment == share.position else []
-            return [*([Outgoing(segment, piece, hop + 1, values)] if onward else []), *following]
+            return [*([OutgoingChunk(segment, piece, hop + 1, values)] if onward else []), *following]
         self._add(values, segment, piece)
         values = self._as_it_arrives(segment, piece, values)
         if hop + 1 < share.members:
             self._due[segment, piece] = hop + share.members
         else:
             self._keep(segment, piece, values)
-        return [Outgoing(segment, piece, hop + 1, values)]
+        return [OutgoingChunk(segment, piece, hop + 1, values)]
 
-    def _send_off(self, count: int) -> list[Outgoing]:
+    def _send_off(self, count: int) -> list[OutgoingChunk]:
         """The next pieces of this member's own segment."""
         outgoing = []
         for _ in range(min(count, len(self._unsent))):
             segment, piece = self._unsent.popleft()
             values = self._as_it_arrives(segment, piece, self._weighted(segment, piece))
-            outgoing.append(Outgoing(segment, piece, 1, values))
+            outgoing.append(OutgoingChunk(segment, piece, 1, values))
         return outgoing
 
     def _as_it_arrives(self, segment: int, piece: int, values: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ravnest.averaging.deadlines import Timing
-from ravnest.averaging.events import Report, Send
+from ravnest.averaging.events import RoundEnded, SendToCluster
 from ravnest.averaging.outcome import RoundKind, RoundOutcome
-from ravnest.wire.messages import Go, Held, Propose, Reduced, RoundId, Settle
+from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
 ATTEMPTS = 3
 """So often a round is tried; a final round goes on for as long as two clusters live."""
@@ -42,10 +42,10 @@ class Round:
         self.missing = dict(missing)
         self.deadline: float | None = None
         self.outcome: RoundOutcome | None = None
-        self.actions: list[Send | Report] = []
+        self.actions: list[SendToCluster | RoundEnded] = []
         self._timing = timing
         self._opened = self._since = now
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, Prepared] = {}
         self._weights: dict[int, float] = {}
         """Empty until all members are known."""
         self._reduced: dict[int, Reduced] = {}
@@ -70,7 +70,7 @@ class Round:
         else:
             self._close(self._too_few(), now, settle=self.assign)
 
-    def held(self, head: Held, now: float) -> None:
+    def held(self, head: Prepared, now: float) -> None:
         """A cluster has its copy, or says why it has none to give."""
         if head.round == self.id and self.awaits(head.cluster):
             self._held[head.cluster] = head
@@ -121,7 +121,7 @@ class Round:
         self._since = now
         wait = None if self.kind == "final" else self._timing.answer_within(self.clusters)
         self.deadline = None if wait is None else now + wait
-        self._send(Propose(self.id, self.assign))
+        self._send(Prepare(self.id, self.assign))
 
     def _start(self, now: float) -> None:
         silent = {cluster for cluster in self.clusters if cluster not in self._held}
@@ -141,7 +141,7 @@ class Round:
         self._since = now
         self.deadline = None if self.kind == "final" else now + self._timing.reduce_within()
         codec, base = self._coding()
-        self._send(Go(self.id, dict(self._weights), codec, base))
+        self._send(Start(self.id, dict(self._weights), codec, base))
 
     def _coding(self) -> tuple[str, RoundId | None]:
         """How the average travels: compressed if all want the same and know the same last average.
@@ -214,7 +214,7 @@ class Round:
             self._weights.pop(cluster, None)
             self.missing[cluster] = reason
             if tell:
-                self.actions.append(Send(cluster, self._settle(False, reason)))
+                self.actions.append(SendToCluster(cluster, self._settle(False, reason)))
 
     def _too_few(self) -> str:
         only = f"only cluster {self.clusters[0]} is" if self.clusters else "no cluster is"
@@ -238,13 +238,13 @@ class Round:
         )
         if settle:
             self._send(self._settle(committed, reason or self.outcome.describe()))
-        self.actions.append(Report(self.outcome))
+        self.actions.append(RoundEnded(self.outcome))
 
-    def _settle(self, commit: bool, reason: str) -> Settle:
-        return Settle(self.id, commit, reason, self.assign)
+    def _settle(self, commit: bool, reason: str) -> Decision:
+        return Decision(self.id, commit, reason, self.assign)
 
-    def _send(self, head: Propose | Go | Settle) -> None:
-        self.actions += [Send(cluster, head) for cluster in self.clusters]
+    def _send(self, head: Prepare | Start | Decision) -> None:
+        self.actions += [SendToCluster(cluster, head) for cluster in self.clusters]
 
 
 def shares(samples: Mapping[int, int]) -> dict[int, float]:

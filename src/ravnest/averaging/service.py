@@ -15,28 +15,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ravnest.averaging.coding import Coding
-from ravnest.averaging.council import Council, Rounds
-from ravnest.averaging.exchange import Exchange, Exchanged, RingPart
+from ravnest.averaging.allreduce import AllReduce, AllReduceResult, RingPart
+from ravnest.averaging.compression import RoundCompression
 from ravnest.averaging.peers import PeerError, Peers
-from ravnest.averaging.stage import Average, Stage, Vectors
+from ravnest.averaging.root import AveragingConfig, AveragingRoot
+from ravnest.averaging.weights_port import RoundAverage, Vectors, WeightsPort
 from ravnest.errors import RavnestError
-from ravnest.store.nodefile import NodeFile, RingEntry
+from ravnest.store.node_spec import NodeSpec, RingSpec
 from ravnest.transport.base import Link, Transport
-from ravnest.transport.partings import try_send
+from ravnest.transport.link import try_send
 from ravnest.wire.messages import (
     AnyHead,
-    Due,
-    Go,
+    Decision,
     Goodbye,
-    Held,
     Hello,
     Message,
-    Piece,
-    Propose,
+    Prepare,
+    Prepared,
     Reduced,
+    RingChunk,
     RoundId,
-    Settle,
+    RoundRequest,
+    Start,
 )
 
 logger = logging.getLogger(__name__)
@@ -63,17 +63,17 @@ class _Current:
     """The average waits for its verdict."""
 
 
-class Averaging:
+class AveragingService:
     """One node's service; implements ``LinkHandler`` for links to other clusters."""
 
     def __init__(
         self,
-        place: NodeFile,
-        stage: Stage,
+        place: NodeSpec,
+        stage: WeightsPort,
         hello: Hello,
         transport: Transport,
         *,
-        rounds: Rounds | None,
+        rounds: AveragingConfig | None,
         failed: Callable[[str], None],
     ) -> None:
         """``rounds`` belong to Roots. ``failed`` hears of errors of ours: nobody is to wait for ever."""
@@ -81,11 +81,11 @@ class Averaging:
         self._stage = stage
         self._failed = failed
         self._peers = Peers(place, hello, transport, self)
-        self._council: Council | None = None
+        self._council: AveragingRoot | None = None
         if rounds is not None:
-            self._council = Council(place, rounds, self._peers, told=self._tell, post=self.post)
-        self._exchange = Exchange(stage.sizes())
-        self._coding = Coding(hello.codec)
+            self._council = AveragingRoot(place, rounds, self._peers, told=self._tell, post=self.post)
+        self._exchange = AllReduce(stage.sizes())
+        self._coding = RoundCompression(hello.codec)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._known: set[Link] = set()
         """Links to Roots that the council has heard of."""
@@ -157,11 +157,11 @@ class Averaging:
         """From a node of another cluster."""
         head = message.head
         match head:
-            case Piece():
+            case RingChunk():
                 self._exchange.take(link, message)
             case Goodbye():
                 self.post(lambda: self._gone(link, ""))
-            case Due() | Held() | Reduced() | Propose() | Go() | Settle():
+            case RoundRequest() | Prepared() | Reduced() | Prepare() | Start() | Decision():
                 self.post(lambda: self._from_root(link, head))
             case _:
                 logger.warning("node_%d has no business to send %s", link.peer.node, type(head).__name__)
@@ -179,19 +179,19 @@ class Averaging:
     def _found(self, link: Link) -> None:
         self.post(lambda: self._met(link))
 
-    def from_pipeline(self, head: Propose | Go | Settle | Held | Reduced) -> None:
+    def from_pipeline(self, head: Prepare | Start | Decision | Prepared | Reduced) -> None:
         """From the node before or behind in the pipeline."""
-        if isinstance(head, Propose | Go | Settle):
+        if isinstance(head, Prepare | Start | Decision):
             self._pass_on(head)
             self.post(lambda: self._told(head))
         else:
             self.post(lambda: self._up(head))
 
-    def _pass_on(self, head: Propose | Go | Settle) -> None:
+    def _pass_on(self, head: Prepare | Start | Decision) -> None:
         """To the node behind, and a verdict to the stage: before whatever the Root says next."""
         if self._next is not None:
             try_send(self._next, head)
-        if isinstance(head, Settle):
+        if isinstance(head, Decision):
             self._stage.settle(head.round, commit=head.commit)
 
     # The thread
@@ -253,7 +253,9 @@ class Averaging:
         if cluster < self._place.cluster and reason and not self._peers.closed:
             self._peers.find(cluster, _RETURN_SECONDS, self._found)
 
-    def _from_root(self, link: Link, head: Due | Held | Reduced | Propose | Go | Settle) -> None:
+    def _from_root(
+        self, link: Link, head: RoundRequest | Prepared | Reduced | Prepare | Start | Decision
+    ) -> None:
         if self._council is None or link.peer.stage != 0:
             logger.warning("node_%d has no business to send %s", link.peer.node, type(head).__name__)
             return
@@ -262,25 +264,25 @@ class Averaging:
 
     # The round, from the Root on along the pipeline
 
-    def _tell(self, head: Propose | Go | Settle) -> None:
+    def _tell(self, head: Prepare | Start | Decision) -> None:
         """At the Root: the council's word to all nodes of the cluster."""
         self._pass_on(head)
         self._told(head)
 
-    def _told(self, head: Propose | Go | Settle) -> None:
+    def _told(self, head: Prepare | Start | Decision) -> None:
         match head:
-            case Propose(round_id, assign):
+            case Prepare(round_id, assign):
                 self._exchange.cancel(RoundId(round_id.number, round_id.attempt - 1), "it is over")
                 self._current = _Current(round_id, assign)
                 self._stage.hold(
                     idle=assign, then=lambda held: self.post(lambda: self._held(round_id, held))
                 )
-            case Go():
+            case Start():
                 self._go(head)
-            case Settle():
+            case Decision():
                 self._settled(head)
 
-    def _settled(self, head: Settle) -> None:
+    def _settled(self, head: Decision) -> None:
         current, self._current = self._current, None
         self._exchange.cancel(head.round, head.reason or "it is over")
         took_part = current is not None and current.id == head.round and current.prepared
@@ -294,16 +296,16 @@ class Averaging:
         problem = self._stage.fault(held)
         current.faulty = bool(problem)
         coding, place = self._coding, self._place
-        self._up(Held(round_id, place.cluster, place.node, 0, problem, coding.codec, coding.base))
+        self._up(Prepared(round_id, place.cluster, place.node, 0, problem, coding.codec, coding.base))
 
-    def _up(self, head: Held | Reduced) -> None:
+    def _up(self, head: Prepared | Reduced) -> None:
         """The word of a node on its way to the Root, which gathers them."""
         if self._council is not None:
             self._council.collect(head)
         elif self._previous is not None:
             self._previous.send(Message(head))
 
-    def _go(self, head: Go) -> None:
+    def _go(self, head: Start) -> None:
         current = self._current
         if current is None or current.id != head.round or current.held is None:
             return
@@ -317,7 +319,7 @@ class Averaging:
         # Reaching a peer may take a while.
         threading.Thread(target=self._begin, args=(head, parts), daemon=True).start()
 
-    def _parts(self, head: Go, held: Vectors, *, moves: bool) -> dict[int, RingPart]:
+    def _parts(self, head: Start, held: Vectors, *, moves: bool) -> dict[int, RingPart]:
         """What this node brings to each ring, but for the links."""
         coding, moving = self._coding, self._stage.moving() if moves else {}
         vectors = coding.outgoing(head, held)
@@ -338,7 +340,7 @@ class Averaging:
             for ring in self._place.rings
         }
 
-    def _begin(self, head: Go, parts: dict[int, RingPart]) -> None:
+    def _begin(self, head: Start, parts: dict[int, RingPart]) -> None:
         try:
             for ring in self._place.rings:
                 parts[ring.id] = replace(parts[ring.id], successor=self._successor(ring, head))
@@ -349,19 +351,19 @@ class Averaging:
             return
         self._exchange.start(head.round, parts, lambda done: self.post(lambda: self._ended(done)))
 
-    def _successor(self, ring: RingEntry, head: Go) -> Link | None:
+    def _successor(self, ring: RingSpec, head: Start) -> Link | None:
         """A link to the next member; None where there is no other."""
         members = sorted(head.weights)
         after = members[(members.index(self._place.cluster) + 1) % len(members)]
         return None if len(members) == 1 else self._peers.reach(ring.members[after], after)
 
-    def _ended(self, done: Exchanged, missing: int | None = None) -> None:
+    def _ended(self, done: AllReduceResult, missing: int | None = None) -> None:
         current = self._current
         if current is None or current.id != done.round:
             return
         current.done = True
         if not done.problem:
-            self._stage.prepare(Average(done.round, done.averages, current.assign, current.faulty))
+            self._stage.prepare(RoundAverage(done.round, done.averages, current.assign, current.faulty))
             current.prepared = True
         if missing is None and done.peer is not None:
             missing = self._peers.cluster_of(done.peer)
@@ -378,5 +380,5 @@ class Averaging:
         )
 
 
-def _failed(head: Go, error: Exception) -> Exchanged:
-    return Exchanged(head.round, {}, {}, 0, str(error) or type(error).__name__)
+def _failed(head: Start, error: Exception) -> AllReduceResult:
+    return AllReduceResult(head.round, {}, {}, 0, str(error) or type(error).__name__)

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ravnest.cli.codes import EXPLAINED, code_of
-from ravnest.cli.loading import Lazy, LazyGroup
+from ravnest.cli.exit_codes import EXPLAINED, code_of
+from ravnest.cli.lazy import Lazy, LazyGroup
 from ravnest.errors import RavnestError
 from ravnest.version import __version__
 

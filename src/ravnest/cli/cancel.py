@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ravnest.cli.console import out
 from ravnest.cli.options import JobId, Server, Token
-from ravnest.cli.showing import out
-from ravnest.requester.choosing import choose
-from ravnest.requester.handle import JobHandle
+from ravnest.client.handle import JobHandle
+from ravnest.client.server_selection import choose
 
 
 def cancel(job: JobId, server: Server = None, token: Token = None) -> None:

@@ -12,20 +12,20 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from ravnest.api.jobs import JobState
-from ravnest.api.trust import ApiRole
-from ravnest.cli.showing import bars, job_line, out
-from ravnest.client.http import Api
-from ravnest.client.joining import join
+from ravnest.cli.console import bars, job_line, out
+from ravnest.client.digits import accuracy, digits, digits_job
+from ravnest.client.handle import JobHandle, ended_without_model
+from ravnest.client.local_providers import LocalProviders
+from ravnest.client.results import load_trained
+from ravnest.client.submission import hand_in
 from ravnest.errors import JobEndedError
+from ravnest.http.api import ApiClient
+from ravnest.http.credentials import join
 from ravnest.jobs.job import Job
-from ravnest.provider.interrupts import interrupts
-from ravnest.requester.digits import accuracy, digits, digits_job
-from ravnest.requester.handle import JobHandle, ended_without_model
-from ravnest.requester.neighbours import Neighbours
-from ravnest.requester.results import load_trained
-from ravnest.requester.submitting import hand_in
-from ravnest.server.serving import serve
+from ravnest.provider.signals import interrupts
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobState
+from ravnest.server.http.runner import serve
 
 _LIMIT = 900.0
 """Seconds that a demo may take."""
@@ -56,7 +56,7 @@ def demo(
         invitation = {"server": server.url, "token": server.token(ApiRole.PROVIDER, uses=providers)}
         console.print(f"2. {providers} providers join it, as with `ravnest provide`:")
         show = partial(_show_line, console)
-        neighbours = opened.enter_context(Neighbours(scratch, invitation, show))
+        neighbours = opened.enter_context(LocalProviders(scratch, invitation, show))
         for number in range(providers):
             neighbours.start(f"provider-{number}", "--ram=1", "--cores=1", _HOURS)
         member = join(server.url, server.token(ApiRole.REQUESTER), "demo")
@@ -73,12 +73,12 @@ def demo(
     console.print(f"{path}")
 
 
-def _submit(console: Console, api: Api, job: Job) -> JobHandle:
+def _submit(console: Console, api: ApiClient, job: Job) -> JobHandle:
     with bars(console) as shown:
         return JobHandle(hand_in(api, job, shown.tell), api)
 
 
-def _follow(console: Console, handle: JobHandle, neighbours: Neighbours) -> None:
+def _follow(console: Console, handle: JobHandle, neighbours: LocalProviders) -> None:
     """Show the job until it is done; an error as soon as something ended that should not have."""
     deadline = time.monotonic() + _LIMIT
     with job_line(console) as line:

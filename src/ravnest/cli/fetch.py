@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ravnest.api.jobs import JobState
+from ravnest.cli.console import bars, err, job_line, out
 from ravnest.cli.options import JobId, Server, Token
-from ravnest.cli.showing import bars, err, job_line, out
-from ravnest.requester.choosing import choose
-from ravnest.requester.handle import JobHandle, ended_without_model
+from ravnest.client.handle import JobHandle, ended_without_model
+from ravnest.client.server_selection import choose
+from ravnest.schemas.jobs import JobState
 
 Out = Annotated[
     Path | None,

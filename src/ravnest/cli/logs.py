@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from ravnest.api.jobs import JobState, JobView
+from ravnest.cli.console import event_line, out, print_json_line
 from ravnest.cli.options import JobId, Json, Server, Token
-from ravnest.cli.showing import event_line, out, print_json_line
-from ravnest.requester.choosing import MAY_LOOK, choose
-from ravnest.requester.handle import JobHandle, ended_without_model
+from ravnest.client.handle import JobHandle, ended_without_model
+from ravnest.client.server_selection import MAY_LOOK, choose
+from ravnest.schemas.jobs import JobState, JobView
 
 
 def logs(

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ravnest.api.providers import ProviderState, ProviderView
+from ravnest.cli.console import out, print_json
 from ravnest.cli.options import Json, Server, Token
-from ravnest.cli.showing import out, print_json
+from ravnest.client.server_selection import MAY_LOOK, choose
 from ravnest.errors import NodeConfigError
-from ravnest.requester.choosing import MAY_LOOK, choose
+from ravnest.schemas.providers import ProviderState, ProviderView
 from ravnest.store.files import write_json
 
 _DEFAULT = Path("node_data/node_configs.json")

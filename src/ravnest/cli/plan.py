@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ravnest.cli.target import TargetError, call_target
 from ravnest.formation import NODE_CONFIGS, NODE_DATA, form_clusters
-from ravnest.plan.nodes import read_node_configs
+from ravnest.plan.node_configs import read_node_configs
 
 
 def plan(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ravnest.provider.providing import provide as provide_machine
+from ravnest.provider.provide import provide as provide_machine
 
 
 def provide(

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ravnest.api.trust import ApiRole
-from ravnest.server.serving import DEFAULT_FOLDER, DEFAULT_PORT, Running, serve_in_foreground
+from ravnest.schemas.auth import ApiRole
+from ravnest.server.http.runner import DEFAULT_FOLDER, DEFAULT_PORT, RunningServer, serve_in_foreground
 
 
 def serve(
@@ -31,7 +31,7 @@ def serve(
 ) -> None:
     """Run the intermediary server until Ctrl-C."""
 
-    def announce(running: Running) -> None:
+    def announce(running: RunningServer) -> None:
         typer.echo(_as_json(running) if as_json else _words(running, folder))
 
     serve_in_foreground(announce, folder, host, port, public_names=public_name or (), tls=tls)
@@ -39,12 +39,12 @@ def serve(
         typer.echo("The server has stopped. Start it again with the same folder, and all goes on.")
 
 
-def _as_json(running: Running) -> str:
+def _as_json(running: RunningServer) -> str:
     folder = str(running.server.folder.path.resolve())
     return json.dumps({"url": running.url, "fingerprint": running.fingerprint, "folder": folder})
 
 
-def _words(running: Running, folder: Path) -> str:
+def _words(running: RunningServer, folder: Path) -> str:
     where = "" if folder == Path(DEFAULT_FOLDER) else f" --folder {folder}"
     provider, requester, viewer = (
         running.token(role) for role in (ApiRole.PROVIDER, ApiRole.REQUESTER, ApiRole.VIEWER)

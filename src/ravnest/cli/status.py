@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ravnest.api.jobs import JobView
+from ravnest.cli.console import figures, moment, out, print_json
 from ravnest.cli.options import Json, Server, Token
-from ravnest.cli.showing import figures, moment, out, print_json
-from ravnest.requester.choosing import MAY_LOOK, choose
+from ravnest.client.server_selection import MAY_LOOK, choose
+from ravnest.schemas.jobs import JobView
 
 
 def status(

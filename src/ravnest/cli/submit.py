@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
+from ravnest.cli.console import bars, err, out
 from ravnest.cli.fetch import Out, follow_and_fetch
 from ravnest.cli.options import Server, Token
-from ravnest.cli.showing import bars, err, out
 from ravnest.cli.target import TargetError, call_target
+from ravnest.client.handle import JobHandle
+from ravnest.client.local_server import host_server
+from ravnest.client.server_selection import choose
+from ravnest.client.submission import hand_in
 from ravnest.jobs.job import Job
-from ravnest.requester.choosing import choose
-from ravnest.requester.handle import JobHandle
-from ravnest.requester.hosting import host_server
-from ravnest.requester.submitting import hand_in
 
 
 def submit(

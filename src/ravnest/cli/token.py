@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ravnest.api.trust import ApiRole
-from ravnest.server.serving import DEFAULT_FOLDER, create_token
-from ravnest.server.trust import DEFAULT_HOURS
+from ravnest.schemas.auth import ApiRole
+from ravnest.server.auth.tokens import DEFAULT_HOURS
+from ravnest.server.http.runner import DEFAULT_FOLDER, create_token
 
 app = typer.Typer(help="Tokens to join a server with.", no_args_is_help=True)
 

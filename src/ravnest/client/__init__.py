@@ -1,1 +1,1 @@
-"""Talking to an intermediary server: requests, joining, and files."""
+"""Requester side: submit a job, follow it and fetch the trained model."""

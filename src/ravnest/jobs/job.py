@@ -11,19 +11,27 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from ravnest.api.jobs import Data, GraphLoss, JobSpec, ModelFiles, Named, Piece, Training
-from ravnest.api.model import Artifact
 from ravnest.errors import JobError, SettingsError
-from ravnest.jobs.losses import pack_loss
+from ravnest.jobs.dataset_writer import PackedData, Progress, batch_size_of, pack_data
+from ravnest.jobs.dry_run import DryRun, check_data, dry_run, example_for, input_names
+from ravnest.jobs.graph_loss import pack_loss
 from ravnest.jobs.model import PackedModel, pack_model, read_units
-from ravnest.jobs.naming import check_update, named_loss, named_optimizer, named_scheduler
-from ravnest.jobs.packing import PackedData, Progress, batch_size_of, pack_data
-from ravnest.jobs.rehearsal import Rehearsal, check_data, example_for, input_names, rehearse
+from ravnest.jobs.registry import check_update, named_loss, named_optimizer, named_scheduler
 from ravnest.plan.profile import ModelProfile
-from ravnest.plan.profiling import optimizer_state_factor, profile_model
+from ravnest.plan.profiler import optimizer_state_factor, profile_model
 from ravnest.runtime.settings import codec_for, is_count
-from ravnest.split.selfcheck import verify
-from ravnest.split.splitter import PreparedModel, Stage, balanced_cuts, prepare
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import (
+    DataFile,
+    DatasetFiles,
+    GraphLoss,
+    JobSpec,
+    ModelFiles,
+    NamedComponent,
+    TrainingSpec,
+)
+from ravnest.split.self_check import verify
+from ravnest.split.splitter import PreparedModel, SplitStage, balanced_cuts, prepare
 from ravnest.store.files import sha256_of
 from ravnest.wire.codecs import RAW
 
@@ -109,7 +117,7 @@ def pack_job(job: Job, folder: Path, progress: Progress | None = None) -> Packed
     tell("packing the data", 3, _STEPS)
     train, validation = _pack_data(job, prepared, folder, tell)
     tell("checking the loss", 4, _STEPS)
-    loss = _loss(job, named, prepared, rehearse(prepared, train), files, folder)
+    loss = _loss(job, named, prepared, dry_run(prepared, train), files, folder)
     tell("naming the files", _STEPS, _STEPS)
     spec = JobSpec(
         name=_name(job),
@@ -129,7 +137,7 @@ def _silent(_what: str, _done: int, _total: int) -> None:
     pass
 
 
-def _check_settings(job: Job) -> tuple[Named, Named | None]:
+def _check_settings(job: Job) -> tuple[NamedComponent, NamedComponent | None]:
     """The optimizer and the scheduler; ``JobError`` for what the server would refuse in the end."""
     optimizer = named_optimizer(job.optimizer, job.optimizer_params)
     scheduler = None
@@ -137,13 +145,13 @@ def _check_settings(job: Job) -> tuple[Named, Named | None]:
         scheduler = named_scheduler(job.lr_scheduler, job.lr_scheduler_params)
     check_update(optimizer, scheduler)
     nothing = Artifact(sha256="0" * 64, size=0)
-    no_data = Data(samples=1, inputs=(), labels=())
+    no_data = DatasetFiles(samples=1, inputs=(), labels=())
     try:
         JobSpec(
             name=_name(job),
             model=ModelFiles(units=nothing, weights=nothing),
             train=no_data,
-            training=_training(job, 1, optimizer, scheduler, Named(name="MSELoss")),
+            training=_training(job, 1, optimizer, scheduler, NamedComponent(name="MSELoss")),
             clusters=job.clusters,
             min_providers=job.min_providers,
             max_providers=job.max_providers,
@@ -181,7 +189,9 @@ def _check_joined(prepared: PreparedModel, profile: ModelProfile, packed: Packed
     cuts = balanced_cuts(prepared, [1.0] * count)
     specs = units.stages([prepared.cuts.index(cut) + 1 for cut in cuts])
     tensors = {key: entry.tensor.detach() for key, entry in prepared.capture.state.tensors.items()}
-    stages = [Stage(spec, {entry.key: tensors[entry.key] for entry in spec.state}) for spec in specs]
+    stages = [
+        SplitStage(spec, {entry.key: tensors[entry.key] for entry in spec.state}) for spec in specs
+    ]
     memory = sum(unit.activation_bytes for unit in profile.units)
     memory += max(unit.workspace_bytes for unit in profile.units)
     verify(prepared.capture, [stages], activation_bytes=memory)
@@ -212,12 +222,12 @@ def _pack_data(
 
 def _loss(
     job: Job,
-    named: Named | None,
+    named: NamedComponent | None,
     prepared: PreparedModel,
-    rehearsal: Rehearsal,
+    rehearsal: DryRun,
     files: _Files,
     folder: Path,
-) -> Named | GraphLoss:
+) -> NamedComponent | GraphLoss:
     if named is not None:
         rehearsal.check_loss(named)
         return named
@@ -232,13 +242,17 @@ def _loss(
 
 
 def _training(
-    job: Job, batch_size: int, optimizer: Named, scheduler: Named | None, loss: Named | GraphLoss
-) -> Training:
+    job: Job,
+    batch_size: int,
+    optimizer: NamedComponent,
+    scheduler: NamedComponent | None,
+    loss: NamedComponent | GraphLoss,
+) -> TrainingSpec:
     try:
         codec = codec_for(job.compression)
     except SettingsError as error:
         raise JobError(str(error)) from error
-    return Training(
+    return TrainingSpec(
         epochs=job.epochs,
         batch_size=batch_size,
         optimizer=optimizer,
@@ -271,13 +285,13 @@ class _Files:
         self.found[digest] = path
         return Artifact(sha256=digest, size=path.stat().st_size)
 
-    def add_data(self, data: PackedData) -> Data:
-        return Data(
+    def add_data(self, data: PackedData) -> DatasetFiles:
+        return DatasetFiles(
             samples=data.samples, inputs=self._pieces(data.inputs), labels=self._pieces(data.labels)
         )
 
-    def _pieces(self, files: Sequence[tuple[Path, int]]) -> tuple[Piece, ...]:
-        return tuple(Piece(artifact=self.add(path), rows=rows) for path, rows in files)
+    def _pieces(self, files: Sequence[tuple[Path, int]]) -> tuple[DataFile, ...]:
+        return tuple(DataFile(artifact=self.add(path), rows=rows) for path, rows in files)
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from ravnest.errors import JobError, RavnestError, StageFormatError
-from ravnest.jobs.tensorfile import TensorFile
+from ravnest.jobs.tensor_file import TensorFile
 from ravnest.plan.profile import ModelProfile
 from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import MAX_STAGES, StageSpec
-from ravnest.split.joining import check_chain, join
+from ravnest.split.merge import check_chain, join
 from ravnest.split.splitter import PreparedModel
 from ravnest.store.bundle import STAGE_FILE, STAGE_LIMIT, WEIGHTS_FILE, BundleDigest
 from ravnest.store.files import read_json, sha256_of, size_of, write_atomically, write_json

@@ -12,9 +12,9 @@ from statistics import median
 
 import numpy as np
 
-from ravnest.plan.memory import FloatArray, StageLoad, StageMemory, Training, stage_memory
-from ravnest.plan.nodes import NodeConfig
-from ravnest.plan.profile import ModelProfile, StateTensor
+from ravnest.plan.memory import FloatArray, MemorySettings, StageLoad, StageMemory, stage_memory
+from ravnest.plan.node_configs import NodeConfig
+from ravnest.plan.profile import ModelProfile, TensorProfile
 from ravnest.plan.ranges import DistinctBytes, IntArray, RangeMax, RangeSum
 
 NOMINAL_COMPUTE = 50.0
@@ -23,7 +23,7 @@ is the same for any value as long as compute is the bottleneck; predicted times 
 
 
 @dataclass(frozen=True)
-class Machine:
+class NodeCapacity:
     """A node as the planner sees it. Equal machines are interchangeable."""
 
     ram: float
@@ -40,11 +40,11 @@ def assumed_compute(nodes: Sequence[NodeConfig]) -> float:
     return median(given) if given else NOMINAL_COMPUTE
 
 
-def machines_of(nodes: Sequence[NodeConfig]) -> tuple[Machine, ...]:
+def capacities_of(nodes: Sequence[NodeConfig]) -> tuple[NodeCapacity, ...]:
     """The nodes in units of the planner."""
     assumed = assumed_compute(nodes)
     return tuple(
-        Machine(
+        NodeCapacity(
             ram=node.ram * 1e9,
             bandwidth=node.bandwidth * 1e6,
             flops=(assumed if node.compute is None else node.compute) * 1e9,
@@ -62,7 +62,7 @@ class ModelCosts:
 
     units: int
     batch_size: int
-    training: Training
+    training: MemorySettings
     work: RangeSum
     activations: RangeSum
     gradients: RangeSum
@@ -84,7 +84,7 @@ class ModelCosts:
 
     @classmethod
     def of(cls, profile: ModelProfile, update_frequency: int = 1, averaging: float = 0.0) -> ModelCosts:
-        """Prepare a profile; ``averaging`` as in ``Training``."""
+        """Prepare a profile; ``averaging`` as in ``MemorySettings``."""
         units = profile.units
         leaving = np.array([0, *(unit.crossing_bytes for unit in units)], dtype=np.float64)
         returning = np.array([0, *(unit.gradient_bytes for unit in units)], dtype=np.float64)
@@ -101,7 +101,7 @@ class ModelCosts:
         return cls(
             units=len(units),
             batch_size=profile.batch_size,
-            training=Training(
+            training=MemorySettings(
                 update_frequency,
                 profile.optimizer_bytes_per_parameter_byte,
                 profile.update_copies,
@@ -166,11 +166,11 @@ class ModelCosts:
         )
         return stage_memory(load, in_flight, self.training)
 
-    def compute_seconds(self, start: int, stop: int, machine: Machine) -> float:
+    def compute_seconds(self, start: int, stop: int, machine: NodeCapacity) -> float:
         """Forward and backward of one micro-batch through a stage."""
         return float(self.work.prefix[stop] - self.work.prefix[start]) / machine.flops
 
-    def link_seconds(self, cut: int, one: Machine, other: Machine) -> float:
+    def link_seconds(self, cut: int, one: NodeCapacity, other: NodeCapacity) -> float:
         """One micro-batch over a cut: both directions at once, at the slower machine's rate."""
         return float(self.link_bytes[cut]) * link_seconds_per_byte(one, other)
 
@@ -180,12 +180,12 @@ class ModelCosts:
         return self.memory(0, self.units, in_flight=1).total
 
 
-def link_seconds_per_byte(one: Machine, other: Machine) -> float:
+def link_seconds_per_byte(one: NodeCapacity, other: NodeCapacity) -> float:
     """Links are full duplex and as fast as the slower end."""
     return 8 / min(one.bandwidth, other.bandwidth)
 
 
-def _by_last_unit(tensors: Sequence[StateTensor], units: int) -> list[float]:
+def _by_last_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
     """Bytes of the tensors whose last use is in each unit."""
     found = [0.0] * units
     for tensor in tensors:
@@ -193,7 +193,7 @@ def _by_last_unit(tensors: Sequence[StateTensor], units: int) -> list[float]:
     return found
 
 
-def _largest(tensors: Sequence[StateTensor], units: int) -> list[float]:
+def _largest(tensors: Sequence[TensorProfile], units: int) -> list[float]:
     """Bytes of the largest tensor that each unit uses."""
     found = [0.0] * units
     for tensor in tensors:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.plan.cost import Machine, ModelCosts, link_seconds_per_byte
+from ravnest.plan.candidate_cuts import chosen_cuts
+from ravnest.plan.cost import ModelCosts, NodeCapacity, link_seconds_per_byte
 from ravnest.plan.memory import FloatArray
-from ravnest.plan.positions import chosen_cuts
 from ravnest.plan.ranges import IntArray
 
 GRID_CELLS = 400_000
@@ -39,7 +39,7 @@ class Cuts:
     """Time of the slowest stage or link for one micro-batch."""
 
 
-def best_cuts(costs: ModelCosts, order: Sequence[Machine]) -> Cuts | None:
+def best_cuts(costs: ModelCosts, order: Sequence[NodeCapacity]) -> Cuts | None:
     """The optimum for machines in this order, or None where no cut fits their RAM."""
     if len(order) > costs.units:
         return None
@@ -55,7 +55,7 @@ def best_cuts(costs: ModelCosts, order: Sequence[Machine]) -> Cuts | None:
     return pipeline.solve(near, best.seconds, _balancing(best.seconds)) or best
 
 
-def greedy_cuts(costs: ModelCosts, order: Sequence[Machine], rounds: int = 30) -> Cuts | None:
+def greedy_cuts(costs: ModelCosts, order: Sequence[NodeCapacity], rounds: int = 30) -> Cuts | None:
     """A good cut, fast: bisects the time and gives each stage, Leaf first, all that it can take.
 
     May miss the optimum, and with very little RAM a cut that exists: taking less is now and then
@@ -94,7 +94,7 @@ def _balancing(slowest: float) -> _Rule:
 @dataclass(frozen=True)
 class _Pipeline:
     costs: ModelCosts
-    order: tuple[Machine, ...]
+    order: tuple[NodeCapacity, ...]
 
     def cuts(self, bounds: Sequence[int]) -> Cuts:
         """A cut with its time."""

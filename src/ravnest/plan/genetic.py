@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
-from ravnest.plan.grouping import Cluster, Grouping, Pool, Score, expected_length
-from ravnest.plan.polish import halves
+from ravnest.plan.grouping import Cluster, Grouping, GroupingScore, Pool, expected_length
+from ravnest.plan.local_search import halves
 
 POPULATION = 24
 CHILDREN = 240
@@ -38,13 +38,13 @@ def evolved(pool: Pool, rng: Random, budget: int) -> list[Grouping]:
     return [grouping for _, grouping in people]
 
 
-def _ranked(pool: Pool, groupings: Iterator[Grouping]) -> list[tuple[Score, Grouping]]:
+def _ranked(pool: Pool, groupings: Iterator[Grouping]) -> list[tuple[GroupingScore, Grouping]]:
     different = list(dict.fromkeys(groupings))
     scored = [(pool.total(grouping), grouping) for grouping in different]
     return sorted(scored, key=lambda item: item[0], reverse=True)
 
 
-def _parent(people: Sequence[tuple[Score, Grouping]], rng: Random) -> Grouping:
+def _parent(people: Sequence[tuple[GroupingScore, Grouping]], rng: Random) -> Grouping:
     """The better of two at random; they are sorted, best first."""
     return people[min(rng.randrange(len(people)), rng.randrange(len(people)))][1]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ravnest.plan.cost import Machine, ModelCosts
-from ravnest.plan.orders import Kinds, Order, Orders
+from ravnest.plan.cost import ModelCosts, NodeCapacity
+from ravnest.plan.pipeline_order import Kinds, PipelineOrder, PipelineOrders
 
 Cluster = tuple[int, ...]
 """Nodes of a cluster, ascending, as indices into the pool."""
@@ -24,7 +24,7 @@ IDEAL = 0.005
 """A grouping this close to what the nodes could compute without waiting is good enough."""
 
 
-class Score(NamedTuple):
+class GroupingScore(NamedTuple):
     """How good a grouping is; the greater the better."""
 
     placed: int
@@ -34,52 +34,54 @@ class Score(NamedTuple):
     worth: float
     """Samples a second, less a trifle for unlike nodes and long pipelines."""
 
-    def plus(self, other: Score) -> Score:
+    def plus(self, other: GroupingScore) -> GroupingScore:
         """Score of two groups of clusters together."""
-        return Score(self.placed + other.placed, self.paired + other.paired, self.worth + other.worth)
+        return GroupingScore(
+            self.placed + other.placed, self.paired + other.paired, self.worth + other.worth
+        )
 
 
-NOTHING = Score(0, 0, 0.0)
+NOTHING = GroupingScore(0, 0, 0.0)
 
 
 @dataclass(frozen=True)
 class Pool:
     """The nodes with all that the search for clusters asks about them."""
 
-    machines: tuple[Machine, ...]
+    machines: tuple[NodeCapacity, ...]
     kinds: Kinds
     """For each node the index of its machine among the different ones."""
-    orders: Orders
+    orders: PipelineOrders
     clusters: int | None
     """How many clusters to make; None leaves it to the search."""
 
     @classmethod
-    def of(cls, machines: Sequence[Machine], clusters: int | None, orders: Orders) -> Pool:
+    def of(cls, machines: Sequence[NodeCapacity], clusters: int | None, orders: PipelineOrders) -> Pool:
         """Find each node's machine among the different ones that ``orders`` knows."""
         number = {machine: index for index, machine in enumerate(orders.kinds)}
         return cls(tuple(machines), tuple(number[m] for m in machines), orders, clusters)
 
-    def order(self, cluster: Sequence[int]) -> Order | None:
+    def order(self, cluster: Sequence[int]) -> PipelineOrder | None:
         """Best order of a cluster's machines; None where they do not hold the model."""
         return self.orders.best(tuple(self.kinds[node] for node in cluster))
 
-    def score(self, cluster: Sequence[int]) -> Score:
+    def score(self, cluster: Sequence[int]) -> GroupingScore:
         """Score of one cluster."""
         single = -1 if len(cluster) == 1 and self.clusters is None else 0
         order = self.order(cluster)
         if order is None:
-            return Score(-len(cluster), single, 0.0)
+            return GroupingScore(-len(cluster), single, 0.0)
         rate = self.orders.costs.batch_size / max(order.seconds, 1e-9)
-        return Score(len(cluster), single, rate * (1 - self._drawback(cluster)))
+        return GroupingScore(len(cluster), single, rate * (1 - self._drawback(cluster)))
 
-    def total(self, grouping: Sequence[Cluster]) -> Score:
+    def total(self, grouping: Sequence[Cluster]) -> GroupingScore:
         """Score of several clusters."""
         result = NOTHING
         for cluster in grouping:
             result = result.plus(self.score(cluster))
         return result
 
-    def is_ideal(self, score: Score) -> bool:
+    def is_ideal(self, score: GroupingScore) -> bool:
         """No search can gain more than a trifle: everyone is placed and nearly never waits."""
         costs = self.orders.costs
         work = float(costs.work.prefix[-1])
@@ -95,7 +97,7 @@ class Pool:
         return SIMILARITY * min(spread, 10.0) + BREVITY * max(0, len(cluster) - 2)
 
 
-def expected_length(costs: ModelCosts, machines: Sequence[Machine]) -> int:
+def expected_length(costs: ModelCosts, machines: Sequence[NodeCapacity]) -> int:
     """About how many of these machines it takes to hold the model, two at least."""
     ram = sum(machine.ram for machine in machines) / len(machines)
     length = 2
@@ -107,7 +109,7 @@ def expected_length(costs: ModelCosts, machines: Sequence[Machine]) -> int:
 
 
 def best_grouping(
-    nodes: Sequence[int], clusters: int | None, score: Callable[[Cluster], Score]
+    nodes: Sequence[int], clusters: int | None, score: Callable[[Cluster], GroupingScore]
 ) -> Grouping | None:
     """The best of all groupings of a few nodes whose clusters all fit, or None if none does.
 
@@ -128,31 +130,31 @@ def best_grouping(
 class _Subsets:
     """Sets of nodes as bits of a number, each scored once."""
 
-    def __init__(self, nodes: Cluster, score: Callable[[Cluster], Score]) -> None:
+    def __init__(self, nodes: Cluster, score: Callable[[Cluster], GroupingScore]) -> None:
         self.nodes = nodes
         self.everyone = (1 << len(nodes)) - 1
         self._score = score
-        self._scores: dict[int, Score] = {}
-        self._best: dict[tuple[int, int | None], tuple[Score, int] | None] = {}
+        self._scores: dict[int, GroupingScore] = {}
+        self._best: dict[tuple[int, int | None], tuple[GroupingScore, int] | None] = {}
 
     def members(self, chosen: int) -> Cluster:
         return tuple(node for bit, node in enumerate(self.nodes) if chosen >> bit & 1)
 
-    def score(self, chosen: int) -> Score:
+    def score(self, chosen: int) -> GroupingScore:
         if chosen not in self._scores:
             self._scores[chosen] = self._score(self.members(chosen))
         return self._scores[chosen]
 
-    def best(self, left: int, count: int | None) -> tuple[Score, int] | None:
+    def best(self, left: int, count: int | None) -> tuple[GroupingScore, int] | None:
         """Best score of the nodes ``left`` in ``count`` clusters, and the cluster of the lowest."""
         if (left, count) not in self._best:
             self._best[left, count] = self._weigh(left, count)
         return self._best[left, count]
 
-    def _weigh(self, left: int, count: int | None) -> tuple[Score, int] | None:
+    def _weigh(self, left: int, count: int | None) -> tuple[GroupingScore, int] | None:
         if left == 0 or count == 0:
             return (NOTHING, 0) if left == 0 and not count else None
-        best: tuple[Score, int] | None = None
+        best: tuple[GroupingScore, int] | None = None
         for chosen in _subsets_with_lowest(left):
             if self.score(chosen).placed > 0:
                 rest = self.best(left ^ chosen, None if count is None else count - 1)

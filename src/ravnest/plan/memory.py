@@ -31,7 +31,7 @@ Bytes = TypeVar("Bytes", float, FloatArray)
 
 
 @dataclass(frozen=True)
-class Training:
+class MemorySettings:
     """What the memory depends on besides the model and the cut."""
 
     update_frequency: int
@@ -114,7 +114,7 @@ def older_versions(in_flight: int, update_frequency: int) -> int:
     return 0 if in_flight == 1 else -(-in_flight // update_frequency)
 
 
-def stage_memory(load: StageLoad[Bytes], in_flight: int, training: Training) -> StageMemory[Bytes]:
+def stage_memory(load: StageLoad[Bytes], in_flight: int, training: MemorySettings) -> StageMemory[Bytes]:
     """Memory of a stage (or of a grid of stages) that has ``in_flight`` micro-batches in flight."""
     worst = load.trainable + np.maximum(load.backward, training.update_copies * load.largest)
     return StageMemory(

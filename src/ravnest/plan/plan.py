@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ravnest.plan.memory import StageMemory, older_versions
-from ravnest.plan.nodes import NodeConfig
+from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.rings import Ring
 from ravnest.types import Role
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ravnest.errors import PlanError
-from ravnest.plan.cost import Machine, ModelCosts, machines_of
+from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
 from ravnest.plan.cuts import Cuts, best_cuts
+from ravnest.plan.infeasible import why_nothing_fits
 from ravnest.plan.memory import averaging_copies
-from ravnest.plan.nodes import NodeConfig
+from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
 from ravnest.plan.search import find_clusters
-from ravnest.plan.shortage import why_nothing_fits
 from ravnest.types import Role
 
 
@@ -39,7 +39,7 @@ def make_plan(
     nodes = sorted(nodes, key=lambda node: node.id)
     copies = averaging_copies() if averaging is None else averaging
     several = ModelCosts.of(profile, update_frequency, copies)
-    machines = machines_of(nodes)
+    machines = capacities_of(nodes)
     found = find_clusters(several, machines, clusters, seed)
     if found is None:
         raise PlanError(why_nothing_fits(profile, several, nodes, clusters, source))
@@ -79,7 +79,7 @@ def _nodes(count: int) -> str:
 
 
 def _cluster(
-    number: int, costs: ModelCosts, nodes: Sequence[NodeConfig], machines: Sequence[Machine]
+    number: int, costs: ModelCosts, nodes: Sequence[NodeConfig], machines: Sequence[NodeCapacity]
 ) -> ClusterPlan:
     cuts = best_cuts(costs, machines)
     if cuts is None:
@@ -94,7 +94,7 @@ def _stage(
     index: int,
     costs: ModelCosts,
     cuts: Cuts,
-    pipeline: tuple[Sequence[NodeConfig], Sequence[Machine]],
+    pipeline: tuple[Sequence[NodeConfig], Sequence[NodeCapacity]],
 ) -> StagePlan:
     nodes, machines = pipeline
     start, stop = cuts.bounds[index : index + 2]

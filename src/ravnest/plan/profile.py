@@ -29,7 +29,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class StateTensor:
+class TensorProfile:
     """A parameter or buffer, and the units that use it."""
 
     name: str
@@ -46,7 +46,7 @@ class ModelProfile:
     """Cost of a whole model at one batch size."""
 
     units: tuple[Unit, ...]
-    state: tuple[StateTensor, ...]
+    state: tuple[TensorProfile, ...]
     batch_size: int
     input_bytes: int
     """Of the model's inputs, what the Root keeps besides its own activations."""

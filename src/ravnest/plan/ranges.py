@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ravnest.plan.memory import FloatArray
-from ravnest.plan.profile import StateTensor
+from ravnest.plan.profile import TensorProfile
 
 IntArray = NDArray[np.int64]
 
@@ -76,7 +76,7 @@ class DistinctBytes:
     bytes: FloatArray
 
     @classmethod
-    def of(cls, tensors: Iterable[StateTensor], units: int) -> DistinctBytes:
+    def of(cls, tensors: Iterable[TensorProfile], units: int) -> DistinctBytes:
         """Prepare the tensors of a model of so many units."""
         uses = np.zeros(units)
         pairs: dict[tuple[int, int], int] = {}

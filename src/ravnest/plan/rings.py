@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ravnest.plan.profile import StateTensor
+from ravnest.plan.profile import TensorProfile
 from ravnest.types import Address
 
 
@@ -56,7 +56,7 @@ class OwnedUnits:
 
 
 def make_rings(
-    state: Sequence[StateTensor], clusters: Sequence[Sequence[OwnedUnits]]
+    state: Sequence[TensorProfile], clusters: Sequence[Sequence[OwnedUnits]]
 ) -> tuple[Ring, ...]:
     """Rings by ascending unit. Each cluster's runs of units cover the model without overlap."""
     starts = sorted({run.start for cluster in clusters for run in cluster})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from ravnest.plan.cost import Machine, ModelCosts
+from ravnest.plan.candidate_cuts import chosen_cuts
+from ravnest.plan.cost import ModelCosts, NodeCapacity
 from ravnest.plan.cuts import best_cuts
 from ravnest.plan.genetic import evolved
 from ravnest.plan.grouping import BREVITY, Grouping, Pool, best_grouping, expected_length
-from ravnest.plan.orders import Orders
-from ravnest.plan.polish import polished
-from ravnest.plan.positions import chosen_cuts
+from ravnest.plan.local_search import polished
+from ravnest.plan.pipeline_order import PipelineOrders
 from ravnest.plan.ranges import IntArray
 
 EXACT_NODES = 10
@@ -35,7 +35,7 @@ Pipeline = tuple[int, ...]
 
 def find_clusters(
     several: ModelCosts,
-    machines: Sequence[Machine],
+    machines: Sequence[NodeCapacity],
     clusters: int | None,
     seed: int,
     *,
@@ -61,7 +61,7 @@ def find_clusters(
 
 
 def _worth(
-    costs: ModelCosts, pipelines: Sequence[Pipeline], machines: Sequence[Machine]
+    costs: ModelCosts, pipelines: Sequence[Pipeline], machines: Sequence[NodeCapacity]
 ) -> tuple[int, float]:
     """The fewer clusters of one node the better, then the more samples a second, then shorter ones."""
     singles, rate = 0, 0.0
@@ -75,7 +75,7 @@ def _worth(
 
 def find_pipelines(
     costs: ModelCosts,
-    machines: Sequence[Machine],
+    machines: Sequence[NodeCapacity],
     clusters: int | None,
     seed: int,
     *,
@@ -91,7 +91,7 @@ def find_pipelines(
     count = _exact_cuts(len(machines)) if small else _large_cuts(costs, machines, clusters)
     for cuts in _finer_and_finer(costs, count, MOST_CUTS if small else 2 * count):
         exact_length = exact_nodes if small else EXACT_LENGTH
-        pool = Pool.of(machines, clusters, Orders(costs, machines, cuts, exact_length))
+        pool = Pool.of(machines, clusters, PipelineOrders(costs, machines, cuts, exact_length))
         grouping = _exact(pool) if small else _genetic(pool, seed)
         if grouping is not None:
             return _pipelines(pool, grouping)
@@ -111,7 +111,7 @@ def _exact_cuts(nodes: int) -> int:
     return max(64, int((EXACT_EFFORT / tails) ** 0.5))
 
 
-def _large_cuts(costs: ModelCosts, machines: Sequence[Machine], clusters: int | None) -> int:
+def _large_cuts(costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int | None) -> int:
     """Several cuts for each stage of the pipelines to be expected."""
     length = expected_length(costs, machines)
     if clusters is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from ravnest.api.providers import Heartbeat, Orders, Phase, Strangers
+from ravnest.provider.assignment_progress import FIRST_PAUSE, AssignmentProgress
 from ravnest.provider.events import (
     Action,
     Answered,
@@ -22,14 +22,14 @@ from ravnest.provider.events import (
     Exit,
     Fetch,
     Fetched,
-    Interrupted,
+    InterruptReceived,
     Learned,
     Leave,
     Left,
-    Offer,
-    Refused,
+    OfferRefused,
     Say,
-    Send,
+    SendHeartbeat,
+    SendOffer,
     StartWorker,
     Stop,
     TurnedAway,
@@ -38,7 +38,7 @@ from ravnest.provider.events import (
     Uploaded,
     WorkerEnded,
 )
-from ravnest.provider.work import FIRST_PAUSE, Work
+from ravnest.schemas.providers import Heartbeat, HeartbeatReply, Phase, TlsRejections
 
 POLL_SECONDS = 10.0
 """How long a poll may wait at the server."""
@@ -74,7 +74,7 @@ class Agent:
         self._once = once
         self._lost = frozenset(lost)
         self._jitter = random.Random() if jitter is None else jitter  # noqa: S311 - no secret
-        self._work: Work | None = None
+        self._work: AssignmentProgress | None = None
         self._wanted: str | None = None
         self._number = 0
         self._newest = 0
@@ -105,9 +105,9 @@ class Agent:
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do about an event."""
         match event:
-            case Interrupted() if self._interrupted:
+            case InterruptReceived() if self._interrupted:
                 return [Exit(130)]
-            case Interrupted():
+            case InterruptReceived():
                 self._interrupted = True
             case Left():
                 return [Exit(self._code)]
@@ -124,9 +124,9 @@ class Agent:
                 return self._answered(number, orders, now)
             case Unanswered(number, reason):
                 return self._unanswered(number, reason, now)
-            case Refused(number, status, reason):
+            case OfferRefused(number, status, reason):
                 return self._refused(number, status, reason, now)
-            case Interrupted() if self._leaving is None:
+            case InterruptReceived() if self._leaving is None:
                 return self._leave("its owner stopped it")
             case DeadlinePassed() if self._ends is not None and now >= self._ends:
                 self._ends = None
@@ -141,7 +141,7 @@ class Agent:
 
     # The server
 
-    def _answered(self, number: int, orders: Orders, now: float) -> list[Action]:
+    def _answered(self, number: int, orders: HeartbeatReply, now: float) -> list[Action]:
         polled = number == self._poll
         actions = self._is_back() if polled else []
         overtaken = number < self._newest
@@ -187,7 +187,7 @@ class Agent:
             again = self._unanswered(number, f"it does not know this provider ({reason})", now)
             self._poll_at, self._poll = None, self._next_number()
             self._offering = self._poll
-            return [*again, Offer(self._poll)]
+            return [*again, SendOffer(self._poll)]
         return self._unanswered(number, reason, now)
 
     def _over(self, number: int, next_poll: float) -> None:
@@ -208,7 +208,10 @@ class Agent:
     # The work
 
     def _progress(
-        self, work: Work, event: Fetched | Learned | TurnedAway | WorkerEnded | Uploaded, now: float
+        self,
+        work: AssignmentProgress,
+        event: Fetched | Learned | TurnedAway | WorkerEnded | Uploaded,
+        now: float,
     ) -> list[Action]:
         if isinstance(event, Learned):
             work.losses += event.losses
@@ -218,7 +221,7 @@ class Agent:
         if isinstance(event, TurnedAway):
             known, work.strangers = work.strangers, event.strangers
             self._news = True
-            return [] if known != Strangers() else [Say(f"{work.title}: {_STRANGERS}")]
+            return [] if known != TlsRejections() else [Say(f"{work.title}: {_STRANGERS}")]
         work.busy = False
         if work.stopping:
             return []
@@ -241,12 +244,12 @@ class Agent:
         self._urgent(now)
         return [Say(f"{work.place}: finished")]
 
-    def _next(self, work: Work, phase: Phase, action: Action, now: float) -> list[Action]:
+    def _next(self, work: AssignmentProgress, phase: Phase, action: Action, now: float) -> list[Action]:
         work.phase, work.busy = phase, True
         self._urgent(now)
         return [action]
 
-    def _fails(self, work: Work, failure: str, now: float) -> list[Action]:
+    def _fails(self, work: AssignmentProgress, failure: str, now: float) -> list[Action]:
         work.phase, work.failure = "failed", failure
         self._urgent(now)
         return [Say(f"{work.title}: failed: {failure}")]
@@ -283,7 +286,7 @@ class Agent:
         return actions
 
     def _begin(self, assignment: str, now: float) -> list[Action]:
-        self._work = Work(assignment)
+        self._work = AssignmentProgress(assignment)
         self._urgent(now)
         if assignment in self._lost:
             self._work.phase, self._work.failure, self._work.busy = "failed", _LOSTNESS, False
@@ -305,13 +308,13 @@ class Agent:
             if self._work is not None:
                 self._telling = self._next_number()
                 heartbeat = Heartbeat(report=self._work.report(), known=self._wanted, wait=0)
-                actions.append(Send(self._telling, heartbeat))
+                actions.append(SendHeartbeat(self._telling, heartbeat))
             self._news = False
             self._tell_at = now + REPORT_SECONDS
         if self._poll is None and self._poll_at is not None and now >= self._poll_at:
             self._poll, self._poll_at = self._next_number(), None
             wait = 0 if self._away else POLL_SECONDS  # one that was away is to be noticed at once
-            actions.append(Send(self._poll, Heartbeat(known=self._wanted, wait=wait)))
+            actions.append(SendHeartbeat(self._poll, Heartbeat(known=self._wanted, wait=wait)))
         return actions
 
     def _next_number(self) -> int:

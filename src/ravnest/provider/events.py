@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ravnest.api.jobs import ResultFile
-from ravnest.api.providers import Heartbeat, Orders, Strangers
+from ravnest.schemas.jobs import ResultFile
+from ravnest.schemas.providers import Heartbeat, HeartbeatReply, TlsRejections
 
 # Events
 
@@ -20,7 +20,7 @@ class Answered:
     """The server answered the heartbeat with this number."""
 
     number: int
-    orders: Orders
+    orders: HeartbeatReply
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Unanswered:
 
 
 @dataclass(frozen=True)
-class Refused:
+class OfferRefused:
     """The server does not take the heartbeat."""
 
     number: int
@@ -68,7 +68,7 @@ class TurnedAway:
     """Strangers that a worker has not let in so far."""
 
     assignment: str
-    strangers: Strangers
+    strangers: TlsRejections
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Uploaded:
 
 
 @dataclass(frozen=True)
-class Interrupted:
+class InterruptReceived:
     """The owner of the machine wants to leave."""
 
 
@@ -109,13 +109,13 @@ Event = (
     Began
     | Answered
     | Unanswered
-    | Refused
+    | OfferRefused
     | Fetched
     | Learned
     | TurnedAway
     | WorkerEnded
     | Uploaded
-    | Interrupted
+    | InterruptReceived
     | DeadlinePassed
     | Left
 )
@@ -124,7 +124,7 @@ Event = (
 
 
 @dataclass(frozen=True)
-class Send:
+class SendHeartbeat:
     """Send a heartbeat; its answer is an event."""
 
     number: int
@@ -132,7 +132,7 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Offer:
+class SendOffer:
     """Offer this machine to a server that does not know it; ``Began`` if it takes it."""
 
     number: int
@@ -194,4 +194,4 @@ class Exit:
     code: int
 
 
-Action = Send | Offer | Fetch | StartWorker | Upload | Stop | Discard | Leave | Say | Exit
+Action = SendHeartbeat | SendOffer | Fetch | StartWorker | Upload | Stop | Discard | Leave | Say | Exit

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ravnest.errors import LaunchError
-from ravnest.provider.processes import Command, run_together
+from ravnest.provider.child_process import Command, run_together
 from ravnest.provider.supervision import Supervision
-from ravnest.store.nodefile import NodeFile, read_nodes
-from ravnest.transport.trust import dialled, is_loopback
+from ravnest.store.node_spec import NodeSpec, read_nodes
+from ravnest.transport.tls import dialled, is_loopback
 from ravnest.types import Address
 
 _THREADS = "OMP_NUM_THREADS"
@@ -67,7 +67,7 @@ def launch(
     return supervision.exit_code
 
 
-def nodes_here(nodes: Sequence[NodeFile], hosts: frozenset[str]) -> list[NodeFile]:
+def nodes_here(nodes: Sequence[NodeSpec], hosts: frozenset[str]) -> list[NodeSpec]:
     """The nodes whose address is one of this machine's ``hosts``."""
     return [node for node in nodes if _is_here(Address.parse(node.address), hosts)]
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ravnest.api.jobs import GraphLoss, Training
-from ravnest.api.providers import Share, Slice
 from ravnest.errors import DataError
-from ravnest.jobs.data import Rows, SharedData
-from ravnest.jobs.losses import load_loss
-from ravnest.jobs.naming import loss_function, optimizer_class, scheduler_class
-from ravnest.provider.workplace import WorkerSettings, Workplace
+from ravnest.jobs.dataset_reader import Rows, SharedData
+from ravnest.jobs.graph_loss import load_loss
+from ravnest.jobs.registry import loss_function, optimizer_class, scheduler_class
+from ravnest.provider.job_dir import JobDir, WorkerSettings
 from ravnest.runtime.node import Node
 from ravnest.runtime.trainer import Trainer
+from ravnest.schemas.jobs import GraphLoss, TrainingSpec
+from ravnest.schemas.providers import DataShare, RowRange
 from ravnest.seed import set_seed
 
 _CONNECT_SECONDS = 300.0
@@ -32,7 +32,7 @@ def warm_up(cores: int) -> None:
     optimizer.step()
 
 
-def train(place: Workplace, settings: WorkerSettings) -> None:
+def train(place: JobDir, settings: WorkerSettings) -> None:
     """Train the node of a workplace to the end."""
     assignment = place.read_assignment()
     training = assignment.training
@@ -82,9 +82,9 @@ def train(place: Workplace, settings: WorkerSettings) -> None:
 
 
 def loader(
-    place: Workplace,
-    share: Share | None,
-    training: Training,
+    place: JobDir,
+    share: DataShare | None,
+    training: TrainingSpec,
     *,
     shuffle: bool = False,
     drop_last: bool = False,
@@ -104,11 +104,11 @@ def loader(
     )
 
 
-def _rows(place: Workplace, slices: Sequence[Slice]) -> list[Rows]:
+def _rows(place: JobDir, slices: Sequence[RowRange]) -> list[Rows]:
     return [Rows(place.piece(each.artifact), each.start, each.stop) for each in slices]
 
 
-def criterion(place: Workplace, training: Training) -> Callable[..., Any]:
+def criterion(place: JobDir, training: TrainingSpec) -> Callable[..., Any]:
     """The loss: one of torch by its name, or the requester's own as a graph."""
     if isinstance(training.loss, GraphLoss):
         return load_loss(*place.loss)

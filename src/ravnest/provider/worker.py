@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from ravnest.errors import RavnestError
-from ravnest.provider.confinement import confine, limit_memory
+from ravnest.provider.job_dir import JobDir
+from ravnest.provider.limits import confine, limit_memory
 from ravnest.provider.training import train, warm_up
-from ravnest.provider.workplace import Workplace
 from ravnest.store.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def work(folder: str) -> int:
     """Train in a process that is confined already; the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    place = Workplace(Path(folder))
+    place = JobDir(Path(folder))
     settings = place.read_settings()
     try:
         warm_up(settings.cores)

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from ravnest.errors import DataError
-from ravnest.runtime.randomness import generator_lock
+from ravnest.runtime.stage.randomness import generator_lock
 from ravnest.split.structure import tensors_in
 
 logger = logging.getLogger(__name__)

@@ -17,22 +17,22 @@ import torch
 from torch import nn
 
 from ravnest.errors import RunError, SettingsError
-from ravnest.runtime.binding import bind
-from ravnest.runtime.conductor import Conductor
+from ravnest.runtime.control.node_runtime import NodeRuntime, RuntimeConfig
+from ravnest.runtime.control.root_controller import RootController
 from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, has_targets, size_of
-from ravnest.runtime.events import Batch
-from ravnest.runtime.session import Assignment, Session
+from ravnest.runtime.inputs import bind
+from ravnest.runtime.schedule.events import Batch
 from ravnest.runtime.settings import NodeSettings, codec_for, is_count
-from ravnest.runtime.updates import OptimizerParams, UpdateRule
+from ravnest.runtime.stage.updates import OptimizerParams, UpdateRule
 from ravnest.split.graph import InputEntry
 from ravnest.split.module import StageModule
 from ravnest.store.bundle import load_module
-from ravnest.store.nodefile import read_node
+from ravnest.store.node_spec import read_node
 from ravnest.transport.base import Transport
 from ravnest.transport.grpc_transport import GrpcTransport
-from ravnest.transport.trust import Credentials
+from ravnest.transport.tls import Credentials
 from ravnest.types import Role
-from ravnest.wire.messages import Call, Figure
+from ravnest.wire.messages import Call, ValidationResult
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Node:
             )
         settings = NodeSettings.of(kwargs)
         self._folder = Path(settings.folder)
-        self._assignment = Assignment(
+        self._assignment = RuntimeConfig(
             place=read_node(self._folder, name),
             rule=UpdateRule(
                 optimizer,
@@ -116,7 +116,7 @@ class Node:
         )
         self._model = model
         self._device = _device(device)
-        self._session: Session | None = None
+        self._session: NodeRuntime | None = None
         self._closed = False
         self._watched: list[weakref.ref[WatchedLoader]] = []
         self.epoch = 0
@@ -168,7 +168,7 @@ class Node:
         return self._session is not None
 
     @property
-    def session(self) -> Session:
+    def session(self) -> NodeRuntime:
         """The node at work; starts it."""
         self.start()
         assert self._session is not None
@@ -183,7 +183,7 @@ class Node:
         if self._closed:
             raise RunError(f"{self.name} is closed: make a new Node for another run")
         self._assignment.rule.check()
-        session = Session(self._assignment, self._load_stage(), self._transport())
+        session = NodeRuntime(self._assignment, self._load_stage(), self._transport())
         session.open()
         self._session = session
         atexit.register(self._close_at_exit)
@@ -286,7 +286,7 @@ class Node:
             self.epoch += 1
             conductor.end(exhausted=self._exhausted())
 
-    def end_phase(self) -> Figure | None:
+    def end_phase(self) -> ValidationResult | None:
         """End whatever phase is open and wait for it; the figure of a validation."""
         conductor = self._conducting()
         if conductor.open is None or conductor.open.kind == "train":
@@ -296,7 +296,7 @@ class Node:
         conductor.settle()
         return conductor.figure(phase)
 
-    def validate(self, batches: Iterator[tuple[Any, Mapping[str, Any]]]) -> Figure | None:
+    def validate(self, batches: Iterator[tuple[Any, Mapping[str, Any]]]) -> ValidationResult | None:
         """The figure of a validation; inputs by position and by name, as the pipeline takes them."""
         self.end_phase()
         conductor = self._conducting()
@@ -361,12 +361,12 @@ class Node:
 
     # Inside
 
-    def _conducting(self) -> Conductor:
+    def _conducting(self) -> RootController:
         conductor = self.session.conductor
         assert conductor is not None, "only the Root conducts"
         return conductor
 
-    def _submit(self, conductor: Conductor, tensors: Any, named: Mapping[str, Any]) -> Batch:
+    def _submit(self, conductor: RootController, tensors: Any, named: Mapping[str, Any]) -> Batch:
         named = {name: value for name, value in named.items() if name not in _IGNORED}
         values = bind(self.signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
@@ -375,7 +375,7 @@ class Node:
         digests = digests_of(loaded) if compared else {}
         return conductor.submit(values, size_of(values), digests, item)
 
-    def _own_item(self, conductor: Conductor, loaded: Any) -> Any:
+    def _own_item(self, conductor: RootController, loaded: Any) -> Any:
         """The loaded batch, where Root and Leaf are one node and its labels are not elsewhere."""
         if self._assignment.place.stages > 1 or conductor.open is None:
             return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from ravnest.averaging.coordinator import Mode
 from ravnest.errors import SettingsError
-from ravnest.runtime.machine import Schedule
+from ravnest.runtime.schedule.machine import Schedule
 from ravnest.transport.base import Transport
 from ravnest.wire.codecs import CODECS, FP16, RAW
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ravnest.errors import RavnestError, SettingsError
-from ravnest.runtime.binding import inputs_in
+from ravnest.runtime.inputs import inputs_in
 from ravnest.runtime.node import Node
 from ravnest.runtime.settings import is_count
 from ravnest.sharding import Shard
 from ravnest.split.structure import map_tensors, tensors_in
-from ravnest.wire.messages import Call, Figure
+from ravnest.wire.messages import Call, ValidationResult
 
 logger = logging.getLogger(__name__)
 
@@ -196,13 +196,13 @@ class Trainer:
         figure = self.node.session.last_figure() if call == "evaluate" else None
         return None if figure is None else figure.value
 
-    def _validate(self) -> Figure:
+    def _validate(self) -> ValidationResult:
         assert self.val_loader is not None
         figure = self.node.validate(self._inputs(batch) for batch in self.val_loader)
         assert figure is not None
         return figure
 
-    def _report(self, figure: Figure, what: str) -> None:
+    def _report(self, figure: ValidationResult, what: str) -> None:
         line = f"{self.node.role}: {what}{figure.name} {figure.value:.4f} on {figure.samples} samples"
         self.node.session.line.say(line)
         self.node.session.accuracies.append(figure.value)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ravnest.api.model import Artifact
 from ravnest.errors import ServerRefusedError
+from ravnest.schemas.base import Artifact
 from ravnest.store.files import sha256_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

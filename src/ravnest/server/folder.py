@@ -15,7 +15,7 @@ from ravnest.errors import ServerError
 from ravnest.store.files import write_json
 
 
-class Address(BaseModel):
+class ServerAddress(BaseModel):
     """How the server of a folder is reached, for commands on the same machine."""
 
     url: str
@@ -54,14 +54,14 @@ class ServerFolder:
                 ) from None
             yield
 
-    def write_address(self, address: Address) -> None:
+    def write_address(self, address: ServerAddress) -> None:
         """Tell commands on this machine where the server is."""
         write_json(self._address, address.model_dump())
 
-    def address(self) -> Address:
+    def address(self) -> ServerAddress:
         """Where the server is, or was; ``ServerError`` if none was ever started here."""
         try:
-            return Address.model_validate_json(self._address.read_bytes())
+            return ServerAddress.model_validate_json(self._address.read_bytes())
         except FileNotFoundError:
             raise ServerError(
                 f"{self.path} is not the folder of a server: start one with `ravnest serve --folder "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ravnest.api.jobs import JobState
-from ravnest.api.providers import ProviderState
 from ravnest.errors import RavnestError
+from ravnest.schemas.jobs import JobState
+from ravnest.schemas.providers import ProviderState
 
 Kind = Literal["provider", "job"]
 

@@ -6,22 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ravnest.api.jobs import JobView
-from ravnest.api.trust import ApiRole
 from ravnest.errors import ServerRefusedError
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobView
 from ravnest.server.artifacts import ArtifactFolder
+from ravnest.server.auth.tokens import AuthService
+from ravnest.server.db.database import Database
+from ravnest.server.db.records import JobRecord, MemberRecord
 from ravnest.server.folder import ServerFolder
-from ravnest.server.matching import Matching, MatchingThread
-from ravnest.server.office import Office
-from ravnest.server.planner import ShippingPlanner
-from ravnest.server.planning import JobPlanner
-from ravnest.server.records import JobRecord, Member
+from ravnest.server.job_service import JobService
+from ravnest.server.notifications import Notifications
+from ravnest.server.scheduling.matching import Matching, MatchingThread
+from ravnest.server.scheduling.planning import JobPlanner, ShippingPlanner
 from ravnest.server.settings import Clock, ServerSettings
-from ravnest.server.steward import Steward
-from ravnest.server.store import Store
-from ravnest.server.trust import Trust
+from ravnest.server.unit_of_work import UnitOfWorkFactory
 from ravnest.server.views import job_view
-from ravnest.server.waking import Wakes
 
 _STOP_SECONDS = 2.0
 
@@ -42,17 +41,19 @@ class Server:
         self.clock = clock or Clock()
         self.tls = tls
         self.folder = ServerFolder(folder)
-        self.store = Store(self.folder.database)
-        self.trust = Trust(self.store, self.folder, self.clock)
+        self.store = Database(self.folder.database)
+        self.trust = AuthService(self.store, self.folder, self.clock)
         self.artifacts = ArtifactFolder(
             self.folder.artifacts,
             largest=self.settings.largest_artifact,
             reserve=self.settings.disk_reserve,
         )
-        self.wakes = Wakes()
+        self.wakes = Notifications()
         self._thread = MatchingThread()
-        self._office = Office(self.store, self.trust, self.wakes, self.clock, self._thread.want)
-        self.steward = Steward(self._office, self.trust, self.settings)
+        self._office = UnitOfWorkFactory(
+            self.store, self.trust, self.wakes, self.clock, self._thread.want
+        )
+        self.steward = JobService(self._office, self.trust, self.settings)
         self.matching = Matching(
             self._office, planner or ShippingPlanner(self.artifacts, self.folder.scratch)
         )
@@ -81,7 +82,7 @@ class Server:
         finally:
             self._thread.stop(_STOP_SECONDS)
 
-    def job_of(self, member: Member, job: str) -> JobRecord:
+    def job_of(self, member: MemberRecord, job: str) -> JobRecord:
         """A job that the member may see; 404 if there is none, 403 if it is another's."""
         with self.store.look() as books:
             record = books.jobs.get(job)
@@ -91,7 +92,7 @@ class Server:
             raise self.trust.refused(member.id, f"{member.name} wanted to see {job}, which is another's")
         return record
 
-    def jobs_of(self, member: Member, limit: int = 500) -> list[JobView]:
+    def jobs_of(self, member: MemberRecord, limit: int = 500) -> list[JobView]:
         """All jobs that the member may see, newest first."""
         if member.role is ApiRole.PROVIDER:
             return []

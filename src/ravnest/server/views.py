@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ravnest.api.jobs import JobView, Losses, Place, Progress
-from ravnest.api.providers import ProviderView
+from ravnest.schemas.jobs import AssignmentView, JobProgress, JobView, LossHistory
+from ravnest.schemas.providers import ProviderView
+from ravnest.server.db.database import Transaction
+from ravnest.server.db.records import JobRecord, ProviderRecord
+from ravnest.server.job_status import leading_root
 from ravnest.server.liveness import Liveness
-from ravnest.server.outcome import leading_root
-from ravnest.server.records import JobRecord, ProviderRecord
-from ravnest.server.store import Transaction
 
 
 def provider_view(record: ProviderRecord, liveness: Liveness) -> ProviderView:
@@ -31,10 +31,10 @@ def job_view(books: Transaction, record: JobRecord) -> JobView:
     """A job, as its requester sees it."""
     parts = books.parts.of_job(record.id)
     root = leading_root(parts)
-    progress = Progress(epochs=record.epochs)
+    progress = JobProgress(epochs=record.epochs)
     if root is not None:
         loss = books.parts.last_loss(root)
-        progress = Progress(
+        progress = JobProgress(
             updates=root.losses,
             epochs=record.epochs,
             loss=loss,
@@ -52,7 +52,7 @@ def job_view(books: Transaction, record: JobRecord) -> JobView:
         changed=record.changed,
         progress=progress,
         places=tuple(
-            Place(
+            AssignmentView(
                 provider=part.provider,
                 provider_name=names.get(part.provider, part.provider),
                 node=part.node,
@@ -66,9 +66,9 @@ def job_view(books: Transaction, record: JobRecord) -> JobView:
     )
 
 
-def job_losses(books: Transaction, job: str, first: int) -> Losses:
+def job_losses(books: Transaction, job: str, first: int) -> LossHistory:
     """A job's losses from one update on."""
     root = leading_root(books.parts.of_job(job))
     if root is None:
-        return Losses(first=first, losses=(), figures=())
-    return Losses(first=first, losses=books.parts.losses(root.id, first), figures=root.figures)
+        return LossHistory(first=first, losses=(), figures=())
+    return LossHistory(first=first, losses=books.parts.losses(root.id, first), figures=root.figures)

@@ -2,16 +2,16 @@
 
 from ravnest.split.chain import Chain
 from ravnest.split.module import StageModule
-from ravnest.split.selfcheck import Verdict, verify
-from ravnest.split.splitter import PreparedModel, Split, Stage, prepare, split
+from ravnest.split.self_check import SelfCheckResult, verify
+from ravnest.split.splitter import PreparedModel, Split, SplitStage, prepare, split
 
 __all__ = [
     "Chain",
     "PreparedModel",
+    "SelfCheckResult",
     "Split",
-    "Stage",
+    "SplitStage",
     "StageModule",
-    "Verdict",
     "prepare",
     "split",
     "verify",

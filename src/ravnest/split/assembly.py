@@ -16,7 +16,7 @@ from torch import fx
 
 from ravnest.errors import CaptureError, OperatorError, SplitError
 from ravnest.split.aliases import Aliases, find_aliases
-from ravnest.split.cuts import Layout
+from ravnest.split.cuts import CutLayout
 from ravnest.split.dimensions import Dimensions, expression_of
 from ravnest.split.graph import (
     Argument,
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 
 def assemble(
-    layout: Layout,
+    layout: CutLayout,
     measurement: Measurement,
     cuts: Sequence[int],
     homes: Mapping[str, int] | None = None,
@@ -58,7 +58,7 @@ def assemble(
     return graphs
 
 
-def check_operators(layout: Layout) -> None:
+def check_operators(layout: CutLayout) -> None:
     """``OperatorError`` with the user's line for an operation that no stage may hold.
 
     To be asked before anything of the graph runs: outside of forward such operations fail in ways of
@@ -81,7 +81,7 @@ class _Cutter:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: CutLayout,
         measurement: Measurement,
         cuts: Sequence[int],
         homes: Mapping[str, int],

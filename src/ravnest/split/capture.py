@@ -25,12 +25,12 @@ from torch.export import Dim, ExportedProgram
 
 from ravnest.errors import CaptureError, SplitError
 from ravnest.split.checkpointing import noted_checkpoints
-from ravnest.split.decided import DecidedConditions
 from ravnest.split.graph import MODES, Mode
-from ravnest.split.refusals import RefusePacking, refuse_custom_autograd, translate
 from ravnest.split.state import ModelState, read_state
+from ravnest.split.static_conditions import StaticConditions
 from ravnest.split.structure import LEAF, Structure, flatten, map_tensors
 from ravnest.split.torchscript import from_torchscript
+from ravnest.split.unsupported import RefusePacking, refuse_custom_autograd, translate
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ def _try_export(flat: _Flat, example: Example, way: _Way) -> ExportedProgram:
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(_quiet_torch())
             stack.enter_context(refuse_custom_autograd())
-            stack.enter_context(DecidedConditions())
+            stack.enter_context(StaticConditions())
             stack.enter_context(RefusePacking())
             if way.hidden:
                 stack.enter_context(_hidden_export())

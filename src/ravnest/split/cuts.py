@@ -20,7 +20,7 @@ from ravnest.split.normalise import is_size
 
 
 @dataclass(frozen=True)
-class Layout:
+class CutLayout:
     """A graph's operations in order, and the cuts between them that are legal."""
 
     capture: ModeCapture
@@ -70,7 +70,7 @@ class Layout:
         return -1  # a size: taken from any tensor that crosses anyway
 
 
-def lay_out(capture: ModeCapture) -> Layout:
+def lay_out(capture: ModeCapture) -> CutLayout:
     """Number the operations of a normalised graph and find its legal cuts."""
     graph = capture.graph
     operations = tuple(n for n in graph.nodes if n.op == "call_function" and not is_size(n))
@@ -87,7 +87,7 @@ def lay_out(capture: ModeCapture) -> Layout:
             bar(position[node.args[0]], position[node])
     _bar_written_memory(capture, position, bar)
     legal = tuple(cut for cut in range(1, len(operations)) if not barred[cut])
-    return Layout(capture, operations, legal)
+    return CutLayout(capture, operations, legal)
 
 
 def _bar_written_memory(

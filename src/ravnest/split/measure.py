@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ravnest.split.aliases import find_aliases
 from ravnest.split.capture import Capture, ModeCapture
-from ravnest.split.cuts import Layout
+from ravnest.split.cuts import CutLayout
 from ravnest.split.normalise import NO_GRAD
 from ravnest.split.recurrent import STATES
 
@@ -81,7 +81,7 @@ class Measurement:
         return node in self.gradient_from and self.gradient_from[node] <= cut
 
 
-def measure(capture: Capture, layout: Layout, *, real: bool = False) -> Measurement:
+def measure(capture: Capture, layout: CutLayout, *, real: bool = False) -> Measurement:
     """Run a graph once. Falls back to real tensors where the shapes depend on data."""
     if not real:
         try:
@@ -92,7 +92,7 @@ def measure(capture: Capture, layout: Layout, *, real: bool = False) -> Measurem
 
 
 class _Run:
-    def __init__(self, capture: Capture, layout: Layout, *, fake: bool) -> None:
+    def __init__(self, capture: Capture, layout: CutLayout, *, fake: bool) -> None:
         self._capture = capture
         self._layout = layout
         self._mode: ModeCapture = layout.capture

@@ -14,8 +14,8 @@ from ravnest.errors import SplitError
 from ravnest.split.aliases import find_aliases
 from ravnest.split.assembly import assemble, check_operators
 from ravnest.split.capture import Capture, ModeCapture, capture
-from ravnest.split.cuts import Layout, lay_out
-from ravnest.split.evalcuts import follow_training, state_keys
+from ravnest.split.cuts import CutLayout, lay_out
+from ravnest.split.eval_cuts import follow_training, state_keys
 from ravnest.split.graph import (
     MODES,
     InputEntry,
@@ -26,12 +26,12 @@ from ravnest.split.graph import (
 )
 from ravnest.split.measure import Measurement, measure
 from ravnest.split.normalise import normalise
-from ravnest.split.selfcheck import verify
+from ravnest.split.self_check import verify
 from ravnest.types import is_dense
 
 
 @dataclass(frozen=True)
-class Stage:
+class SplitStage:
     """A stage and its weights, which are the model's own tensors."""
 
     spec: StageSpec
@@ -42,7 +42,7 @@ class Stage:
 class Split:
     """A model in stages."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[SplitStage, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PreparedModel:
     """A captured model, measured and ready to be cut in any number of ways."""
 
     capture: Capture
-    layouts: dict[Mode, Layout]
+    layouts: dict[Mode, CutLayout]
     measurements: dict[Mode, Measurement]
 
     @property
@@ -90,7 +90,7 @@ class PreparedModel:
         count: int,
         graphs: Mapping[str, list[StageGraph]],
         holders: Mapping[str, set[int]],
-    ) -> Stage:
+    ) -> SplitStage:
         state = self.capture.state
         mine = [key for key in state.tensors if index in holders.get(key, ())]
         spec = StageSpec(
@@ -101,7 +101,7 @@ class PreparedModel:
             signature=self._signature(),
             module_versions=state.module_versions if index == 0 else {},
         )
-        return Stage(spec, {key: state.tensors[key].tensor.detach() for key in mine})
+        return SplitStage(spec, {key: state.tensors[key].tensor.detach() for key in mine})
 
     def _state_spec(self, key: str, stages: set[int]) -> StateSpec:
         entry = self.capture.state.tensors[key]
@@ -137,7 +137,7 @@ def prepare(
 ) -> PreparedModel:
     """Capture and measure a model. ``pass_data`` measures with a real run on the example."""
     captured = capture(model, example_args, example_kwargs, batch_dim=batch_dim)
-    layouts: dict[Mode, Layout] = {}
+    layouts: dict[Mode, CutLayout] = {}
     measurements: dict[Mode, Measurement] = {}
     for mode in MODES:
         normalise(captured.modes[mode])
@@ -196,7 +196,7 @@ def balanced_cuts(prepared: PreparedModel, shares: Sequence[float]) -> tuple[int
     return tuple(int(cuts[index]) for index in reversed(chosen[1:-1]))
 
 
-def _weights(prepared: PreparedModel, layout: Layout, measurement: Measurement) -> list[float]:
+def _weights(prepared: PreparedModel, layout: CutLayout, measurement: Measurement) -> list[float]:
     """Weight of each operation: its work, and the memory of the parameters that it is first to use."""
     seen: set[str] = set()
     weights = []

@@ -11,7 +11,7 @@ from ravnest.errors import RavnestError, StageFormatError
 from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import StageSpec
 from ravnest.split.module import StageModule
-from ravnest.split.splitter import Stage
+from ravnest.split.splitter import SplitStage
 from ravnest.store.files import read_json, sha256_of, write_json
 from ravnest.store.weights import load_weights, save_weights
 
@@ -28,7 +28,7 @@ class BundleDigest:
     sha256: str
 
 
-def save_stage(folder: Path, stage: Stage) -> BundleDigest:
+def save_stage(folder: Path, stage: SplitStage) -> BundleDigest:
     """Write a stage; its digest names graph and weights."""
     save_weights(folder / WEIGHTS_FILE, stage.tensors)
     data = stage_to_json(stage.spec)
@@ -37,7 +37,7 @@ def save_stage(folder: Path, stage: Stage) -> BundleDigest:
     return BundleDigest(sha256_of(folder / STAGE_FILE))
 
 
-def load_stage(folder: Path, sha256: str | None = None) -> Stage:
+def load_stage(folder: Path, sha256: str | None = None) -> SplitStage:
     """Read a stage and check all of it: digests, sizes, operators, shapes.
 
     ``StageFormatError`` or ``OperatorError`` says what is wrong; nothing of a bad stage runs.
@@ -54,7 +54,7 @@ def load_stage(folder: Path, sha256: str | None = None) -> Stage:
     except RavnestError as error:
         raise type(error)(f"{path}: {error}") from error
     tensors = _load_checked_weights(folder, data, spec)
-    return Stage(spec, tensors)
+    return SplitStage(spec, tensors)
 
 
 def load_module(

@@ -17,7 +17,7 @@ from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import StageSpec
 from ravnest.split.module import StageModule
 from ravnest.store.files import read_json, sha256_of, write_atomically, write_json
-from ravnest.store.nodefile import NodeFile
+from ravnest.store.node_spec import NodeSpec
 from ravnest.store.weights import load_weights, save_weights
 
 FORMAT = "ravnest-trained-stage"
@@ -36,7 +36,7 @@ class _Saved:
     sha256: str
 
 
-def save_trained(folder: Path, node: NodeFile, module: StageModule, run: str) -> str:
+def save_trained(folder: Path, node: NodeSpec, module: StageModule, run: str) -> str:
     """Write a trained stage to ``folder/cluster_<c>/node_<i>.safetensors`` with its manifest.
 
     ``run`` names the training run: stages of different runs do not make one model. Returns the
@@ -55,7 +55,7 @@ def save_trained(folder: Path, node: NodeFile, module: StageModule, run: str) ->
 
 
 def receive_trained(
-    folder: Path, root: NodeFile, node: int, manifest: str, tensors: Mapping[str, torch.Tensor]
+    folder: Path, root: NodeSpec, node: int, manifest: str, tensors: Mapping[str, torch.Tensor]
 ) -> int:
     """Write the trained stage of another node of ``root``'s cluster; the number of the stage.
 

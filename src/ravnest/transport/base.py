@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ravnest.types import Address
-from ravnest.wire.messages import Hello, Message, Refused
+from ravnest.wire.messages import Hello, HelloRefused, Message
 
-Admit = Callable[[Hello], Hello | Refused]
+Admit = Callable[[Hello], Hello | HelloRefused]
 """Our answer to a peer's Hello; called in a transport thread."""
 
 

@@ -14,10 +14,10 @@ from ravnest.transport.base import LinkHandler
 from ravnest.transport.grpc_settings import METHOD, is_foreign, options, reason_of
 from ravnest.transport.handshake import HELLO_SECONDS, hello_frame, read_answer
 from ravnest.transport.link import FrameLink, largest_batch
-from ravnest.transport.trust import Credentials, dialled
+from ravnest.transport.tls import Credentials, dialled
 from ravnest.types import Address
+from ravnest.wire.header import Limits
 from ravnest.wire.messages import Hello
-from ravnest.wire.table import Limits
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from ravnest.transport.grpc_settings import (
 )
 from ravnest.transport.handshake import HELLO_SECONDS, answer, hello_frame
 from ravnest.transport.link import FrameLink, largest_batch
-from ravnest.transport.trust import Credentials
+from ravnest.transport.tls import Credentials
 from ravnest.types import Address
-from ravnest.wire.messages import Hello, Refused
-from ravnest.wire.table import Limits
+from ravnest.wire.header import Limits
+from ravnest.wire.messages import Hello, HelloRefused
 
 
-class Listener:
+class GrpcListener:
     """Answers those who dial."""
 
     def __init__(
@@ -69,15 +69,15 @@ class Listener:
 
     def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The stream's frames to the peer; gRPC runs this in the thread that becomes the writer."""
-        opened: SimpleQueue[tuple[FrameLink, Hello] | Refused | None] = SimpleQueue()
+        opened: SimpleQueue[tuple[FrameLink, Hello] | HelloRefused | None] = SimpleQueue()
         threading.Thread(
             target=self._read, args=(requests, context, opened), name="ravnest link reader", daemon=True
         ).start()
         try:
             result = opened.get(timeout=HELLO_SECONDS)
         except Empty:
-            result = Refused(f"no Hello came within {HELLO_SECONDS:g} s")
-        if isinstance(result, Refused):
+            result = HelloRefused(f"no Hello came within {HELLO_SECONDS:g} s")
+        if isinstance(result, HelloRefused):
             yield hello_frame(result)
         elif result is not None:
             link, ours = result
@@ -88,7 +88,7 @@ class Listener:
         self,
         requests: Iterator[bytes],
         context: grpc.ServicerContext,
-        opened: SimpleQueue[tuple[FrameLink, Hello] | Refused | None],
+        opened: SimpleQueue[tuple[FrameLink, Hello] | HelloRefused | None],
     ) -> None:
         link = None
         detail = "the connection ended without a word"
@@ -98,7 +98,7 @@ class Listener:
                     link.received(frame)
                     continue
                 reply = answer(frame, self._admit, _common_name(context))
-                if isinstance(reply, Refused):
+                if isinstance(reply, HelloRefused):
                     opened.put(reply)
                     return
                 theirs, ours = reply

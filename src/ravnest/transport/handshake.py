@@ -8,8 +8,8 @@ from ravnest.errors import RefusedError, WireError
 from ravnest.transport.base import Admit
 from ravnest.types import Address
 from ravnest.wire.frames import Assembler, encode
-from ravnest.wire.messages import PROTOCOL, Hello, Message, Refused
-from ravnest.wire.table import Limits
+from ravnest.wire.header import Limits
+from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, Message
 
 HELLO_SECONDS = 5.0
 """For a Hello and its answer to arrive, once there is a connection."""
@@ -19,13 +19,13 @@ _SMALL = Limits(max_message_bytes=0, max_values=0, max_opening_bytes=64 << 10)
 _log = logging.getLogger(__name__)
 
 
-def hello_frame(hello: Hello | Refused) -> bytes:
+def hello_frame(hello: Hello | HelloRefused) -> bytes:
     """As one frame."""
     (frame,) = encode(Message(hello))
     return frame
 
 
-def answer(frame: bytes, admit: Admit, certified: str | None) -> tuple[Hello, Hello] | Refused:
+def answer(frame: bytes, admit: Admit, certified: str | None) -> tuple[Hello, Hello] | HelloRefused:
     """A peer's Hello and our answer to it, or why there is none.
 
     ``certified`` is the name in the peer's certificate, None where there is no TLS.
@@ -33,22 +33,22 @@ def answer(frame: bytes, admit: Admit, certified: str | None) -> tuple[Hello, He
     try:
         head = _head(frame)
     except WireError as error:
-        return Refused(f"your Hello is unreadable: {error}")
+        return HelloRefused(f"your Hello is unreadable: {error}")
     if not isinstance(head, Hello):
-        return Refused(f"a link begins with a Hello, not with {type(head).__name__}")
+        return HelloRefused(f"a link begins with a Hello, not with {type(head).__name__}")
     if head.protocol != PROTOCOL:
-        return Refused(
+        return HelloRefused(
             f"you speak protocol {head.protocol} and this node {PROTOCOL}:"
             " run the same version of Ravnest on all nodes"
         )
     if certified is not None and certified != f"node_{head.node}":
-        return Refused(f"you say that you are node_{head.node}, your certificate is {certified}'s")
+        return HelloRefused(f"you say that you are node_{head.node}, your certificate is {certified}'s")
     try:
         reply = admit(head)
     except Exception as error:
         _log.exception("failed to answer node_%d", head.node)
-        return Refused(f"this node failed to answer: {error!r}")
-    return reply if isinstance(reply, Refused) else (head, reply)
+        return HelloRefused(f"this node failed to answer: {error!r}")
+    return reply if isinstance(reply, HelloRefused) else (head, reply)
 
 
 def read_answer(frame: bytes, address: Address, expect: int | None) -> Hello:
@@ -57,7 +57,7 @@ def read_answer(frame: bytes, address: Address, expect: int | None) -> Hello:
         head = _head(frame)
     except WireError as error:
         raise RefusedError(f"what answers at {address} is no node: {error}") from error
-    if isinstance(head, Refused):
+    if isinstance(head, HelloRefused):
         raise RefusedError(f"{address} refused: {head.reason}")
     if not isinstance(head, Hello):
         raise RefusedError(f"{address} answered with {type(head).__name__} instead of a Hello")

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from queue import SimpleQueue
 
-from ravnest.errors import LinkClosedError, WireError
-from ravnest.transport.base import LinkDelay, LinkHandler
-from ravnest.transport.meter import DelayMeter
+from ravnest.errors import LinkClosedError, RavnestError, WireError
+from ravnest.transport.base import Link, LinkDelay, LinkHandler
+from ravnest.transport.delay_meter import DelayMeter
 from ravnest.wire.codecs import CODECS, RAW, Codec
 from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
 from ravnest.wire.envelope import Buffer, Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, Assembler, encode_parts, largest_frame
-from ravnest.wire.messages import LOSSY, Goodbye, Hello, Message, Piece
-from ravnest.wire.table import Limits
+from ravnest.wire.header import Limits
+from ravnest.wire.messages import LOSSY, AnyHead, Goodbye, Hello, Message, RingChunk
 
 CLOSE_SECONDS = 5.0
 """A peer that takes longer to get the last messages is given up."""
@@ -332,7 +332,7 @@ def _unmetered(message: Message) -> bool:
 
     Acknowledging them would cost a message the other way every few milliseconds.
     """
-    return isinstance(message.head, Piece)
+    return isinstance(message.head, RingChunk)
 
 
 class _Flush:
@@ -341,3 +341,21 @@ class _Flush:
     def __init__(self) -> None:
         self.event = threading.Event()
         self.answered = False
+
+
+logger = logging.getLogger(__name__)
+
+
+def try_send(link: Link, head: AnyHead) -> None:
+    """Send; whoever is gone misses nothing, and the loss is told by the link itself."""
+    try:
+        link.send(Message(head))
+    except RavnestError:
+        logger.debug("node_%d is gone already", link.peer.node)
+
+
+def part(link: Link, last: AnyHead | None) -> None:
+    """Close a link, with a last word if there is one."""
+    if last is not None:
+        try_send(link, last)
+    link.close()

@@ -13,7 +13,7 @@ from ravnest.transport.base import Admit, Link, LinkHandler
 from ravnest.transport.handshake import answer, hello_frame, read_answer
 from ravnest.transport.link import FrameLink
 from ravnest.types import Address
-from ravnest.wire.messages import Hello, Refused
+from ravnest.wire.messages import Hello, HelloRefused
 
 _WAITING_SECONDS = 10.0
 
@@ -120,7 +120,7 @@ class MemoryTransport:
                 waiting(reason)
             server = self._network.server_at(address, min(left, _WAITING_SECONDS))
         reply = answer(hello_frame(hello), server.admit, None)
-        if isinstance(reply, Refused):
+        if isinstance(reply, HelloRefused):
             raise RefusedError(f"{address} refused: {reply.reason}")
         theirs, ours = reply
         peer = read_answer(hello_frame(ours), address, expect)

@@ -12,9 +12,9 @@ from ravnest.errors import WireError
 from ravnest.wire import envelope
 from ravnest.wire.codecs import RAW, Codec, Encoded, codec_named
 from ravnest.wire.envelope import Buffer, Frame, Kind, seal, unseal
-from ravnest.wire.layout import NAMES, Layout, dense, plain_strides
+from ravnest.wire.header import Limits, NumberEntry, Opening, TensorEntry, layouts, pack, unpack
+from ravnest.wire.layout import NAMES, TensorLayout, dense, plain_strides
 from ravnest.wire.messages import Message, Value
-from ravnest.wire.table import Limits, NumberEntry, Opening, TensorEntry, layouts, pack, unpack
 
 INLINE_BYTES = 256 << 10
 """Payloads up to this size share the frame of their head: one message of the network, not two."""
@@ -80,7 +80,7 @@ def encode_parts(
 
 def _tensor(name: str, tensor: torch.Tensor, codec: Codec, offset: int) -> tuple[TensorEntry, Encoded]:
     tensor = dense(name, tensor)
-    layout = Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    layout = TensorLayout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
     encoded = codec.encode(tensor, layout)
     strides = None if layout.strides == plain_strides(layout.shape) else layout.strides
     entry = TensorEntry(
@@ -174,7 +174,7 @@ class Assembler:
 class _Pending:
     """A message whose payload is on its way."""
 
-    def __init__(self, opening: Opening, layouts: dict[str, Layout]) -> None:
+    def __init__(self, opening: Opening, layouts: dict[str, TensorLayout]) -> None:
         self.missing = opening.nbytes
         self.chunks = 0
         self._opening = opening

@@ -40,7 +40,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Everything about a dense tensor but its values."""
 
     dtype: torch.dtype

@@ -23,7 +23,7 @@ class Head(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all heads; the tag names the type."""
 
 
-class BatchId(msgspec.Struct, frozen=True, order=True, array_like=True):
+class MicrobatchId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Names a micro-batch in a run; ``attempt`` counts replays."""
 
     run: str
@@ -51,7 +51,7 @@ class Hello(Head, frozen=True):
     same, they do, else as they are."""
 
 
-class Refused(Head, frozen=True):
+class HelloRefused(Head, frozen=True):
     """The answer to a Hello that does not fit; the link closes."""
 
     reason: str
@@ -75,7 +75,7 @@ class StageTiming(msgspec.Struct, frozen=True, array_like=True):
 class Forward(Head, frozen=True):
     """A micro-batch on its way to the Leaf; its values travel as tensors."""
 
-    batch: BatchId
+    batch: MicrobatchId
     size: int
     """Samples in it."""
     digests: dict[str, str] = {}
@@ -85,7 +85,7 @@ class Forward(Head, frozen=True):
 class Backward(Head, frozen=True):
     """Gradients on their way to the Root."""
 
-    batch: BatchId
+    batch: MicrobatchId
     timings: tuple[StageTiming, ...] = ()
     """Of the stages behind, the Leaf's last."""
     loss: float | None = None
@@ -94,14 +94,14 @@ class Backward(Head, frozen=True):
     and the norm of the gradients that its update has so far."""
 
 
-class Clip(Head, frozen=True):
+class ClipNorm(Head, frozen=True):
     """The Root's verdict on an update: the norm of all gradients."""
 
     update: int
     total: float
 
 
-class Begin(Head, frozen=True):
+class PhaseBegin(Head, frozen=True):
     """A phase starts; the Leaf makes its iterator now."""
 
     run: str
@@ -110,7 +110,7 @@ class Begin(Head, frozen=True):
     epoch: int
 
 
-class End(Head, frozen=True):
+class PhaseEnd(Head, frozen=True):
     """A phase has had its last micro-batch; ``count`` of them."""
 
     run: str
@@ -120,17 +120,17 @@ class End(Head, frozen=True):
     """The Root's loader went to its end."""
 
 
-class Outcome(Head, frozen=True):
+class ForwardResult(Head, frozen=True):
     """What the Leaf made of a micro-batch without gradient; a prediction travels as tensors."""
 
-    batch: BatchId
+    batch: MicrobatchId
     value: float | None = None
     """Accuracy or loss of the micro-batch, in a validation."""
     structure: str = ""
     """How the tensors of a prediction form the model's output, as JSON."""
 
 
-class Figure(Head, frozen=True):
+class ValidationResult(Head, frozen=True):
     """The result of a validation: from the Leaf to the Root, and from the Root to everyone."""
 
     run: str
@@ -140,13 +140,13 @@ class Figure(Head, frozen=True):
     samples: int
 
 
-class Save(Head, frozen=True):
+class SaveStage(Head, frozen=True):
     """Write the trained stage and send it to the Root."""
 
     run: str
 
 
-class Saved(Head, frozen=True):
+class StageSaved(Head, frozen=True):
     """A trained stage on its way to the Root, with its manifest as JSON."""
 
     run: str
@@ -154,14 +154,14 @@ class Saved(Head, frozen=True):
     manifest: str
 
 
-class Return(Head, frozen=True):
+class CallEnd(Head, frozen=True):
     """A call of the user's returns on every node."""
 
     run: str
     call: Call
 
 
-class Finish(Head, frozen=True):
+class RunEnd(Head, frozen=True):
     """The Root is done; whatever waits on other nodes returns."""
 
     run: str
@@ -174,7 +174,7 @@ class RoundId(msgspec.Struct, frozen=True, order=True, array_like=True):
     attempt: int = 0
 
 
-class Due(Head, frozen=True):
+class RoundRequest(Head, frozen=True):
     """A cluster's Root asks the coordinator for a round, or says that it is ready for one."""
 
     cluster: int
@@ -188,7 +188,7 @@ class Due(Head, frozen=True):
     """It has trained for the last time, and waits."""
 
 
-class Propose(Head, frozen=True):
+class Prepare(Head, frozen=True):
     """Hold a copy of the newest parameters ready: from the coordinator to Roots, from them on."""
 
     round: RoundId
@@ -196,7 +196,7 @@ class Propose(Head, frozen=True):
     """Nothing trains meanwhile, and the average is taken as it is (blocking and final rounds)."""
 
 
-class Held(Head, frozen=True):
+class Prepared(Head, frozen=True):
     """A node has its copy; at the Root it becomes the word of a cluster."""
 
     round: RoundId
@@ -212,7 +212,7 @@ class Held(Head, frozen=True):
     """The last average that it applied, if it kept that: compressed is what has changed since."""
 
 
-class Go(Head, frozen=True):
+class Start(Head, frozen=True):
     """Average now: these clusters, with these weights, on all rings."""
 
     round: RoundId
@@ -223,7 +223,7 @@ class Go(Head, frozen=True):
     """With another codec than raw: what is averaged is the change since this average."""
 
 
-class Piece(Head, frozen=True):
+class RingChunk(Head, frozen=True):
     """A part of a ring's tensors on its way round; the values travel as ``values``."""
 
     round: RoundId
@@ -249,7 +249,7 @@ class Reduced(Head, frozen=True):
     """The cluster whose node did not answer, where that is the problem."""
 
 
-class Settle(Head, frozen=True):
+class Decision(Head, frozen=True):
     """The coordinator's verdict on a round: apply the average, or forget it."""
 
     round: RoundId
@@ -274,30 +274,30 @@ class Abort(Head, frozen=True):
 
 AnyHead = (
     Hello
-    | Refused
+    | HelloRefused
     | Forward
     | Backward
-    | Clip
-    | Begin
-    | End
-    | Outcome
-    | Figure
-    | Save
-    | Saved
-    | Return
-    | Finish
-    | Due
-    | Propose
-    | Held
-    | Go
-    | Piece
+    | ClipNorm
+    | PhaseBegin
+    | PhaseEnd
+    | ForwardResult
+    | ValidationResult
+    | SaveStage
+    | StageSaved
+    | CallEnd
+    | RunEnd
+    | RoundRequest
+    | Prepare
+    | Prepared
+    | Start
+    | RingChunk
     | Reduced
-    | Settle
+    | Decision
     | Goodbye
     | Abort
 )
 
-LOSSY = (Forward, Backward, Piece)
+LOSSY = (Forward, Backward, RingChunk)
 """Heads of the messages whose tensors may be compressed; those of others are results."""
 
 Value = torch.Tensor | int | float

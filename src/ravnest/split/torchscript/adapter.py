@@ -17,7 +17,7 @@ from torch import nn
 from torch.jit._trace import TopLevelTracedModule
 
 from ravnest.errors import CaptureError
-from ravnest.split.torchscript.graph import Program, where
+from ravnest.split.torchscript.graph import TorchScriptProgram, where
 from ravnest.split.torchscript.mirror import ModuleValue, ScriptMirror, mirror_of
 from ravnest.split.torchscript.schema import resolve
 
@@ -64,7 +64,7 @@ def _check(module: torch.jit.ScriptModule) -> None:
 
 def _forward(value: ModuleValue, graph: Any) -> MethodType:
     """Return the forward of the mirror, with the signature of the script's."""
-    program = Program(graph)
+    program = TorchScriptProgram(graph)
     signature = _signature(value.script._get_method("forward").schema)
 
     def forward(self: ScriptMirror, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ _TORCH = Path(torch.__file__).parent
 _MANGLED = re.compile(r"\.___torch_mangle_\d+")
 
 
-class Program:
+class TorchScriptProgram:
     """A graph with its constants. Calling it computes the graph's outputs."""
 
     def __init__(self, graph: Graph) -> None:
@@ -140,13 +140,13 @@ def _translated(node: Node) -> Iterator[None]:
         ) from error
 
 
-def _if(program: Program, node: Node, args: list[Any], values: Values) -> Sequence[Any]:
+def _if(program: TorchScriptProgram, node: Node, args: list[Any], values: Values) -> Sequence[Any]:
     with _translated(node):
         taken = 0 if args[0] else 1
     return program.run(list(node.blocks())[taken], values)
 
 
-def _loop(program: Program, node: Node, args: list[Any], values: Values) -> Sequence[Any]:
+def _loop(program: TorchScriptProgram, node: Node, args: list[Any], values: Values) -> Sequence[Any]:
     limit, condition, *carried = args
     body = next(iter(node.blocks()))
     step = 0
@@ -162,27 +162,31 @@ def _goes_on(node: Node, step: int, limit: Any, condition: Any) -> bool:
         return bool(condition) and step < int(limit)
 
 
-def _fork(_program: Program, node: Node, args: list[Any], _values: Values) -> Sequence[Any]:
+def _fork(_program: TorchScriptProgram, node: Node, args: list[Any], _values: Values) -> Sequence[Any]:
     graph = node.g("Subgraph").copy()
     torch._C._jit_pass_inline(graph)
-    return [Program(graph)(*args)]
+    return [TorchScriptProgram(graph)(*args)]
 
 
-def _call_method(_program: Program, node: Node, args: list[Any], _values: Values) -> Sequence[Any]:
+def _call_method(
+    _program: TorchScriptProgram, node: Node, args: list[Any], _values: Values
+) -> Sequence[Any]:
     module: ModuleValue = args[0]
-    return [Program(module.graph(node.s("name")))(*args)]
+    return [TorchScriptProgram(module.graph(node.s("name")))(*args)]
 
 
-def _call_function(_program: Program, node: Node, args: list[Any], _values: Values) -> Sequence[Any]:
+def _call_function(
+    _program: TorchScriptProgram, node: Node, args: list[Any], _values: Values
+) -> Sequence[Any]:
     """A function that torch did not put into the graph, as happens once another script has run it."""
     name = str(next(iter(node.inputs())).type())
     function = torch.jit._state._python_cu.find_function(name)
     if function is None:
         raise CaptureError(f"{where(node)}\nthe script calls {name}, which is not at hand")
-    return [Program(function.inlined_graph)(*args[1:])]
+    return [TorchScriptProgram(function.inlined_graph)(*args[1:])]
 
 
-_CONTROL_FLOW: Mapping[str, Callable[[Program, Node, list[Any], Values], Sequence[Any]]] = {
+_CONTROL_FLOW: Mapping[str, Callable[[TorchScriptProgram, Node, list[Any], Values], Sequence[Any]]] = {
     "prim::If": _if,
     "prim::Loop": _loop,
     "prim::fork": _fork,

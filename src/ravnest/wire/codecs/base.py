@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ravnest.errors import WireError
-from ravnest.wire.layout import Layout, flat_bytes
+from ravnest.wire.layout import TensorLayout, flat_bytes
 
 SMALLEST = 128
 """Fewer elements than this are not worth a loss: they travel as they are."""
@@ -38,13 +38,13 @@ class Codec(Protocol):
     def name(self) -> str:
         """As written on the wire."""
 
-    def nbytes(self, layout: Layout) -> int:
+    def nbytes(self, layout: TensorLayout) -> int:
         """Bytes of payload for a tensor of this layout; ``WireError`` if the codec has none for it."""
 
-    def encode(self, tensor: torch.Tensor, layout: Layout) -> Encoded:
+    def encode(self, tensor: torch.Tensor, layout: TensorLayout) -> Encoded:
         """May share the memory of the (dense, CPU) tensor; raw where this codec would do no good."""
 
-    def decode(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def decode(self, payload: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
         """The tensor; may share the memory of the payload, which starts at an aligned address."""
 
 
@@ -53,15 +53,15 @@ class Raw:
 
     name = "raw"
 
-    def nbytes(self, layout: Layout) -> int:
+    def nbytes(self, layout: TensorLayout) -> int:
         """Elements times their size."""
         return math.prod(layout.shape) * layout.dtype.itemsize
 
-    def encode(self, tensor: torch.Tensor, layout: Layout) -> Encoded:  # noqa: ARG002
+    def encode(self, tensor: torch.Tensor, layout: TensorLayout) -> Encoded:  # noqa: ARG002
         """Shares the tensor's memory."""
         return Encoded(flat_bytes(tensor), self.name)
 
-    def decode(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def decode(self, payload: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
         """Shares the payload's memory, and is no view in the eyes of autograd."""
         check_size(self, payload, layout)
         storage = payload.untyped_storage()
@@ -73,14 +73,14 @@ class Raw:
 RAW = Raw()
 
 
-def check_size(codec: Codec, payload: torch.Tensor, layout: Layout) -> None:
+def check_size(codec: Codec, payload: torch.Tensor, layout: TensorLayout) -> None:
     """``WireError`` unless a payload has the bytes that its tensor needs."""
     due = codec.nbytes(layout)
     if payload.numel() != due:
         raise WireError(f"{payload.numel()} bytes of {codec.name} came where {due} were due")
 
 
-def check_dtype(codec: Codec, layout: Layout, dtypes: frozenset[torch.dtype]) -> None:
+def check_dtype(codec: Codec, layout: TensorLayout, dtypes: frozenset[torch.dtype]) -> None:
     """``WireError`` for a tensor that a codec is not made for."""
     if layout.dtype not in dtypes:
         raise WireError(f"{layout.dtype} does not travel as {codec.name}")
@@ -97,6 +97,6 @@ def pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
         yield tensor[start : start + size]
 
 
-def empty(layout: Layout) -> torch.Tensor:
+def empty(layout: TensorLayout) -> torch.Tensor:
     """A tensor to be filled."""
     return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ravnest.wire.codecs.base import RAW, Codec
-from ravnest.wire.layout import Layout, dense
+from ravnest.wire.layout import TensorLayout, dense
 
 
 class ErrorFeedback:
@@ -29,7 +29,7 @@ class ErrorFeedback:
         tensor = dense(name, tensor)
         residual = self._residuals.get(name)
         meant = tensor if residual is None else tensor + residual
-        layout = Layout(meant.dtype, tuple(meant.shape), tuple(meant.stride()))
+        layout = TensorLayout(meant.dtype, tuple(meant.shape), tuple(meant.stride()))
         encoded = self._codec.encode(meant, layout)
         if encoded.codec == RAW.name:
             self._residuals.pop(name, None)

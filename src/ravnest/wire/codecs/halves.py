@@ -17,7 +17,7 @@ from ravnest.wire.codecs.base import (
     flat,
     pieces,
 )
-from ravnest.wire.layout import Layout
+from ravnest.wire.layout import TensorLayout
 
 _WIDER = frozenset({torch.float32, torch.float64})
 
@@ -34,12 +34,12 @@ class Half:
         self._dtype = dtype
         self._most = torch.finfo(dtype).max
 
-    def nbytes(self, layout: Layout) -> int:
+    def nbytes(self, layout: TensorLayout) -> int:
         """Two for each element."""
         check_dtype(self, layout, _WIDER)
         return math.prod(layout.shape) * self._dtype.itemsize
 
-    def encode(self, tensor: torch.Tensor, layout: Layout) -> Encoded:
+    def encode(self, tensor: torch.Tensor, layout: TensorLayout) -> Encoded:
         """Rounded; raw for what is no wider, or tiny."""
         if layout.dtype not in _WIDER or tensor.numel() < SMALLEST:
             return RAW.encode(tensor, layout)
@@ -58,7 +58,7 @@ class Half:
         target.copy_(torch.where(beyond, tile.clamp(-self._most, self._most), tile))
         return int(beyond.sum())
 
-    def decode(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def decode(self, payload: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
         """Widened, which loses nothing."""
         check_size(self, payload, layout)
         tensor = empty(layout)

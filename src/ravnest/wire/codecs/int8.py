@@ -19,7 +19,7 @@ from ravnest.wire.codecs.base import (
     flat,
     pieces,
 )
-from ravnest.wire.layout import Layout
+from ravnest.wire.layout import TensorLayout
 
 _WIDER = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _BLOCK = 32
@@ -45,13 +45,13 @@ class Int8:
     def __init__(self) -> None:
         self._scratch = _Scratch()
 
-    def nbytes(self, layout: Layout) -> int:
+    def nbytes(self, layout: TensorLayout) -> int:
         """One for each element, two for each block."""
         check_dtype(self, layout, _WIDER)
         count = math.prod(layout.shape)
         return count + _blocks(count) * _SCALE.itemsize
 
-    def encode(self, tensor: torch.Tensor, layout: Layout) -> Encoded:
+    def encode(self, tensor: torch.Tensor, layout: TensorLayout) -> Encoded:
         """In two passes over the tensor, as the arithmetic of scales is cheaper for all at once."""
         count = tensor.numel()
         if layout.dtype not in _WIDER or count < SMALLEST:
@@ -74,7 +74,7 @@ class Int8:
             target.copy_(torch.mul(wide, per_step, out=scratch).round_())
         return Encoded(payload, self.name)
 
-    def decode(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def decode(self, payload: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
         """Steps times their scale."""
         check_size(self, payload, layout)
         tensor = empty(layout)

@@ -1,1 +1,0 @@
-"""What travels over HTTP between the server, providers and requesters."""

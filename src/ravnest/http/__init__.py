@@ -1,0 +1,1 @@
+"""HTTP client of the server API, used by requesters and providers."""

@@ -1,0 +1,124 @@
+"""The first step of a training, taken by the requester: what would fail at the providers fails here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ravnest.errors import JobError, StageInputError
+from ravnest.jobs.dataset_reader import Rows, SharedData
+from ravnest.jobs.dataset_writer import PackedData
+from ravnest.jobs.graph_loss import as_sent, evaluate_loss
+from ravnest.jobs.registry import loss_function
+from ravnest.runtime.data import LABELS
+from ravnest.schemas.jobs import NamedComponent
+from ravnest.split.capture import Example, bind_example, mode_of
+from ravnest.split.chain import bind_inputs
+from ravnest.split.module import check_inputs
+from ravnest.split.splitter import PreparedModel
+from ravnest.split.structure import map_tensors, tensors_in
+from ravnest.split.torchscript import from_torchscript
+
+_DEFAULT_BATCH_SIZE = 64
+_SEED = 20_240_229
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A batch of the data, and what the model makes of it."""
+
+    output: Any
+    labels: torch.Tensor
+
+    def check_loss(self, loss: NamedComponent) -> None:
+        """``JobError`` if a loss of torch does not fit output and labels."""
+        evaluate_loss(loss_function(loss), self.output, self.labels)
+
+
+def example_for(
+    model: nn.Module,
+    args: Sequence[Any] | torch.Tensor,
+    kwargs: Mapping[str, Any],
+    batch_size: int | None,
+) -> Example:
+    """The example inputs at the batch size of the training, which costs are planned for.
+
+    None is the example's own, or 64 for an example of a single sample.
+    """
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    sizes = Counter(tensor.shape[0] for tensor in tensors_in((args, dict(kwargs))) if tensor.dim())
+    given = sizes.most_common(1)[0][0] if sizes else 0
+    wanted = batch_size or (given if given > 1 else _DEFAULT_BATCH_SIZE)
+    bound = from_torchscript(model) if isinstance(model, torch.jit.ScriptModule) else model
+    example = bind_example(bound, args, dict(kwargs))
+    rows = torch.arange(wanted)
+    tensors = [t[rows % len(t)] if example.has_batch(t) else t for t in example.tensors]
+    return replace(example, tensors=tuple(tensors), batch_size=wanted)
+
+
+def input_names(prepared: PreparedModel) -> list[str]:
+    """The inputs of forward that the data must give, in order."""
+    example = prepared.capture.example
+    names = []
+    for name, structure in zip(example.names, example.structures, strict=True):
+        if structure.kind == "leaf":
+            names.append(name)
+        elif any(structure.leaf_paths(name)):
+            raise JobError(
+                f"the model's input {name!r} is a {structure.kind} of tensors, which the data of a job "
+                "cannot hold: give the model one tensor an input"
+            )
+    return names
+
+
+def check_data(prepared: PreparedModel, packed: PackedData, what: str) -> None:
+    """``JobError`` if the first samples do not fit the model's inputs."""
+    batch = _batch(prepared, packed)
+    (stage,) = prepared.cut(()).stages
+    graph, signature = stage.spec.graphs["train"], stage.spec.signature
+    given = {entry.name: batch[entry.name] for entry in signature if entry.values}
+    try:
+        values = bind_inputs(signature, (), given)
+        check_inputs(graph, [values[value.name] for value in graph.inputs])
+    except StageInputError as error:
+        raise JobError(
+            f"{what} does not fit the example inputs that the model was captured with. Of a batch, "
+            f"{error}. The model's inputs are {', '.join(entry.name for entry in signature)}"
+        ) from error
+
+
+def dry_run(prepared: PreparedModel, packed: PackedData) -> DryRun:
+    """Give the first samples to the model."""
+    batch = _batch(prepared, packed)
+    example = prepared.capture.example
+    tensors = [
+        batch[path].to(tensor.device)
+        for path, tensor in zip(example.leaf_paths(), example.tensors, strict=True)
+    ]
+    return DryRun(_output(prepared.capture.model, example, tensors), batch[LABELS])
+
+
+def _batch(prepared: PreparedModel, packed: PackedData) -> dict[str, torch.Tensor]:
+    """As many samples as the example has, from the first on, and again from the first."""
+    shared = SharedData(
+        [Rows(path, 0, rows) for path, rows in packed.inputs[:1]],
+        [Rows(path, 0, rows) for path, rows in packed.labels[:1]],
+    )
+    count = prepared.capture.example.batch_size or 1
+    samples = [shared[row % len(shared)] for row in range(count)]
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _output(model: nn.Module, example: Example, tensors: Sequence[torch.Tensor]) -> Any:
+    """What the model gives in training; its buffers and torch's random numbers stay as they are."""
+    args, kwargs = example.rebuild(tensors)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with mode_of(model, "train"), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(_SEED)
+        output = torch.func.functional_call(model, buffers, args, kwargs)
+    return map_tensors(as_sent(output), torch.Tensor.cpu)

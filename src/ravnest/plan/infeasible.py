@@ -1,0 +1,161 @@
+"""Why no plan exists: the most telling reason, with its figures and what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
+from ravnest.plan.memory import FloatArray, size
+from ravnest.plan.node_configs import NodeConfig
+from ravnest.plan.profile import ModelProfile
+from ravnest.plan.search import find_clusters
+
+PROBED_NODES = 8
+"""Up to so many nodes it is cheap to find out what would fit."""
+FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+REMEDY = "a smaller batch, nodes with more RAM or an optimizer with less state"
+
+
+def why_nothing_fits(
+    profile: ModelProfile,
+    several: ModelCosts,
+    nodes: Sequence[NodeConfig],
+    clusters: int | None,
+    source: str,
+) -> str:
+    """The reason in words, after a search that found nothing; ``several``: costs of several clusters."""
+    machines = capacities_of(nodes)
+    costs = several if clusters is not None and clusters > 1 else several.alone()
+    return (
+        _total_too_small(costs, machines, source)
+        or _useless_node(costs, nodes, clusters)
+        or _largest_unit(costs, profile, machines, source)
+        or _too_many_clusters(costs, machines, clusters, source)
+        or _no_cut(costs, machines, clusters, source)
+    )
+
+
+def lightest_stage(costs: ModelCosts, nodes: int, clusters: int | None) -> float:
+    """Least memory of any stage: the last unit as a Leaf, or one unit with two in flight."""
+    if costs.units == 1 or nodes in (1, clusters):
+        return costs.smallest_total
+    singles = _unit_memory(costs, in_flight=2)
+    return min(costs.memory(costs.units - 1, costs.units, 1).total, float(singles[:-1].min()))
+
+
+def _total_too_small(costs: ModelCosts, machines: Sequence[NodeCapacity], source: str) -> str | None:
+    offered = sum(machine.ram for machine in machines)
+    if offered >= costs.smallest_total:
+        return None
+    return (
+        f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size};"
+        f" {_pool(machines, source)} {size(offered)}. What helps: more nodes, {REMEDY}."
+    )
+
+
+def _useless_node(costs: ModelCosts, nodes: Sequence[NodeConfig], clusters: int | None) -> str | None:
+    """A node that holds no piece at all; every node must be used."""
+    need = lightest_stage(costs, len(nodes), clusters)
+    small = [node for node in nodes if node.ram * 1e9 < need]
+    if not small:
+        return None
+    names = ", ".join(f"node {node.id} ({size(node.ram * 1e9)})" for node in small[:4])
+    names += f" and {len(small) - 4} more" if len(small) > 4 else ""
+    verb = "is" if len(small) == 1 else "are"
+    return (
+        f"{names} {verb} too small for any stage: the lightest one needs {size(need)} at batch"
+        f" {costs.batch_size}. What helps: leaving such nodes out, more RAM or a smaller batch."
+    )
+
+
+def _unit_memory(costs: ModelCosts, in_flight: int) -> FloatArray:
+    return np.array([costs.memory(unit, unit + 1, in_flight).total for unit in range(costs.units)])
+
+
+def _largest_unit(
+    costs: ModelCosts, profile: ModelProfile, machines: Sequence[NodeCapacity], source: str
+) -> str | None:
+    needs = _unit_memory(costs, in_flight=1)
+    largest = max(machine.ram for machine in machines)
+    if needs.max() <= largest:
+        return None
+    unit = int(needs.argmax())
+    tensors = [tensor for tensor in profile.state if unit in tensor.units]
+    name = max(tensors, key=lambda tensor: tensor.bytes).name if tensors else ""
+    return (
+        f"unit {unit} of the model{f' (with {name})' if name else ''} cannot be cut further and"
+        f" needs {size(float(needs[unit]))} to train at batch {costs.batch_size}; the largest of"
+        f" {_counted(machines, source)} has {size(largest)}. What helps: {REMEDY}."
+    )
+
+
+def _too_many_clusters(
+    costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int | None, source: str
+) -> str | None:
+    if clusters is None:
+        return None
+    possible = _possible_clusters(costs, machines, clusters)
+    if possible is None:
+        return None
+    if possible < clusters:
+        offered = sum(machine.ram for machine in machines)
+        reason = (
+            f"each cluster holds the whole model, at least {size(costs.smallest_total)} at batch"
+            f" {costs.batch_size}, and {_pool(machines, source)} {size(offered)}"
+        )
+    else:
+        longest = -(-len(machines) // clusters)
+        reason = f"a pipeline of {longest} stages keeps more than these nodes can hold"
+    verb = "cluster fits" if possible == 1 else "clusters fit"
+    return f"clusters={clusters} does not fit: {reason}. {possible} {verb}."
+
+
+def _possible_clusters(costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int) -> int | None:
+    """A number of clusters that does fit: the nearest below for a small pool, else any."""
+    if len(machines) <= PROBED_NODES:
+        for fewer in range(clusters - 1, 0, -1):
+            if find_clusters(costs, machines, fewer, seed=0) is not None:
+                return fewer
+    found = find_clusters(costs, machines, None, seed=0)
+    return None if found is None else len(found[1])
+
+
+def _no_cut(
+    costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int | None, source: str
+) -> str:
+    offered = sum(machine.ram for machine in machines)
+    factor = _factor_that_fits(costs, machines, clusters)
+    enough = f" About {factor:g} times the RAM on each node would do." if factor else ""
+    return (
+        f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size} and"
+        f" {_pool(machines, source)} {size(offered)}, but no cut was found that gives every node a"
+        " stage that fits it: besides its share a stage keeps an older version of its weights and"
+        f" the activations of every micro-batch in flight, most at the Root.{enough} What helps:"
+        f" fewer nodes, a greater update_frequency, {REMEDY}."
+    )
+
+
+def _factor_that_fits(
+    costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int | None
+) -> float | None:
+    if len(machines) > PROBED_NODES:
+        return None
+    for factor in FACTORS:
+        larger = [replace(machine, ram=machine.ram * factor) for machine in machines]
+        if find_clusters(costs, larger, clusters, seed=0) is not None:
+            return factor
+    return None
+
+
+def _counted(machines: Sequence[NodeCapacity], source: str) -> str:
+    """Nodes of a file, or a server's providers where there is none."""
+    count = len(machines)
+    ending = "s" if count > 1 else ""
+    return f"the {count} node{ending} of {source}" if source else f"{count} provider{ending}"
+
+
+def _pool(machines: Sequence[NodeCapacity], source: str) -> str:
+    return f"{_counted(machines, source)} offer{'s' if len(machines) == 1 else ''}"

@@ -1,1 +1,0 @@
-"""What a requester does: submit a training, follow it, and fetch the trained model."""

@@ -1,0 +1,1 @@
+"""The control side of a node: rendezvous, run status, Root controller, metrics and progress."""

@@ -1,0 +1,1 @@
+"""The pipeline schedule: a pure state machine, its simulator and the choice of the window."""

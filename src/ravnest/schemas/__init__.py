@@ -1,0 +1,1 @@
+"""Typed messages of the HTTP API."""

@@ -1,0 +1,1 @@
+"""Tokens, credentials, certificates and route permissions."""

@@ -1,1 +1,0 @@
-"""What can be asked of the store and written into it, one module a subject."""

@@ -1,0 +1,1 @@
+"""Database access: tables, records and one repository per subject."""

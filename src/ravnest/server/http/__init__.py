@@ -1,0 +1,1 @@
+"""HTTP application: middleware, routes, TLS listener and server runner."""

@@ -1,0 +1,1 @@
+"""Job queue, matching with providers, planning and shipping."""

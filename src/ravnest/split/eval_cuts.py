@@ -1,0 +1,80 @@
+"""Cut the evaluation graph where the training graph was cut.
+
+The two graphs differ (stochastic depth, auxiliary heads), so positions do not carry over. Each
+operation should find its parameters in its own stage; among such cuts the fewest bytes should cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ravnest.split.cuts import CutLayout
+from ravnest.split.measure import Measurement
+from ravnest.split.state import ModelState
+
+_MISPLACED = 1e6
+"""A parameter in two stages costs as much as this many times its size crossing a cut."""
+
+
+def follow_training(
+    layout: CutLayout,
+    measurement: Measurement,
+    state: ModelState,
+    stages_of: Mapping[str, set[int]],
+    count: int,
+) -> tuple[int, ...]:
+    """Cuts of the evaluation graph, given the stages that hold each state key in training.
+
+    Exact dynamic program over the legal cuts; a stage may be empty.
+    """
+    end = len(layout.operations)
+    cuts = np.array([0, *layout.legal, end])
+    crossing = crossing_bytes(layout, measurement)[cuts]
+    misplaced = [_misplaced(layout, state, stages_of, stage)[cuts] for stage in range(count)]
+    best = np.full(len(cuts), np.inf)
+    best[0] = 0.0
+    choices: list[np.ndarray] = []
+    for stage in range(count):
+        gain = best - misplaced[stage]
+        smallest = np.minimum.accumulate(gain)
+        is_new = np.r_[True, gain[1:] < smallest[:-1]]
+        choices.append(np.maximum.accumulate(np.where(is_new, np.arange(len(cuts)), 0)))
+        best = smallest + misplaced[stage] + crossing
+    chosen = [len(cuts) - 1]
+    for stage in reversed(range(count)):
+        chosen.append(int(choices[stage][chosen[-1]]))
+    return tuple(int(cuts[index]) for index in reversed(chosen[1:-1]))
+
+
+def crossing_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
+    """Bytes that cross each cut going forward; index 0 and the last are the model's own edges."""
+    steps = np.zeros(len(layout.operations) + 2)
+    for node, (first, last) in layout.spans.items():
+        size = measurement.value_bytes.get(node, 0)
+        steps[first] += size
+        steps[last + 1] -= size
+    return np.cumsum(steps)[:-1]
+
+
+def _misplaced(
+    layout: CutLayout, state: ModelState, stages_of: Mapping[str, set[int]], stage: int
+) -> np.ndarray:
+    """For each cut: cost of the operations before it, were they all in ``stage``."""
+    cost = np.zeros(len(layout.operations) + 1)
+    for position, keys in enumerate(state_keys(layout)):
+        for key in keys:
+            if key in stages_of and stage not in stages_of[key]:
+                tensor = state.tensors[key].tensor
+                cost[position + 1] += _MISPLACED * (1 + tensor.numel() * tensor.element_size())
+    return np.cumsum(cost)
+
+
+def state_keys(layout: CutLayout) -> Sequence[list[str]]:
+    """State keys that each operation reads."""
+    names = layout.capture.state_of
+    return [
+        [names[node.name] for node in operation.all_input_nodes if node.name in names]
+        for operation in layout.operations
+    ]

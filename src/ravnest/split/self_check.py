@@ -1,0 +1,269 @@
+"""The splitter's check of itself: the stages against the model, on the example batch.
+
+Outputs in both modes and, in training, the gradient of every parameter. Bitwise equality is expected;
+what is left is compared with the noise of the model against itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import nn
+
+from ravnest.errors import ExactnessError
+from ravnest.split.capture import Capture, Example, mode_of
+from ravnest.split.chain import Chain
+from ravnest.split.graph import MODES, Mode
+from ravnest.split.module import StageModule
+from ravnest.split.structure import flatten
+
+if TYPE_CHECKING:
+    from ravnest.split.splitter import SplitStage
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 1e-6
+"""Relative difference that is reported but accepted."""
+_NEAR_ZERO = 1e-4
+"""Gradients this much smaller than the model's largest are compared with the largest."""
+_SEED = 20_240_229
+_SMALL_BATCH = 2
+
+Results = dict[str, torch.Tensor]
+"""Tensors by the name under which a difference is reported."""
+
+
+@dataclass(frozen=True)
+class SelfCheckResult:
+    """What the check found."""
+
+    batch_size: int | None
+    """Batch size that was compared; None if the check was skipped."""
+    differences: Mapping[str, float]
+    """Relative difference of each tensor that is not bitwise equal."""
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether everything that was compared is equal to the last bit."""
+        return self.batch_size is not None and not self.differences
+
+
+def verify(
+    capture: Capture, splits: Sequence[Sequence[SplitStage]], activation_bytes: int = 0
+) -> SelfCheckResult:
+    """Compare the stages of each split with the captured model; ``ExactnessError`` where they differ.
+
+    The batch is the example's if ``activation_bytes`` and the gradients fit in memory, else 2, else
+    the check is skipped with a warning.
+    """
+    example = _fitting_example(capture, activation_bytes)
+    if example is None:
+        return SelfCheckResult(None, {})
+    differences: dict[str, float] = {}
+    with _fast_path_off():
+        for mode in MODES:
+            differences |= _compare_mode(capture, splits, example, mode)
+    if differences:
+        worst = max(differences, key=lambda name: differences[name])
+        logger.warning(
+            "split and unsplit model differ in %d tensors, at most by %.1e (relative) in %s: within the "
+            "noise of float32. A library that takes another path while a model is captured is the "
+            "usual reason",
+            len(differences),
+            differences[worst],
+            worst,
+        )
+    return SelfCheckResult(example.batch_size, differences)
+
+
+def _fitting_example(capture: Capture, activation_bytes: int) -> Example | None:
+    example = capture.example
+    tensors = [e.tensor for e in capture.state.tensors.values() if e.kind == "parameter"]
+    gradients = 2 * sum(t.numel() * t.element_size() for t in tensors if t.requires_grad)
+    free = int(psutil.virtual_memory().available * 0.8)
+    if gradients + activation_bytes <= free:
+        return example
+    batch = example.batch_size or _SMALL_BATCH
+    small = gradients + activation_bytes * _SMALL_BATCH // batch
+    if small <= free and not capture.fixed_batch and batch > _SMALL_BATCH:
+        logger.info("the check of the split model uses batch 2: batch %d would not fit", batch)
+        return example.narrowed(_SMALL_BATCH)
+    logger.warning(
+        "the split model is not checked against the unsplit one: that would take %.1f GB, of which "
+        "%.1f GB are free",
+        (gradients + activation_bytes) / 1e9,
+        free / 1e9,
+    )
+    return None
+
+
+def _compare_mode(
+    capture: Capture, splits: Sequence[Sequence[SplitStage]], example: Example, mode: Mode
+) -> dict[str, float]:
+    def unsplit() -> Results:
+        with mode_of(capture.model, mode), torch.set_grad_enabled(mode == "train"):
+            return _run_model(capture, example)
+
+    def chained(stages: Sequence[SplitStage]) -> Results:
+        chain = Chain(_module(stage) for stage in stages).train(mode == "train")
+        with torch.set_grad_enabled(mode == "train"):
+            return _run_chain(capture, chain, example)
+
+    expected = _seeded(capture, unsplit)
+    found: dict[str, float] = {}
+    for stages in splits:
+        differences = _differences(expected, _seeded(capture, partial(chained, stages)))
+        if differences:
+            noise = _differences(expected, _seeded(capture, unsplit))
+            _refuse_large(differences, noise, mode)
+        found |= {f"{name} ({mode})": difference for name, difference in differences.items()}
+    return found
+
+
+def _refuse_large(differences: dict[str, float], noise: dict[str, float], mode: Mode) -> None:
+    for name, difference in differences.items():
+        if difference > max(TOLERANCE, noise.get(name, 0.0)):
+            raise ExactnessError(
+                f"the stages do not compute what the model computes: in {mode} mode {name} is the "
+                f"first tensor that differs, by {difference:.1e} relative to its largest value. Hooks "
+                "on tensors or modules, code that keeps state outside parameters and buffers, or "
+                "random numbers from another source than torch's default generator are possible "
+                "reasons"
+            )
+
+
+def _module(stage: SplitStage) -> StageModule:
+    """The stage over the model's own weights, with buffers of its own."""
+    kinds = {entry.key: entry.kind for entry in stage.spec.state}
+    tensors = {k: t if kinds[k] == "parameter" else t.clone() for k, t in stage.tensors.items()}
+    return StageModule(stage.spec, tensors, _device(tensors.values()))
+
+
+def _device(tensors: Any) -> torch.device:
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _run_model(capture: Capture, example: Example) -> Results:
+    args, kwargs = example.rebuild([tensor.clone() for tensor in example.tensors])
+    outputs = _named_outputs(capture.model(*args, **kwargs))
+    ends = _ends(outputs)
+    trainable = {
+        key: entry.tensor
+        for key, entry in capture.state.tensors.items()
+        if entry.kind == "parameter" and entry.tensor.requires_grad
+    }
+    gradients: Sequence[torch.Tensor | None] = [None] * len(trainable)
+    if ends and trainable:
+        gradients = torch.autograd.grad(
+            [t for t, _ in ends], list(trainable.values()), [g for _, g in ends], allow_unused=True
+        )
+    return _results(outputs, dict(zip(trainable, gradients, strict=True)))
+
+
+def _run_chain(capture: Capture, chain: Chain, example: Example) -> Results:
+    args, kwargs = example.rebuild([tensor.clone() for tensor in example.tensors])
+    outputs = _named_outputs(chain(*args, **kwargs))
+    gradients = chain.gradients(_ends(outputs))
+    keys = [k for k, e in capture.state.tensors.items() if e.kind == "parameter"]
+    return _results(outputs, {key: gradients.get(key) for key in keys})
+
+
+def _named_outputs(output: Any) -> Results:
+    leaves, structure = flatten(output, "output", lambda _path, _value: None)
+    paths = structure.leaf_paths("output")
+    return {p: leaf for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+
+
+def _ends(outputs: Results) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Outputs that carry a gradient, with a fixed pseudo-random one for each."""
+    generator = torch.Generator().manual_seed(_SEED)
+    ends: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor in outputs.values():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            noise = torch.rand(tensor.shape, generator=generator) - 0.5
+            ends.append((tensor, noise.to(tensor.dtype).to(tensor.device)))
+    return ends
+
+
+def _results(outputs: Results, gradients: Mapping[str, torch.Tensor | None]) -> Results:
+    found = {name: tensor.detach() for name, tensor in outputs.items()}
+    found |= {
+        f"the gradient of {key}": gradient.to_dense() if gradient.is_sparse else gradient
+        for key, gradient in gradients.items()
+        if gradient is not None
+    }
+    return found
+
+
+def _differences(expected: Results, actual: Results) -> dict[str, float]:
+    """Relative difference of each tensor that is not bitwise equal, in program order."""
+    largest = max((_largest(t) for n, t in expected.items() if n.startswith("the gr")), default=0.0)
+    found = {}
+    for name in expected | actual:
+        a, b = expected.get(name), actual.get(name)
+        if a is None or b is None:
+            present = a if b is None else b
+            assert present is not None
+            if bool(present.any()):
+                found[name] = float("inf")
+        elif a.shape != b.shape or a.dtype != b.dtype:
+            found[name] = float("inf")
+        elif not _same_bits(a, b):
+            scale = max(_largest(a), _NEAR_ZERO * largest, torch.finfo(torch.float32).tiny)
+            found[name] = _largest(a.double() - b.double()) / scale
+    return found
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    if tensor.numel() == 0:
+        return 0.0
+    values = tensor.detach().abs().double()
+    return float(torch.nan_to_num(values, nan=float("inf")).max())
+
+
+def _seeded(capture: Capture, run: Callable[[], Results]) -> Results:
+    """Run with a fixed seed from the model's present state, and put both back."""
+    devices = {e.tensor.device for e in capture.state.tensors.values()} - {torch.device("cpu")}
+    with torch.random.fork_rng(devices=list(devices)), _buffers_kept(capture.model):
+        torch.manual_seed(_SEED)
+        return run()
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put buffers back as they were: a training forward writes to them or replaces them."""
+    before = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, values in before:
+                module._buffers[name] = buffer
+                if buffer is not None and values is not None:
+                    buffer.copy_(values)
+
+
+@contextlib.contextmanager
+def _fast_path_off() -> Iterator[None]:
+    """Torch's fused encoder path computes something else than the graph that autograd uses."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -1,0 +1,181 @@
+"""Every route refuses those whom it is not for."""
+
+import re
+from pathlib import Path
+
+import pytest
+from fastapi.routing import APIRoute
+from server_cases import Case, artifact, opened, spec
+
+from ravnest.schemas.auth import ApiRole
+from ravnest.server.settings import ServerSettings
+from ravnest.transport.certificates import signing_request
+
+OPEN = {"/api/health", "/api/authority", "/api/join", "/login"}
+
+
+def routes(case: Case) -> list[tuple[str, str]]:
+    return [
+        (method, route.path)
+        for route in all_routes(case.client.app.routes)  # type: ignore[attr-defined]
+        for method in sorted(route.methods or ())
+    ]
+
+
+def all_routes(listed: list[object]) -> list[APIRoute]:
+    found = []
+    for route in listed:
+        if isinstance(route, APIRoute):
+            found.append(route)
+        else:
+            inner = getattr(route, "routes", None) or getattr(
+                getattr(route, "original_router", None), "routes", []
+            )
+            found += all_routes(list(inner))
+    return found
+
+
+def filled(path: str) -> str:
+    return re.sub(r"\{[^}]*\}", "0" * 64, path)
+
+
+def test_all_routes_refuse_who_shows_no_credential_or_a_wrong_one(case: Case) -> None:
+    found = routes(case)
+    assert len(found) > 20
+    assert set(OPEN) < {path for _, path in found}
+    for method, path in found:
+        if path in OPEN:
+            continue
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic YTpi"}):
+            answer = case.client.request(method, filled(path), headers=headers)
+            assert answer.status_code == 401, (method, path, answer.text)
+            if path.startswith("/api"):
+                assert isinstance(answer.json()["detail"], str)
+                assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_nothing_is_served_beside_the_routes(case: Case) -> None:
+    for path in ("/docs", "/redoc", "/openapi.json", "/api/nothing"):
+        assert case.client.get(path).status_code == 404
+
+
+MAY = {
+    ("GET", "/api/providers"): {*ApiRole},
+    ("GET", "/api/events"): {ApiRole.VIEWER},
+    ("GET", "/api/jobs"): {ApiRole.REQUESTER, ApiRole.VIEWER},
+    ("POST", "/api/jobs"): {ApiRole.REQUESTER},
+    ("POST", "/api/providers"): {ApiRole.PROVIDER},
+    ("POST", "/api/providers/{x}/heartbeat"): {ApiRole.PROVIDER},
+    ("DELETE", "/api/providers/{x}"): {ApiRole.PROVIDER},
+    ("GET", "/api/assignments/{x}"): {ApiRole.PROVIDER},
+    ("POST", "/api/assignments/{x}/certificate"): {ApiRole.PROVIDER},
+    ("POST", "/api/jobs/{x}/cancel"): {ApiRole.REQUESTER},
+    ("GET", "/api/jobs/{x}/result"): {ApiRole.REQUESTER},
+    ("GET", "/api/artifacts/{x}"): {ApiRole.REQUESTER, ApiRole.PROVIDER},
+    ("POST", "/api/artifacts/missing"): {ApiRole.REQUESTER, ApiRole.PROVIDER},
+    ("PUT", "/api/artifacts/{x}/upload"): {ApiRole.REQUESTER, ApiRole.PROVIDER},
+}
+
+
+@pytest.mark.parametrize("role", [ApiRole.PROVIDER, ApiRole.REQUESTER, ApiRole.VIEWER])
+def test_a_role_is_refused_where_it_has_no_business_and_that_is_recorded(
+    case: Case, role: ApiRole
+) -> None:
+    member = case.member(role, "mallory")
+    headers = {"Authorization": f"Bearer {member.credential}"}
+    expected = []
+    for (method, path), roles in MAY.items():
+        answer = case.client.request(method, filled(path), headers=headers)
+        refused_for_role = answer.status_code == 403 and "may not" in answer.json()["detail"]
+        assert refused_for_role == (role not in roles), (method, path, answer.text)
+        if refused_for_role:
+            expected.append(answer.json()["detail"])
+    found = [reason for reason in case.refusals() if "may not" in reason]
+    assert found == expected
+    assert all(f"mallory is a {role}" in reason for reason in found)
+
+
+def test_a_provider_gets_nothing_of_anothers_part(case: Case) -> None:
+    requester = case.requester()
+    alice, bob = case.provider("alice"), case.provider("bob", address="127.0.0.1:9001")
+    case.submit(requester, max_providers=1)
+    case.match()
+    assignment = alice.beat()["assignment"] or bob.beat()["assignment"]
+    owner, other = (alice, bob) if alice.beat()["assignment"] else (bob, alice)
+    request = {"csr": signing_request("x")[0].decode()}
+    weights = artifact("weights").sha256
+
+    assert owner.get(f"/api/assignments/{assignment}")["id"] == assignment
+    owner.post(f"/api/assignments/{assignment}/certificate", request)
+    assert owner.get(f"/api/artifacts/{weights}")
+
+    other.get(f"/api/assignments/{assignment}", 403)
+    other.post(f"/api/assignments/{assignment}/certificate", request, 403)
+    other.get(f"/api/artifacts/{weights}", 403)
+    other.beat(403, report={"assignment": assignment, "phase": "failed"})
+    other.post(f"/api/providers/{owner.id}/heartbeat", {"wait": 0}, 403)
+    other.call("DELETE", f"/api/providers/{owner.id}", 403)
+    owner.get("/api/assignments/no-such-part", 404)
+    assert len(case.refusals()) == 6
+    assert owner.beat()["assignment"] == assignment
+
+
+def test_a_requester_gets_nothing_of_anothers_job(case: Case) -> None:
+    rita, mallory = case.requester("rita"), case.member(ApiRole.REQUESTER, "mallory")
+    job = case.submit(rita)
+    for path in ("", "/wait?timeout=0", "/losses", "/events", "/result"):
+        mallory.get(f"/api/jobs/{job}{path}", 403)
+    mallory.post(f"/api/jobs/{job}/cancel", None, 403)
+    mallory.get(f"/api/artifacts/{artifact('weights').sha256}", 403)
+    assert mallory.get("/api/jobs") == []
+    assert len(case.refusals()) == 7
+    assert [each["id"] for each in rita.get("/api/jobs")] == [job]
+    assert [each["id"] for each in case.member(ApiRole.VIEWER).get("/api/jobs")] == [job]
+    rita.get("/api/jobs/job-none", 404)
+
+
+def test_to_know_a_digest_is_not_enough_to_get_the_file(case: Case) -> None:
+    case.requester("rita")
+    mallory = case.member(ApiRole.REQUESTER, "mallory")
+    sha = artifact("weights").sha256
+    assert mallory.post("/api/artifacts/missing", {"digests": [sha]})["digests"] == [sha]
+    assert mallory.get(f"/api/artifacts/{sha}/upload") == {"received": 0}
+    answer = mallory.post("/api/jobs", spec(), 422)
+    assert "not uploaded" in answer["detail"]
+
+
+def test_the_description_of_the_api_is_for_members(case: Case) -> None:
+    document = case.member(ApiRole.VIEWER).get("/api/openapi.json")
+    assert "/api/jobs/{job}/wait" in document["paths"]
+    assert "Assignment" in document["components"]["schemas"]
+
+
+def test_bodies_have_a_limit(tmp_path: Path) -> None:
+    with opened(tmp_path, settings=ServerSettings(largest_message=100_000)) as case:
+        member = case.member(ApiRole.PROVIDER)
+        headers = {"Content-Type": "application/json"}
+        pieces = (b"x" * 1000 for _ in range(101))  # without a length in the header
+        member.call("POST", "/api/providers", 413, content=b"x" * 100_001, headers=headers)
+        member.call("POST", "/api/providers", 413, content=pieces, headers=headers)
+        answer = case.client.post("/api/join", content=b"x" * 70_000, headers=headers)
+        assert answer.status_code == 413
+
+
+def test_errors_are_sentences_and_do_not_repeat_what_was_sent(case: Case) -> None:
+    answer = case.client.post("/api/join", json={"secret": ["a-secret"], "name": "x"})
+    assert answer.status_code == 422
+    assert "secret" in answer.json()["detail"]
+    assert "a-secret" not in answer.text
+
+
+def test_the_probe_sends_and_swallows(case: Case) -> None:
+    member = case.member(ApiRole.PROVIDER)
+    assert len(member.get("/api/probe?bytes=1000")) == 1000
+    member.get("/api/probe?bytes=99999999999", 422)
+    assert member.call("POST", "/api/probe", content=b"x" * 5000) == {"received": 5000}
+
+
+def test_a_certificate_authority_is_for_everybody(tmp_path: Path) -> None:
+    with opened(tmp_path) as case:
+        assert case.client.get("/api/authority").text == case.server.trust.authority
+        assert case.client.get("/api/health").json()["status"] == "ok"

@@ -1,0 +1,185 @@
+"""Who is let in, and what is written down about those who are not."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from server_cases import Time, opened
+
+from ravnest.errors import ServerRefusedError
+from ravnest.schemas.auth import ApiRole, hashed
+from ravnest.server.auth.tokens import AuthService
+from ravnest.server.db.database import Database
+from ravnest.server.folder import ServerFolder
+from ravnest.transport.certificates import signing_request
+
+
+class Scene:
+    def __init__(self, path: Path) -> None:
+        self.time = Time(now=1_790_000_000.0)
+        self.folder = ServerFolder(path)
+        self.folder.make()
+        self.store = Database(self.folder.database)
+        self.store.open()
+        self.trust = AuthService(self.store, self.folder, self.time.clock())
+        self.trust.open()
+
+    def refusals(self) -> list[str]:
+        with self.store.look() as books:
+            return [event.reason for event in books.events.after(0) if event.kind == "refusal"]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_a_token_becomes_a_credential(scene: Scene) -> None:
+    token = scene.trust.create_token(ApiRole.PROVIDER, "ab12")
+    assert str(token).startswith("rvn.ab12.")
+    joined = scene.trust.join(token.secret, "alice", "127.0.0.1")
+    assert joined.role is ApiRole.PROVIDER
+    assert scene.trust.member(joined.credential, "127.0.0.1").id == joined.id
+
+
+def test_a_token_works_once_unless_it_says_otherwise(scene: Scene) -> None:
+    once = scene.trust.create_token(ApiRole.PROVIDER, "").secret
+    twice = scene.trust.create_token(ApiRole.PROVIDER, "", uses=2).secret
+    often = scene.trust.create_token(ApiRole.PROVIDER, "", uses=None).secret
+    for secret, uses in [(once, 1), (twice, 2)]:
+        for _ in range(uses):
+            scene.trust.join(secret, "alice", "10.0.0.1")
+        with pytest.raises(ServerRefusedError, match="used already") as caught:
+            scene.trust.join(secret, "mallory", "10.0.0.1")
+        assert caught.value.status == 401
+    ids = {scene.trust.join(often, "alice", "10.0.0.1").id for _ in range(5)}
+    assert len(ids) == 5
+    assert (
+        scene.refusals()
+        == [
+            "mallory wanted to join from 10.0.0.1: the token has been used already",
+        ]
+        * 2
+    )
+
+
+def test_expired_and_unknown_tokens_are_refused_and_recorded(scene: Scene) -> None:
+    token = scene.trust.create_token(ApiRole.PROVIDER, "", uses=None, hours=1)
+    scene.time.now += 3600
+    for secret, words in [(token.secret, "expired"), ("no such secret", "does not know")]:
+        with pytest.raises(ServerRefusedError, match=words):
+            scene.trust.join(secret, "mallory", "10.0.0.1")
+    assert len(scene.refusals()) == 2
+
+
+def test_an_unknown_or_expired_credential_is_nobody(scene: Scene) -> None:
+    token = scene.trust.create_token(ApiRole.VIEWER, "")
+    joined = scene.trust.join(token.secret, "a browser", "x", expires=scene.time.now + 10)
+    scene.trust.member(joined.credential, "x")
+    scene.time.now += 10
+    for credential in (joined.credential, "forged"):
+        with pytest.raises(ServerRefusedError) as caught:
+            scene.trust.member(credential, "10.0.0.1")
+        assert caught.value.status == 401
+    assert len(scene.refusals()) == 2
+
+
+def test_no_secret_is_in_the_folder(scene: Scene, tmp_path: Path) -> None:
+    token = scene.trust.create_token(ApiRole.PROVIDER, "")
+    joined = scene.trust.join(token.secret, "alice", "x")
+    with pytest.raises(ServerRefusedError) as caught:
+        scene.trust.join(token.secret, "alice", "x")
+    with pytest.raises(ServerRefusedError):
+        scene.trust.member("a-forged-credential", "x")
+    everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    for secret in (token.secret, joined.credential, "a-forged-credential"):
+        assert secret.encode() not in everything
+        assert secret not in str(caught.value)
+    assert hashed(joined.credential).encode() in everything
+
+
+def test_keys_and_the_admin_credential_are_their_owners_only(scene: Scene) -> None:
+    scene.trust.sign("job-1", 0, [], signing_request("x")[0].decode())
+    secret = [
+        scene.folder.admin,
+        *scene.folder.authority.glob("*.key"),
+        *scene.folder.job_authorities.glob("*.key"),
+    ]
+    assert len(secret) == 3
+    for path in secret:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_authority_and_the_admin_stay_the_same(scene: Scene) -> None:
+    fingerprint, admin = scene.trust.fingerprint, scene.folder.admin.read_text()
+    again = AuthService(scene.store, scene.folder, scene.time.clock())
+    again.open()
+    assert again.fingerprint == fingerprint
+    assert scene.folder.admin.read_text() == admin
+    assert again.member(admin, "x").role is ApiRole.ADMIN
+
+
+def test_an_admin_whose_file_was_deleted_gets_another_credential(scene: Scene) -> None:
+    old = scene.folder.admin.read_text()
+    scene.folder.admin.unlink()
+    scene.trust.open()
+    assert scene.trust.member(scene.folder.admin.read_text(), "x").role is ApiRole.ADMIN
+    with pytest.raises(ServerRefusedError):
+        scene.trust.member(old, "x")
+
+
+def test_a_node_gets_the_name_and_addresses_of_the_plan_and_no_others(scene: Scene) -> None:
+    request, _key = signing_request("node_7")
+    signed = scene.trust.sign("job-1", 2, ["10.0.0.5", "node_0", "NODE_1"], request.decode())
+    certificate = x509.load_pem_x509_certificate(signed.certificate.encode())
+    authority = x509.load_pem_x509_certificate(signed.authority.encode())
+    certificate.verify_directly_issued_by(authority)
+    assert certificate.subject.rfc4514_string() == "CN=node_2"
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost", "node_2"]
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.5"]
+    constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+    assert not constraints.ca
+
+
+def test_each_job_has_an_authority_of_its_own_until_it_ends(scene: Scene) -> None:
+    request = signing_request("x")[0].decode()
+    first, again, other = (scene.trust.sign(job, 0, [], request) for job in ("a", "a", "b"))
+    assert first.authority == again.authority
+    assert other.authority not in (first.authority, scene.trust.authority)
+    scene.trust.forget_job("a")
+    assert sorted(path.name for path in scene.folder.job_authorities.iterdir()) == ["b.key", "b.pem"]
+
+
+def weak_request() -> str:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+    return pem(
+        x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    )
+
+
+def tampered_request() -> str:
+    key = ec.generate_private_key(ec.SECP256R1())
+    made = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    der = bytearray(made.public_bytes(serialization.Encoding.DER))
+    der[-1] ^= 1
+    return pem(x509.load_der_x509_csr(bytes(der)))
+
+
+def pem(request: x509.CertificateSigningRequest) -> str:
+    return request.public_bytes(serialization.Encoding.PEM).decode()
+
+
+@pytest.mark.parametrize("request_of", [lambda: "nonsense", weak_request, tampered_request])
+def test_a_request_that_is_not_in_order_is_refused(scene: Scene, request_of: object) -> None:
+    with pytest.raises(ServerRefusedError, match="cannot be signed") as caught:
+        scene.trust.sign("job-1", 0, [], request_of())  # type: ignore[operator]
+    assert caught.value.status == 422
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(Exception, match="another server uses"), opened(tmp_path):
+        pass

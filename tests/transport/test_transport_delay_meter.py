@@ -1,0 +1,92 @@
+"""Delays from times that are given, not taken."""
+
+from ravnest.transport.base import LinkDelay
+from ravnest.transport.delay_meter import DelayMeter
+
+
+def test_nothing_measured_is_zero() -> None:
+    assert DelayMeter().delay() == LinkDelay(0.0, 0.0)
+
+
+def test_three_probes_at_the_start_and_the_smallest_counts() -> None:
+    meter = DelayMeter()
+    token: int | None = meter.start(0.0)
+    seconds = [0.5, 0.25, 0.75]
+    now = 0.0
+    for trip in seconds:
+        assert token is not None
+        meter.probe_left(token, now)
+        now += trip
+        token = meter.echo_arrived(token, now)
+    assert token is None
+    assert meter.delay() == LinkDelay(0.25, 0.125)
+
+
+def test_a_probe_every_few_seconds_of_traffic() -> None:
+    meter = DelayMeter()
+    meter.start(0.0)
+    due = [now for now in range(20) if meter.message_sent(float(now)) is not None]
+    assert due == [3, 6, 9, 12, 15, 18]
+
+
+def test_an_answer_to_no_question_is_ignored() -> None:
+    meter = DelayMeter()
+    meter.probe_left(meter.start(0.0), 0.0)
+    assert meter.echo_arrived(99, 1.0) is None
+    meter.ack_arrived(50, 1.0)
+    assert meter.delay() == LinkDelay(0.0, 0.0)
+
+
+def test_acks_are_spaced_and_say_how_many_came() -> None:
+    meter = DelayMeter()
+    times = [0.0, 0.001, 0.002, 0.011, 0.012, 0.5]
+    assert [meter.message_arrived(now) for now in times] == [1, None, None, 4, None, 6]
+
+
+def _meter_with_round_trip(seconds: float) -> DelayMeter:
+    meter = DelayMeter()
+    token = meter.start(0.0)
+    meter.probe_left(token, 0.0)
+    meter.echo_arrived(token, seconds)
+    return meter
+
+
+def test_a_message_keeps_the_link_busy_beyond_the_round_trip_of_a_probe() -> None:
+    meter = _meter_with_round_trip(0.5)
+    meter.message_sent(1.0)
+    meter.ack_arrived(1, 2.0)
+    assert meter.delay() == LinkDelay(0.5, 0.75, 0.5)
+
+
+def test_the_wait_behind_other_messages_does_not_count() -> None:
+    meter = _meter_with_round_trip(0.5)
+    for _ in range(10):
+        meter.message_sent(1.0)
+    for count in range(1, 11):
+        meter.ack_arrived(count, 1.5 + 0.25 * count)
+    assert meter.delay() == LinkDelay(0.5, 0.5, 0.25)
+
+
+def test_messages_close_behind_each_other_on_a_long_way_do_not_wait() -> None:
+    meter = _meter_with_round_trip(0.5)
+    for number in range(1, 11):
+        meter.message_sent(0.125 * number)
+    for number in range(1, 11):
+        meter.ack_arrived(number, 0.125 * number + 0.5)
+    assert meter.delay() == LinkDelay(0.5, 0.25, 0.0)
+
+
+def test_messages_that_one_ack_answers_share_the_time() -> None:
+    meter = _meter_with_round_trip(0.5)
+    for _ in range(4):
+        meter.message_sent(1.0)
+    meter.ack_arrived(4, 2.5)
+    assert meter.delay().busy == 0.25
+
+
+def test_only_recent_messages_count() -> None:
+    meter = DelayMeter()
+    for number in range(1, 101):
+        meter.message_sent(float(number))
+        meter.ack_arrived(number, number + (4.0 if number <= 80 else 0.5))
+    assert meter.delay().message == 0.5
