@@ -15,7 +15,7 @@ import pytest
 from ravnest.provider.limits import BUFFERS, environment, excess, held_memory
 
 SOURCE = Path(__file__).parents[2] / "src"
-CONFINEMENT = SOURCE / "ravnest" / "provider" / "confinement.py"
+CONFINEMENT = SOURCE / "ravnest" / "provider" / "limits.py"
 SECONDS = 60
 
 

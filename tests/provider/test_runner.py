@@ -65,7 +65,7 @@ def running(
 
 def workers() -> list[psutil.Process]:
     """Processes that this one started and that run a worker."""
-    return [p for p in psutil.Process().children() if "confinement.py" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process().children() if "limits.py" in " ".join(p.cmdline())]
 
 
 def test_two_providers_train_and_the_root_uploads_the_model(tmp_path: Path) -> None:

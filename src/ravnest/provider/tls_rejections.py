@@ -1,7 +1,7 @@
 """Connections that TLS did not let through, as far as gRPC tells of them.
 
 gRPC ends such a handshake before any code of ours hears of it; all there is is a line that it writes
-on stderr. The worker's gRPC is told to write it (``confinement.environment``), and the agent reads it.
+on stderr. The worker's gRPC is told to write it (``limits.environment``), and the agent reads it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _LONGEST_REASON = 2000
 _TAIL = 1 << 14
 _BOOT = (
     "import runpy, sys\n"
-    "runpy.run_path(sys.argv[1] + '/ravnest/provider/confinement.py')['confine']()\n"
+    "runpy.run_path(sys.argv[1] + '/ravnest/provider/limits.py')['confine']()\n"
     "sys.path.insert(0, sys.argv[1])\n"
     "from ravnest.provider.worker import work\n"
     "sys.exit(work(sys.argv[2]))\n"
