@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("split",),
     ("transport",),
     ("wire",),
-    ("types", "errors", "config", "log", "seed", "version"),
+    ("types", "errors", "seed", "telemetry", "host", "version"),
 )
 """Top to bottom. A module imports from its own layer and from those below it."""
 

@@ -347,10 +347,10 @@ def test_a_killed_peer_is_noticed(made: list[GrpcTransport], dials: bool) -> Non
 
 FORGETFUL = """
 from ravnest.transport.grpc_transport import GrpcTransport
-from ravnest.wire.messages import Message, Save
+from ravnest.wire.messages import Message, SaveStage
 from transport_nodes import connect
 pair = connect(GrpcTransport(), GrpcTransport())
-pair.near.send(Message(Save("run")))
+pair.near.send(Message(SaveStage("run")))
 pair.far_inbox.next()
 """
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ravnest.schemas.base import Artifact, Name, Reason, Schema
 from ravnest.schemas.jobs import GraphLoss, ResultFile, TrainingSpec
+from ravnest.telemetry import WorkerRecord
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -96,6 +97,9 @@ Phase = Literal["fetching", "training", "uploading", "finished", "failed"]
 
 
 Count = Annotated[int, Field(ge=0)]
+Record = Annotated[WorkerRecord, Field(discriminator="kind")]
+MOST_RECORDS = 4096
+"""Records in one report."""
 
 
 class TlsRejections(Schema):
@@ -125,6 +129,10 @@ class AssignmentReport(Schema):
     result: tuple[ResultFile, ...] = ()
     """Uploaded files of a trained cluster; of a Root that is finished."""
     strangers: TlsRejections = TlsRejections()
+    first_record: Count = 0
+    """Position of the first of ``records`` among all records of the assignment."""
+    records: Annotated[tuple[Record, ...], Field(max_length=MOST_RECORDS)] = ()
+    """Records of the worker; sent again until the server acknowledges them."""
 
 
 class Heartbeat(Schema):
@@ -143,6 +151,8 @@ class HeartbeatReply(Schema):
     """None: nothing; one that is at work on something stops."""
     losses_known: int = 0
     """Losses of this assignment that the server has."""
+    records_known: int = 0
+    """Records of this assignment that the server has."""
     reason: Reason = ""
 
 

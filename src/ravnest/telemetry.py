@@ -1,0 +1,122 @@
+"""Records that a node reports while it trains.
+
+The runtime creates them, the worker process sends them to its provider agent over a pipe, and the agent
+sends them to the server. They are plain frozen dataclasses, so that each of these layers can use them
+without a dependency on the others; ``kind`` tells them apart on the wire.
+
+Non-finite numbers are reported as ``None``: JSON has no NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class LossRecord:
+    """Loss of one update; reported by Roots."""
+
+    update: int
+    """Number of the update in the run, from 0."""
+    epoch: int
+    loss: float | None
+    """Mean over the micro-batches of the update; ``None`` if it is not finite."""
+    microbatches: int
+    """Micro-batches in the update."""
+    staleness: int
+    """Updates applied between the forward and the backward pass of the last micro-batch."""
+    kind: Literal["loss"] = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationRecord:
+    """Result of one validation; reported by Roots."""
+
+    number: int
+    """Number of the validation in the run, from 0."""
+    epoch: int
+    name: str
+    """``accuracy`` or ``loss``."""
+    value: float | None
+    samples: int
+    kind: Literal["validation"] = "validation"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """Outcome of one averaging round; reported by the coordinating Root."""
+
+    round: int
+    attempts: int
+    mode: Literal["background", "blocking", "final"]
+    committed: bool
+    clusters: tuple[int, ...]
+    """Clusters that took part."""
+    seconds: float
+    sent_bytes: int
+    reason: str
+    """Why nothing was averaged, or which clusters were missing; empty if all took part."""
+    kind: Literal["round"] = "round"
+
+
+@dataclass(frozen=True, slots=True)
+class TimingRecord:
+    """Mean cost of a micro-batch at one stage, in seconds; reported by Roots for all stages."""
+
+    stage: int
+    microbatches: int
+    """Micro-batches that the means are taken over."""
+    forward: float
+    backward: float
+    step: float
+    to_next: float
+    to_previous: float
+    kind: Literal["timing"] = "timing"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRecord:
+    """Queue lengths at one node."""
+
+    in_flight: int
+    """Micro-batches that the stage has started and not finished."""
+    window: int
+    """Micro-batches that the Root may have in flight; 0 at other nodes."""
+    inbox: int
+    """Calls that wait for the compute thread."""
+    kind: Literal["queue"] = "queue"
+
+
+@dataclass(frozen=True, slots=True)
+class WarningRecord:
+    """A warning of the node, as its log shows it."""
+
+    message: str
+    kind: Literal["warning"] = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRecord:
+    """Start of a phase at the node."""
+
+    phase: Literal["connect", "train", "validate", "predict", "average", "save", "end"]
+    epoch: int
+    kind: Literal["phase"] = "phase"
+
+
+WorkerRecord = (
+    LossRecord
+    | ValidationRecord
+    | RoundRecord
+    | TimingRecord
+    | QueueRecord
+    | WarningRecord
+    | PhaseRecord
+)
+
+
+def finite(value: float) -> float | None:
+    """Return ``value``, or ``None`` if it is infinite or not a number."""
+    return value if math.isfinite(value) else None
