@@ -1,4 +1,4 @@
-# Everything a newcomer needs: each target makes .venv and installs what it uses.
+# Each target creates .venv and installs what it needs.
 PYTHON ?= python3
 CLUSTERS ?= 1
 VENV := .venv
@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format zoo bench clean
+.PHONY: help demo test test-full check format zoo bench clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -29,14 +29,17 @@ else
 	$(BIN)/python examples/digits/demo.py $(CLUSTERS)
 endif
 
-test: $(VENV)/.dev ## set up, then run all tests
+test: $(VENV)/.dev ## set up, then run the tests that CI runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
-check: $(VENV)/.dev ## formatting, lint, types, layers
+test-full: $(VENV)/.dev ## all tests, including the longest combinations
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m '' $(ARGS)
+
+check: $(VENV)/.dev ## formatting, lint, types, layers, names
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_layers.py
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_names.py
 
 format: $(VENV)/.dev ## rewrite the files the way check wants them
 	$(BIN)/ruff format .
