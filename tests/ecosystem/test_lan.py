@@ -1,4 +1,4 @@
-"""Machines of a network: HTTPS to the server, and mutual TLS between nodes, without a setting."""
+"""Machines of a network: HTTPS to the server and mutual TLS between nodes, without any setting."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,38 +25,57 @@ pytestmark = [
 ]
 
 
-def test_three_machines_train_over_tls(world: World) -> None:
-    (world.folder / "mine.py").write_text(MODULE)
-    with Lan(3, 1000) as lan:
-        server = world.serve(f"--host={lan.hosts[0]}", before=lan.inside(0))
-        assert world.url.startswith(f"https://{lan.hosts[0]}:")
-        crew = [world.provide(f"p{i}", before=lan.inside(i)) for i in (1, 2)]
+class LanWorld:
+    """A server on machine 0 and providers p1 and p2 on machines 1 and 2."""
+
+    def __init__(self, world: World, lan: Lan) -> None:
+        self.world = world
+        self.lan = lan
+        self.server = world.serve(f"--host={lan.hosts[0]}", before=lan.inside(0))
+        self.providers = [world.provide(f"p{i}", before=lan.inside(i)) for i in (1, 2)]
         token = world.token(ApiRole.REQUESTER)
-        arguments = ("submit", "mine:job", f"--server={world.url}", f"--token={token}")
-        submit = world.command(*arguments, before=lan.inside(0))
-        assert submit.process.wait(120) == 0, [*submit.lines, *server.lines]
+        self.membership = (f"--server={world.url}", f"--token={token}")
 
-        listing = world.command("status", "--json", before=lan.inside(0))
-        assert listing.process.wait(60) == 0
-        listing.said("learn")
-        (view,) = [JobView.model_validate(each) for each in json.loads("".join(listing.lines))]
-        assert view.state is JobState.DONE
-        assert [place.provider_name for place in view.places] in (["p1", "p2"], ["p2", "p1"])
+    def run(self, *arguments: str) -> str:
+        """Run a command on machine 0 and return its output."""
+        command = self.world.command(*arguments, before=self.lan.inside(0))
+        assert command.process.wait(120) == 0, [*command.lines, *self.server.lines]
+        eventually(lambda: command.lines, lambda lines: "" in lines)
+        return "\n".join(command.lines)
 
-        # A token that names another server's certificate is not shown to this one.
-        forged = JoinToken(JoinToken.parse(world.token(ApiRole.REQUESTER)).secret, "0" * 64)
-        asks = ("status", f"--server={world.url}", f"--token={forged}")
-        stranger = world.command(*asks, before=lan.inside(1), home="another")
-        assert stranger.process.wait(60) == 4
-        stranger.said("not the one that the token names")
-        for provider in crew:
+
+@pytest.fixture(scope="module")
+def lan_world(shared_world: World) -> Iterator[LanWorld]:
+    with Lan(3, 1000) as lan:
+        made = LanWorld(shared_world, lan)
+        yield made
+        for provider in made.providers:
             assert provider.end() == 0
+
+
+def test_three_machines_train_over_tls(lan_world: LanWorld) -> None:
+    world, lan = lan_world.world, lan_world.lan
+    assert world.url.startswith(f"https://{lan.hosts[0]}:")
+    (world.folder / "short.py").write_text(MODULE)
+    lan_world.run("submit", "short:job", *lan_world.membership)
+    (view,) = [JobView.model_validate(each) for each in json.loads(lan_world.run("status", "--json"))]
+    assert view.state is JobState.DONE
+    assert sorted(place.provider_name for place in view.places) == ["p1", "p2"]
     model = small_model()
     (trained,) = world.folder.glob("ravnest-job-*/trained_state_dict.pt")
     model.load_state_dict(torch.load(trained, weights_only=True))
 
 
-STRANGER = """
+def test_a_token_for_another_server_is_not_sent(lan_world: LanWorld) -> None:
+    world = lan_world.world
+    forged = JoinToken(JoinToken.parse(world.token(ApiRole.REQUESTER)).secret, "0" * 64)
+    arguments = ("status", f"--server={world.url}", f"--token={forged}")
+    untrusting = world.command(*arguments, before=lan_world.lan.inside(1), home="another")
+    assert untrusting.process.wait(60) == 4
+    untrusting.said("not the one that the token names")
+
+
+INTRUDER = """
 import socket, ssl, sys
 host, port, files = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 with socket.create_connection((host, port), 10) as connection:
@@ -66,50 +86,38 @@ with socket.create_connection((host, port), 10) as connection:
         context.load_cert_chain(*files)
     try:
         with context.wrap_socket(connection) as link:
-            sys.exit("let in" if link.recv(1) else 0)
+            sys.exit("accepted" if link.recv(1) else 0)
     except ssl.SSLError:
         sys.exit(0)
 """
 
 
-def test_a_node_turns_strangers_away_and_the_server_writes_it_down(world: World) -> None:
-    (world.folder / "mine.py").write_text(MODULE.replace("epochs=5", f"epochs={LONG}"))
-    (world.folder / "stranger.py").write_text(STRANGER)
+def test_a_node_rejects_untrusted_connections_and_the_server_records_them(lan_world: LanWorld) -> None:
+    world, lan = lan_world.world, lan_world.lan
+    (world.folder / "long.py").write_text(MODULE.replace("epochs=5", f"epochs={LONG}"))
+    (world.folder / "intruder.py").write_text(INTRUDER)
     foreign = Authority("plan", datetime.datetime.now(datetime.UTC)).issue("node_0", ["10.77.0.1"])
     (world.folder / "foreign.pem").write_bytes(foreign.certificate)
     (world.folder / "foreign.key").write_bytes(foreign.key)
-    with Lan(3, 1000) as lan:
-        world.serve(f"--host={lan.hosts[0]}", before=lan.inside(0))
-        for place in (1, 2):
-            world.provide(f"p{place}", before=lan.inside(place))
+    job = lan_world.run("submit", "long:job", *lan_world.membership, "--detach").split()[-1]
 
-        def ask(*arguments: str) -> str:
-            command = world.command(*arguments, before=lan.inside(0))
-            assert command.process.wait(60) == 0
-            eventually(lambda: command.lines, lambda lines: "" in lines)
-            return "\n".join(command.lines)
+    def view() -> JobView:
+        return JobView.model_validate(json.loads(lan_world.run("status", job, "--json")))
 
-        token = world.token(ApiRole.REQUESTER)
-        membership = (f"--server={world.url}", f"--token={token}")
-        number = ask("submit", "mine:job", *membership, "--detach").split()[-1]
+    eventually(view, lambda view: view.state is JobState.TRAINING and view.progress.updates > 0)
+    views = [ProviderView.model_validate(each) for each in json.loads(lan_world.run("nodes", "--json"))]
+    host, port = views[0].offer.address.split(":")
+    for certificate in ((), ("foreign.pem", "foreign.key")):
+        command = [sys.executable, "intruder.py", host, port, *certificate]
+        subprocess.run([*lan.inside(0), *command], cwd=world.folder, check=True, timeout=60)
 
-        def state() -> JobView:
-            return JobView.model_validate(json.loads(ask("status", number, "--json")))
+    def rejections() -> list[str]:
+        lines = lan_world.run("logs", job, "--json").splitlines()
+        events = [EventView.model_validate_json(line) for line in lines if line.startswith("{")]
+        return [event.reason for event in events if event.kind == "refusal"]
 
-        eventually(state, lambda view: view.state is JobState.TRAINING and view.progress.updates > 0)
-        views = [ProviderView.model_validate(each) for each in json.loads(ask("nodes", "--json"))]
-        host, port = views[0].offer.address.split(":")
-        for certificate in ((), ("foreign.pem", "foreign.key")):
-            knock = [sys.executable, "stranger.py", host, port, *certificate]
-            subprocess.run([*lan.inside(0), *knock], cwd=world.folder, check=True, timeout=60)
-
-        def refusals() -> str:
-            lines = ask("logs", number, "--json").splitlines()
-            events = [EventView.model_validate_json(line) for line in lines if line.startswith("{")]
-            return "\n".join(event.reason for event in events if event.kind == "refusal")
-
-        found = eventually(refusals, lambda found: found.count("turned away") == 2)
-        assert f"of {number} turned away a connection with a certificate of another authority" in found
-        assert f"of {number} turned away a connection without a certificate" in found
-        assert state().state is JobState.TRAINING  # it takes no harm
-        ask("cancel", number)
+    found = eventually(rejections, lambda found: len(found) == 2)
+    assert any("certificate of another authority" in reason for reason in found)
+    assert any("without a certificate" in reason for reason in found)
+    assert view().state is JobState.TRAINING  # the job is not affected
+    lan_world.run("cancel", job)

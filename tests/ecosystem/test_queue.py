@@ -1,4 +1,4 @@
-"""Several jobs, and providers that come and go."""
+"""Several jobs in the queue, and providers that join and leave."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Serve, provide, submit: each one command, in processes of their own."""
+"""The three commands serve, provide and submit, each in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
-from world import World, small_data, small_job, small_model
+from world import Process, World, small_data, small_job, small_model
 
 import ravnest
 from ravnest.plan.node_configs import read_node_configs
@@ -33,17 +34,26 @@ def job():
 """
 
 
+@pytest.fixture(scope="module")
+def crew(shared_world: World) -> Iterator[list[Process]]:
+    """A server and two providers; interrupted at the end, they exit with 0."""
+    server = shared_world.serve()
+    providers = [shared_world.provide("first"), shared_world.provide("second")]
+    yield providers
+    for process in (*providers, server):
+        assert process.end(signal.SIGINT) == 0, process.lines
+
+
 @pytest.mark.slow
-def test_a_model_is_trained_by_three_commands(world: World) -> None:
-    world.serve()
+def test_a_model_is_trained_by_three_commands(shared_world: World, crew: list[Process]) -> None:
+    world = shared_world
     (world.folder / "mine.py").write_text(MODULE)
-    crew = [world.provide("first"), world.provide("second")]
     token = world.token(ApiRole.REQUESTER)
     submit = world.command("submit", "mine:job", f"--server={world.url}", f"--token={token}")
     assert submit.process.wait(120) == 0, submit.lines
     assert not any("Traceback" in line for process in (*crew, submit) for line in process.lines)
 
-    # The membership is remembered, so that looking needs neither server nor token.
+    # The credential is stored, so that later commands need neither --server nor --token.
     listing = world.command("status", "--json")
     assert listing.process.wait(60) == 0
     listing.said("learn")
@@ -64,25 +74,18 @@ def test_a_model_is_trained_by_three_commands(world: World) -> None:
     assert nodes.process.wait(60) == 0, nodes.lines
     assert len(read_node_configs(world.folder / "node_data" / "node_configs.json")) == 2
 
-    for provider in crew:
-        assert provider.end() == 0
-    assert world.server is not None
-    assert world.server.end(signal.SIGINT) == 0
-
 
 @pytest.mark.slow
-def test_two_clusters_train_one_job_and_the_results_are_one_model(world: World) -> None:
-    world.serve()
-    for name in ("a", "b"):
-        world.provide(name)
-    api = world.requester()
-    handle = world.submit(api, small_job(clusters=2, min_providers=2, epochs=4))
+@pytest.mark.usefixtures("crew")
+def test_two_clusters_train_one_job_and_the_results_are_one_model(shared_world: World) -> None:
+    api = shared_world.requester()
+    handle = shared_world.submit(api, small_job(clusters=2, min_providers=2, epochs=4))
     model = small_model()
     state = handle.result(into=model, timeout=120)
     assert list(state) == list(model.state_dict())
     assert {place.cluster for place in handle.view().places} == {0, 1}
     losses = handle.losses()
-    # 96 samples are twelve batches; each cluster has a share of them, by what was measured of its node.
+    # 96 samples are twelve batches; the clusters share them by the measured speed of their nodes.
     assert 4 <= len(losses.losses) < 4 * 12
     assert len(losses.losses) % 4 == 0
 

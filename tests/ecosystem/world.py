@@ -1,4 +1,4 @@
-"""A server, providers and requesters as processes of their own, for as long as a test lasts."""
+"""Server, providers and requesters as separate processes, started and stopped by a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -28,12 +28,12 @@ from ravnest.schemas.providers import ProviderView
 from ravnest.server.http.runner import create_token
 
 DEADLINE = 120.0
-"""Seconds after which a test gives up."""
+"""Seconds after which a test fails."""
 T = TypeVar("T")
 
 
 class Process:
-    """A command of Ravnest's and what it says."""
+    """A running ``ravnest`` command and its output."""
 
     def __init__(
         self, name: str, arguments: Sequence[str], folder: Path, before: Sequence[str], home: str
@@ -66,7 +66,7 @@ class Process:
             self._said.notify_all()
 
     def said(self, text: str) -> str:
-        """Wait for a line that holds a text."""
+        """Wait for an output line that contains ``text`` and return it."""
 
         def found() -> str | None:
             return next((line for line in self.lines if text in line), None)
@@ -78,14 +78,14 @@ class Process:
         return line
 
     def end(self, how: signal.Signals = signal.SIGINT) -> int:
-        """Signal it and wait; its exit code."""
+        """Send a signal, wait, and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(how)
         return self.process.wait(DEADLINE)
 
 
 class World:
-    """What a test starts, in one folder."""
+    """All processes of a test, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ class World:
         self._apis: list[ApiClient] = []
 
     def serve(self, *options: str, port: int = 0, before: Sequence[str] = ()) -> Process:
-        """Start the server, or start it again."""
+        """Start or restart the server."""
         arguments = ["serve", "--json", f"--port={port}", *options]
         self.server = self._start("server", arguments, before)
         self.url = json.loads(self.server.said('"url"'))["url"]
@@ -114,20 +114,26 @@ class World:
         )
 
     def command(self, *arguments: str, before: Sequence[str] = (), home: str = "home") -> Process:
-        """Any other command; of somebody else with another ``home``."""
+        """Start any other command; another ``home`` makes it another user's."""
         return self._start(arguments[0], arguments, before, home)
 
     def token(self, role: ApiRole, **options: Any) -> str:
         return create_token(self.folder / "ravnest_server", role, **options)[1]
 
     def requester(self, name: str = "ann") -> ApiClient:
-        """A requester that has joined."""
+        """Return a client that has joined as a requester."""
         api = join(self.url, self.token(ApiRole.REQUESTER), name).api()
         self._apis.append(api)
         return api
 
     def submit(self, api: ApiClient, job: Job) -> JobHandle:
         return JobHandle(hand_in(api, job), api)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         for api in self._apis:
@@ -146,7 +152,7 @@ class World:
 
 
 def eventually(look: Callable[[], T], holds: Callable[[T], bool]) -> T:
-    """Look until it holds: what other processes do cannot be waited for in another way."""
+    """Call ``look`` until its result satisfies ``holds``: other processes offer no event to wait on."""
     deadline = time.monotonic() + DEADLINE
     while not holds(found := look()):
         assert time.monotonic() < deadline, f"still {found}"
@@ -155,7 +161,7 @@ def eventually(look: Callable[[], T], holds: Callable[[T], bool]) -> T:
 
 
 def providers(api: ApiClient) -> dict[str, ProviderView]:
-    """By name."""
+    """Return the providers of the server by name."""
     return {view.offer.name: view for view in api.get("/api/providers", list[ProviderView])}
 
 
@@ -174,7 +180,7 @@ def small_data(samples: int = 96) -> TensorDataset:
 
 
 def small_job(**settings: Any) -> Job:
-    """A training of moments; two stages where two providers are wanted."""
+    """Return a job that trains within a second, with ``settings`` of ``Job``."""
     own: dict[str, Any] = {
         "model": small_model(),
         "criterion": nn.CrossEntropyLoss(),
@@ -187,4 +193,4 @@ def small_job(**settings: Any) -> Job:
 
 
 LONG = 100_000
-"""Epochs that nobody waits for."""
+"""Epochs of a job that the test cancels."""
