@@ -1,9 +1,9 @@
-"""Settings that hold for all tests."""
+"""Settings for all tests."""
 
 import logging
 
 import torch
 
-# Torch writes down every capture in detail where logs are caught, and pytest catches them.
+# torch logs every capture in detail when log records are captured, which pytest does.
 logging.getLogger("torch.__trace").disabled = True
 torch.set_num_threads(1)

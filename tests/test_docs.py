@@ -1,4 +1,4 @@
-"""Pages that repeat what the code says, and links between pages."""
+"""Documentation pages agree with the code, and their links lead to pages and headings."""
 
 import ast
 import inspect
@@ -18,7 +18,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 
 
 def settings_table() -> str:
-    """Every keyword of ``Node`` with its default and its docstring."""
+    """Return a table of every keyword setting of ``Node`` with its default and docstring."""
     described = dict(described_fields())
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {described[field.name]} |"
@@ -40,7 +40,7 @@ def described_fields() -> Iterator[tuple[str, str]]:
 def test_the_page_of_node_has_every_setting_as_the_code_describes_it() -> None:
     page = (DOCS / "node.md").read_text()
     shown = re.search(r"<!-- settings -->\n(.*?)\n?<!-- end -->", page, re.DOTALL)
-    assert shown, "the table has no place"
+    assert shown, "the page has no settings table"
     assert shown[1] == settings_table(), "\n" + settings_table()
 
 
