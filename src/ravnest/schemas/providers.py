@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ravnest.schemas.base import Artifact, Name, Reason, Schema
 from ravnest.schemas.jobs import GraphLoss, ResultFile, TrainingSpec
+from ravnest.store.node_spec import NodeSpec
 from ravnest.telemetry import WorkerRecord
 
 Positive = Annotated[float, Field(gt=0)]
@@ -76,8 +77,8 @@ class Assignment(Schema):
     id: str
     job: str
     node: int
-    node_file: dict[str, Any]
-    """``node_data/nodes/node_<i>.json``; its certificates are made when it is fetched."""
+    node_spec: NodeSpec
+    """Contents of ``node_data/nodes/node_<i>.json``; its certificates are issued when it is fetched."""
     stage: Artifact
     weights: Artifact
     train: DataShare
@@ -120,15 +121,9 @@ class AssignmentReport(Schema):
     phase: Phase
     reason: Reason = ""
     """Why it failed."""
-    first_loss: int = 0
-    losses: tuple[float | None, ...] = ()
-    """From update ``first_loss`` on, None where one is infinite or no number; sent again until they are
-    acknowledged. Roots only."""
-    figures: tuple[float | None, ...] = ()
-    """All validations so far."""
     result: tuple[ResultFile, ...] = ()
     """Uploaded files of a trained cluster; of a Root that is finished."""
-    strangers: TlsRejections = TlsRejections()
+    tls_rejections: TlsRejections = TlsRejections()
     first_record: Count = 0
     """Position of the first of ``records`` among all records of the assignment."""
     records: Annotated[tuple[Record, ...], Field(max_length=MOST_RECORDS)] = ()
@@ -149,8 +144,6 @@ class HeartbeatReply(Schema):
 
     assignment: str | None
     """None: nothing; one that is at work on something stops."""
-    losses_known: int = 0
-    """Losses of this assignment that the server has."""
     records_known: int = 0
     """Records of this assignment that the server has."""
     reason: Reason = ""
