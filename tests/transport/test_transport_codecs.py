@@ -7,6 +7,7 @@ import torch
 from transport_nodes import SECONDS, Opener, Pair, connect
 
 from ravnest.transport.link import agreed_codec
+from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
     PROTOCOL,
     AnyHead,
@@ -15,15 +16,18 @@ from ravnest.wire.messages import (
     ForwardResult,
     Hello,
     Message,
-    MicrobatchId,
     RingChunk,
     RoundId,
     StageSaved,
 )
 
-BATCH = MicrobatchId("run", 0, 0, 0)
-LOSSY: list[AnyHead] = [Forward(BATCH, 1), Backward(BATCH), RingChunk(RoundId(0), 0, 0, 0, 0)]
-EXACT: list[AnyHead] = [StageSaved("run", 0, "{}"), ForwardResult(BATCH)]
+MICROBATCH = MicrobatchId(0, 0)
+LOSSY: list[AnyHead] = [
+    Forward("run", MICROBATCH, 1),
+    Backward("run", MICROBATCH),
+    RingChunk(RoundId(0), 0, 0, 0, 0),
+]
+EXACT: list[AnyHead] = [StageSaved("run", 0, "{}"), ForwardResult("run", MICROBATCH)]
 NUMBERS = torch.linspace(-1, 1, 1 << 14)
 
 

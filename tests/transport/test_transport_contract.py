@@ -13,12 +13,12 @@ from transport_nodes import LOOPBACK, SECONDS, Inbox, Opener, Pair, connect, hel
 
 from ravnest.errors import AddressInUseError, LinkClosedError, RefusedError, UnreachableError
 from ravnest.transport.base import Link
-from ravnest.types import Address
-from ravnest.wire.messages import Forward, Goodbye, Hello, HelloRefused, Message, MicrobatchId, SaveStage
+from ravnest.types import Address, MicrobatchId
+from ravnest.wire.messages import Forward, Goodbye, Hello, HelloRefused, Message, SaveStage
 
 
 def numbered(index: int, **values: torch.Tensor) -> Message:
-    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), values)
+    return Message(Forward("run", MicrobatchId(0, index), 1), values)
 
 
 def index_of(message: Message) -> int:

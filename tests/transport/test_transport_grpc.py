@@ -25,10 +25,10 @@ from ravnest.transport.grpc_settings import METHOD
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.handshake import hello_frame
 from ravnest.transport.tls import Credentials, dialled, is_loopback
-from ravnest.types import Address
+from ravnest.types import Address, MicrobatchId
 from ravnest.wire.frames import encode
 from ravnest.wire.header import Limits
-from ravnest.wire.messages import Forward, Goodbye, HelloRefused, Message, MicrobatchId, SaveStage
+from ravnest.wire.messages import Forward, Goodbye, HelloRefused, Message, SaveStage
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def open_transport(made: list[GrpcTransport], identity: Credentials | None = Non
 
 
 def message(index: int = 0, count: int = 10) -> Message:
-    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), {"x": torch.randn(count)})
+    return Message(Forward("run", MicrobatchId(0, index), 1), {"x": torch.randn(count)})
 
 
 def assert_works(pair: Pair) -> None:

@@ -10,10 +10,11 @@ from transport_nodes import SECONDS, Inbox, hello
 
 from ravnest.errors import LinkClosedError
 from ravnest.transport.link import FrameLink
+from ravnest.types import MicrobatchId
 from ravnest.wire.control import Closing, Echo, Probe, decode_control, encode_control
 from ravnest.wire.envelope import Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, Assembler, encode
-from ravnest.wire.messages import Forward, Message, MicrobatchId
+from ravnest.wire.messages import Forward, Message
 
 
 class Bench:
@@ -31,7 +32,7 @@ def bench() -> Bench:
 
 
 def message(index: int, count: int = 10) -> Message:
-    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
+    return Message(Forward("run", MicrobatchId(0, index), 1), {"x": torch.zeros(count)})
 
 
 def frame(index: int) -> bytes:

@@ -6,11 +6,12 @@ import torch
 from transport_nodes import LOOPBACK, SECONDS, Inbox, connect, hello
 
 from ravnest.transport.memory import MemoryNetwork
-from ravnest.wire.messages import Forward, Message, MicrobatchId
+from ravnest.types import MicrobatchId
+from ravnest.wire.messages import Forward, Message
 
 
 def message(index: int, count: int = 10) -> Message:
-    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
+    return Message(Forward("run", MicrobatchId(0, index), 1), {"x": torch.zeros(count)})
 
 
 def test_delay_delays_messages_and_does_not_limit_their_number() -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import WireError
-from ravnest.types import is_dense
+from ravnest.types import MicrobatchId, is_dense
 from ravnest.wire import envelope
 from ravnest.wire.codecs import CODECS
 from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
@@ -34,7 +34,6 @@ from ravnest.wire.messages import (
     Hello,
     HelloRefused,
     Message,
-    MicrobatchId,
     PhaseBegin,
     PhaseEnd,
     RunEnd,
@@ -45,18 +44,24 @@ from ravnest.wire.messages import (
     Value,
 )
 
-BATCH = MicrobatchId("run", 3, 1, 7, 2)
-HEAD = Forward(BATCH, 32, {"targets": "abc"})
+MICROBATCH = MicrobatchId(3, 7)
+HEAD = Forward("run", MICROBATCH, 32, {"targets": "abc"})
 HEADS: list[AnyHead] = [
     Hello(PROTOCOL, "plan", 3, 1, 2, "run", {"schedule": "sync"}, "fp16"),
     HelloRefused("another plan"),
     HEAD,
-    Backward(BATCH, (StageTiming(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),), 0.25, ((0, 1.0), (3, math.inf))),
-    Backward(BATCH),
+    Backward(
+        "run",
+        MICROBATCH,
+        (StageTiming(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),),
+        0.25,
+        ((0, 1.0), (3, math.inf)),
+    ),
+    Backward("run", MICROBATCH),
     ClipNorm(5, 1.5),
     PhaseBegin("run", 1, "validate", 0),
     PhaseEnd("run", 1, 12, True),
-    ForwardResult(BATCH),
+    ForwardResult("run", MICROBATCH),
     ValidationResult("run", 1, "accuracy", 0.5, 100),
     SaveStage("run"),
     StageSaved("run", 1, '{"a": 1}'),

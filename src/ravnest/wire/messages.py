@@ -12,6 +12,8 @@ from typing import Literal
 import msgspec
 import torch
 
+from ravnest.types import MicrobatchId
+
 PROTOCOL = 1
 """Nodes of different protocols refuse each other."""
 
@@ -21,17 +23,6 @@ Call = Literal["train", "evaluate", "pred"]
 
 class Head(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all heads; the tag names the type."""
-
-
-class MicrobatchId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Names a micro-batch in a run; ``attempt`` counts replays."""
-
-    run: str
-    phase: int
-    """Counts the phases of the run: each epoch, validation and prediction is one."""
-    epoch: int
-    index: int
-    attempt: int = 0
 
 
 class Hello(Head, frozen=True):
@@ -75,7 +66,8 @@ class StageTiming(msgspec.Struct, frozen=True, array_like=True):
 class Forward(Head, frozen=True):
     """A micro-batch on its way to the Leaf; its values travel as tensors."""
 
-    batch: MicrobatchId
+    run: str
+    microbatch: MicrobatchId
     size: int
     """Samples in it."""
     digests: dict[str, str] = {}
@@ -85,7 +77,8 @@ class Forward(Head, frozen=True):
 class Backward(Head, frozen=True):
     """Gradients on their way to the Root."""
 
-    batch: MicrobatchId
+    run: str
+    microbatch: MicrobatchId
     timings: tuple[StageTiming, ...] = ()
     """Of the stages behind, the Leaf's last."""
     loss: float | None = None
@@ -123,7 +116,8 @@ class PhaseEnd(Head, frozen=True):
 class ForwardResult(Head, frozen=True):
     """What the Leaf made of a micro-batch without gradient; a prediction travels as tensors."""
 
-    batch: MicrobatchId
+    run: str
+    microbatch: MicrobatchId
     value: float | None = None
     """Accuracy or loss of the micro-batch, in a validation."""
     structure: str = ""
