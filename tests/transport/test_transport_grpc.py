@@ -24,7 +24,7 @@ from ravnest.transport.certificates import Authority
 from ravnest.transport.grpc_settings import METHOD
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.handshake import hello_frame
-from ravnest.transport.tls import Credentials, dialled, is_loopback
+from ravnest.transport.tls import Credentials, dial_address, is_loopback
 from ravnest.types import Address, MicrobatchId
 from ravnest.wire.frames import encode
 from ravnest.wire.header import Limits
@@ -79,9 +79,9 @@ def test_only_loopback_is_in_the_clear(host: str, loopback: bool) -> None:
 
 
 def test_everywhere_is_dialled_by_loopback() -> None:
-    assert dialled(Address("0.0.0.0", 5)) == Address("127.0.0.1", 5)
-    assert dialled(Address("::", 5)) == Address("127.0.0.1", 5)
-    assert dialled(Address("10.0.0.1", 5)) == Address("10.0.0.1", 5)
+    assert dial_address(Address("0.0.0.0", 5)) == Address("127.0.0.1", 5)
+    assert dial_address(Address("::", 5)) == Address("127.0.0.1", 5)
+    assert dial_address(Address("10.0.0.1", 5)) == Address("10.0.0.1", 5)
 
 
 @pytest.mark.parametrize("expect", [None, 1])
@@ -140,7 +140,7 @@ def test_a_strangers_certificate_is_refused(
 
 def test_no_certificate_is_refused(guarded: tuple[Address, Inbox], authority: Authority) -> None:
     trusting = grpc.ssl_channel_credentials(authority.certificate)
-    with grpc.secure_channel(str(dialled(guarded[0])), trusting) as channel:
+    with grpc.secure_channel(str(dial_address(guarded[0])), trusting) as channel:
         stream = channel.stream_stream(METHOD)(iter([hello_frame(hello(0))]), timeout=SECONDS)
         with pytest.raises(grpc.RpcError):
             next(stream)
@@ -148,7 +148,7 @@ def test_no_certificate_is_refused(guarded: tuple[Address, Inbox], authority: Au
 
 def test_plaintext_is_refused(made: list[GrpcTransport], guarded: tuple[Address, Inbox]) -> None:
     with pytest.raises(UnreachableError):
-        open_transport(made).dial(dialled(guarded[0]), hello(0), Inbox(), deadline=0.5)
+        open_transport(made).dial(dial_address(guarded[0]), hello(0), Inbox(), deadline=0.5)
 
 
 def test_a_node_cannot_be_another(

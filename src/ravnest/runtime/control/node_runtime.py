@@ -33,7 +33,7 @@ from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.base import Link, Transport
-from ravnest.transport.link import part
+from ravnest.transport.link import send_and_close
 from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Abort, AnyHead, Call, Goodbye, Hello, ValidationResult
 
@@ -208,7 +208,7 @@ class NodeRuntime:
         last: AnyHead = Goodbye(node) if reason is None else Abort(node, reason)
         links = [link for link in (self._links.previous, self._links.next) if link is not None]
         for link in links:
-            part(link, last)
+            send_and_close(link, last)
         if self._averaging is not None:
             self._averaging.close(Goodbye(node) if reason is None and not failed else None)
         self._log_clamped_values(links)

@@ -299,8 +299,8 @@ class Worker:
 
     def _neighbour_lost(self, link: Link, reason: str) -> None:
         self.fail(
-            f"lost node_{link.peer.node}: {reason}. Its process ended or its network failed; "
-            "look at its output, then start the run again",
+            f"{reason}. The process of node_{link.peer.node} ended or its network failed; look at its "
+            "output, then start the run again",
             source=link,
         )
 
