@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from ravnest.averaging.outcome import RoundOutcome
-from ravnest.averaging.root import AveragingConfig
+from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
 from ravnest.errors import SettingsError
 from ravnest.runtime.control.checkpoint import TrainedStages
@@ -26,6 +26,7 @@ from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.settings import NodeSettings
 from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.runtime.stage.worker import Worker
@@ -124,14 +125,18 @@ class NodeRuntime:
             clip=assignment.rule.clip is not None,
         )
         leaf = Leaf(assignment.criterion, assignment.labels, assignment.test_labels) if last else None
+        inbox = WorkerInbox()
+        self._averaging = self._make_averaging(inbox) if len(place.roots) > 1 else None
         self._worker = Worker(
             self.execution,
             machine,
             self.board,
+            inbox,
             node=place.node,
             leaf=leaf,
             keeper=TrainedStages(Path(settings.trained_folder), place, self.execution),
             observer=self._observer(),
+            averaging=self._averaging,
         )
         self.conductor: RootController | None = None
         if place.stage == 0:
@@ -141,6 +146,7 @@ class NodeRuntime:
                 stages=place.stages,
                 stall=settings.stall_timeout,
                 update_frequency=assignment.update_frequency,
+                averages=self._blocking_averages(),
             )
         self.rounds: Counter[str] = Counter()
         """Of averaging, at the coordinator: ``averaged``, ``failed``, and their ``sent_bytes``."""
@@ -148,7 +154,6 @@ class NodeRuntime:
         """The last of them, newest last."""
         self._trouble: tuple[object, ...] = ()
         """Of the last round: what is no news is no warning."""
-        self._averaging = self._make_averaging() if len(place.roots) > 1 else None
 
     def open(self) -> None:
         """Meet the neighbours and start to work; closes everything if that fails."""
@@ -171,7 +176,7 @@ class NodeRuntime:
         if self.conductor is not None:
             self._set_window(self.line.state.window)
             if self._averaging is not None:
-                self._averaging.meet(assignment.settings.connect_timeout, self.line.say)
+                self._averaging.connect(assignment.settings.connect_timeout, self.line.say)
 
     def serve(self, call: Call) -> None:
         """Work until the Root ends this call of the user's, or the run."""
@@ -230,29 +235,30 @@ class NodeRuntime:
             )
         return MetricsObserver(self.line, self._losses, keeper)
 
-    def _make_averaging(self) -> AveragingService:
+    def _make_averaging(self, inbox: WorkerInbox) -> AveragingService:
         assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings
-        state = AveragingAdapter(self._worker, place.rings, with_optimizer=assignment.average_optim)
-        rounds = None
-        if self.conductor is not None:
-            rounds = AveragingConfig(
+        weights = AveragingAdapter(
+            self.execution, inbox, place.rings, with_optimizer=assignment.average_optim
+        )
+        config = None
+        if place.stage == 0:
+            config = AveragingConfig(
                 settings.averaging, assignment.reduce_factor, self._released, self._reported
             )
-        worker = self._worker
-        averaging = AveragingService(
+        return AveragingService(
             place,
-            state,
+            weights,
             assignment.hello(),
             self._transport,
-            rounds=rounds,
-            failed=lambda reason: worker.post(lambda: worker.fail(reason)),
+            config=config,
+            failed=lambda reason: inbox.post(lambda: self._worker.fail(reason)),
         )
-        self._worker.averaging = averaging
-        if self.conductor is not None:
-            self.conductor.standing_still = BlockingAverages(
-                settings.averaging == "blocking", assignment.reduce_factor, averaging.ask
-            )
-        return averaging
+
+    def _blocking_averages(self) -> BlockingAverages | None:
+        if self._averaging is None:
+            return None
+        blocking = self._assignment.settings.averaging == "blocking"
+        return BlockingAverages(blocking, self._assignment.reduce_factor, self._averaging.pause)
 
     def _released(self) -> None:
         with self.board.writing():

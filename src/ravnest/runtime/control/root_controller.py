@@ -44,15 +44,22 @@ class RootController:
     """Used by the user's thread, at the Root. Waits are ended by a failure, or when all stalls."""
 
     def __init__(
-        self, worker: Worker, board: RunStatus, *, stages: int, stall: float, update_frequency: int
+        self,
+        worker: Worker,
+        board: RunStatus,
+        *,
+        stages: int,
+        stall: float,
+        update_frequency: int,
+        averages: BlockingAverages | None,
     ) -> None:
+        """``averages`` is given if there are other clusters."""
         self._worker = worker
         self._board = board
         self._stages = stages
         self._stall = stall
         self._update_frequency = update_frequency
-        self.standing_still: BlockingAverages | None = None
-        """For averages, where there are other clusters."""
+        self._averages = averages
         self.run = uuid.uuid4().hex
         self.open: PhaseBegin | None = None
         """The phase that micro-batches belong to now."""
@@ -105,16 +112,16 @@ class RootController:
 
     def average(self, *, final: bool) -> None:
         """Stand still until the clusters have averaged; what was submitted is applied first."""
-        if self.standing_still is None:
+        if self._averages is None:
             return
         self._wait(lambda: self._board.updates >= self._updates, "micro-batches to come back")
         over = self._board.rounds
-        self.standing_still.ask(final=final)
+        self._averages.ask(final=final)
         # No deadline here: the coordinator has its own, and in the end waits for all that live.
         self._board.wait(lambda: self._board.rounds > over)
 
     def _stand_still_if_due(self, *, made_update: bool = True, epoch_over: bool = False) -> None:
-        still = self.standing_still
+        still = self._averages
         if still is None or not still.blocking:
             return
         every = still.reduce_factor

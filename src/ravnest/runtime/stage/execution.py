@@ -82,6 +82,8 @@ class StageExecution:
         self.updates = Updates(rule, trained)
         self._under_way: dict[Batch, _UnderWay] = {}
         self._after_step: list[Callable[[], None]] = []
+        self.assignments = 0
+        """Calls of ``assign`` so far."""
         self._places = {
             e.key: min(p for p in e.positions if p >= 0) for e in spec.state if e.key in trained
         }
@@ -204,6 +206,7 @@ class StageExecution:
         with torch.no_grad():
             for key, weight in weights.items():
                 self._versions.weights[key].copy_(weight)
+        self.assignments += 1
         if not self._under_way:
             self._versions.renew()
 

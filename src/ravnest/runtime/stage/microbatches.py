@@ -69,7 +69,8 @@ class MicrobatchStore:
         self._batches: dict[Batch, Microbatch] = {}
         self._phases: dict[int, PhaseBegin] = {}
         self._ends: dict[int, PhaseEnd] = {}
-        self._lent = -1
+        self._lent = -1, -1
+        """Version of the shared weights that the stages behind have, and the count of assignments."""
         self._losses: list[float] = []
         self._samples = 0
         self.last: Microbatch | None = None
@@ -166,10 +167,6 @@ class MicrobatchStore:
         self._samples += held.size
         return held
 
-    def renew(self) -> None:
-        """The weights are others now: stages behind get those that they share once more."""
-        self._lent = -1
-
     def take_samples(self) -> int:
         """Samples whose gradients were computed since the last call."""
         samples, self._samples = self._samples, 0
@@ -225,8 +222,9 @@ class MicrobatchStore:
         """Weights that stages behind use too: those of stages before, and new values of our own."""
         last_users, index = self.execution.last_users, self.execution.index
         passed = {k: v for k, v in shared.items() if last_users.get(k, index + 1) > index}
-        if version != self._lent:
-            self._lent = version
+        newest = version, self.execution.assignments
+        if newest != self._lent:
+            self._lent = newest
             passed |= self.execution.lend()
         return {SHARED + key: value for key, value in passed.items()}
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ravnest.averaging.service import AveragingService
+from ravnest.averaging.ports import AveragingPort
 from ravnest.errors import RavnestError, RunError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.run_status import RunStatus
@@ -48,6 +48,7 @@ from ravnest.runtime.schedule.events import (
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
 from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore
 from ravnest.runtime.stage.observer import StageKeeper, UpdateReport, WorkerObserver
@@ -95,13 +96,15 @@ class Worker:
         execution: StageExecution,
         machine: ScheduleMachine,
         board: RunStatus,
+        inbox: WorkerInbox,
         *,
         node: int,
         leaf: Leaf | None,
         keeper: StageKeeper,
         observer: WorkerObserver,
+        averaging: AveragingPort | None,
     ) -> None:
-        """``leaf`` belongs to the last stage."""
+        """``leaf`` is given at the last stage, ``averaging`` if there are other clusters."""
         self._desk = MicrobatchStore(execution, leaf)
         self._machine = machine
         self._board = board
@@ -109,10 +112,9 @@ class Worker:
         self._node = node
         self._keeper = keeper
         self._observer = observer
-        self.averaging: AveragingService | None = None
-        """Set before the start, where there are other clusters."""
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._when_idle: list[Callable[[], None]] = []
+        self._averaging = averaging
+        self._inbox = inbox.calls
+        self._when_idle = inbox.when_idle
         self._run: Run | None = None
         self._closed = False
         self._clip: float | None = None
@@ -132,19 +134,6 @@ class Worker:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    @property
-    def execution(self) -> StageExecution:
-        """What computes; it belongs to the worker's thread."""
-        return self._desk.execution
-
-    def when_idle(self, call: Callable[[], None]) -> None:
-        """Make a call once nothing is left to compute; in the worker's thread."""
-        self._when_idle.append(call)
-
-    def renew(self) -> None:
-        """The weights are others now; in the worker's thread."""
-        self._desk.renew()
-
     def post(self, call: Callable[[], None]) -> None:
         """Have the worker's thread make a call, after those posted before."""
         self._inbox.put(call)
@@ -154,10 +143,10 @@ class Worker:
     def on_message(self, link: Link, message: Message) -> None:
         """A neighbour's message."""
         head = message.head
-        if self.averaging is not None and isinstance(
+        if self._averaging is not None and isinstance(
             head, Prepare | Start | Decision | Prepared | Reduced
         ):
-            self.averaging.from_pipeline(head)
+            self._averaging.from_pipeline(head)
         else:
             self.post(lambda: self._take(link, message))
 
@@ -233,8 +222,8 @@ class Worker:
         for link in (self._links.previous, self._links.next):
             if link is not None and link is not source:
                 try_send(link, abort)
-        if self.averaging is not None:
-            self.averaging.give_up()
+        if self._averaging is not None:
+            self._averaging.give_up()
         self._run = None
         self._when_idle.clear()
 
@@ -391,17 +380,17 @@ class Worker:
         stale = update - last.version
         in_flight = self._machine.in_flight
         samples = self._desk.take_samples()
-        if self.averaging is not None:
-            self.averaging.updated(samples)
+        if self._averaging is not None:
+            self._averaging.updated(samples)
         self._observer.updated(UpdateReport(update, last.id.epoch, loss, stale, count, in_flight))
         self._step_seconds = self._lap()
-        if self.averaging is not None:
+        if self._averaging is not None:
             with self._board.writing():
                 self._board.updates = update + 1
 
     def _end_phase(self, phase: int) -> None:
-        if self.averaging is not None and self._desk.phase(phase).kind == "train":
-            self.averaging.epoch_ended()
+        if self._averaging is not None and self._desk.phase(phase).kind == "train":
+            self._averaging.epoch_ended()
         figure = self._desk.end_phase(phase)
         if figure is not None:
             self._figure_found(figure)
