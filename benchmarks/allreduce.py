@@ -156,8 +156,8 @@ def ravnest(piece_bytes: int, rank: int, count: int, elements: int) -> None:
     target = Address("127.0.0.1", ports[(rank + 1) % count])
     successor = transport.dial(target, hello, handler, deadline=30)
     vector = torch.randn(elements, generator=torch.Generator().manual_seed(rank))
-    landing = Sink(torch.zeros(elements))
-    part = RingPart(vector, 1 / count, rank, count, (rank - 1) % count, successor, landing=landing)
+    sink = Sink(torch.zeros(elements))
+    part = RingPart(vector, 1 / count, rank, count, (rank - 1) % count, successor, sink=sink)
     ended: SimpleQueue[AllReduceResult] = SimpleQueue()
     say("connected")
     for number, _ in enumerate(orders()):

@@ -22,6 +22,7 @@ from contenders import Racing, Rate, Seat, ravnest
 
 from ravnest.runtime.control import node_runtime
 from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
+from ravnest.runtime.stage.inbox import WorkerInbox
 
 EPOCH = 11
 """Updates of an epoch in each of the demo's two clusters."""
@@ -55,27 +56,27 @@ class _Stopped:
         cls.seconds += time.thread_time() - begin
 
 
-class _TimedWorker:
-    """A worker that times what is posted to it for averages."""
+class _TimedInbox(WorkerInbox):
+    """An inbox that times the calls posted for averages."""
 
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
+    def __init__(self, inbox: WorkerInbox) -> None:
+        super().__init__()
+        self.calls, self.when_idle = inbox.calls, inbox.when_idle
 
     def post(self, call: Callable[[], None]) -> None:
-        """In the thread of the worker."""
-        self._worker.post(lambda: _Stopped.during(call))
+        """Queue a call whose time in the worker's thread is counted."""
+        super().post(lambda: _Stopped.during(call))
+
+    def post_when_idle(self, call: Callable[[], None]) -> None:
+        """Queue a call for the idle worker whose time is counted."""
+        super().post_when_idle(lambda: _Stopped.during(call))
 
 
 class TimedState(AveragingAdapter):
     """Times everything that averaging does in the thread that computes."""
 
-    def __init__(self, worker: Any, rings: Any, **options: Any) -> None:
-        super().__init__(worker, rings, **options)
-        self._worker = _TimedWorker(worker)  # type: ignore[assignment]
-        execution = worker.execution
+    def __init__(self, execution: Any, inbox: WorkerInbox, rings: Any, **options: Any) -> None:
+        super().__init__(execution, _TimedInbox(inbox), rings, **options)
         later = execution.after_step  # what is not done when it is posted
         execution.after_step = lambda change: later(lambda: _Stopped.during(change))
 
@@ -113,7 +114,7 @@ class _Watching(Racing):
 def main() -> None:
     """Be one node."""
     torch.set_num_threads(1)
-    node_runtime.AveragedState = TimedState  # type: ignore[misc]
+    node_runtime.AveragingAdapter = TimedState  # type: ignore[misc]
     ravnest(Seat(**json.loads(sys.argv[1])), _Watching)
 
 

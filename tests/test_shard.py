@@ -20,7 +20,7 @@ from ravnest.store.node_spec import NeighbourSpec, write_node
 
 
 def write_plan(folder: Path, sizes: list[int]) -> list[list[str]]:
-    """Clusters with so many nodes each; the names of their nodes."""
+    """Write a plan with ``sizes`` nodes per cluster, and return the names of the nodes by cluster."""
     roots = tuple(NeighbourSpec(sum(sizes[:c]), "127.0.0.1:1") for c in range(len(sizes)))
     names, node = [], 0
     for cluster, size in enumerate(sizes):
@@ -48,7 +48,7 @@ def test_clusters_see_each_sample_once(tmp_path: Path) -> None:
     ]
     assert sorted(chain(*shares)) == list(range(100))
     assert [len(share) for share in shares] == [33, 33, 34]
-    assert shares[0] != sorted(shares[0]), "a share is random, not a piece as it lies"
+    assert shares[0] != sorted(shares[0]), "a share is random, not a contiguous slice"
 
 
 @settings(deadline=None, max_examples=30)
@@ -64,7 +64,7 @@ def test_shares_differ_by_at_most_one(
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_nodes_of_a_cluster_get_the_same_in_the_same_order(tmp_path: Path) -> None:
+def test_nodes_of_a_cluster_get_the_same_share_in_the_same_order(tmp_path: Path) -> None:
     (root, leaf), _ = write_plan(tmp_path, [2, 1])
     data = numbers(50)
     torch.manual_seed(1)
@@ -81,7 +81,7 @@ def test_other_seeds_give_other_shares_and_42_is_the_default(tmp_path: Path) -> 
     assert drawn(ravnest.shard(data, name, folder=tmp_path)) == shares[42]
 
 
-def test_drawing_a_share_leaves_the_global_generator_alone(tmp_path: Path) -> None:
+def test_the_global_generator_is_not_used(tmp_path: Path) -> None:
     (name,), _ = write_plan(tmp_path, [1, 1])
     before = torch.get_rng_state()
     ravnest.shard(numbers(50), name, folder=tmp_path)
@@ -95,7 +95,7 @@ def test_a_loader_takes_a_share(tmp_path: Path) -> None:
     assert sum(len(batch[0]) for batch in DataLoader(share, batch_size=2)) == 5
 
 
-def test_a_single_cluster_has_it_all(tmp_path: Path) -> None:
+def test_a_single_cluster_gets_the_whole_dataset(tmp_path: Path) -> None:
     ((name, _),) = write_plan(tmp_path, [2])
     data = numbers(10)
     assert ravnest.shard(data, name, folder=tmp_path) is data
@@ -120,7 +120,7 @@ def test_a_dataset_without_a_length_is_refused(tmp_path: Path, dataset: Any) -> 
 
 def test_fewer_samples_than_clusters_are_refused(tmp_path: Path) -> None:
     (name,), _ = write_plan(tmp_path, [1, 1])
-    with pytest.raises(SettingsError, match="1 samples cannot be shared by 2 clusters"):
+    with pytest.raises(SettingsError, match="1 samples cannot be split between 2 clusters"):
         ravnest.shard(numbers(1), name, folder=tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_a_bad_seed_is_refused(tmp_path: Path, seed: Any) -> None:
         ravnest.shard(numbers(4), name, seed, folder=tmp_path)
 
 
-def test_a_name_that_no_node_has_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_node_is_refused(tmp_path: Path) -> None:
     write_plan(tmp_path, [1, 1])
     with pytest.raises(StageFormatError, match="node_9"):
         ravnest.shard(numbers(4), "node_9", folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Nodes that form rings, over either transport."""
+"""Nodes that form rings, over any transport."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Hello, Message, RingChunk, RoundId
 
 SECONDS = 20.0
-"""No wait of a test is longer; all that succeed are far shorter."""
+"""Limit of all waits; tests that pass wait far less."""
 PIECE_BYTES = 256
 RINGS = {0: 1000, 1: 7, 2: 0}
-"""Elements of each."""
+"""Elements of each ring."""
 
 
 @dataclass
-class Member:
-    """A node: an exchange, and links to its neighbours."""
+class RingMember:
+    """A node with an all-reduce and a link to its successor."""
 
     number: int
-    exchange: AllReduce
+    allreduce: AllReduce
     successor: Link | None = None
     ended: SimpleQueue[AllReduceResult] = field(default_factory=SimpleQueue)
     arrived: SimpleQueue[Message] = field(default_factory=SimpleQueue)
 
     def on_message(self, link: Link, message: Message) -> None:
         assert isinstance(message.head, RingChunk)
-        self.exchange.take(link, message)
+        self.allreduce.take(link, message)
         self.arrived.put(message)
 
     def on_lost(self, link: Link, reason: str) -> None:
-        self.exchange.lost(link, reason)
+        self.allreduce.lost(link, reason)
 
     def vectors(self) -> dict[int, Tensor]:
         generator = torch.Generator().manual_seed(self.number)
@@ -55,19 +55,19 @@ class Member:
             )
             for ring, vector in self.vectors().items()
         }
-        self.exchange.start(round_id, parts, self.ended.put)
+        self.allreduce.start(round_id, parts, self.ended.put)
 
     def end(self) -> AllReduceResult:
         return self.ended.get(timeout=SECONDS)
 
 
-def ring_of(count: int, transport: Callable[[], Transport]) -> list[Member]:
-    """Members that have dialled the next one each."""
+def ring_of(count: int, transport: Callable[[], Transport]) -> list[RingMember]:
+    """Return members that have each dialled the next one."""
 
     def hello(number: int) -> Hello:
         return Hello(PROTOCOL, "plan", number, number, 0)
 
-    members = [Member(number, AllReduce(RINGS, piece_bytes=PIECE_BYTES)) for number in range(count)]
+    members = [RingMember(number, AllReduce(RINGS, piece_bytes=PIECE_BYTES)) for number in range(count)]
     transports = [transport() for _ in members]
     addresses = [
         each.serve(

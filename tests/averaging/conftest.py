@@ -10,7 +10,7 @@ from ravnest.transport.memory import MemoryNetwork, MemoryTransport
 
 
 class Closing(MemoryNetwork):
-    """Closes the transports that it made, so that no thread outlives its test."""
+    """A network that closes its transports, so that no thread outlives its test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def network() -> Iterator[MemoryNetwork]:
 
 @pytest.fixture(params=["memory", "grpc"])
 def opener(request: pytest.FixtureRequest, network: MemoryNetwork) -> Iterator[Callable[[], Transport]]:
-    """Makes transports, and closes them."""
+    """Return a function that makes transports; they are closed after the test."""
     made: list[Transport] = []
 
     def make() -> Transport:

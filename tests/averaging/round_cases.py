@@ -1,4 +1,4 @@
-"""Clusters that answer a coordinator, in virtual time and as told."""
+"""A coordinator in virtual time, with scripted replies of the clusters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId,
 
 
 class Case:
-    """A coordinator, the time, and all that it wanted done."""
+    """A coordinator, the time, and all its actions so far."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Case:
         self.done += actions
         return actions
 
-    def due(
+    def request(
         self, cluster: int, updates: int = 8, *, interval: float = 0.0, final: bool = False
     ) -> list[Action]:
         return self.feed(RequestArrived(RoundRequest(cluster, updates, 32 * updates, interval, final)))
 
-    def held(
+    def prepared(
         self, cluster: int, samples: int = 1, problem: str = "", of: RoundId | None = None
     ) -> list[Action]:
         return self.feed(PreparedArrived(Prepared(of or self.round, cluster, cluster, samples, problem)))
@@ -74,7 +74,7 @@ class Case:
         return self.feed(ClusterJoined(cluster))
 
     def wait(self, seconds: float) -> list[Action]:
-        """Time passes; a Wake on the way is followed."""
+        """Let time pass, with a Tick at each Wake."""
         end, found = self.now + seconds, list[Action]()
         while (wake := self.wake) is not None and self.now < wake <= end:
             self.now = wake
@@ -82,15 +82,15 @@ class Case:
         self.now = end
         return found
 
-    def all_hold(self, *clusters: int, samples: int = 1) -> list[Action]:
-        return [action for cluster in clusters for action in self.held(cluster, samples)]
+    def all_prepare(self, *clusters: int, samples: int = 1) -> list[Action]:
+        return [action for cluster in clusters for action in self.prepared(cluster, samples)]
 
     def all_reduce(self, *clusters: int) -> list[Action]:
         return [action for cluster in clusters for action in self.reduced(cluster)]
 
     @property
     def round(self) -> RoundId:
-        """The newest that was proposed."""
+        """The newest round that was prepared."""
         return [s.head.round for s in self.sends if isinstance(s.head, Prepare)][-1]
 
     @property
@@ -112,19 +112,19 @@ class Case:
 
 
 def asked(actions: Iterable[Action]) -> list[int]:
-    """The clusters that get a Propose."""
+    """Return the clusters that receive a Prepare."""
     return [a.cluster for a in actions if isinstance(a, SendToCluster) and isinstance(a.head, Prepare)]
 
 
 def weights(actions: Iterable[Action]) -> dict[int, float]:
-    """Those of the one Go among the actions, which all its members got."""
+    """Return the weights of the Start among the actions, which all its members receive."""
     sent = [a for a in actions if isinstance(a, SendToCluster) and isinstance(a.head, Start)]
     (found,) = {tuple(sorted(a.head.weights.items())) for a in sent if isinstance(a.head, Start)}
     assert [a.cluster for a in sent] == [cluster for cluster, _ in found]
     return dict(found)
 
 
-def settled(actions: Iterable[Action]) -> dict[int, bool]:
-    """Who gets a Settle, and whether it commits."""
+def decided(actions: Iterable[Action]) -> dict[int, bool]:
+    """Return the clusters that receive a Decision, and if it commits."""
     sent = [a for a in actions if isinstance(a, SendToCluster)]
     return {a.cluster: a.head.commit for a in sent if isinstance(a.head, Decision)}

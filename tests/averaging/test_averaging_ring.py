@@ -1,4 +1,4 @@
-"""One ring, without a network: pieces are delivered by hand, in any order that links allow."""
+"""One ring without a network: the tests deliver pieces in any order that links allow."""
 
 import random
 from collections import deque
@@ -15,9 +15,9 @@ from ravnest.errors import WireError
 
 
 def run(
-    shares: list[RingShare], order: random.Random, travel: object = None
+    shares: list[RingShare], order: random.Random, transmit: object = None
 ) -> tuple[list[RingReduce], list[int]]:
-    """All members to the end; the values that each of them sent."""
+    """Run all members to the end; return them and the number of values that each sent."""
     members = [RingReduce(share) for share in shares]
     links: list[deque[OutgoingChunk]] = [deque() for _ in members]
     sent = [0] * len(members)
@@ -25,7 +25,7 @@ def run(
     def send(member: int, outgoing: list[OutgoingChunk]) -> None:
         for item in outgoing:
             sent[member] += item.values.numel()
-            values = travel(item.values) if callable(travel) else item.values.clone()
+            values = transmit(item.values) if callable(transmit) else item.values.clone()
             links[member].append(OutgoingChunk(item.segment, item.piece, item.hop, values))
 
     for number in order.sample(range(len(members)), len(members)):
@@ -55,7 +55,7 @@ def shares_of(
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_it_is_the_weighted_mean_and_the_same_everywhere(
+def test_the_result_is_the_weighted_mean_and_the_same_everywhere(
     members: int, elements: int, piece: int, seed: int, dtype: torch.dtype
 ) -> None:
     order = random.Random(seed)
@@ -80,13 +80,13 @@ def test_it_is_the_weighted_mean_and_the_same_everywhere(
         assert max(sent) <= 2 * (members - 1) * -(-elements // members)
 
 
-def test_a_member_without_weight_may_hold_anything() -> None:
+def test_a_member_with_weight_zero_may_hold_any_values() -> None:
     vectors = [torch.full((10,), float("nan")), torch.ones(10), torch.full((10,), 3.0)]
     done, _ = run(shares_of(vectors, [0.0, 0.5, 0.5], 2), random.Random(0))
     assert all(member.result.tolist() == [2.0] * 10 for member in done)
 
 
-def test_alone_without_weight_gives_zeros() -> None:
+def test_a_single_member_with_weight_zero_gives_zeros() -> None:
     alone = RingReduce(RingShare(0, 1, torch.full((3,), float("nan")), 0.0, 2))
     assert alone.start() == []
     assert alone.result.tolist() == [0, 0, 0]
@@ -108,11 +108,10 @@ def test_with_a_lossy_codec_all_members_hold_the_same(members: int, seed: int) -
     torch.testing.assert_close(done[0].result, sum(vectors) / members, atol=1e-2, rtol=0)
 
 
-def test_the_result_may_go_to_the_vector_itself() -> None:
+def test_the_result_may_overwrite_the_vector() -> None:
     vectors = [torch.full((11,), float(number)) for number in range(3)]
     shares = [
-        RingShare(place, 3, vector, 1 / 3, 2, landing=Sink(vector))
-        for place, vector in enumerate(vectors)
+        RingShare(place, 3, vector, 1 / 3, 2, sink=Sink(vector)) for place, vector in enumerate(vectors)
     ]
     run(shares, random.Random(1))
     assert all(torch.equal(vector, vectors[0]) for vector in vectors)
@@ -120,31 +119,31 @@ def test_the_result_may_go_to_the_vector_itself() -> None:
 
 
 @given(st.integers(1, 4), st.integers(0, 60), st.booleans(), st.integers(0, 2**32 - 1))
-def test_how_weights_move_takes_the_place_of_what_entered(
+def test_the_change_of_the_weights_overwrites_the_copy(
     members: int, moving: int, relative: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     last = torch.randn(60, generator=generator)
-    held = [torch.randn(60, generator=generator) for _ in range(members)]
-    vectors = [vector - last if relative else vector.clone() for vector in held]
-    kept = [last.clone() for _ in held]
+    copies = [torch.randn(60, generator=generator) for _ in range(members)]
+    vectors = [vector - last if relative else vector.clone() for vector in copies]
+    kept = [last.clone() for _ in copies]
     shares = [
         RingShare(
-            place, members, vector, 1 / members, 4, landing=DeltaSink(vector, moving, average, relative)
+            place, members, vector, 1 / members, 4, sink=DeltaSink(vector, moving, average, relative)
         )
         for place, (vector, average) in enumerate(zip(vectors, kept, strict=True))
     ]
     done, _ = run(shares, random.Random(seed))
-    mean = torch.stack(held).mean(0)
+    mean = torch.stack(copies).mean(0)
     torch.testing.assert_close(kept[0], mean)
     assert all(torch.equal(average, kept[0]) for average in kept)
     assert len({member.digest for member in done}) == 1
-    for vector, before in zip(vectors, held, strict=True):
+    for vector, before in zip(vectors, copies, strict=True):
         torch.testing.assert_close(vector[:moving], mean[:moving] - before[:moving], atol=1e-5, rtol=0)
         assert torch.equal(vector[moving:], kept[0][moving:])
 
 
-def test_only_so_many_of_its_own_pieces_are_on_their_way() -> None:
+def test_the_number_of_own_pieces_in_flight_is_limited() -> None:
     pieces = 3 * AHEAD
     first, second = (
         RingReduce(share) for share in shares_of([torch.ones(2 * pieces)] * 2, [0.5, 0.5], 1)
@@ -160,7 +159,7 @@ def test_only_so_many_of_its_own_pieces_are_on_their_way() -> None:
 
 @pytest.fixture
 def member() -> RingReduce:
-    """The second of three, with segments of four values in pieces of three and one."""
+    """Return the second of three members, with segments of four values in pieces of three and one."""
     made = RingReduce(RingShare(1, 3, torch.ones(12), 1.0, 3))
     made.start()
     return made
@@ -173,14 +172,14 @@ def member() -> RingReduce:
         (-1, 0, 1, torch.ones(3), "does not exist"),
         (0, 2, 1, torch.ones(3), "does not exist"),
         (0, -1, 1, torch.ones(3), "does not exist"),
-        (0, 0, 2, torch.ones(3), "due after 1"),
-        (0, 0, 4, torch.ones(3), "due after 1"),
-        (1, 0, 1, torch.ones(3), "due after 3"),
-        (0, 0, 1, torch.ones(4), "should have"),
-        (0, 1, 1, torch.ones(3), "should have"),
-        (0, 0, 1, torch.ones(3, 1), "should have"),
-        (0, 0, 1, torch.ones(3, dtype=torch.float64), "should have"),
-        (0, 0, 1, torch.ones(3, dtype=torch.int32), "should have"),
+        (0, 0, 2, torch.ones(3), "expected 1"),
+        (0, 0, 4, torch.ones(3), "expected 1"),
+        (1, 0, 1, torch.ones(3), "expected 3"),
+        (0, 0, 1, torch.ones(4), "expected"),
+        (0, 1, 1, torch.ones(3), "expected"),
+        (0, 0, 1, torch.ones(3, 1), "expected"),
+        (0, 0, 1, torch.ones(3, dtype=torch.float64), "expected"),
+        (0, 0, 1, torch.ones(3, dtype=torch.int32), "expected"),
     ],
 )
 def test_a_wrong_piece_is_refused(
@@ -190,15 +189,15 @@ def test_a_wrong_piece_is_refused(
         member.take(segment, piece, hop, values)
 
 
-def test_a_piece_that_comes_twice_is_refused(member: RingReduce) -> None:
+def test_a_repeated_piece_is_refused(member: RingReduce) -> None:
     member.take(0, 0, 1, torch.ones(3))
-    with pytest.raises(WireError, match="due after 4"):
+    with pytest.raises(WireError, match="expected 4"):
         member.take(0, 0, 1, torch.ones(3))
     member.take(0, 0, 4, torch.ones(3))
     with pytest.raises(WireError, match="complete already"):
         member.take(0, 0, 4, torch.ones(3))
 
 
-def test_pieces_move_on_by_themselves(member: RingReduce) -> None:
+def test_a_piece_moves_on_independently_of_others(member: RingReduce) -> None:
     (sent,) = member.take(0, 1, 1, torch.ones(1))
     assert (sent.segment, sent.piece, sent.hop, sent.values.tolist()) == (0, 1, 2, [2.0])

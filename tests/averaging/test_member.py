@@ -1,182 +1,157 @@
-"""The word of a cluster: from its nodes to the coordinator and back."""
+"""A cluster at its Root: requests, leadership and the commands of its own coordinator."""
 
 from __future__ import annotations
 
-from ravnest.averaging.member import Member, RelayToNodes, ReplyToCoordinator, RoundOver
-from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
+import math
 
-ROUND = RoundId(4)
-PROPOSE = Prepare(ROUND, assign=False)
-GO = Start(ROUND, {1: 0.5, 2: 0.5})
+from ravnest.averaging.coordinator import Mode
+from ravnest.averaging.deadlines import Deadlines
+from ravnest.averaging.events import ClusterJoined, ClusterLost, RoundEnded, SendToCluster, Tick
+from ravnest.averaging.member import (
+    MAX_EARLY_EVENTS,
+    EpochEnded,
+    Member,
+    MemberAction,
+    MessageArrived,
+    NodeReplied,
+    TrainingPaused,
+    UpdateMade,
+)
+from ravnest.averaging.relay import RelayToNodes, RoundOver
+from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, RoundRequest, Start
+
+FIRST = RoundId(0)
+PREPARE = Prepare(FIRST, assign=False)
 
 
-def gathering() -> Member:
-    """Of cluster 2 with nodes 5, 6 and 7, that follows cluster 1."""
-    return Member(2, (5, 6, 7), coordinator=1)
-
-
-def held(node: int, samples: int = 0, problem: str = "") -> Prepared:
-    return Prepared(ROUND, 2, node, samples, problem)
-
-
-def reduced(
-    node: int, digests: dict[int, str] | None = None, problem: str = "", missing: int | None = None
-) -> Reduced:
-    return Reduced(ROUND, 2, node, digests or {node: f"digest {node}"}, 10, problem, missing)
-
-
-def averaging(*, assign: bool = False) -> Member:
-    """One whose nodes have been told to average."""
-    made = gathering()
-    made.hear(1, Prepare(ROUND, assign))
-    for node in (5, 6, 7):
-        made.collect(held(node))
-    made.hear(1, GO)
+def member(
+    cluster: int, *others: int, mode: Mode = "background", reduce_factor: int | None = 1
+) -> Member:
+    """Return the member of a cluster with one node that others have joined."""
+    made = Member(cluster, (10 * cluster,), mode=mode, reduce_factor=reduce_factor)
+    for other in others:
+        made.handle(ClusterJoined(other), 0.0)
     return made
 
 
-class TestAnswers:
-    def test_the_last_node_makes_the_answer_with_the_samples_of_the_root(self) -> None:
-        made = gathering()
-        assert made.hear(1, PROPOSE) == [RelayToNodes(PROPOSE)]
-        assert made.collect(held(6)) == []
-        assert made.collect(held(5, 320)) == []
-        assert made.waits_for == (7,)
-        assert made.collect(held(7)) == [ReplyToCoordinator(Prepared(ROUND, 2, 5, 320))]
-        assert made.waits_for == ()
-
-    def test_problems_name_their_nodes(self) -> None:
-        made = gathering()
-        made.hear(1, PROPOSE)
-        made.collect(held(5, 320, "NaN in a"))
-        made.collect(held(6))
-        (answer,) = made.collect(held(7, 0, "Inf in b"))
-        assert answer == ReplyToCoordinator(
-            Prepared(ROUND, 2, 5, 320, "node_5: NaN in a; node_7: Inf in b")
-        )
-
-    def test_averages_become_one(self) -> None:
-        made = averaging()
-        made.collect(reduced(5))
-        made.collect(reduced(6, {1: "a", 2: "b"}))
-        (answer,) = made.collect(reduced(7))
-        digests = {5: "digest 5", 1: "a", 2: "b", 7: "digest 7"}
-        assert answer == ReplyToCoordinator(Reduced(ROUND, 2, 5, digests, 30))
-
-    def test_a_failure_is_said_at_once_and_once(self) -> None:
-        made = averaging()
-        made.collect(reduced(5))
-        (answer,) = made.collect(reduced(7, {}, "no word from node_2", missing=1))
-        assert isinstance(answer, ReplyToCoordinator)
-        assert isinstance(answer.head, Reduced)
-        assert (answer.head.problem, answer.head.missing) == ("node_7: no word from node_2", 1)
-        assert made.collect(reduced(6)) == []
-
-    def test_two_nodes_in_one_ring_are_a_problem(self) -> None:
-        made = averaging()
-        made.collect(reduced(5, {0: "a"}))
-        made.collect(reduced(6, {0: "a"}))
-        (answer,) = made.collect(reduced(7, {1: "a"}))
-        assert isinstance(answer, ReplyToCoordinator)
-        assert answer.head.problem == "two nodes of cluster 2 are in ring 0"
-
-    def test_the_verdict_goes_to_all_nodes(self) -> None:
-        made = averaging(assign=True)
-        for node in (5, 6, 7):
-            made.collect(reduced(node))
-        settle = Decision(ROUND, commit=True)
-        assert made.hear(1, settle) == [RelayToNodes(settle), RoundOver(settle, assign=True)]
-        assert made.hear(1, settle) == []
+def request(cluster: int, updates: int = 1, samples: int = 8, *, final: bool = False) -> RoundRequest:
+    return RoundRequest(cluster, updates, samples, 0.0, final)
 
 
-class TestOrder:
-    def test_what_is_repeated_early_or_strange_is_ignored(self) -> None:
-        made = gathering()
-        assert made.hear(1, GO) == []
-        assert made.collect(held(5)) == []
-        made.hear(1, PROPOSE)
-        assert made.hear(1, PROPOSE) == []
-        assert made.hear(1, GO) == []
-        assert made.collect(held(9)) == []
-        assert made.collect(reduced(5)) == []
-        made.collect(held(5, 1))
-        assert made.collect(held(5, 2)) == []
-        made.collect(held(6))
-        assert made.collect(held(7)) == [ReplyToCoordinator(Prepared(ROUND, 2, 5, 1))]
-        assert made.hear(1, Start(ROUND, {0: 1.0})) == []
-        assert made.hear(1, GO) == [RelayToNodes(GO)]
-        assert made.hear(1, GO) == []
+def prepared(cluster: int, samples: int = 0, of: RoundId = FIRST) -> Prepared:
+    return Prepared(of, cluster, 10 * cluster, samples)
 
-    def test_an_average_that_this_cluster_does_not_have_is_not_applied(self) -> None:
-        made = averaging()
-        (relay, over) = made.hear(1, Decision(ROUND, commit=True))
-        assert isinstance(relay, RelayToNodes)
-        assert isinstance(relay.head, Decision)
-        assert not relay.head.commit
-        assert isinstance(over, RoundOver)
-        assert not over.settle.commit
 
-    def test_a_newer_proposal_voids_the_open_round_without_ending_the_wait(self) -> None:
-        made = averaging(assign=True)
-        again = Prepare(RoundId(4, 1), assign=True)
-        assert made.hear(1, again) == [
-            RelayToNodes(Decision(ROUND, commit=False, reason="it is tried again")),
-            RelayToNodes(again),
+def reduced(cluster: int, of: RoundId = FIRST) -> Reduced:
+    return Reduced(of, cluster, 10 * cluster, {0: "same"}, 1)
+
+
+class TestRequests:
+    def test_the_lowest_cluster_receives_the_request(self) -> None:
+        root = member(2, 1, 0)
+        assert root.coordinator == 0
+        assert root.handle(UpdateMade(8, 1.0), 1.0) == [SendToCluster(0, request(2))]
+
+    def test_a_blocking_cluster_requests_a_round_when_it_pauses(self) -> None:
+        root = member(1, 0, mode="blocking")
+        assert root.handle(UpdateMade(8, 1.0), 1.0) == []
+        assert root.handle(TrainingPaused(final=False), 1.0) == [SendToCluster(0, request(1))]
+
+    def test_an_epoch_requests_a_round_without_a_reduce_factor(self) -> None:
+        root = member(1, 0, reduce_factor=None)
+        assert root.handle(UpdateMade(8, 1.0), 1.0) == []
+        (sent,) = root.handle(EpochEnded(9.0), 9.0)
+        assert isinstance(sent, SendToCluster)
+        assert isinstance(sent.head, RoundRequest)
+
+    def test_a_single_cluster_has_no_rounds(self) -> None:
+        root = member(0)
+        assert root.handle(UpdateMade(8, 1.0), 1.0) == []
+        actions = root.handle(TrainingPaused(final=True), 2.0)
+        assert {type(action) for action in actions} == {RoundEnded, RoundOver}, "it does not wait"
+
+
+class TestRounds:
+    def test_a_root_that_coordinates_takes_part_in_its_own_round(self) -> None:
+        root = member(0, 1)
+        assert root.handle(UpdateMade(8, 1.0), 1.0) == [
+            SendToCluster(1, PREPARE),
+            RelayToNodes(PREPARE),
         ]
-        assert made.hear(1, Decision(ROUND, commit=True)) == []
-        assert made.collect(held(5)) == []
-        other = Prepare(RoundId(6), assign=True)
-        assert made.hear(1, other)[0] == RelayToNodes(
-            Decision(RoundId(4, 1), False, "round 6 has begun")
-        )
-
-    def test_an_older_proposal_of_the_same_coordinator_is_ignored(self) -> None:
-        made = averaging()
-        assert made.hear(1, Prepare(RoundId(3), assign=False)) == []
-
-    def test_a_verdict_on_a_round_that_never_was_ends_the_wait(self) -> None:
-        made = gathering()
-        settle = Decision(RoundId(9), commit=False, reason="only cluster 2 is there", assign=True)
-        assert made.hear(1, settle) == [RoundOver(settle, assign=True)]
-        assert made.next_round == 10
-
-    def test_unless_the_others_trained_on(self) -> None:
-        made = gathering()
-        settle = Decision(RoundId(9), commit=False, reason="not answered within 30.0 s")
-        assert made.hear(1, settle) == [RoundOver(settle, assign=False)]
-
-    def test_only_the_coordinator_that_is_followed_is_heard(self) -> None:
-        made = gathering()
-        assert made.hear(0, PROPOSE) == []
-        made.hear(1, PROPOSE)
-        assert made.hear(0, Decision(ROUND, commit=False)) == []
-
-
-class TestTakeover:
-    def test_with_another_coordinator_the_open_round_is_void(self) -> None:
-        made = averaging(assign=True)
-        reason = "cluster 1 was lost"
-        assert made.follow(2, reason) == [RelayToNodes(Decision(ROUND, commit=False, reason=reason))]
-        assert made.hear(1, Decision(ROUND, commit=True)) == []
-        assert made.next_round == 5
-        new = Prepare(RoundId(5), assign=True)
-        assert made.hear(2, new) == [RelayToNodes(new)]
-
-    def test_one_that_does_not_know_the_newest_round_is_told(self) -> None:
-        made = averaging()
-        made.follow(2, "cluster 1 was lost")
-        for number in (3, 4):
-            (answer,) = made.hear(2, Prepare(RoundId(number), assign=False))
-            assert isinstance(answer, ReplyToCoordinator)
-            assert answer.head.round == RoundId(4, 1)
-            assert answer.head.problem == "round 4 was opened by another coordinator"
-        assert made.hear(2, Prepare(RoundId(5), assign=False)) == [
-            RelayToNodes(Prepare(RoundId(5), assign=False))
+        assert root.handle(NodeReplied(prepared(0)), 1.0) == []
+        start = Start(FIRST, {0: 0.25, 1: 0.75})
+        assert root.handle(MessageArrived(1, prepared(1, 24)), 1.0) == [
+            SendToCluster(1, start),
+            RelayToNodes(start),
         ]
+        assert root.handle(NodeReplied(reduced(0)), 1.5) == []
+        sent, ended, relayed, over = root.handle(MessageArrived(1, reduced(1)), 2.0)
+        assert isinstance(sent, SendToCluster)
+        decision = sent.head
+        assert isinstance(decision, Decision)
+        assert decision.commit
+        assert isinstance(ended, RoundEnded)
+        assert (relayed, over) == (RelayToNodes(decision), RoundOver(decision, resume=False))
+        assert root.trigger.samples == 0
 
-    def test_so_is_one_that_was_started_again(self) -> None:
-        made = averaging()
-        made.follow(1, "a new link")
-        (answer,) = made.hear(1, Prepare(RoundId(0), assign=False))
-        assert isinstance(answer, ReplyToCoordinator)
-        assert answer.head.round == RoundId(4, 1)
+    def test_the_deadline_of_the_own_coordinator_is_passed_on(self) -> None:
+        root = member(0, 1)
+        assert root.wake == math.inf
+        root.handle(UpdateMade(8, 1.0), 1.0)
+        assert root.wake == 1.0 + Deadlines().answer_most
+        root.handle(NodeReplied(prepared(0)), 1.0)
+        actions = root.handle(Tick(), root.wake)
+        assert _outcomes(actions) == ["only cluster 0 takes part"]
+
+    def test_the_reply_of_a_follower_goes_to_the_coordinator(self) -> None:
+        root = member(1, 0)
+        root.handle(UpdateMade(8, 1.0), 1.0)
+        assert root.handle(MessageArrived(0, PREPARE), 1.0) == [RelayToNodes(PREPARE)]
+        assert root.handle(NodeReplied(prepared(1)), 1.0) == [SendToCluster(0, prepared(1, 8))]
+
+
+class TestLeadership:
+    def test_the_next_cluster_takes_over_after_the_newest_round(self) -> None:
+        root = member(1, 0, 2)
+        root.handle(UpdateMade(8, 1.0), 1.0)
+        root.handle(MessageArrived(0, Prepare(RoundId(6), assign=False)), 1.0)
+        actions = root.handle(ClusterLost(0, "no heartbeat"), 2.0)
+        assert root.coordinator == 1
+        void, *opened = actions
+        assert isinstance(void, RelayToNodes)
+        assert void.head == Decision(RoundId(6), commit=False, reason="cluster 0 is gone")
+        new = Prepare(RoundId(7), assign=False)
+        assert opened == [SendToCluster(2, new), RelayToNodes(new)], "its own request is pending"
+
+    def test_messages_that_arrive_before_the_takeover_count(self) -> None:
+        root = member(1, 0, 2)
+        assert root.handle(MessageArrived(2, request(2)), 1.0) == []
+        assert SendToCluster(2, PREPARE) in root.handle(ClusterLost(0, "no heartbeat"), 2.0)
+
+    def test_early_messages_are_limited(self) -> None:
+        root = member(1, 0, 2)
+        root.handle(MessageArrived(2, request(2)), 1.0)
+        for _ in range(MAX_EARLY_EVENTS):
+            root.handle(MessageArrived(2, prepared(2)), 1.0)
+        assert root.handle(ClusterLost(0, "no heartbeat"), 2.0) == []
+
+    def test_a_lower_cluster_that_joins_receives_the_pending_request(self) -> None:
+        root = member(1, mode="blocking")
+        root.handle(ClusterJoined(2), 0.0)
+        root.handle(UpdateMade(8, 1.0), 1.0)
+        root.handle(TrainingPaused(final=False), 1.0)
+        assert root.handle(ClusterJoined(0), 2.0) == [SendToCluster(0, request(1))]
+        assert (root.coordinator, root.wake) == (0, math.inf)
+
+    def test_a_coordinator_that_reconnects_receives_the_pending_request(self) -> None:
+        root = member(1, 0)
+        root.handle(TrainingPaused(final=True), 1.0)
+        final = request(1, 0, 0, final=True)
+        assert root.handle(ClusterJoined(0), 2.0) == [SendToCluster(0, final)]
+
+    def test_a_loss_that_is_already_known_changes_nothing(self) -> None:
+        assert member(0, 1).handle(ClusterLost(2, "no heartbeat"), 1.0) == []
+
+
+def _outcomes(actions: list[MemberAction]) -> list[str]:
+    return [action.outcome.reason for action in actions if isinstance(action, RoundEnded)]

@@ -1,4 +1,4 @@
-"""What a round says of itself."""
+"""Description of a round's outcome."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def test_a_round_in_one_line() -> None:
         committed=True,
         reason="",
         weights={0: 0.6, 1: 0.4},
-        missing={2: "not answered within 1.5 s"},
+        missing={2: "no reply within 1.5 s"},
         sent_bytes=12_897_485,
         seconds=0.42,
     )
     assert outcome.describe() == (
         "round 3: averaged clusters 0, 1 (weights 0.60, 0.40), 12.3 MiB sent in 0.42 s;"
-        " cluster 2 missing: not answered within 1.5 s"
+        " cluster 2 missing: no reply within 1.5 s"
     )
 
 
-def test_a_round_that_failed_says_why() -> None:
+def test_a_failed_round_with_its_reason() -> None:
     outcome = RoundOutcome(
         RoundId(9, 2),
         "final",

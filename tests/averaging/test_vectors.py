@@ -1,4 +1,4 @@
-"""Tensors of a ring as one vector."""
+"""Conversion of the tensors of a ring to one vector and back."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_members_with_other_strides_have_the_same_vector() -> None:
     )
 
 
-def test_gaps_and_overlaps_are_no_trouble() -> None:
+def test_tensors_with_gaps_and_overlaps() -> None:
     tensors = {"gaps": torch.randn(6, 6)[::2, 1::3], "same": torch.randn(1).expand(4)}
     back = restored(flatten(tensors), tensors)
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
@@ -84,7 +84,7 @@ def test_a_vector_is_as_wide_as_its_widest_tensor(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 70_000, 199_999])
-def test_what_is_not_finite_is_found(value: float, place: int) -> None:
+def test_nan_and_infinities_are_found(value: float, place: int) -> None:
     vector = torch.randn(200_000)
     assert is_finite(vector)
     vector[place] = value

@@ -1,39 +1,42 @@
-"""Roots, their nodes and whoever coordinates, in virtual time: all of averaging but the tensors.
+"""Members of several clusters in virtual time: all of averaging except the tensors.
 
-A cluster trains, asks for rounds, answers, and waits at the end for the final round. Links keep
-their order. A cluster that is killed falls silent, and the others learn of it a while later, each
-at another time; it may come back with nothing but its number.
+A cluster trains, requests rounds, replies, and waits at the end for the final round. Links keep their
+order. A cluster that is killed falls silent; each of the others learns of it a while later.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from ravnest.averaging.coordinator import Coordinator, Mode
+from ravnest.averaging.coordinator import Mode
 from ravnest.averaging.events import (
-    Action,
     ClusterJoined,
     ClusterLost,
-    Event,
-    PreparedArrived,
-    ReducedArrived,
-    RequestArrived,
+    Command,
+    Reply,
     RoundEnded,
     SendToCluster,
     Tick,
-    Wake,
 )
-from ravnest.averaging.member import GatherAction, Member, RelayToNodes, ReplyToCoordinator, RoundOver
+from ravnest.averaging.member import (
+    Member,
+    MemberAction,
+    MemberEvent,
+    MessageArrived,
+    NodeReplied,
+    TrainingPaused,
+    UpdateMade,
+)
 from ravnest.averaging.outcome import RoundOutcome
-from ravnest.averaging.trigger import RoundTrigger
-from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, RoundRequest, Start
+from ravnest.averaging.relay import RelayToNodes, RoundOver
+from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
 NODES = 2
-"""In each cluster; node 10 * cluster is its Root."""
+"""Nodes in each cluster; node 10 * cluster is its Root."""
+REDUCE_FACTOR = 3
 
 
 class World:
@@ -48,177 +51,132 @@ class World:
         self._order = count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._arrivals: dict[tuple[int, int], float] = {}
-        self.roots = {c: Root(self, c, range(clusters), updates) for c in range(clusters)}
+        self.roots = {cluster: Root(self, cluster, updates) for cluster in range(clusters)}
         for root in self.roots.values():
-            root.begin()
+            root.begin(set(range(clusters)))
 
-    def after(self, seconds: float, do: Callable[[], None]) -> None:
-        heapq.heappush(self._agenda, (self.now + seconds, next(self._order), do))
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (self.now + seconds, next(self._order), call))
 
-    def send(self, sender: int, receiver: int, do: Callable[[], None]) -> None:
-        """Over a link: some time later, and behind what was sent before."""
+    def send(self, sender: int, receiver: int, call: Callable[[], None]) -> None:
+        """Deliver over a link: some time later, and after earlier messages."""
         at = max(self.now + self.random.uniform(0.001, 0.2), self._arrivals.get((sender, receiver), 0))
         self._arrivals[sender, receiver] = at
-        self.after(at - self.now, do)
+        self.after(at - self.now, call)
 
     def kill(self, cluster: int) -> None:
         self.roots[cluster].alive = False
-        for other in self.roots.values():
-            gone = self.random.uniform(0.0, 2.0)
-            self.after(gone, lambda root=other: root.learns_of_loss(cluster))  # type: ignore[misc]
+        for root in self.roots.values():
+            self.after(self.random.uniform(0.0, 2.0), root.loss_of(cluster))
 
     def run(self, until: float) -> None:
         while self._agenda and self._agenda[0][0] <= until:
-            self.now, _, do = heapq.heappop(self._agenda)
-            do()
+            self.now, _, call = heapq.heappop(self._agenda)
+            call()
 
 
-@dataclass
 class Root:
-    """The Root of a cluster, and its nodes in a nutshell."""
+    """A cluster: the real member of its Root, and simulated nodes."""
 
-    world: World
-    cluster: int
-    clusters: range
-    left: int
-    """Updates until the end of training."""
-    alive: bool = True
-    waits: bool = False
-    done: bool = False
-    coordinator: Coordinator | None = None
-    believed: set[int] = field(default_factory=set)
-    early: list[Event] = field(default_factory=list)
-    """From Roots that have learnt before this one that it is to take over."""
+    def __init__(self, world: World, cluster: int, updates: int) -> None:
+        self.world = world
+        self.cluster = cluster
+        self.left = updates
+        """Updates until the end of training."""
+        self.alive = True
+        self.paused = False
+        self.done = False
+        self.connected: set[int] = set()
+        self.nodes = [10 * cluster + stage for stage in range(NODES)]
+        self.member = Member(cluster, self.nodes, mode=world.mode, reduce_factor=REDUCE_FACTOR)
+        self.speed = world.random.uniform(0.1, 1.0)
 
-    def begin(self) -> None:
-        self.believed = set(self.clusters)
-        self.nodes = [10 * self.cluster + stage for stage in range(NODES)]
-        self.gathering = Member(self.cluster, self.nodes, coordinator=0)
-        self.pace = RoundTrigger(self.cluster, 3)
-        self.speed = self.world.random.uniform(0.1, 1.0)
-        if self.cluster == 0:
-            self.coordinator = Coordinator(self.clusters, 0, mode=self.world.mode)
+    def begin(self, clusters: set[int]) -> None:
+        self.connected = clusters - {self.cluster}
+        for other in self.connected:
+            self.give(ClusterJoined(other))
         self.world.after(self.speed, self.train)
+
+    def give(self, event: MemberEvent) -> None:
+        if not self.alive:
+            return
+        for action in self.member.handle(event, self.world.now):
+            self.carry_out(action)
+        if self.member.wake < float("inf"):
+            self.world.after(self.member.wake - self.world.now, self.tick)
+
+    def tick(self) -> None:
+        if self.member.wake <= self.world.now:
+            self.give(Tick())
 
     # Training
 
     def train(self) -> None:
-        if not self.alive or self.waits or self.done:
+        if not self.alive or self.paused or self.done:
             return
         self.left -= 1
-        self.pace.updated(8, self.world.now)
-        if self.left <= 0:
-            self.ask(final=True)
-        elif self.pace.is_due:
-            self.ask(final=False)
-        if not self.waits:
+        self.give(UpdateMade(8, self.world.now))
+        final = self.left <= 0
+        due = self.world.mode == "blocking" and self.member.trigger.is_due
+        if final or due:
+            self.paused = True
+            self.give(TrainingPaused(final))
+        else:
             self.world.after(self.speed, self.train)
-
-    def ask(self, *, final: bool) -> None:
-        self.waits = final or self.world.mode == "blocking"
-        self.send_due(self.pace.ask(final=final))
-        if self.waits:
-            self.pace.paused()
-
-    def send_due(self, due: RoundRequest) -> None:
-        self.to_coordinator(RequestArrived(due))
 
     # Rounds
 
-    def to_coordinator(self, event: Event) -> None:
-        leader = self.world.roots[self.gathering.coordinator]
-        self.world.send(self.cluster, leader.cluster, lambda: leader.coordinate(event))
-
-    def coordinate(self, event: Event) -> None:
-        if self.coordinator is None:
-            self.early.append(event)
-        elif self.alive:
-            for action in self.coordinator.handle(event, self.world.now):
-                self.act(action)
-
-    def act(self, action: Action) -> None:
+    def carry_out(self, action: MemberAction) -> None:
         match action:
             case SendToCluster(cluster, head):
-                other = self.world.roots[cluster]
-                self.world.send(self.cluster, cluster, lambda: other.hear(self.cluster, head))
-            case Wake(at):
-                self.world.after(at - self.world.now, lambda: self.coordinate(Tick()))
+                other, event = self.world.roots[cluster], MessageArrived(self.cluster, head)
+                self.world.send(self.cluster, cluster, lambda: other.receive(event))
+            case RelayToNodes(head):
+                for node in self.nodes:
+                    self.node_gets(node, head)
+            case RoundOver(decision, resume):
+                self.over(decision, resume=resume)
             case RoundEnded(outcome):
                 self.world.outcomes.append(outcome)
 
-    def hear(self, sender: int, head: Prepare | Start | Decision) -> None:
-        if self.alive:
-            self.carry_out(self.gathering.hear(sender, head))
+    def receive(self, event: MessageArrived) -> None:
+        """Messages of a lost link do not arrive."""
+        if event.cluster in self.connected:
+            self.give(event)
 
-    def carry_out(self, actions: list[GatherAction]) -> None:
-        for action in actions:
-            match action:
-                case RelayToNodes(head):
-                    for node in self.nodes:
-                        self.node_gets(node, head)
-                case ReplyToCoordinator(head):
-                    wrapped = (
-                        PreparedArrived(head) if isinstance(head, Prepared) else ReducedArrived(head)
-                    )
-                    self.to_coordinator(wrapped)
-                case RoundOver(settle, assign):
-                    self.over(settle, assign=assign)
-
-    def node_gets(self, node: int, head: Prepare | Start | Decision) -> None:
+    def node_gets(self, node: int, head: Command) -> None:
         match head:
             case Prepare(of):
-                samples = self.pace.hold() if node == self.nodes[0] else 0
-                self.node_says(Prepared(of, self.cluster, node, samples))
+                self.node_replies(Prepared(of, self.cluster, node, 0))
             case Start(of, weights):
-                # The average follows from who takes part: all have the same, or something is wrong.
+                # The average follows from the members: all have the same, or something is wrong.
                 digest = str(sorted(weights.items()))
-                self.node_says(Reduced(of, self.cluster, node, {node % 10: digest}, 10))
+                self.node_replies(Reduced(of, self.cluster, node, {node % 10: digest}, 10))
             case Decision():
                 pass
 
-    def node_says(self, head: Prepared | Reduced) -> None:
+    def node_replies(self, head: Reply) -> None:
         delay = self.world.random.uniform(0.0, 0.3)
-        self.world.after(delay, lambda: self.alive and self.carry_out(self.gathering.collect(head)))  # type: ignore[func-returns-value]
+        self.world.after(delay, lambda: self.give(NodeReplied(head)))
 
-    def over(self, settle: Decision, *, assign: bool) -> None:
-        final = self.pace.pending is not None and self.pace.pending.final
-        self.pace.settled(commit=settle.commit, assign=assign)
-        if settle.commit:
-            self.world.applied.setdefault(settle.round, set()).add(self.cluster)
-        if assign and self.waits:
-            self.waits = False
-            if final:
+    def over(self, decision: Decision, *, resume: bool) -> None:
+        if decision.commit:
+            self.world.applied.setdefault(decision.round, set()).add(self.cluster)
+        if resume and self.paused:
+            self.paused = False
+            if self.left <= 0:
                 self.done = True
             else:
                 self.world.after(self.speed, self.train)
 
-    # Who lives
+    # Losses
 
-    def learns_of_loss(self, cluster: int) -> None:
-        if not self.alive or cluster not in self.believed or cluster == self.cluster:
-            return
-        self.believed.discard(cluster)
-        if self.coordinator is not None:
-            self.coordinate(ClusterLost(cluster, "no heartbeat"))
-        if cluster == self.gathering.coordinator:
-            self.follow(min(self.believed))
+    def loss_of(self, cluster: int) -> Callable[[], None]:
+        """Return the call with which this Root learns of a loss."""
 
-    def joins(self, event: ClusterJoined) -> None:
-        """Who is known to be dead has no link to join by."""
-        if event.cluster in self.believed:
-            self.coordinate(event)
+        def learn() -> None:
+            if cluster in self.connected:
+                self.connected.discard(cluster)
+                self.give(ClusterLost(cluster, "no heartbeat"))
 
-    def follow(self, leader: int) -> None:
-        self.carry_out(self.gathering.follow(leader, "the coordinator was lost"))
-        if leader == self.cluster:
-            first = self.gathering.next_round
-            self.coordinator = Coordinator(
-                self.believed, leader, mode=self.world.mode, first_round=first
-            )
-            for event in self.early:
-                self.joins(event) if isinstance(event, ClusterJoined) else self.coordinate(event)
-        else:
-            other = self.world.roots[leader]
-            self.world.send(self.cluster, leader, lambda: other.joins(ClusterJoined(self.cluster)))
-        if self.pace.pending is not None:
-            self.send_due(self.pace.pending)
+        return learn

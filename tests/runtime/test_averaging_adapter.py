@@ -1,20 +1,20 @@
-"""How an average moves the weights of a stage, without a network or a thread."""
+"""Application of an average to a stage, without a network or a thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ravnest.averaging.ports import RoundAverage
 from ravnest.averaging.sinks import DeltaSink
-from ravnest.averaging.weights_port import RoundAverage
-from ravnest.runtime.stage.averaging_adapter import AveragingAdapter, Vectors
+from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.updates import UpdateRule
-from ravnest.runtime.stage.worker import Worker
 from ravnest.split import split
 from ravnest.split.module import StageModule
 from ravnest.store.node_spec import RingSpec
@@ -23,20 +23,14 @@ from ravnest.wire.messages import RoundId
 RULE = UpdateRule(torch.optim.AdamW, {"lr": 1e-2}, None, {}, scheduler_each_epoch=False)
 
 
-class Idle:
-    """A worker that does at once what is posted to it."""
-
-    def __init__(self, execution: StageExecution) -> None:
-        self.execution = execution
+class SyncInbox(WorkerInbox):
+    """An inbox that makes each call at once."""
 
     def post(self, call: Callable[[], None]) -> None:
         call()
 
-    def when_idle(self, call: Callable[[], None]) -> None:
+    def post_when_idle(self, call: Callable[[], None]) -> None:
         call()
-
-    def renew(self) -> None:
-        """Nobody looks."""
 
 
 class Stage:
@@ -48,29 +42,30 @@ class Stage:
         (part,) = split(model, (torch.randn(5, 3),), stages=1, check=False).stages
         self.module = StageModule(part.spec, {k: t.clone() for k, t in part.tensors.items()})
         self.execution = StageExecution(self.module, RULE, seed=0, stash=False)
-        # Statistics before weights, to see that the order of names does not matter.
+        # Buffers before weights: the order of names must not matter.
         names = ["1.running_mean", "0.weight", "1.running_var", "0.bias", "1.weight", "1.bias"]
         ring = RingSpec(id=7, names=tuple(names), members=())
-        worker = cast("Worker", Idle(self.execution))
-        self.averaged = AveragingAdapter(worker, [ring], with_optimizer=with_optimizer)
+        self.adapter = AveragingAdapter(
+            self.execution, SyncInbox(), [ring], with_optimizer=with_optimizer
+        )
         self.round = 0
 
     def copy(self, *, idle: bool = False) -> torch.Tensor:
-        found: list[Vectors] = []
-        self.averaged.hold(idle=idle, then=found.append)
+        found: list[dict[int, torch.Tensor]] = []
+        self.adapter.copy(idle=idle, then=found.append)
         return found[0][7]
 
     def average(self, values: torch.Tensor, **how: bool) -> RoundId:
-        """Prepare a round that came to these values."""
+        """Store the result of a round with this average."""
         vector, kind = self.copy(), {"assign": False, "faulty": False} | how
-        moving = 0 if any(kind.values()) else self.averaged.moving()[7]
+        moving = 0 if any(kind.values()) else self.adapter.moving()[7]
         DeltaSink(vector, moving).keep(0, len(vector), values)
         self.round += 1
-        self.averaged.prepare(RoundAverage(RoundId(self.round), {7: vector}, **kind))
+        self.adapter.store(RoundAverage(RoundId(self.round), {7: vector}, **kind))
         return RoundId(self.round)
 
     def apply(self, values: torch.Tensor, **how: bool) -> None:
-        self.averaged.settle(self.average(values, **how), commit=True)
+        self.adapter.settle(self.average(values, **how), commit=True)
 
     def update(self) -> None:
         self.execution.catch_up()
@@ -80,29 +75,29 @@ class Stage:
         return self.module.state_tensors()["0.weight"].detach()
 
 
-def test_weights_come_first_and_statistics_behind() -> None:
+def test_weights_come_first_in_the_vector() -> None:
     stage = Stage()
-    assert stage.averaged.moving() == {7: 12 + 4 + 4 + 4}
-    assert stage.averaged.sizes() == {7: 12 + 4 + 4 + 4 + 4 + 4}
+    assert stage.adapter.moving() == {7: 12 + 4 + 4 + 4}
+    assert stage.adapter.sizes() == {7: 12 + 4 + 4 + 4 + 4 + 4}
     assert torch.equal(stage.copy()[:12].view(4, 3), stage.weight)
 
 
-def test_weights_move_after_the_next_update_and_statistics_become_the_average() -> None:
+def test_after_the_next_update_weights_move_and_buffers_are_replaced() -> None:
     stage = Stage()
     before, average = stage.weight.clone(), torch.arange(32.0)
     stage.apply(average)
     assert torch.equal(stage.weight, before)
     with torch.no_grad():
-        stage.execution.trained()["0.weight"].add_(0.5)  # trained meanwhile
+        stage.execution.trained()["0.weight"].add_(0.5)  # an update since the copy
     stage.update()
     torch.testing.assert_close(stage.weight, average[:12].view(4, 3) + 0.5)
     assert stage.module.state_tensors()["1.running_var"].tolist() == [28, 29, 30, 31]
 
 
-def test_what_is_not_applied_yet_is_not_added_twice() -> None:
+def test_a_waiting_average_is_not_applied_twice() -> None:
     stage = Stage()
     stage.apply(torch.full((32,), 10.0))
-    assert stage.copy().tolist() == pytest.approx([10.0] * 32), "as it will be"
+    assert stage.copy().tolist() == pytest.approx([10.0] * 32), "the waiting average counts as applied"
     stage.apply(torch.full((32,), 12.0))
     stage.update()
     torch.testing.assert_close(stage.weight, torch.full((4, 3), 12.0))
@@ -110,22 +105,22 @@ def test_what_is_not_applied_yet_is_not_added_twice() -> None:
     assert stage.copy().tolist() == pytest.approx([12.0] * 32)
 
 
-def test_an_average_without_a_verdict_changes_nothing() -> None:
+def test_an_aborted_average_changes_nothing() -> None:
     stage = Stage()
     before = stage.copy()
-    stage.averaged.settle(stage.average(torch.ones(32)), commit=False)
+    stage.adapter.settle(stage.average(torch.ones(32)), commit=False)
     stage.update()
     assert torch.equal(stage.copy(), before)
 
 
-def test_who_stands_still_takes_the_average_as_it_is() -> None:
+def test_a_paused_stage_becomes_the_average() -> None:
     stage = Stage()
     stage.apply(torch.full((32,), 0.1), assign=True)
     assert torch.equal(stage.copy(idle=True), torch.full((32,), 0.1))
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_a_stage_with_nan_takes_the_average_and_a_new_optimizer(waiting: bool) -> None:
+def test_a_stage_with_nan_becomes_the_average_and_resets_its_optimizer(waiting: bool) -> None:
     stage = Stage(with_optimizer=True)
     stage.execution.trained()["0.weight"].grad = torch.ones(4, 3)
     optimizer = stage.execution.updates.optimizer
@@ -134,7 +129,7 @@ def test_a_stage_with_nan_takes_the_average_and_a_new_optimizer(waiting: bool) -
     with torch.no_grad():
         stage.execution.trained()["0.weight"].fill_(torch.nan)
     copy = stage.copy()
-    assert "NaN or Inf in 0.weight" in stage.averaged.fault({7: copy})
+    assert "NaN or Inf in 0.weight" in stage.adapter.fault({7: copy})
     stage.apply(torch.full_like(copy, 2.0), faulty=True)
     if not waiting:
         stage.update()
@@ -143,7 +138,7 @@ def test_a_stage_with_nan_takes_the_average_and_a_new_optimizer(waiting: bool) -
     assert healed[32:].tolist() == [0.0] * (len(copy) - 32)
 
 
-def test_the_state_of_the_optimizer_is_averaged_too() -> None:
+def test_optimizer_state_is_averaged_too() -> None:
     stage = Stage(with_optimizer=True)
     trained = stage.execution.trained()
     for weight in trained.values():

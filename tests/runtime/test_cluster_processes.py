@@ -1,4 +1,4 @@
-"""Several clusters as users run them: processes that talk over gRPC."""
+"""Several clusters as users run them: processes that communicate over gRPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def clusters_in(folder: Path) -> Clusters:
     return form_clusters(folder, small_model("mlp"), SMALL_MODELS["mlp"][1], (2, 1))
 
 
-def test_two_clusters_train_and_hold_the_same_in_the_end(tmp_path: Path, start: Start) -> None:
+def test_two_clusters_train_and_end_with_the_same_model(tmp_path: Path, start: Start) -> None:
     clusters = clusters_in(tmp_path)
     providers = start(tmp_path, clusters.nodes.names, reduce_factor=2)
     ended_well(providers)
@@ -26,10 +26,8 @@ def test_two_clusters_train_and_hold_the_same_in_the_end(tmp_path: Path, start: 
     assert all(first[name].equal(second[name]) for name in first)
 
 
-@pytest.mark.parametrize("victim", ["node_0", "node_1", "node_2"])
-def test_a_cluster_that_dies_leaves_the_other_training(
-    tmp_path: Path, start: Start, victim: str
-) -> None:
+@pytest.mark.parametrize("victim", ["node_0", pytest.param("node_1", marks=pytest.mark.full), "node_2"])
+def test_the_other_cluster_trains_on_after_a_death(tmp_path: Path, start: Start, victim: str) -> None:
     clusters = clusters_in(tmp_path)
     providers = start(tmp_path, clusters.nodes.names, reduce_factor=5, announced=1500, evaluate=False)
     await_line(providers["node_0"], "under way")
@@ -50,8 +48,8 @@ def test_a_cluster_that_dies_leaves_the_other_training(
 
 def test_clusters_that_average_differently_refuse_each_other(tmp_path: Path, start: Start) -> None:
     clusters = clusters_in(tmp_path)
-    first = start(tmp_path, clusters.names[0], averaging="blocking", connect_timeout=10.0)
-    second = start(tmp_path, clusters.names[1], connect_timeout=10.0)
+    first = start(tmp_path, clusters.names[0], averaging="blocking", connect_timeout=6.0)
+    second = start(tmp_path, clusters.names[1], connect_timeout=6.0)
     said = "node_2 runs with averaging=background, node_0 with averaging=blocking"
     await_line(second["node_2"], said)
     ended_well(first | second)

@@ -1,4 +1,4 @@
-"""What each codec keeps of a tensor, and what a hostile payload can do: nothing."""
+"""Precision, sizes and error handling of the codecs; hostile payloads do no harm."""
 
 import math
 
@@ -8,17 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import WireError
-from ravnest.types import MicrobatchId
 from ravnest.wire.codecs import BF16, CODECS, FP16, INT8, RAW, Codec, Encoded, ErrorFeedback, codec_named
 from ravnest.wire.frames import Assembler, encode
 from ravnest.wire.layout import DTYPES, TensorLayout, dense
-from ravnest.wire.messages import Forward, Message
+from ravnest.wire.messages import Forward, Message, MicrobatchId
 
 LOSSY: list[Codec] = [FP16, BF16, INT8]
 BLOCK = 32
-SMALLEST = 128
-HEAD = Forward("run", MicrobatchId(0, 0), 1)
-SIZES = st.one_of(st.integers(0, 5 * SMALLEST), st.sampled_from([127, 128, 129, 32_736, 32_737, 70_000]))
+MIN_ELEMENTS = 128
+HEAD = Forward(MicrobatchId("run", 0, 0, 0), 1)
+SIZES = st.one_of(
+    st.integers(0, 5 * MIN_ELEMENTS), st.sampled_from([127, 128, 129, 32_736, 32_737, 70_000])
+)
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 lossy = pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
 wide = st.sampled_from([torch.float32, torch.float64])
@@ -46,14 +47,14 @@ def through(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def random(count: int, seed: int, exponent: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers of all sizes around a power of two."""
+    """Return numbers of many magnitudes around a power of two."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(count, generator=generator, dtype=torch.float64) * 2.0**exponent
     return (numbers * 2 ** torch.randint(-6, 7, (count,), generator=generator)).to(dtype)
 
 
 def steps(tensor: torch.Tensor) -> torch.Tensor:
-    """Of each element: its block's largest by 127, with the rounding of the scale."""
+    """Return the step of each element: its block's largest by 127, with the rounding of the scale."""
     blocks = tensor.abs().double().split(BLOCK)
     largest = [block.amax().clamp(min=2.0**-119).expand(len(block)) for block in blocks]
     return torch.cat(largest) / 127 * (1 + 2**-8)
@@ -61,7 +62,7 @@ def steps(tensor: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=150, deadline=None)
 @given(SIZES, st.integers(0, 10_000), st.integers(-6, 6), wide)
-def test_fp16_keeps_eleven_digits(count: int, seed: int, exponent: int, dtype: torch.dtype) -> None:
+def test_fp16_keeps_eleven_bits(count: int, seed: int, exponent: int, dtype: torch.dtype) -> None:
     tensor = random(count, seed, exponent, dtype)
     error = (through(FP16, tensor) - tensor).abs()
     assert (error <= tensor.abs() * 2.0**-11 * (1 + 1e-6) + 2.0**-25).all()
@@ -69,7 +70,7 @@ def test_fp16_keeps_eleven_digits(count: int, seed: int, exponent: int, dtype: t
 
 @settings(max_examples=150, deadline=None)
 @given(SIZES, st.integers(0, 10_000), st.integers(-100, 100), wide)
-def test_bf16_keeps_eight_digits(count: int, seed: int, exponent: int, dtype: torch.dtype) -> None:
+def test_bf16_keeps_eight_bits(count: int, seed: int, exponent: int, dtype: torch.dtype) -> None:
     tensor = random(count, seed, exponent, dtype)
     error = (through(BF16, tensor) - tensor).abs()
     assert (error <= tensor.abs() * 2.0**-8).all()
@@ -84,7 +85,7 @@ def test_int8_is_off_by_half_a_step(count: int, seed: int, exponent: int, dtype:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_int8_takes_halves_too(dtype: torch.dtype) -> None:
+def test_int8_encodes_16_bit_types_too(dtype: torch.dtype) -> None:
     tensor = random(1000, 0, 2, dtype)
     assert encoded(INT8, tensor).codec == "int8"
     error = (through(INT8, tensor).double() - tensor.double()).abs()
@@ -94,7 +95,7 @@ def test_int8_takes_halves_too(dtype: torch.dtype) -> None:
 @lossy
 @settings(max_examples=60, deadline=None)
 @given(SIZES, st.integers(0, 1000), st.integers(-120, 100), wide)
-def test_a_second_time_loses_nothing(
+def test_encoding_twice_loses_nothing_more(
     codec: Codec, count: int, seed: int, exponent: int, dtype: torch.dtype
 ) -> None:
     once = through(codec, random(count, seed, exponent, dtype))
@@ -103,13 +104,13 @@ def test_a_second_time_loses_nothing(
 
 @every_codec
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (127,), (128,), (129,), (7, 1, 65)])
-def test_any_shape_comes_back(codec: Codec, shape: tuple[int, ...]) -> None:
+def test_any_shape_is_restored(codec: Codec, shape: tuple[int, ...]) -> None:
     tensor = torch.full(shape, 0.5)
     assert torch.allclose(through(codec, tensor), tensor, rtol=0.01)
 
 
 @every_codec
-def test_any_layout_comes_back(codec: Codec) -> None:
+def test_any_layout_is_restored(codec: Codec) -> None:
     image = torch.randn(4, 3, 8, 10)
     channels_last = image.to(memory_format=torch.channels_last)
     layouts = (channels_last, image.transpose(1, 3), image[:, :, ::2, 1:], image[1].expand(5, 3, 8, 10))
@@ -118,13 +119,13 @@ def test_any_layout_comes_back(codec: Codec) -> None:
 
 
 @every_codec
-def test_huge_tensors_come_back(codec: Codec) -> None:
+def test_large_tensors_are_restored(codec: Codec) -> None:
     tensor = torch.randn(3_000_001)
     assert torch.allclose(through(codec, tensor), tensor, rtol=0.01, atol=0.03)
 
 
 @lossy
-def test_how_many_bytes_are_saved(codec: Codec) -> None:
+def test_compression_ratio(codec: Codec) -> None:
     tensor = torch.randn(1 << 16)
     ratio = tensor.nbytes / len(encoded(codec, tensor).payload)
     assert ratio == pytest.approx(3.76 if codec is INT8 else 2.0, abs=0.01)
@@ -133,7 +134,7 @@ def test_how_many_bytes_are_saved(codec: Codec) -> None:
 @lossy
 @pytest.mark.parametrize("count", [200, 100_000])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_stays_so(codec: Codec, count: int, value: float) -> None:
+def test_nan_and_infinities_are_kept(codec: Codec, count: int, value: float) -> None:
     tensor = torch.randn(count)
     tensor[17] = value
     result = through(codec, tensor)
@@ -143,7 +144,7 @@ def test_what_is_no_number_stays_so(codec: Codec, count: int, value: float) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_beyond_the_range_is_clamped_and_counted(dtype: torch.dtype) -> None:
+def test_values_outside_the_range_are_clamped_and_counted(dtype: torch.dtype) -> None:
     tensor = torch.zeros(300, dtype=dtype)
     tensor[:5] = torch.tensor([1e5, -1e30, 65504, math.inf, math.nan])
     made = encoded(FP16, tensor)
@@ -164,7 +165,7 @@ def test_int8_clamps_nothing(dtype: torch.dtype) -> None:
 
 
 @lossy
-def test_the_smallest_numbers_do_no_harm(codec: Codec) -> None:
+def test_tiny_numbers_are_nearly_exact(codec: Codec) -> None:
     tensor = torch.full((300,), 1e-42)
     result = through(codec, tensor)
     assert ((result - tensor).abs() <= 2e-38).all()
@@ -174,29 +175,29 @@ def test_the_smallest_numbers_do_no_harm(codec: Codec) -> None:
 @lossy
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_whatever_is_not_wider_travels_as_it_is(codec: Codec, dtype: torch.dtype) -> None:
+def test_types_that_are_not_wider_are_encoded_as_raw(codec: Codec, dtype: torch.dtype) -> None:
     tensor = torch.ones(300).to(dtype)
     widths = {torch.float32, torch.float64} | (
         {torch.float16, torch.bfloat16} if codec is INT8 else set()
     )
     assert encoded(codec, tensor).codec == (codec.name if dtype in widths else "raw")
     if dtype not in widths:
-        with pytest.raises(WireError, match="does not travel as"):
+        with pytest.raises(WireError, match="does not support"):
             codec.nbytes(layout_of(tensor))
 
 
 @every_codec
-def test_small_tensors_travel_as_they_are(codec: Codec) -> None:
-    tensor = torch.randn(SMALLEST - 1)
+def test_small_tensors_are_encoded_as_raw(codec: Codec) -> None:
+    tensor = torch.randn(MIN_ELEMENTS - 1)
     assert encoded(codec, tensor).codec == "raw"
     assert through(codec, tensor).equal(tensor)
 
 
 @every_codec
 @pytest.mark.parametrize("more", [-1, 1, -100])
-def test_a_payload_of_another_length_is_a_wire_error(codec: Codec, more: int) -> None:
+def test_a_payload_of_a_wrong_length_is_a_wire_error(codec: Codec, more: int) -> None:
     layout = TensorLayout(torch.float32, (20, 10), (10, 1))
-    with pytest.raises(WireError, match="came where"):
+    with pytest.raises(WireError, match="expected"):
         codec.decode(torch.zeros(codec.nbytes(layout) + more, dtype=torch.uint8), layout)
 
 
@@ -213,7 +214,7 @@ def test_any_bytes_of_the_right_length_are_a_tensor(
     assert layout_of(codec.decode(payload, layout)) == layout
 
 
-def test_scales_that_are_no_numbers_spoil_their_block_only() -> None:
+def test_a_nan_scale_affects_its_block_only() -> None:
     layout = TensorLayout(torch.float32, (5 * BLOCK,), (1,))
     payload = encoded(INT8, torch.ones(5 * BLOCK)).payload
     payload[2:4].view(torch.bfloat16).fill_(math.nan)
@@ -228,39 +229,39 @@ def test_frames_name_the_codec_of_each_tensor(codec: Codec) -> None:
     clamped: list[int] = []
     message = Message(HEAD, values | {"big": torch.full((300,), 1e6)}, frozenset({"w"}))
     (frame,) = encode(message, codec, clamped=clamped.append)
-    came = Assembler().feed(frame)
-    assert came is not None
-    assert isinstance(came.values["x"], torch.Tensor)
-    assert isinstance(came.values["w"], torch.Tensor)
-    assert isinstance(came.values["ids"], torch.Tensor)
-    assert not came.values["x"].equal(values["x"])
-    assert came.values["w"].equal(values["w"])
-    assert came.values["ids"].equal(values["ids"])
+    assembled = Assembler().feed(frame)
+    assert assembled is not None
+    assert isinstance(assembled.values["x"], torch.Tensor)
+    assert isinstance(assembled.values["w"], torch.Tensor)
+    assert isinstance(assembled.values["ids"], torch.Tensor)
+    assert not assembled.values["x"].equal(values["x"])
+    assert assembled.values["w"].equal(values["w"])
+    assert assembled.values["ids"].equal(values["ids"])
     assert clamped == ([300] if codec is FP16 else [])
 
 
 @lossy
-def test_feedback_makes_up_for_what_was_lost(codec: Codec) -> None:
-    meant = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+def test_feedback_corrects_rounding_errors(codec: Codec) -> None:
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     feedback = ErrorFeedback(codec)
-    arrived = torch.zeros(1000, dtype=torch.float64)
+    received = torch.zeros(1000, dtype=torch.float64)
     for _ in range(50):
-        sent = feedback.apply("x", meant)
+        sent = feedback.apply("x", exact)
         assert through(codec, sent).equal(sent)
-        arrived += sent
-    alone = 50 * (through(codec, meant) - meant).abs().max()
-    assert (arrived - 50 * meant.double()).abs().max() < alone / 10
+        received += sent
+    alone = 50 * (through(codec, exact) - exact).abs().max()
+    assert (received - 50 * exact.double()).abs().max() < alone / 10
 
 
 @every_codec
-def test_feedback_is_by_name_and_survives_what_is_no_number(codec: Codec) -> None:
+def test_feedback_is_by_name_and_recovers_from_nan(codec: Codec) -> None:
     tensor = torch.full((200,), 0.3)
     feedback = ErrorFeedback(codec)
     first = feedback.apply("x", tensor)
     assert feedback.apply("y", tensor).equal(first)
-    spoiled = tensor.clone()
-    spoiled[0] = math.nan
-    spoiled[1] = math.inf
-    assert feedback.apply("x", spoiled)[0].isnan()
+    faulty = tensor.clone()
+    faulty[0] = math.nan
+    faulty[1] = math.inf
+    assert feedback.apply("x", faulty)[0].isnan()
     assert feedback.apply("x", tensor).isfinite().all()
     assert RAW.encode(tensor, layout_of(tensor)).payload.data_ptr() == tensor.data_ptr()

@@ -1,8 +1,8 @@
-"""All rings of one node in one round, over links.
+"""All-reduce over all rings of one node, over links.
 
-The arithmetic runs in the thread of the link that a piece came by: it holds the piece in its cache,
-and another change of thread costs more than adding a piece up. Sending never blocks, so rings wait for
-nobody but the member before.
+The arithmetic runs in the thread of the link on which a chunk arrived: the chunk is in the cache of
+that core, and another change of thread costs more than the sum. Sending never blocks, so a ring waits
+for its previous member only.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from ravnest.transport.base import Link
 from ravnest.wire.messages import Message, RingChunk, RoundId
 
 _ROUNDS_AHEAD = 2
-"""Of which pieces are kept before they start here: the next one, and that one tried again."""
-
-
+"""Future rounds for which early chunks are buffered: the next one and its retry."""
 _VALUES = frozenset({"values"})
 
 
@@ -35,46 +33,48 @@ def _nbytes(values: Tensor) -> int:
 
 @dataclass(frozen=True)
 class RingPart:
-    """What a node brings to one ring, and its neighbours there."""
+    """Input of a node to one ring, and its neighbours there."""
 
     vector: Tensor
     weight: float
     position: int
     members: int
     predecessor: int
-    """The node that the pieces come from; this one where it is alone."""
+    """The node that sends chunks to this one; the node itself if it is alone."""
     successor: Link | None
-    """To whom they go; None where it is alone."""
+    """Link to the node that receives chunks; None if the node is alone."""
     roundtrip: Roundtrip | None = None
-    """Of the links' codec; None where values travel as they are."""
-    landing: Sink | None = None
-    """What becomes of the average, else it goes to new memory; may use up the vector.
+    """Effect of the links' codec on values; None if they travel unchanged."""
+    sink: Sink | None = None
+    """Destination of the average, which may overwrite the vector; None for new memory.
 
-    For no other use if the round ends with a problem: a piece may still be on its way into it.
+    Not to be reused if the round ends with a problem: a chunk may still be written to it.
     """
     bytes_of: Callable[[Tensor], int] = _nbytes
-    """What values cost on the way, with the links' codec."""
+    """Encoded size of values with the links' codec."""
 
 
 @dataclass(frozen=True)
 class AllReduceResult:
-    """How a round ended for this node."""
+    """Result of an all-reduce at this node."""
 
     round: RoundId
     averages: Mapping[int, Tensor]
-    """By ring, where they have landed; none where there is a problem."""
+    """Averages by ring, in the memory of the sinks; empty if there is a problem."""
     digests: Mapping[int, str]
-    """Of the averages, the same on all members."""
+    """Digests of the averages by ring, the same for all members."""
     sent_bytes: int
-    """Of values."""
+    """Bytes of values sent."""
     problem: str = ""
     """Why there is no average."""
     peer: int | None = None
-    """The node that the problem came from, where it came from one."""
+    """The node that caused the problem, if one did."""
 
 
 @dataclass(frozen=True)
 class _Arrival:
+    """A chunk, and the node that sent it."""
+
     peer: int
     piece: RingChunk
     values: Tensor
@@ -82,18 +82,22 @@ class _Arrival:
 
 @dataclass
 class _Ring:
+    """One ring of the running all-reduce."""
+
     number: int
     part: RingPart
     reduce: RingReduce
     inbox: deque[_Arrival]
-    """Pieces that nobody works on yet."""
+    """Chunks that no thread has taken yet."""
     busy: bool = True
-    """A thread works on it, and will look into the inbox before it leaves."""
+    """A thread works on the ring, and empties the inbox before it stops."""
     digest: str = ""
 
 
 @dataclass
-class _Round:
+class _Exchange:
+    """The running all-reduce."""
+
     id: RoundId
     rings: dict[int, _Ring]
     on_end: Callable[[AllReduceResult], None]
@@ -103,53 +107,53 @@ class _Round:
 
 @dataclass
 class _Early:
-    """Pieces of a round that has not started here."""
+    """Chunks of a round that has not started here."""
 
     inboxes: dict[int, deque[_Arrival]] = field(default_factory=dict)
     elements: Counter[int] = field(default_factory=Counter)
-    """Kept, by ring."""
+    """Number of buffered elements by ring."""
     problem: tuple[str, int] | None = None
-    """What a node did, and which; the round fails when it starts."""
+    """An error of a peer, and its node; the round fails when it starts."""
 
 
 class AllReduce:
-    """Runs one round at a time; all methods may be called from any thread."""
+    """Runs one all-reduce at a time; all methods may be called from any thread."""
 
     def __init__(
         self,
-        most_elements: Mapping[int, int],
+        max_elements: Mapping[int, int],
         *,
         piece_bytes: int = PIECE_BYTES,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``most_elements`` of the vector of each ring that this node is in: no more is kept early.
+        """``max_elements`` is the size of each of this node's rings, and bounds its early chunks.
 
         ``piece_bytes`` must be the same on all nodes.
         """
-        self._most_elements = dict(most_elements)
+        self._max_elements = dict(max_elements)
         self._piece_bytes = piece_bytes
         self._now = now
         self._lock = threading.Lock()
-        self._round: _Round | None = None
+        self._running: _Exchange | None = None
         self._newest = RoundId(-1)
-        """The last that was started or cancelled: nothing up to it can start any more."""
+        """The last round that was started or cancelled; no round up to it can start."""
         self._early: dict[RoundId, _Early] = {}
         self._pieces = 0
         self._last = now()
 
     @property
     def progress(self) -> tuple[int, float]:
-        """Pieces taken since the round started, and when that or the last of them was."""
+        """Chunks taken since the start, and the time of the last one (or of the start)."""
         with self._lock:
             return self._pieces, self._last
 
     def start(
         self, round_id: RoundId, parts: Mapping[int, RingPart], on_end: Callable[[AllReduceResult], None]
     ) -> None:
-        """Begin; ``on_end`` is called once, by the thread that ends the round, which may be this one.
+        """Start a round, and end one that is still running.
 
-        It ends a round that is still running. Nothing happens if this round, or a later one, was
-        started or cancelled before.
+        ``on_end`` is called once, in the thread that ends the round, which may be this one. Nothing
+        happens if this round or a later one was started or cancelled before.
         """
         reduces = {number: self._reduce(part) for number, part in parts.items()}
         with self._lock:
@@ -160,12 +164,12 @@ class AllReduce:
                 number: _Ring(number, part, reduces[number], early.inboxes.pop(number, deque()))
                 for number, part in parts.items()
             }
-            before, current = self._round, _Round(round_id, rings, on_end)
-            self._round = current
+            before, current = self._running, _Exchange(round_id, rings, on_end)
+            self._running = current
             self._forget(round_id)
             self._pieces, self._last = 0, self._now()
         if before is not None:
-            self._end(before, f"round {_name(round_id)} took its place")
+            self._end(before, f"round {_name(round_id)} has replaced it")
         if early.problem is not None:
             self._end(current, *early.problem)
         for inbox in early.inboxes.values():
@@ -180,14 +184,14 @@ class AllReduce:
             self._work(current, ring)
 
     def take(self, link: Link, message: Message) -> None:
-        """A ``RingChunk`` has arrived; kept if its round has not started here, dropped if it is over."""
+        """Take a ``RingChunk``: buffer it if its round has not started here, drop it if that is over."""
         piece, values = message.head, message.values.get("values")
-        assert isinstance(piece, RingChunk), f"a {type(piece).__name__} is no piece"
+        assert isinstance(piece, RingChunk), f"{type(piece).__name__} instead of RingChunk"
         if not isinstance(values, Tensor):
-            values = torch.empty(0)  # which no piece has
+            values = torch.empty(0)  # no chunk is empty, so the ring rejects it
         arrival = _Arrival(link.peer.node, piece, values)
         with self._lock:
-            current = self._round
+            current = self._running
             if piece.round > self._newest:
                 self._keep_early(arrival)
                 return
@@ -205,18 +209,18 @@ class AllReduce:
             self._work(current, ring)
 
     def lost(self, link: Link, reason: str) -> None:
-        """A link is gone; the round ends if one of its rings needs that peer."""
+        """End the round if one of its rings needs a link that is gone."""
         with self._lock:
-            current = self._round
+            current = self._running
         if current is not None:
             parts = [ring.part for ring in current.rings.values() if ring.part.members > 1]
             if any(part.successor is link or part.predecessor == link.peer.node for part in parts):
                 self._end(current, reason, link.peer.node)
 
     def cancel(self, round_id: RoundId, reason: str) -> None:
-        """Nothing up to this round is of interest any more; ends it if it is running."""
+        """End the running round if its id is at most ``round_id``, and let no such round start."""
         with self._lock:
-            current = self._round
+            current = self._running
             self._forget(max(round_id, self._newest))
         if current is not None and current.id <= round_id:
             self._end(current, reason)
@@ -224,7 +228,7 @@ class AllReduce:
     def _reduce(self, part: RingPart) -> RingReduce:
         elements = max(self._piece_bytes // part.vector.element_size(), 1)
         share = RingShare(
-            part.position, part.members, part.vector, part.weight, elements, part.roundtrip, part.landing
+            part.position, part.members, part.vector, part.weight, elements, part.roundtrip, part.sink
         )
         return RingReduce(share)
 
@@ -240,14 +244,14 @@ class AllReduce:
             if len(self._early) > _ROUNDS_AHEAD:
                 del self._early[min(self._early)]
         early.elements[piece.ring] += max(arrival.values.numel(), 1)
-        if early.elements[piece.ring] > self._most_elements.get(piece.ring, 0):
-            words = f"node_{arrival.peer} sent more of ring {piece.ring} than there is of it"
+        if early.elements[piece.ring] > self._max_elements.get(piece.ring, 0):
+            words = f"node_{arrival.peer} sent more chunks of ring {piece.ring} than the ring has"
             early.problem = early.problem or (words, arrival.peer)
         else:
             early.inboxes.setdefault(piece.ring, deque()).append(arrival)
 
-    def _work(self, current: _Round, ring: _Ring) -> None:
-        """Work on a ring until there is nothing to do; the caller has made it busy."""
+    def _work(self, current: _Exchange, ring: _Ring) -> None:
+        """Process the inbox of a ring until it is empty; the caller has set ``busy``."""
         while True:
             with self._lock:
                 if current.ended or not ring.inbox:
@@ -258,7 +262,7 @@ class AllReduce:
             try:
                 outgoing = self._advance(ring, arrival)
             except WireError as error:
-                words = f"node_{arrival.peer} sent a wrong piece of ring {ring.number}: {error}"
+                words = f"node_{arrival.peer} sent a wrong chunk of ring {ring.number}: {error}"
                 self._end(current, words, arrival.peer)
                 continue
             del arrival
@@ -268,10 +272,10 @@ class AllReduce:
     def _advance(self, ring: _Ring, arrival: _Arrival) -> list[OutgoingChunk]:
         piece, expected = arrival.piece, ring.part.predecessor
         if arrival.peer != expected:
-            raise WireError(f"it should come from node_{expected}")
+            raise WireError(f"chunks of this ring must come from node_{expected}")
         return ring.reduce.take(piece.segment, piece.piece, piece.hop, arrival.values)
 
-    def _send(self, current: _Round, ring: _Ring, outgoing: list[OutgoingChunk]) -> None:
+    def _send(self, current: _Exchange, ring: _Ring, outgoing: list[OutgoingChunk]) -> None:
         link, number = ring.part.successor, ring.number
         exact = _VALUES if ring.part.roundtrip is None else frozenset[str]()
         for item in outgoing:
@@ -286,7 +290,7 @@ class AllReduce:
         with self._lock:
             current.sent_bytes += sent
 
-    def _conclude(self, current: _Round, ring: _Ring) -> None:
+    def _conclude(self, current: _Exchange, ring: _Ring) -> None:
         if ring.reduce.done and not ring.digest:
             digest = ring.reduce.digest
             with self._lock:
@@ -295,13 +299,13 @@ class AllReduce:
             if last:
                 self._end(current)
 
-    def _end(self, current: _Round, problem: str = "", peer: int | None = None) -> None:
+    def _end(self, current: _Exchange, problem: str = "", peer: int | None = None) -> None:
         with self._lock:
             if current.ended:
                 return
             current.ended = True
-            if self._round is current:
-                self._round = None
+            if self._running is current:
+                self._running = None
             sent, rings = current.sent_bytes, current.rings
         averages = {} if problem else {number: ring.reduce.result for number, ring in rings.items()}
         digests = {} if problem else {number: ring.digest for number, ring in rings.items()}
@@ -310,7 +314,7 @@ class AllReduce:
 
 def _stray(arrival: _Arrival) -> tuple[str, int]:
     number, peer = arrival.piece.ring, arrival.peer
-    return f"node_{peer} sent a piece of ring {number}, which this node is not in", peer
+    return f"node_{peer} sent a chunk of ring {number}, which this node is not in", peer
 
 
 def _name(round_id: RoundId) -> str:

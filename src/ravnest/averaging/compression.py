@@ -1,8 +1,8 @@
-"""How a node's averages travel: as they are, or compressed.
+"""Compression of averages between clusters.
 
-Compressed is what has changed since the last average, which all members hold bit by bit: it is small
-next to the values themselves, and so are the errors. What rounding takes from a sum is added to the
-same sum of the next round.
+Compressed rounds send the change since the last average, which all members hold bit for bit: it is small
+compared with the values themselves, and so are the rounding errors. The rounding error of a sum is added
+to the same sum of the next round.
 """
 
 from __future__ import annotations
@@ -13,69 +13,70 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ravnest.averaging.ports import Vectors
 from ravnest.averaging.ring import Roundtrip
 from ravnest.averaging.sinks import DeltaSink, Sink
-from ravnest.averaging.weights_port import Vectors
 from ravnest.wire.codecs import RAW, ErrorFeedback, codec_named
-from ravnest.wire.codecs.base import SMALLEST
+from ravnest.wire.codecs.base import MIN_ELEMENTS
 from ravnest.wire.layout import TensorLayout
 from ravnest.wire.messages import RoundId, Start
 
 
 class RoundCompression:
-    """What a node knows of the last average, and of what was lost on the way."""
+    """The last average of a node, and the rounding errors of its sums."""
 
     def __init__(self, codec: str) -> None:
-        """``codec``: how the node would like averages to travel."""
+        """``codec`` is the codec that the node asks for."""
         self.codec = codec
         self.base: RoundId | None = None
-        """The last average that was applied here; None where a round has spoilt it."""
+        """The last average that was applied here; None while a round overwrites it."""
         self._average: dict[int, Tensor] = {}
-        """That average; while a round is under way, on its way to the next."""
+        """That average by ring; during a round, a mixture with the next one."""
         self._errors: dict[tuple[int, tuple[int, ...]], ErrorFeedback] = {}
 
-    def outgoing(self, go: Start, held: Vectors) -> Vectors:
-        """What enters a round, in the memory of the copy: its values, or their differences from the
-        last average.
+    def outgoing(self, start: Start, copy: Vectors) -> Vectors:
+        """Return the vectors that enter a round, in the memory of the copy.
+
+        They are the values or, compressed, their differences from the last average.
         """
         self.base = None  # until this round is applied
-        if go.codec == RAW.name:
-            self._average = {}  # a piece of a round that failed may still be on its way into the old one
-            return held
-        for ring, vector in held.items():
+        if start.codec == RAW.name:
+            self._average = {}  # link threads may still write chunks of a failed round into the old one
+            return copy
+        for ring, vector in copy.items():
             np.subtract(vector.numpy(), self._average[ring].numpy(), out=vector.numpy())
-        return held
+        return copy
 
-    def landing(self, go: Start, ring: int, vector: Tensor, moving: int) -> Sink:
-        """What becomes of a ring's result, in the memory of what entered."""
+    def sink(self, start: Start, ring: int, vector: Tensor, moving: int) -> Sink:
+        """Return the destination of a ring's result, in the memory of the vector that entered."""
         if self.codec == RAW.name:
             return DeltaSink(vector, moving)
         if ring not in self._average:
             self._average[ring] = torch.empty_like(vector)
-        return DeltaSink(vector, moving, self._average[ring], relative=go.codec != RAW.name)
+        return DeltaSink(vector, moving, self._average[ring], relative=start.codec != RAW.name)
 
-    def roundtrip(self, go: Start, ring: int) -> Roundtrip | None:
-        """What sums are on the way; None where they stay what they are."""
-        if go.codec == RAW.name:
+    def roundtrip(self, start: Start, ring: int) -> Roundtrip | None:
+        """Return the effect of the codec on sums; None if values travel unchanged."""
+        if start.codec == RAW.name:
             return None
-        # Sums are others where the members are: errors of those have no business here.
-        key = ring, tuple(sorted(go.weights))
-        return self._errors.setdefault(key, ErrorFeedback(codec_named(go.codec))).apply
+        # Sums differ with the members, so errors of other member sets do not apply here.
+        key = ring, tuple(sorted(start.weights))
+        return self._errors.setdefault(key, ErrorFeedback(codec_named(start.codec))).apply
 
-    def bytes_of(self, go: Start) -> Callable[[Tensor], int]:
-        """What values cost on the way."""
-        codec = codec_named(go.codec)
+    def bytes_of(self, start: Start) -> Callable[[Tensor], int]:
+        """Return the function that gives the encoded size of values."""
+        codec = codec_named(start.codec)
 
         def count(values: Tensor) -> int:
-            if values.numel() < SMALLEST:
+            if values.numel() < MIN_ELEMENTS:
                 return values.nbytes
             return codec.nbytes(TensorLayout(values.dtype, tuple(values.shape), values.stride()))
 
         return count
 
     def settled(self, round_id: RoundId, *, applied: bool) -> None:
-        """A round is over, and was applied here or came to nothing."""
+        """Note the end of a round and whether its average was applied here."""
         if not applied:
-            self._errors.clear()  # what they are errors of was never applied
+            self._errors.clear()  # the sums that they belong to were never applied
         elif self.codec != RAW.name:
             self.base = round_id

@@ -1,4 +1,4 @@
-"""How long the coordinator waits, from what it has measured."""
+"""Deadlines of the coordinator, derived from measured times."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MEMORY = 0.7
-"""Share of the longest time seen that is still believed one measurement later."""
+DECAY = 0.7
+"""Factor by which the longest measured time shrinks with each new measurement."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Waits in seconds. Each is ``factor`` times what was measured, plus a floor, up to a most."""
+    """Limits of the waits, in seconds.
+
+    A wait is ``factor`` times the measured time plus a minimum (``_floor``), up to a maximum
+    (``_most``).
+    """
 
     factor: float = 3.0
     answer_floor: float = 1.0
-    """For Held: a node answers between two computations."""
+    """Minimum for Prepared: a node copies its parameters between two computations."""
     answer_most: float = 30.0
-    """Also where nothing is known yet."""
+    """Maximum for Prepared, used too while nothing is measured."""
     reduce_floor: float = 10.0
-    """For Reduced."""
+    """Minimum for Reduced."""
     reduce_most: float = 3600.0
-    """Also where nothing is known yet: the nodes of a ring watch each other more closely."""
-    due_floor: float = 5.0
-    """For the Due of the others, in blocking rounds."""
-    due_unknown: float = 120.0
-    due_most: float = 86400.0
+    """Maximum for Reduced, used too while nothing is measured: nodes of a ring detect stalls
+    earlier."""
+    request_floor: float = 5.0
+    """Minimum for the requests of the other clusters, in blocking rounds."""
+    request_unknown: float = 120.0
+    """Minimum for requests of clusters that have not stated an interval yet."""
+    request_most: float = 86400.0
+    """Maximum for requests."""
     grace: float = 2.0
-    """For the words of the others once one has failed: to learn whose fault it is."""
+    """Wait for the other replies after one cluster has failed, to find the cause."""
 
 
 class Timing:
-    """What was measured, and the deadlines that follow."""
+    """Measured times, and the deadlines that follow from them."""
 
     def __init__(self, limits: Deadlines) -> None:
         self.limits = limits
@@ -41,40 +48,40 @@ class Timing:
         self._reduce = 0.0
 
     def answered(self, cluster: int, seconds: float) -> None:
-        """A cluster took so long to hold its copy; or so long was waited for it, in vain.
+        """Record the time of a cluster's reply to Prepare, or of a wait without a reply.
 
-        The vain wait counts as well, so that a cluster that has become slow gets more time next.
+        Waits without a reply count, so that a cluster that has become slow gets more time next.
         """
-        self._answers[cluster] = max(seconds, MEMORY * self._answers.get(cluster, 0.0))
+        self._answers[cluster] = max(seconds, DECAY * self._answers.get(cluster, 0.0))
 
     def reduced(self, seconds: float) -> None:
-        """An attempt took so long to average, or was given up after so long."""
-        self._reduce = max(seconds, MEMORY * self._reduce)
+        """Record the time from Start to the last reply, or to the end of the wait."""
+        self._reduce = max(seconds, DECAY * self._reduce)
 
     def interval(self, cluster: int, seconds: float) -> None:
-        """A cluster says how long it trains between rounds; nonsense is not believed."""
+        """Record a cluster's own estimate of the time between its rounds, if it is valid."""
         if seconds > 0 and math.isfinite(seconds):
             self._intervals[cluster] = seconds
 
     def answer_within(self, clusters: Iterable[int]) -> float:
-        """How long to wait for Held of these clusters."""
+        """Return the longest wait for Prepared of these clusters."""
         limits = self.limits
         slowest = max(self._answers.get(cluster, math.inf) for cluster in clusters)
         return min(limits.answer_most, limits.factor * slowest + limits.answer_floor)
 
     def reduce_within(self) -> float:
-        """How long to wait for Reduced."""
+        """Return the longest wait for Reduced."""
         limits = self.limits
         if not self._reduce:
             return limits.reduce_most
         return min(limits.reduce_most, limits.factor * self._reduce + limits.reduce_floor)
 
-    def due_within(self, clusters: Iterable[int]) -> float:
-        """How long to wait for Due of these clusters, from the first Due of the others on."""
+    def request_within(self, clusters: Iterable[int]) -> float:
+        """Return the longest wait for requests of these clusters, from the first request on."""
         limits = self.limits
         known = [self._intervals.get(cluster, 0.0) for cluster in clusters]
-        wait = limits.factor * max(known, default=0.0) + limits.due_floor
+        wait = limits.factor * max(known, default=0.0) + limits.request_floor
         if not all(known):
             others = limits.factor * max(self._intervals.values(), default=0.0)
-            wait = max(wait, others, limits.due_unknown)
-        return min(limits.due_most, wait)
+            wait = max(wait, others, limits.request_unknown)
+        return min(limits.request_most, wait)

@@ -1,4 +1,4 @@
-"""What happens to the coordinator of rounds, and what it wants done: plain values."""
+"""Messages of a round by direction, and the events and actions of the coordinator: plain values."""
 
 from __future__ import annotations
 
@@ -7,41 +7,48 @@ from dataclasses import dataclass
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundRequest, Start
 
-# Events. The heads name the cluster that speaks; whoever hands them in has checked that they came
-# over that cluster's link.
+Command = Prepare | Start | Decision
+"""Messages from the coordinator to the Roots, which relay them to their nodes."""
+Reply = Prepared | Reduced
+"""Messages from nodes to their Root, which combines them into one reply to the coordinator."""
+RoundMessage = RoundRequest | Command | Reply
+"""Messages between Roots."""
+
+# Events. Messages name the cluster that sent them; the service has checked that they came over a link
+# to the Root of that cluster.
 
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A cluster asks for a round, or is ready for one."""
+    """A cluster requests a round, or is ready for one."""
 
     head: RoundRequest
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedArrived:
-    """A cluster has its copy."""
+    """A cluster has copied its parameters."""
 
     head: Prepared
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedArrived:
-    """A cluster is done with its part."""
+    """A cluster has the average, or failed to compute it."""
 
     head: Reduced
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterJoined:
-    """A cluster can be talked to, for the first time or again."""
+    """The Root of a cluster has connected, for the first time or again."""
 
     cluster: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLost:
-    """A cluster cannot be talked to any more: its link is gone or its heart has stopped."""
+    """The link to the Root of a cluster is gone."""
 
     cluster: int
     reason: str
@@ -49,32 +56,32 @@ class ClusterLost:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The time that a Wake named has come."""
+    """The time of the last Wake has come."""
 
 
 Event = RequestArrived | PreparedArrived | ReducedArrived | ClusterJoined | ClusterLost | Tick
 
-# Actions, to be carried out in the order given.
+# Actions, to be carried out in the given order.
 
 
 @dataclass(frozen=True, slots=True)
 class SendToCluster:
-    """A head to the Root of a cluster; the coordinator's own cluster is one of them."""
+    """Send a message to the Root of a cluster; the coordinator also addresses its own cluster."""
 
     cluster: int
-    head: Prepare | Start | Decision
+    head: RoundMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Hand in a Tick at this time; it takes the place of an earlier Wake."""
+    """Pass in a Tick at this time; replaces an earlier Wake."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """A round is over."""
+    """A round is over, committed or not."""
 
     outcome: RoundOutcome
 

@@ -1,206 +1,268 @@
-"""A Root's part in rounds: the word of its nodes becomes the word of its cluster; and its own count.
+"""A cluster in averaging, at its Root: requests rounds, relays commands, coordinates if it is lowest.
 
-**Which messages count.** Round ids are ordered, and a Root follows one coordinator at a time: the
-Root of the lowest cluster that it believes alive. Then
-
-- what comes from anyone else is ignored: two that both think they coordinate split nobody;
-- a Propose that is newer than all before it opens a round, and voids one that is still open here.
-  So it is when an attempt is tried again: no Settle comes between, and a Root that has stopped for
-  the round stays stopped;
-- an older or repeated one is ignored. But if it is the first of this coordinator, then that one has
-  taken over and cannot know of a round that others were in: the Root answers with a Held of the
-  first id that it has not seen, and the coordinator goes on behind it;
-- Go and Settle count for the open round only. A Settle that is newer than all rounds proposed here
-  says that there is none: whoever has stopped for it goes on, unless the others did not;
-- with another coordinator, or a new link to the same one, the open round is void here, and the Root
-  sends its ``Pace.pending`` again.
+Pure: events in, actions out. The Root of the lowest live cluster coordinates and all others follow it.
+Messages between a Root and a coordinator in the same process never leave this module.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
+import msgspec
+
+from ravnest.averaging.coordinator import Coordinator, Mode
+from ravnest.averaging.events import (
+    Action,
+    ClusterJoined,
+    ClusterLost,
+    Command,
+    Event,
+    PreparedArrived,
+    ReducedArrived,
+    Reply,
+    RequestArrived,
+    RoundEnded,
+    RoundMessage,
+    SendToCluster,
+    Tick,
+    Wake,
+)
+from ravnest.averaging.relay import (
+    CommandRelay,
+    RelayAction,
+    RelayToNodes,
+    ReplyToCoordinator,
+    RoundOver,
+)
+from ravnest.averaging.trigger import RoundTrigger
+from ravnest.wire.messages import Prepared, Reduced, RoundRequest
+
+MAX_EARLY_EVENTS = 64
+"""Events for the coordinator that a Root keeps before it learns that it has to take over."""
+
+# Events
 
 
 @dataclass(frozen=True, slots=True)
-class RelayToNodes:
-    """A head to all nodes of the cluster, the Root among them."""
+class UpdateMade:
+    """The cluster has made an update."""
 
-    head: Prepare | Start | Decision
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyToCoordinator:
-    """The cluster's word to the coordinator."""
-
-    head: Prepared | Reduced
+    samples: int
+    at: float
+    """Time of the update."""
 
 
 @dataclass(frozen=True, slots=True)
-class RoundOver:
-    """A round has ended here; who has stopped for one goes on if ``assign``."""
+class EpochEnded:
+    """The cluster has made all updates of an epoch."""
 
-    settle: Decision
-    assign: bool
-
-
-GatherAction = RelayToNodes | ReplyToCoordinator | RoundOver
+    at: float
+    """Time of the last update."""
 
 
-@dataclass(slots=True)
-class _Open:
-    """The round that the cluster is in."""
+@dataclass(frozen=True, slots=True)
+class TrainingPaused:
+    """The cluster has paused until the next round is over."""
 
-    id: RoundId
-    assign: bool
-    step: Literal["holding", "held", "averaging", "failed", "averaged"] = "holding"
-    held: dict[int, Prepared] = field(default_factory=dict)
-    reduced: dict[int, Reduced] = field(default_factory=dict)
+    final: bool
+    """Training has ended: it waits for the final round."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageArrived:
+    """A message of another Root."""
+
+    cluster: int
+    head: RoundMessage
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReplied:
+    """A reply of a node of this cluster."""
+
+    head: Reply
+
+
+MemberEvent = (
+    UpdateMade
+    | EpochEnded
+    | TrainingPaused
+    | MessageArrived
+    | NodeReplied
+    | ClusterJoined
+    | ClusterLost
+    | Tick
+)
+
+MemberAction = SendToCluster | RelayToNodes | RoundOver | RoundEnded
+"""Actions, to be carried out in the given order. ``SendToCluster`` names other clusters only."""
 
 
 class Member:
-    """Passes the coordinator's word to the nodes of a cluster, and theirs, as one, to it."""
+    """State machine of a cluster's Root."""
 
-    def __init__(self, cluster: int, nodes: Iterable[int], coordinator: int) -> None:
-        self.cluster = cluster
-        self.coordinator = coordinator
+    def __init__(
+        self, cluster: int, nodes: Iterable[int], *, mode: Mode, reduce_factor: int | None
+    ) -> None:
+        """``nodes`` starts with the Root. Other clusters are unknown until they join."""
+        self._own = cluster
         self._nodes = tuple(nodes)
-        """The Root first."""
-        self._newest = RoundId(-1)
-        self._known_here = False
-        """The coordinator that is followed has opened the newest round."""
-        self._open: _Open | None = None
+        self._mode: Mode = mode
+        self._live = {cluster}
+        self._relay = CommandRelay(cluster, self._nodes, cluster)
+        self._coordinator: Coordinator | None = Coordinator(self._live, cluster, mode=mode)
+        self._early: deque[Event] = deque(maxlen=MAX_EARLY_EVENTS)
+        self._local: deque[RoundMessage] = deque()
+        """Messages between this Root and its own coordinator."""
+        self._actions: list[MemberAction] = []
+        self.trigger = RoundTrigger(cluster, reduce_factor)
+        self.wake = math.inf
+        """Time at which a Tick is due."""
 
     @property
-    def next_round(self) -> int:
-        """Where a coordinator that takes over here goes on."""
-        return self._newest.number + 1
+    def coordinator(self) -> int:
+        """The cluster that coordinates, as far as this Root knows."""
+        return self._relay.coordinator
 
-    @property
-    def waits_for(self) -> tuple[int, ...]:
-        """Nodes that the cluster's next answer waits for."""
-        if self._open is None or self._open.step not in ("holding", "averaging"):
-            return ()
-        here = self._open.held if self._open.step == "holding" else self._open.reduced
-        return tuple(node for node in self._nodes if node not in here)
+    def handle(self, event: MemberEvent, now: float) -> list[MemberAction]:
+        """Take an event and return the actions that follow, in order."""
+        self._take(event, now)
+        while self._local:
+            head = self._local.popleft()
+            if isinstance(head, Command):
+                self._relayed(self._relay.command(self._own, head))
+            else:
+                self._coordinate(_arrival(head), now)
+        actions, self._actions = self._actions, []
+        return actions
 
-    def follow(self, coordinator: int, reason: str) -> list[GatherAction]:
-        """Listen to another coordinator, or to one that has a new link; ``reason`` says why."""
-        self.coordinator = coordinator
-        self._known_here = False
-        return self._void(reason)
+    def _take(self, event: MemberEvent, now: float) -> None:
+        match event:
+            case UpdateMade(samples, at):
+                self.trigger.updated(samples, at)
+                self._request_if_due()
+            case EpochEnded(at):
+                self.trigger.epoch_ended(at)
+                self._request_if_due()
+            case TrainingPaused(final):
+                self.trigger.paused()
+                self._to_coordinator(self.trigger.request(final=final))
+            case MessageArrived(cluster, head):
+                self._message(cluster, head, now)
+            case NodeReplied(head):
+                self._node_replied(head)
+            case ClusterJoined(cluster):
+                self._joined(cluster, now)
+            case ClusterLost(cluster, reason):
+                self._lost(cluster, reason, now)
+            case Tick():
+                self.wake = math.inf
+                if self._coordinator is not None:
+                    self._coordinate(event, now)
 
-    def hear(self, sender: int, head: Prepare | Start | Decision) -> list[GatherAction]:
-        """The word of the coordinator of cluster ``sender``."""
-        if sender != self.coordinator:
-            return []
-        match head:
-            case Prepare():
-                return self._proposed(head)
-            case Start():
-                return self._go(head)
-            case Decision():
-                return self._settled(head)
+    # Training of this cluster
 
-    def collect(self, head: Prepared | Reduced) -> list[GatherAction]:
-        """The word of a node of this cluster; the last one makes the cluster's."""
-        current = self._open
-        if current is None or head.round != current.id or head.node not in self.waits_for:
-            return []
-        if isinstance(head, Prepared) and current.step == "holding":
-            current.held[head.node] = head
-            return [] if self.waits_for else self._answer_held(current)
-        if isinstance(head, Reduced) and current.step == "averaging":
-            current.reduced[head.node] = head
-            # A failure is said at once: the other nodes may wait for the very peer that is gone.
-            return [] if self.waits_for and not head.problem else self._answer_reduced(current)
-        return []
+    def _request_if_due(self) -> None:
+        if self._mode == "background" and self.trigger.is_due:
+            self._to_coordinator(self.trigger.request())
 
-    # The coordinator's word
+    # Messages
 
-    def _proposed(self, head: Prepare) -> list[GatherAction]:
-        if head.round <= self._newest:
-            if self._known_here:
-                return []
-            unseen = RoundId(self._newest.number, self._newest.attempt + 1)
-            problem = f"round {self._newest.number} was opened by another coordinator"
-            return [ReplyToCoordinator(Prepared(unseen, self.cluster, self._nodes[0], 0, problem))]
-        again = head.round.number == self._newest.number
-        actions = self._void("it is tried again" if again else f"round {head.round.number} has begun")
-        self._newest, self._known_here = head.round, True
-        self._open = _Open(head.round, head.assign)
-        return [*actions, RelayToNodes(head)]
+    def _message(self, cluster: int, head: RoundMessage, now: float) -> None:
+        if isinstance(head, Command):
+            self._relayed(self._relay.command(cluster, head))
+        else:
+            self._coordinate(_arrival(head), now)
 
-    def _go(self, head: Start) -> list[GatherAction]:
-        current = self._open
-        if current is None or head.round != current.id or current.step != "held":
-            return []
-        if self.cluster not in head.weights:
-            return []
-        current.step = "averaging"
-        return [RelayToNodes(head)]
+    def _node_replied(self, head: Reply) -> None:
+        if isinstance(head, Prepared) and head.node == self._nodes[0]:
+            head = msgspec.structs.replace(head, samples=self.trigger.hold())
+        self._relayed(self._relay.reply(head))
 
-    def _settled(self, head: Decision) -> list[GatherAction]:
-        current = self._open
-        if current is not None and head.round == current.id:
-            if head.commit and current.step != "averaged":
-                head = Decision(head.round, commit=False, reason="this cluster has no average to apply")
-            self._open = None
-            return [RelayToNodes(head), RoundOver(head, current.assign)]
-        if head.round <= self._newest:
-            return []
-        actions = self._void(head.reason)
-        self._newest, self._known_here = head.round, True
-        void = Decision(head.round, commit=False, reason=head.reason, assign=head.assign)
-        return [*actions, RoundOver(void, head.assign)]
+    def _relayed(self, actions: list[RelayAction]) -> None:
+        for action in actions:
+            match action:
+                case ReplyToCoordinator(head):
+                    self._to_coordinator(head)
+                case RoundOver(decision, resume):
+                    self.trigger.settled(commit=decision.commit, assign=resume)
+                    self._actions.append(action)
+                case RelayToNodes():
+                    self._actions.append(action)
 
-    def _void(self, reason: str) -> list[GatherAction]:
-        current, self._open = self._open, None
-        return (
-            [] if current is None else [RelayToNodes(Decision(current.id, commit=False, reason=reason))]
-        )
+    def _to_coordinator(self, head: RoundRequest | Reply) -> None:
+        self._send(self._relay.coordinator, head)
 
-    # The cluster's word
+    def _send(self, cluster: int, head: RoundMessage) -> None:
+        if cluster == self._own:
+            self._local.append(head)
+        else:
+            self._actions.append(SendToCluster(cluster, head))
 
-    def _answer_held(self, current: _Open) -> list[GatherAction]:
-        current.step = "held"
-        root = self._nodes[0]
-        problem = _problems(current.held.values())
-        samples = current.held[root].samples
-        wishes = {(held.codec, held.base) for held in current.held.values()}
-        codec, base = next(iter(wishes)) if len(wishes) == 1 else ("raw", None)
-        return [
-            ReplyToCoordinator(Prepared(current.id, self.cluster, root, samples, problem, codec, base))
-        ]
+    # Other clusters
 
-    def _answer_reduced(self, current: _Open) -> list[GatherAction]:
-        digests: dict[int, str] = {}
-        twice: set[int] = set()
-        for head in current.reduced.values():
-            twice |= digests.keys() & head.digests.keys()
-            digests |= head.digests
-        problem = _problems(current.reduced.values())
-        if twice and not problem:
-            problem = f"two nodes of cluster {self.cluster} are in ring {min(twice)}"
-        current.step = "failed" if problem else "averaged"
-        missing = [head.missing for head in current.reduced.values() if head.missing is not None]
-        return [
-            ReplyToCoordinator(
-                Reduced(
-                    round=current.id,
-                    cluster=self.cluster,
-                    node=self._nodes[0],
-                    digests=digests,
-                    sent_bytes=sum(head.sent_bytes for head in current.reduced.values()),
-                    problem=problem,
-                    missing=missing[0] if missing else None,
-                )
-            )
-        ]
+    def _joined(self, cluster: int, now: float) -> None:
+        reconnected = cluster in self._live
+        self._live.add(cluster)
+        if self._coordinator is not None:
+            self._coordinate(ClusterJoined(cluster), now)
+        self._follow_lowest(f"cluster {cluster} has joined", now, reconnected=reconnected)
+
+    def _lost(self, cluster: int, reason: str, now: float) -> None:
+        if cluster not in self._live:
+            return
+        self._live.discard(cluster)
+        if self._coordinator is not None:
+            self._coordinate(ClusterLost(cluster, reason), now)
+        self._follow_lowest(f"cluster {cluster} is gone", now)
+
+    def _follow_lowest(self, reason: str, now: float, *, reconnected: bool = False) -> None:
+        lowest = min(self._live)
+        if lowest == self._relay.coordinator and not reconnected:
+            return
+        self._relayed(self._relay.follow(lowest, reason))
+        if lowest != self._own:
+            self._coordinator, self.wake = None, math.inf
+        elif self._coordinator is None:
+            self._take_over(now)
+        if self.trigger.pending is not None:
+            self._to_coordinator(self.trigger.pending)
+
+    # Coordination by this Root
+
+    def _take_over(self, now: float) -> None:
+        first = self._relay.next_round
+        self._coordinator = Coordinator(self._live, self._own, mode=self._mode, first_round=first)
+        early = list(self._early)
+        self._early.clear()
+        for event in early:
+            self._coordinate(event, now)
+
+    def _coordinate(self, event: Event, now: float) -> None:
+        if self._coordinator is None:
+            self._early.append(event)
+            return
+        for action in self._coordinator.handle(event, now):
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case SendToCluster(cluster, head):
+                self._send(cluster, head)
+            case Wake(at):
+                self.wake = at
+            case RoundEnded():
+                self._actions.append(action)
 
 
-def _problems(heads: Iterable[Prepared | Reduced]) -> str:
-    return "; ".join(f"node_{head.node}: {head.problem}" for head in heads if head.problem)
+def _arrival(head: RoundRequest | Reply) -> Event:
+    match head:
+        case RoundRequest():
+            return RequestArrived(head)
+        case Prepared():
+            return PreparedArrived(head)
+        case Reduced():
+            return ReducedArrived(head)

@@ -1,4 +1,4 @@
-"""What became of a round: who took part, who was missing and why, what it cost."""
+"""Outcome of a round: members, missing clusters with reasons, and costs."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ RoundKind = Literal["background", "blocking", "final"]
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """A round that is over; one that failed is a value too."""
+    """A round that is over, whether it was committed or failed."""
 
     round: RoundId
-    """With the attempt that decided it."""
+    """The round, with its last attempt."""
     kind: RoundKind
     committed: bool
-    """The average was applied."""
+    """True if the average was applied."""
     reason: str
-    """Why not; empty where it was."""
+    """Why it was not applied; empty if it was."""
     weights: Mapping[int, float]
-    """Of the members of the last attempt, by cluster; empty if it did not come to averaging."""
+    """Weight of each member of the last attempt, by cluster; empty if that did not start to average."""
     missing: Mapping[int, str]
-    """Why each other cluster that is known did not take part."""
+    """Why each other known cluster did not take part."""
     problems: Mapping[int, str] = field(default_factory=dict)
-    """What kept a member's own parameters out of the average; it only received."""
+    """Why the parameters of a member did not enter the average; it only received the result."""
     sent_bytes: int = 0
-    """By all nodes, in all attempts."""
+    """Bytes sent by all nodes, in all attempts."""
     seconds: float = 0.0
-    """From the first proposal to the verdict."""
+    """Time from the first Prepare to the Decision."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    """Of the average, by ring; the same in all members."""
+    """Digest of the average, by ring; the same for all members."""
 
     def describe(self) -> str:
-        """One line for logs and the page."""
+        """Return one line for logs and the status page."""
         kind = "" if self.kind == "background" else f"{self.kind} "
         again = f" (attempt {self.round.attempt + 1})" if self.round.attempt else ""
         parts = [f"{kind}round {self.round.number}{again}: {self._result()}"]
@@ -54,7 +54,7 @@ class RoundOutcome:
 
 
 def size(count: float) -> str:
-    """Bytes for people, such as ``12.3 MiB``."""
+    """Format a number of bytes, such as ``12.3 MiB``."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Links to nodes of other clusters: those in our rings, and between Roots."""
+"""Links to nodes of other clusters: members of the same rings and, at a Root, other Roots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ravnest.wire.messages import AnyHead, Hello
 logger = logging.getLogger(__name__)
 
 REACH_SECONDS = 10.0
-"""In the middle of a round: whoever does not answer by then is left out of it."""
+"""Deadline for dialling a peer during a round; a peer that does not answer fails the round."""
 
 
 class PeerError(UnreachableError):
@@ -28,29 +28,27 @@ class PeerError(UnreachableError):
 
 
 class Peers:
-    """One link for each node of another cluster; all methods may be called from any thread.
+    """One link per node of another cluster; all methods may be called from any thread.
 
-    The Root of the later cluster dials that of the earlier; in a ring each node dials the next.
+    The Root of the higher cluster dials the Root of the lower one; in a ring each node dials the next.
     """
 
-    def __init__(
-        self, place: NodeSpec, hello: Hello, transport: Transport, handler: LinkHandler
-    ) -> None:
-        self._place = place
+    def __init__(self, spec: NodeSpec, hello: Hello, transport: Transport, handler: LinkHandler) -> None:
+        self._spec = spec
         self._hello = hello
         self._transport = transport
         self._handler = handler
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
-        """The newest to each node."""
+        """The newest link to each node."""
         self._open: list[Link] = []
-        """All of them: two nodes that dial each other at once have two."""
+        """All open links: two nodes that dial each other at the same time have two."""
         self._closed = False
         self._gave_up = False
         self._clamped = 0
 
     def keep(self, link: Link) -> None:
-        """A link is open; it takes the place of an earlier one to the same node."""
+        """Add an open link; it replaces an earlier one to the same node."""
         with self._changed:
             self._links[link.peer.node] = link
             if link not in self._open:
@@ -58,7 +56,7 @@ class Peers:
             self._changed.notify_all()
 
     def forget(self, link: Link) -> bool:
-        """A link is gone; whether it was the one in use."""
+        """Remove a link that is gone, and return True if it was the one in use."""
         with self._changed:
             if link in self._open:
                 self._open.remove(link)
@@ -70,24 +68,24 @@ class Peers:
 
     @property
     def clamped(self) -> int:
-        """Values beyond the range of the codec that were sent, on all links so far."""
+        """Values sent so far that were clamped to the range of the codec, on all links."""
         with self._changed:
             return self._clamped + sum(link.clamped for link in self._open)
 
     def root(self, cluster: int) -> Link | None:
-        """To the Root of a cluster, if it is there."""
+        """Return the link to the Root of a cluster, if it is connected."""
         with self._changed:
-            return self._links.get(self._place.roots[cluster].node)
+            return self._links.get(self._spec.roots[cluster].node)
 
     def cluster_of(self, node: int) -> int | None:
-        """The cluster of a node in one of our rings, or of a Root."""
-        lists = [self._place.roots, *(ring.members for ring in self._place.rings)]
+        """Return the cluster of a Root, or of a node in one of this node's rings."""
+        lists = [self._spec.roots, *(ring.members for ring in self._spec.rings)]
         return next(
             (c for members in lists for c, member in enumerate(members) if member.node == node), None
         )
 
     def reach(self, peer: NeighbourSpec, cluster: int) -> Link:
-        """A link to a node of a ring; ``PeerError`` if there is none to be had soon."""
+        """Return a link to a node of a ring, dialled if needed; raises ``PeerError`` if that fails."""
         with self._changed:
             link = self._links.get(peer.node)
         if link is not None:
@@ -99,15 +97,17 @@ class Peers:
         self.keep(link)
         return link
 
-    def meet(self, timeout: float, say: Callable[[str], None], met: Callable[[Link], None]) -> set[int]:
-        """At a Root: find the Roots of the other clusters; those that are still missing in the end."""
-        for cluster in range(self._place.cluster):
-            self.find(cluster, timeout, met, say)
-        later = sorted(cluster for cluster in self._missing() if cluster > self._place.cluster)
-        for cluster in later:
-            root = self._place.roots[cluster]
+    def connect(
+        self, timeout: float, say: Callable[[str], None], on_link: Callable[[Link], None]
+    ) -> set[int]:
+        """Connect a Root to the Roots of the other clusters; return those missing after ``timeout``."""
+        for cluster in range(self._spec.cluster):
+            self.dial_root(cluster, timeout, on_link, say)
+        higher = sorted(cluster for cluster in self._missing() if cluster > self._spec.cluster)
+        for cluster in higher:
+            root = self._spec.roots[cluster]
             say(
-                f"{self._place.name} ({self._place.role}) waits for cluster {cluster} to connect: "
+                f"{self._spec.name} ({self._spec.role}) waits for cluster {cluster} to connect: "
                 f"node_{root.node} at {root.address}"
             )
         with self._changed:
@@ -115,48 +115,49 @@ class Peers:
             return self._missing()
 
     def give_up(self) -> None:
-        """There is no use in waiting for others any more."""
+        """Stop waiting for other clusters."""
         with self._changed:
             self._gave_up = True
             self._changed.notify_all()
 
     def _missing(self) -> set[int]:
-        others = set(range(len(self._place.roots))) - {self._place.cluster}
+        others = set(range(len(self._spec.roots))) - {self._spec.cluster}
         return {cluster for cluster in others if self.root(cluster) is None}
 
-    def find(
+    def dial_root(
         self,
         cluster: int,
         timeout: float,
-        met: Callable[[Link], None],
+        on_link: Callable[[Link], None],
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """Dial the Root of an earlier cluster in the background, for as long as it takes.
+        """Dial the Root of a lower cluster in the background until it answers.
 
-        ``met`` gets the link. ``say`` is told what is waited for in the first ``timeout`` seconds.
+        ``on_link`` receives the link. ``say`` receives the reasons for waiting during the first
+        ``timeout`` seconds.
         """
-        root = self._place.roots[cluster]
-        waiting = f"{self._place.name} ({self._place.role}) waits for cluster {cluster}"
+        root = self._spec.roots[cluster]
+        waiting = f"{self._spec.name} ({self._spec.role}) waits for cluster {cluster}"
 
         def dial() -> None:
-            told = None if say is None else lambda why: say(f"{waiting}: {why}")
+            waits = None if say is None else lambda why: say(f"{waiting}: {why}")
             while not self._closed:
                 try:
-                    link = self._dial(root, timeout, told)
+                    link = self._dial(root, timeout, waits)
                 except UnreachableError:
-                    told = None
+                    waits = None
                 except RavnestError as error:
-                    logger.warning("cluster %d cannot be joined: %s", cluster, error)
+                    logger.warning("cluster %d refuses the connection: %s", cluster, error)
                     return
                 else:
                     self.keep(link)
-                    met(link)
+                    on_link(link)
                     return
 
-        threading.Thread(target=dial, name=f"find cluster {cluster}", daemon=True).start()
+        threading.Thread(target=dial, name=f"ravnest-dial-cluster-{cluster}", daemon=True).start()
 
     def close(self, last: AnyHead | None) -> None:
-        """Hang up, with a last word where there is one."""
+        """Close all links, with ``last`` as the last message if given."""
         with self._changed:
             self._closed = self._gave_up = True
             links, self._open = self._open, []
@@ -168,7 +169,7 @@ class Peers:
 
     @property
     def closed(self) -> bool:
-        """Whether no link is wanted any more."""
+        """True after ``close``."""
         return self._closed
 
     def _dial(

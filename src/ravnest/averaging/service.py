@@ -1,8 +1,8 @@
-"""A node's part in averaging, at work: its thread, its links to other clusters, its rounds.
+"""The shell of averaging at one node: its thread, its links to other clusters, its clock.
 
-Everything is decided elsewhere and carried out here: by the coordinator and the gathering at Roots
-(pure), by the exchange (all rings of the node), by the stage (which copies and changes its weights
-in its own thread). The service's thread only passes messages on and never waits for a peer.
+Decisions are made by pure state machines: ``Member`` at a Root, ``Participant`` at every node. The
+service passes them events and carries out their actions. Its thread never waits for a peer; the
+all-reduce runs in the link threads, and the weights belong to the worker's thread.
 """
 
 from __future__ import annotations
@@ -13,372 +13,324 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
-from ravnest.averaging.allreduce import AllReduce, AllReduceResult, RingPart
-from ravnest.averaging.compression import RoundCompression
-from ravnest.averaging.peers import PeerError, Peers
-from ravnest.averaging.root import AveragingConfig, AveragingRoot
-from ravnest.averaging.weights_port import RoundAverage, Vectors, WeightsPort
+from ravnest.averaging.events import (
+    ClusterJoined,
+    ClusterLost,
+    Command,
+    Reply,
+    RoundEnded,
+    RoundMessage,
+    SendToCluster,
+    Tick,
+)
+from ravnest.averaging.member import (
+    EpochEnded,
+    Member,
+    MemberAction,
+    MemberEvent,
+    MessageArrived,
+    NodeReplied,
+    TrainingPaused,
+    UpdateMade,
+)
+from ravnest.averaging.participant import (
+    CancelReduce,
+    CommandArrived,
+    CopyWeights,
+    Participant,
+    ParticipantAction,
+    ParticipantEvent,
+    ReduceEnded,
+    SendReply,
+    SettleCompression,
+    Stalled,
+    StartReduce,
+    StoreAverage,
+    WeightsCopied,
+)
+from ravnest.averaging.peers import Peers
+from ravnest.averaging.ports import AveragingConfig, Vectors, WeightsPort
+from ravnest.averaging.reducer import NodeReducer
+from ravnest.averaging.relay import RelayToNodes, RoundOver
 from ravnest.errors import RavnestError
-from ravnest.store.node_spec import NodeSpec, RingSpec
+from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.base import Link, Transport
 from ravnest.transport.link import try_send
-from ravnest.wire.messages import (
-    AnyHead,
-    Decision,
-    Goodbye,
-    Hello,
-    Message,
-    Prepare,
-    Prepared,
-    Reduced,
-    RingChunk,
-    RoundId,
-    RoundRequest,
-    Start,
-)
+from ravnest.wire.messages import AnyHead, Decision, Goodbye, Hello, Message, RingChunk, RoundId
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
-_RETURN_SECONDS = 60.0
-"""Of one attempt to find the Root of a cluster that was lost."""
-STALL_SECONDS = 30.0
-"""Without a single piece a round is given up: the peer lives, but something in between does not."""
-
-
-@dataclass
-class _Current:
-    """The round that this node is in."""
-
-    id: RoundId
-    assign: bool
-    held: Vectors | None = None
-    started: float | None = None
-    """When it was told to average."""
-    faulty: bool = False
-    done: bool = False
-    prepared: bool = False
-    """The average waits for its verdict."""
+_REDIAL_SECONDS = 60.0
+"""Deadline of one attempt to reconnect to the Root of a cluster that was lost."""
 
 
 class AveragingService:
-    """One node's service; implements ``LinkHandler`` for links to other clusters."""
+    """Averaging at one node; implements ``AveragingPort`` and, for other clusters, ``LinkHandler``."""
 
     def __init__(
         self,
-        place: NodeSpec,
-        stage: WeightsPort,
+        spec: NodeSpec,
+        weights: WeightsPort,
         hello: Hello,
         transport: Transport,
         *,
-        rounds: AveragingConfig | None,
+        config: AveragingConfig | None,
         failed: Callable[[str], None],
     ) -> None:
-        """``rounds`` belong to Roots. ``failed`` hears of errors of ours: nobody is to wait for ever."""
-        self._place = place
-        self._stage = stage
+        """``config`` is given at Roots only. ``failed`` is called with unexpected errors."""
+        self._spec = spec
+        self._weights = weights
+        self._config = config
         self._failed = failed
-        self._peers = Peers(place, hello, transport, self)
-        self._council: AveragingRoot | None = None
-        if rounds is not None:
-            self._council = AveragingRoot(place, rounds, self._peers, told=self._tell, post=self.post)
-        self._exchange = AllReduce(stage.sizes())
-        self._coding = RoundCompression(hello.codec)
+        self._peers = Peers(spec, hello, transport, self)
+        self._participant = Participant(spec.cluster, spec.node)
+        self._member: Member | None = None
+        if config is not None:
+            self._member = Member(
+                spec.cluster, spec.pipeline, mode=config.mode, reduce_factor=config.reduce_factor
+            )
+        self._reducer = NodeReducer(spec, weights, self._peers, hello.codec, self._reduce_ended)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._known: set[Link] = set()
-        """Links to Roots that the council has heard of."""
-        self._current: _Current | None = None
+        self._joined: set[Link] = set()
+        """Links to Roots that the member has been told about."""
         self._previous: Link | None = None
         self._next: Link | None = None
-        name = f"ravnest-averaging-{place.name}"
+        name = f"ravnest-averaging-{spec.name}"
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self, previous: Link | None, following: Link | None) -> None:
-        """Begin, now that the neighbours in the pipeline are known."""
+        """Start the thread, with links to the neighbours in the pipeline."""
         self._previous, self._next = previous, following
         self._thread.start()
 
-    def meet(self, timeout: float, say: Callable[[str], None]) -> None:
-        """At a Root: wait for the Roots of the other clusters; go on without those that do not come."""
-        missing = self._peers.meet(timeout, say, self._found)
+    def connect(self, timeout: float, say: Callable[[str], None]) -> None:
+        """Connect a Root to the other Roots; continue without those that do not answer in time."""
+        missing = self._peers.connect(timeout, say, self._link_opened)
         for cluster in sorted(missing):
             logger.warning(
-                "cluster %d has not come within %.0f s: cluster %d trains without it until it does",
+                "cluster %d has not connected within %.0f s: cluster %d trains without it until it does",
                 cluster,
                 timeout,
-                self._place.cluster,
+                self._spec.cluster,
             )
 
     def give_up(self) -> None:
-        """The run has failed: nobody waits for other clusters any more."""
+        """Stop waiting for other clusters, because the run has failed."""
         self._peers.give_up()
 
     def close(self, last: AnyHead | None) -> None:
-        """Leave the other clusters, with a last word where nothing is wrong."""
+        """Stop the thread and close the links to other clusters, with ``last`` as the last message."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(_CLOSE_SECONDS)
         self._peers.close(last)
 
-    # Of the Root's training; from any thread
+    # Training of this cluster, from any thread
 
     def updated(self, samples: int) -> None:
-        """The cluster has made an update of so many samples."""
-        council, now = self._council, time.monotonic()
-        if council is not None:
-            self.post(lambda: council.updated(samples, now))
+        """Report an update made from ``samples`` samples."""
+        self._post_to_member(UpdateMade(samples, time.monotonic()))
 
     def epoch_ended(self) -> None:
-        """The cluster has made all updates of an epoch."""
-        council, now = self._council, time.monotonic()
-        if council is not None:
-            self.post(lambda: council.epoch_ended(now))
+        """Report that all updates of an epoch are made."""
+        self._post_to_member(EpochEnded(time.monotonic()))
 
-    def ask(self, *, final: bool) -> None:
-        """The cluster stands still until the next round is over."""
-        council = self._council
-        assert council is not None, "the Root asks"
-        self.post(lambda: council.ask(final=final))
+    def pause(self, *, final: bool) -> None:
+        """Request a round that this cluster waits for; ``released`` is called when it is over."""
+        assert self._member is not None, "only a Root requests rounds"
+        self._post_to_member(TrainingPaused(final))
 
     @property
     def clamped(self) -> int:
-        """Values of averages that were beyond the range of the codec."""
+        """Values of averages that were clamped to the range of the codec."""
         return self._peers.clamped
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the service's thread make a call."""
+        """Queue a call for the service's thread."""
         self._inbox.put(call)
 
-    # Of links; called in their threads
+    def _post_to_member(self, event: MemberEvent) -> None:
+        if self._member is not None:
+            self.post(lambda: self._to_member(event))
+
+    # Messages and links, in link threads
 
     def on_message(self, link: Link, message: Message) -> None:
-        """From a node of another cluster."""
+        """Take a message of a node of another cluster."""
         head = message.head
         match head:
             case RingChunk():
-                self._exchange.take(link, message)
+                self._reducer.allreduce.take(link, message)
             case Goodbye():
-                self.post(lambda: self._gone(link, ""))
-            case RoundRequest() | Prepared() | Reduced() | Prepare() | Start() | Decision():
+                self.post(lambda: self._link_lost(link, ""))
+            case _ if isinstance(head, RoundMessage):
                 self.post(lambda: self._from_root(link, head))
             case _:
-                logger.warning("node_%d has no business to send %s", link.peer.node, type(head).__name__)
+                _warn_unexpected(link, head)
 
     def on_lost(self, link: Link, reason: str) -> None:
-        """A node of another cluster is gone."""
-        self._exchange.lost(link, reason)
-        self.post(lambda: self._gone(link, reason))
+        """Handle the loss of a link to a node of another cluster."""
+        self._reducer.allreduce.lost(link, reason)
+        self.post(lambda: self._link_lost(link, reason))
 
     def on_link(self, link: Link) -> None:
-        """A node of another cluster has connected."""
+        """Take the link of a node of another cluster that has connected."""
         self._peers.keep(link)
-        self._found(link)
+        self._link_opened(link)
 
-    def _found(self, link: Link) -> None:
-        self.post(lambda: self._met(link))
+    def _link_opened(self, link: Link) -> None:
+        self.post(lambda: self._join(link))
 
-    def from_pipeline(self, head: Prepare | Start | Decision | Prepared | Reduced) -> None:
-        """From the node before or behind in the pipeline."""
-        if isinstance(head, Prepare | Start | Decision):
+    def from_pipeline(self, head: Command | Reply) -> None:
+        """Take a message of a round from a neighbour in the pipeline."""
+        if isinstance(head, Command):
             self._pass_on(head)
-            self.post(lambda: self._told(head))
+            self.post(lambda: self._to_participant(CommandArrived(head)))
         else:
-            self.post(lambda: self._up(head))
+            self.post(lambda: self._reply(head))
 
-    def _pass_on(self, head: Prepare | Start | Decision) -> None:
-        """To the node behind, and a verdict to the stage: before whatever the Root says next."""
+    def _pass_on(self, head: Command) -> None:
+        """Send a command to the next node, and settle a Decision before any later message."""
         if self._next is not None:
             try_send(self._next, head)
         if isinstance(head, Decision):
-            self._stage.settle(head.round, commit=head.commit)
+            self._weights.settle(head.round, commit=head.commit)
 
     # The thread
 
     def _work(self) -> None:
         while True:
             try:
-                call = self._inbox.get(timeout=self._patience())
+                call = self._inbox.get(timeout=self._timeout())
             except queue.Empty:
-                call = self._look_at_the_clock
+                call = self._check_clock
             if call is None:
                 return
             try:
                 call()
             except RavnestError as error:
-                logger.warning("averaging at %s: %s", self._place.name, error)
-            except Exception as error:  # the top of the thread: nothing may end it in silence
-                logger.exception("averaging at %s failed", self._place.name)
-                self._failed(f"averaging at {self._place.name}: {type(error).__name__}: {error}")
+                logger.warning("averaging at %s: %s", self._spec.name, error)
+            except Exception as error:  # top of the thread: no error may end it silently
+                logger.exception("averaging at %s failed", self._spec.name)
+                self._failed(f"averaging at {self._spec.name}: {type(error).__name__}: {error}")
 
-    def _patience(self) -> float | None:
-        """Seconds until something is to be looked at; None if there is nothing to wait for."""
-        now = time.monotonic()
-        wakes = [self._council.wake if self._council is not None else math.inf, self._stall()]
-        soonest = min(wakes)
-        return None if soonest == math.inf else max(soonest - now, 0.0)
+    def _timeout(self) -> float | None:
+        """Return the seconds until the next deadline; None if there is none."""
+        soonest = min(self._wake(), self._stall())
+        return None if soonest == math.inf else max(soonest - time.monotonic(), 0.0)
+
+    def _wake(self) -> float:
+        return math.inf if self._member is None else self._member.wake
 
     def _stall(self) -> float:
-        """When the round that is under way has gone too long without a piece."""
-        current = self._current
-        if current is None or current.started is None or current.done:
-            return math.inf
-        return max(current.started, self._exchange.progress[1]) + STALL_SECONDS
+        return self._participant.stalls_at(self._reducer.allreduce.progress[1])
 
-    def _look_at_the_clock(self) -> None:
+    def _check_clock(self) -> None:
         now = time.monotonic()
-        if self._council is not None and self._council.wake <= now:
-            self._council.tick()
-        current = self._current
-        if current is not None and self._stall() <= now:
-            self._exchange.cancel(current.id, f"no piece has come for {STALL_SECONDS:.0f} s")
+        if self._wake() <= now:
+            self._to_member(Tick())
+        if self._stall() <= now:
+            self._to_participant(Stalled())
 
     # Other clusters
 
-    def _met(self, link: Link) -> None:
-        """A link is there; its first messages may be quicker than the word of it."""
-        if self._council is not None and link.peer.stage == 0 and link not in self._known:
-            self._known.add(link)
+    def _join(self, link: Link) -> None:
+        """Report a link to a Root to the member once; its messages may precede ``on_link``."""
+        if self._member is not None and link.peer.stage == 0 and link not in self._joined:
+            self._joined.add(link)
             self._peers.keep(link)
-            self._council.joined(link.peer.cluster)
+            self._to_member(ClusterJoined(link.peer.cluster))
 
-    def _gone(self, link: Link, reason: str) -> None:
-        """``reason`` is empty if it has left, and nothing is wrong."""
+    def _link_lost(self, link: Link, reason: str) -> None:
+        """Handle a lost link; ``reason`` is empty if the peer has closed it regularly."""
+        cluster, own = link.peer.cluster, self._spec.cluster
+        self._joined.discard(link)
+        if not self._peers.forget(link) or self._member is None or link.peer.stage != 0:
+            return
+        if reason:
+            logger.warning("cluster %d is gone (%s); cluster %d trains on", cluster, reason, own)
+        self._to_member(ClusterLost(cluster, reason or "it has left"))
+        if cluster < own and reason and not self._peers.closed:
+            self._peers.dial_root(cluster, _REDIAL_SECONDS, self._link_opened)
+
+    def _from_root(self, link: Link, head: RoundMessage) -> None:
         cluster = link.peer.cluster
-        self._known.discard(link)
-        if not self._peers.forget(link) or self._council is None or link.peer.stage != 0:
+        if self._member is None or link.peer.stage != 0:
+            _warn_unexpected(link, head)
             return
-        self._council.lost(cluster, reason)
-        if cluster < self._place.cluster and reason and not self._peers.closed:
-            self._peers.find(cluster, _RETURN_SECONDS, self._found)
-
-    def _from_root(
-        self, link: Link, head: RoundRequest | Prepared | Reduced | Prepare | Start | Decision
-    ) -> None:
-        if self._council is None or link.peer.stage != 0:
-            logger.warning("node_%d has no business to send %s", link.peer.node, type(head).__name__)
+        self._join(link)
+        if not isinstance(head, Command) and head.cluster != cluster:
+            logger.warning("cluster %d sent a message as cluster %d; ignored", cluster, head.cluster)
             return
-        self._met(link)
-        self._council.heard(link.peer.cluster, head)
+        self._to_member(MessageArrived(cluster, head))
 
-    # The round, from the Root on along the pipeline
+    # The member, at a Root
 
-    def _tell(self, head: Prepare | Start | Decision) -> None:
-        """At the Root: the council's word to all nodes of the cluster."""
-        self._pass_on(head)
-        self._told(head)
+    def _to_member(self, event: MemberEvent) -> None:
+        assert self._member is not None, "only a Root has a member"
+        for action in self._member.handle(event, time.monotonic()):
+            self._carry_out(action)
 
-    def _told(self, head: Prepare | Start | Decision) -> None:
-        match head:
-            case Prepare(round_id, assign):
-                self._exchange.cancel(RoundId(round_id.number, round_id.attempt - 1), "it is over")
-                self._current = _Current(round_id, assign)
-                self._stage.hold(
-                    idle=assign, then=lambda held: self.post(lambda: self._held(round_id, held))
-                )
-            case Start():
-                self._go(head)
-            case Decision():
-                self._settled(head)
+    def _carry_out(self, action: MemberAction) -> None:
+        assert self._config is not None, "only a Root has a member"
+        match action:
+            case SendToCluster(cluster, head):
+                link = self._peers.root(cluster)
+                if link is None:
+                    logger.debug("cluster %d is gone; %s dropped", cluster, type(head).__name__)
+                else:
+                    try_send(link, head)
+            case RelayToNodes(head):
+                self._pass_on(head)
+                self._to_participant(CommandArrived(head))
+            case RoundOver(decision, resume):
+                logger.info("cluster %d: %s", self._spec.cluster, decision.reason)
+                if resume:
+                    self._config.released()
+            case RoundEnded(outcome):
+                self._config.reported(outcome)
 
-    def _settled(self, head: Decision) -> None:
-        current, self._current = self._current, None
-        self._exchange.cancel(head.round, head.reason or "it is over")
-        took_part = current is not None and current.id == head.round and current.prepared
-        self._coding.settled(head.round, applied=took_part and head.commit)
-
-    def _held(self, round_id: RoundId, held: Vectors) -> None:
-        current = self._current
-        if current is None or current.id != round_id:
-            return
-        current.held = held
-        problem = self._stage.fault(held)
-        current.faulty = bool(problem)
-        coding, place = self._coding, self._place
-        self._up(Prepared(round_id, place.cluster, place.node, 0, problem, coding.codec, coding.base))
-
-    def _up(self, head: Prepared | Reduced) -> None:
-        """The word of a node on its way to the Root, which gathers them."""
-        if self._council is not None:
-            self._council.collect(head)
+    def _reply(self, head: Reply) -> None:
+        """Pass a reply on towards the Root; at the Root, to the member."""
+        if self._member is not None:
+            # Queued, because the member's last actions may not be carried out yet.
+            self._post_to_member(NodeReplied(head))
         elif self._previous is not None:
             self._previous.send(Message(head))
 
-    def _go(self, head: Start) -> None:
-        current = self._current
-        if current is None or current.id != head.round or current.held is None:
-            return
-        current.started = time.monotonic()
-        held, current.held = current.held, None
-        try:
-            parts = self._parts(head, held, moves=not (current.assign or current.faulty))
-        except (LookupError, ValueError) as error:  # of a Go that makes no sense
-            self._ended(_failed(head, error))
-            return
-        # Reaching a peer may take a while.
-        threading.Thread(target=self._begin, args=(head, parts), daemon=True).start()
+    # The participant, at every node
 
-    def _parts(self, head: Start, held: Vectors, *, moves: bool) -> dict[int, RingPart]:
-        """What this node brings to each ring, but for the links."""
-        coding, moving = self._coding, self._stage.moving() if moves else {}
-        vectors = coding.outgoing(head, held)
-        members = sorted(head.weights)
-        position = members.index(self._place.cluster)
-        return {
-            ring.id: RingPart(
-                vectors[ring.id],
-                head.weights[self._place.cluster],
-                position,
-                len(members),
-                ring.members[members[position - 1]].node,
-                successor=None,
-                roundtrip=coding.roundtrip(head, ring.id),
-                landing=coding.landing(head, ring.id, vectors[ring.id], moving.get(ring.id, 0)),
-                bytes_of=coding.bytes_of(head),
-            )
-            for ring in self._place.rings
-        }
+    def _to_participant(self, event: ParticipantEvent) -> None:
+        for action in self._participant.handle(event, time.monotonic()):
+            self._perform(action)
 
-    def _begin(self, head: Start, parts: dict[int, RingPart]) -> None:
-        try:
-            for ring in self._place.rings:
-                parts[ring.id] = replace(parts[ring.id], successor=self._successor(ring, head))
-        except RavnestError as error:
-            problem = _failed(head, error)
-            missing = error.cluster if isinstance(error, PeerError) else None
-            self.post(lambda: self._ended(problem, missing))
-            return
-        self._exchange.start(head.round, parts, lambda done: self.post(lambda: self._ended(done)))
+    def _perform(self, action: ParticipantAction) -> None:
+        match action:
+            case CopyWeights(round_id, idle):
+                self._weights.copy(
+                    idle=idle, then=lambda copy: self.post(lambda: self._copied(round_id, copy))
+                )
+            case StartReduce():
+                self._reducer.start(action)
+            case CancelReduce(round_id, reason):
+                self._reducer.allreduce.cancel(round_id, reason)
+            case StoreAverage(average):
+                self._weights.store(average)
+            case SettleCompression(round_id, applied):
+                self._reducer.compression.settled(round_id, applied=applied)
+            case SendReply(head):
+                self._reply(head)
 
-    def _successor(self, ring: RingSpec, head: Start) -> Link | None:
-        """A link to the next member; None where there is no other."""
-        members = sorted(head.weights)
-        after = members[(members.index(self._place.cluster) + 1) % len(members)]
-        return None if len(members) == 1 else self._peers.reach(ring.members[after], after)
+    def _copied(self, round_id: RoundId, copy: Vectors) -> None:
+        problem, compression = self._weights.fault(copy), self._reducer.compression
+        event = WeightsCopied(round_id, copy, problem, compression.codec, compression.base)
+        self._to_participant(event)
 
-    def _ended(self, done: AllReduceResult, missing: int | None = None) -> None:
-        current = self._current
-        if current is None or current.id != done.round:
-            return
-        current.done = True
-        if not done.problem:
-            self._stage.prepare(RoundAverage(done.round, done.averages, current.assign, current.faulty))
-            current.prepared = True
-        if missing is None and done.peer is not None:
-            missing = self._peers.cluster_of(done.peer)
-        self._up(
-            Reduced(
-                round=done.round,
-                cluster=self._place.cluster,
-                node=self._place.node,
-                digests=dict(done.digests),
-                sent_bytes=done.sent_bytes,
-                problem=done.problem,
-                missing=missing,
-            )
-        )
+    def _reduce_ended(self, event: ReduceEnded) -> None:
+        self.post(lambda: self._to_participant(event))
 
 
-def _failed(head: Start, error: Exception) -> AllReduceResult:
-    return AllReduceResult(head.round, {}, {}, 0, str(error) or type(error).__name__)
+def _warn_unexpected(link: Link, head: AnyHead) -> None:
+    logger.warning("node_%d sent an unexpected %s; ignored", link.peer.node, type(head).__name__)

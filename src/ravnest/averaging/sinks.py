@@ -1,7 +1,7 @@
-"""Where the final values of a ring go, piece by piece: into memory that is there already.
+"""Destinations of a ring's result: chunks of the average are written into memory that exists already.
 
-A stage can be nearly as large as its machine. So a round has one vector of a node's own, the copy that
-entered it, and what came out takes its place.
+A stage can be nearly as large as the memory of its machine. A round therefore needs one vector per ring,
+the copy that enters it, and the result replaces the copy chunk by chunk.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sink:
-    """The average itself."""
+    """Writes the average itself."""
 
     into: Tensor
 
     def keep(self, start: int, stop: int, values: Tensor) -> None:
-        """These values of the vector are final."""
+        """Write the final values of the elements from ``start`` to ``stop``."""
         np.copyto(self.into[start:stop].numpy(), values.numpy())
 
 
 @dataclass(frozen=True)
 class DeltaSink(Sink):
-    """How the first numbers of the vector are to move, and the average of the others.
+    """Writes the change (average - copy) of the first elements and the average of the others.
 
-    ``into`` holds what entered the round.
+    ``into`` holds the copy that entered the round.
     """
 
     moving: int
-    """So many numbers move; those behind become the average."""
+    """Number of leading elements for which the change is written."""
     average: Tensor | None = None
-    """Where the average itself is kept besides, for rounds to come."""
+    """Second destination, which receives the average of all elements for later rounds."""
     relative: bool = False
-    """What enters and comes out is a difference from ``average`` as it was."""
+    """Values enter and leave the ring as differences from the previous content of ``average``."""
 
     def keep(self, start: int, stop: int, values: Tensor) -> None:
-        """As ``Sink``."""
+        """Write the final values of the elements from ``start`` to ``stop``."""
         final, target = values.numpy(), self.into[start:stop].numpy()
         average = final
         if self.average is not None:

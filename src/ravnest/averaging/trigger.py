@@ -1,26 +1,29 @@
-"""A Root's own count: when its cluster is due for a round, and what it brings to one."""
+"""Counts a cluster's updates and samples, and decides when it requests a round. Pure."""
 
 from __future__ import annotations
 
 from ravnest.wire.messages import RoundRequest
 
-MOST_OF_AN_EPOCH = 0.75
-"""Clusters end their epochs at different times: one that others have just asked for is enough."""
-SHORTEST = 2.0
-"""Seconds between rounds that nobody counted out: each costs every node some hundredths of a second of
-a core, however small the model, and should cost training less than 2% of its time."""
-NEWEST = 0.2
-"""Share of the newest gap between updates in the average of all."""
+MIN_EPOCH_SHARE = 0.75
+"""Share of an epoch's updates since the last round below which the end of the epoch requests none.
+
+Clusters end their epochs at different times: a round that another cluster has just requested suffices.
+"""
+MIN_INTERVAL = 2.0
+"""Seconds between rounds without a ``reduce_factor``: a round costs every node some 10 ms of a core,
+even with a small model, and should take less than 2% of the training time."""
+NEWEST_SHARE = 0.2
+"""Weight of the newest measurement in the moving average of the time between updates."""
 
 
 class RoundTrigger:
-    """Updates and samples since the last round, and how long they take.
+    """Updates and samples since the last round, and the time that they take.
 
-    ``reduce_factor`` updates make a cluster due; with None the end of an epoch does, and several
-    epochs share a round where they are shorter than ``SHORTEST``. What a cluster brings is all samples
-    since the last average that it applied: a round that came to nothing, or that it missed, takes
-    nothing away. Updates count since the cluster last asked or was asked, so that a round that fails
-    is not asked for again at every update.
+    A cluster requests a round after ``reduce_factor`` updates; with None at the end of an epoch, where
+    epochs shorter than ``MIN_INTERVAL`` share a round. Samples count since the last average that the
+    cluster applied: a round that failed, or that it missed, subtracts nothing. Updates count since the
+    cluster last requested a round or copied its parameters for one, so that a failed round is not
+    requested again at every update.
     """
 
     def __init__(self, cluster: int, reduce_factor: int | None) -> None:
@@ -28,11 +31,11 @@ class RoundTrigger:
         self._cluster = cluster
         self._reduce_factor = reduce_factor
         self.updates = 0
-        """So far, in all."""
+        """All updates so far."""
         self.samples = 0
-        """Since the last average that was applied here."""
+        """Samples since the last average that was applied here."""
         self.pending: RoundRequest | None = None
-        """What the coordinator has not answered; whoever takes over from it gets it again."""
+        """The request that the coordinator has not answered; a new coordinator gets it again."""
         self._since = 0
         self._epoch_over = False
         self._epoch_updates = 0
@@ -45,14 +48,14 @@ class RoundTrigger:
         self._last_epoch: float | None = None
         self._now = 0.0
         self._counted_from: float | None = None
-        """When counting started anew."""
+        """Time at which the count last restarted."""
 
     def updated(self, samples: int, now: float) -> None:
-        """An update was made, of so many samples."""
+        """Count an update of ``samples`` samples."""
         self._pass(now)
         if self._last_update is not None:
             gap = now - self._last_update
-            self._gap = gap if not self._gap else (1 - NEWEST) * self._gap + NEWEST * gap
+            self._gap = gap if not self._gap else (1 - NEWEST_SHARE) * self._gap + NEWEST_SHARE * gap
         if self._last_epoch is None:
             self._last_epoch = now
         self._last_update = now
@@ -62,7 +65,7 @@ class RoundTrigger:
         self.samples += samples
 
     def epoch_ended(self, now: float) -> None:
-        """All updates of an epoch are made."""
+        """Count the end of an epoch; all its updates are made."""
         self._pass(now)
         if self._last_epoch is not None:
             self._epoch = now - self._last_epoch
@@ -72,41 +75,42 @@ class RoundTrigger:
         self._epoch_updates, self._this_epoch = self._this_epoch, 0
 
     def paused(self) -> None:
-        """The time until the next update is not that of training: a validation, or a wait."""
+        """Leave the time until the next update out of the measurement: training has paused."""
         self._last_update = None
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to ask for a round."""
+        """True if the cluster should request a round."""
         if self._reduce_factor is None:
-            lately = self._counted_from is not None and self._now - self._counted_from < SHORTEST
-            enough = self._since >= MOST_OF_AN_EPOCH * self._epoch_updates
+            lately = self._counted_from is not None and self._now - self._counted_from < MIN_INTERVAL
+            enough = self._since >= MIN_EPOCH_SHARE * self._epoch_updates
             return self._epoch_over and enough and not lately
         return self._since >= self._reduce_factor
 
     @property
     def interval(self) -> float:
-        """Seconds of training between two rounds; 0 while not known."""
+        """Seconds of training between two rounds; 0 while unknown."""
         if self._reduce_factor is not None:
             return self._gap * self._reduce_factor
-        return max(self._epoch, SHORTEST) if self._epoch else 0.0
+        return max(self._epoch, MIN_INTERVAL) if self._epoch else 0.0
 
-    def ask(self, *, final: bool = False) -> RoundRequest:
-        """The Due to send now; counting starts anew."""
-        self._start_anew()
+    def request(self, *, final: bool = False) -> RoundRequest:
+        """Return the request to send now, and restart the count of updates."""
+        self._restart()
         self.pending = RoundRequest(self._cluster, self.updates, self.samples, self.interval, final)
         return self.pending
 
     def hold(self) -> int:
-        """The parameters as they are now are held for a round; the samples that they stand for."""
-        self._start_anew()
+        """Note that the parameters were copied for a round; return the samples that they stand for."""
+        self._restart()
         self._held, self._held_pending = self.samples, self.pending
         return self._held
 
     def settled(self, *, commit: bool, assign: bool) -> None:
-        """The round that was held for, or waited for, is over.
+        """Note the end of a round that the cluster took part in or waited for.
 
-        A wait for the final round goes on through rounds of the others, those without ``assign``.
+        A request for the final round stays pending through rounds without ``assign``, which are
+        those of the other clusters.
         """
         if commit:
             self.samples -= self._held
@@ -121,6 +125,6 @@ class RoundTrigger:
         if self._counted_from is None:
             self._counted_from = now
 
-    def _start_anew(self) -> None:
+    def _restart(self) -> None:
         self._since, self._epoch_over = 0, False
         self._counted_from = self._now

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from ravnest.averaging.outcome import RoundOutcome
-from ravnest.averaging.root import AveragingConfig
+from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
 from ravnest.errors import SettingsError
 from ravnest.runtime.control.checkpoint import TrainedStages
@@ -27,6 +27,7 @@ from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.settings import NodeSettings
 from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.runtime.stage.worker import Worker
@@ -126,14 +127,18 @@ class NodeRuntime:
             clip=config.rule.clip is not None,
         )
         leaf = Leaf(config.criterion, config.labels, config.test_labels) if last else None
+        inbox = WorkerInbox()
+        self._averaging = self._make_averaging(inbox) if len(spec.roots) > 1 else None
         self._worker = Worker(
             self.execution,
             machine,
             self.status,
+            inbox,
             node=spec.node,
             leaf=leaf,
             keeper=TrainedStages(Path(settings.trained_folder), spec, self.execution),
             observer=self._observer(),
+            averaging=self._averaging,
         )
         self.controller: RootController | None = None
         if spec.stage == 0:
@@ -143,6 +148,7 @@ class NodeRuntime:
                 stages=spec.stages,
                 stall=settings.stall_timeout,
                 update_frequency=config.update_frequency,
+                averages=self._blocking_averages(),
             )
         self.rounds: Counter[str] = Counter()
         """Counts of averaging rounds at the coordinator: ``averaged``, ``failed``, ``sent_bytes``."""
@@ -150,7 +156,6 @@ class NodeRuntime:
         """Most recent outcomes, newest last."""
         self._last_problem: tuple[object, ...] = ()
         """Problem of the last round; not logged as a warning again while it persists."""
-        self._averaging = self._make_averaging() if len(spec.roots) > 1 else None
 
     def open(self) -> None:
         """Connect to the neighbours and start the threads; close everything if that fails."""
@@ -176,7 +181,7 @@ class NodeRuntime:
         if self.controller is not None:
             self._set_window(self.progress.state.window)
             if self._averaging is not None:
-                self._averaging.meet(config.settings.connect_timeout, self.progress.say)
+                self._averaging.connect(config.settings.connect_timeout, self.progress.say)
 
     def serve(self, call: Call) -> None:
         """Wait until the Root ends this call of the user, or the run."""
@@ -249,29 +254,30 @@ class NodeRuntime:
             )
         return MetricsObserver(self.progress, self.telemetry, self._losses, tuner)
 
-    def _make_averaging(self) -> AveragingService:
+    def _make_averaging(self, inbox: WorkerInbox) -> AveragingService:
         config, spec, settings = self._config, self._config.spec, self._config.settings
-        state = AveragingAdapter(self._worker, spec.rings, with_optimizer=config.average_optim)
+        weights = AveragingAdapter(
+            self.execution, inbox, spec.rings, with_optimizer=config.average_optim
+        )
         rounds = None
-        if self.controller is not None:
+        if spec.stage == 0:
             rounds = AveragingConfig(
                 settings.averaging, config.reduce_factor, self._released, self._reported
             )
-        worker = self._worker
-        averaging = AveragingService(
+        return AveragingService(
             spec,
-            state,
+            weights,
             config.hello(),
             self._transport,
-            rounds=rounds,
-            failed=lambda reason: worker.post(lambda: worker.fail(reason)),
+            config=rounds,
+            failed=lambda reason: inbox.post(lambda: self._worker.fail(reason)),
         )
-        self._worker.averaging = averaging
-        if self.controller is not None:
-            self.controller.standing_still = BlockingAverages(
-                settings.averaging == "blocking", config.reduce_factor, averaging.ask
-            )
-        return averaging
+
+    def _blocking_averages(self) -> BlockingAverages | None:
+        if self._averaging is None:
+            return None
+        blocking = self._config.settings.averaging == "blocking"
+        return BlockingAverages(blocking, self._config.reduce_factor, self._averaging.pause)
 
     def _released(self) -> None:
         with self.status.writing():

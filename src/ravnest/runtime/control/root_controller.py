@@ -45,15 +45,22 @@ class RootController:
     """Control of a run by the user's thread at the Root. Waits end if the run fails or stalls."""
 
     def __init__(
-        self, worker: Worker, status: RunStatus, *, stages: int, stall: float, update_frequency: int
+        self,
+        worker: Worker,
+        status: RunStatus,
+        *,
+        stages: int,
+        stall: float,
+        update_frequency: int,
+        averages: BlockingAverages | None,
     ) -> None:
+        """``averages`` is given if there are other clusters."""
         self._worker = worker
         self._status = status
         self._stages = stages
         self._stall = stall
         self._update_frequency = update_frequency
-        self.standing_still: BlockingAverages | None = None
-        """Averaging with other clusters, if there are any."""
+        self._averages = averages
         self.run = uuid.uuid4().hex
         self.open: PhaseBegin | None = None
         """Phase that submitted micro-batches belong to; None between phases."""
@@ -108,16 +115,16 @@ class RootController:
 
     def average(self, *, final: bool) -> None:
         """Wait until the clusters have averaged; submitted micro-batches are applied first."""
-        if self.standing_still is None:
+        if self._averages is None:
             return
         self._wait(lambda: self._status.updates >= self._updates, "micro-batches to return")
         over = self._status.rounds
-        self.standing_still.ask(final=final)
+        self._averages.ask(final=final)
         # No deadline here: the coordinator has one, and the final round waits for all live clusters.
         self._status.wait(lambda: self._status.rounds > over)
 
     def _stand_still_if_due(self, *, made_update: bool = True, epoch_over: bool = False) -> None:
-        still = self.standing_still
+        still = self._averages
         if still is None or not still.blocking:
             return
         every = still.reduce_factor

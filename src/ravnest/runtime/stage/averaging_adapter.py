@@ -1,4 +1,4 @@
-"""What of a stage is averaged, and how: weights, statistics, the state of the optimizer."""
+"""The averaged tensors of a stage: weights, buffers and, on request, optimizer state."""
 
 from __future__ import annotations
 
@@ -8,93 +8,96 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from ravnest.averaging.ports import RoundAverage
 from ravnest.averaging.vectors import copy_like, flatten, is_finite, views
-from ravnest.averaging.weights_port import RoundAverage
 from ravnest.errors import SettingsError
-from ravnest.runtime.stage.worker import Worker
+from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.store.node_spec import RingSpec
 from ravnest.wire.messages import RoundId
-
-Vectors = dict[int, torch.Tensor]
-"""By ring, all its tensors one after the other."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A tensor of a ring: a weight, a buffer, or what the optimizer keeps of a weight."""
+    """A tensor of a ring: a weight, a buffer, or optimizer state of a weight."""
 
     key: str
-    kept_as: str = ""
-    """In the optimizer's state; empty for the tensor itself."""
+    state_name: str = ""
+    """Name in the optimizer's state; empty for the weight or buffer itself."""
 
     def __str__(self) -> str:
-        return f"{self.kept_as} of {self.key}" if self.kept_as else self.key
+        return f"{self.state_name} of {self.key}" if self.state_name else self.key
 
 
 @dataclass(frozen=True, eq=False)
-class _Prepared:
-    """An average that waits for its verdict, or for an update."""
+class _StoredAverage:
+    """An average that waits for its Decision, or for the next update."""
 
-    assign: bool
-    faulty: bool
-    parts: dict[int, dict[str, torch.Tensor]]
-    """By ring and slot: the average; of weights that train on, how they are to move."""
-
-    @property
-    def moves(self) -> bool:
-        """Whether weights move by a difference."""
-        return not (self.assign or self.faulty)
+    average: RoundAverage
+    tensors: dict[int, dict[str, torch.Tensor]]
+    """By ring and slot: the average; for weights that keep training, the change (average - copy)."""
 
 
 class AveragingAdapter:
-    """The tensors of a stage by ring; implements the ``Stage`` of ``averaging.service``.
+    """The tensors of a stage by ring; implements ``averaging.ports.WeightsPort``.
 
-    Calls may come from any thread: what touches the stage is left to the worker's.
+    Calls may come from any thread; all work on the stage is queued for the worker's thread.
     """
 
-    def __init__(self, worker: Worker, rings: Iterable[RingSpec], *, with_optimizer: bool) -> None:
-        self._worker = worker
-        self._execution = execution = worker.execution
+    def __init__(
+        self,
+        execution: StageExecution,
+        inbox: WorkerInbox,
+        rings: Iterable[RingSpec],
+        *,
+        with_optimizer: bool,
+    ) -> None:
+        self._execution = execution
+        self._inbox = inbox
         tensors = execution.module.state_tensors()
         keys = {name: entry.key for entry in execution.module.spec.state for name in entry.names}
         optimizer = execution.updates.optimizer
-        kept = state_names(optimizer) if with_optimizer and optimizer is not None else {}
+        states = state_names(optimizer) if with_optimizer and optimizer is not None else {}
         weights = execution.trained()
-        self._prepared: dict[RoundId, _Prepared] = {}
-        self._waiting: list[_Prepared] = []
-        """To be applied after the next update, in this order."""
+        self._stored: dict[RoundId, _StoredAverage] = {}
+        self._waiting: list[_StoredAverage] = []
+        """Averages to apply after the next update, in this order."""
         self._slots: dict[int, list[_Slot]] = {}
         for ring in rings:
             slots = [_Slot(keys[name]) for name in ring.names]
             for slot in list(slots):
                 if slot.key in weights:
-                    slots += [_Slot(slot.key, name) for name in kept.get(tensors[slot.key].dim(), ())]
+                    slots += [_Slot(slot.key, name) for name in states.get(tensors[slot.key].dim(), ())]
             self._slots[ring.id] = sorted(slots, key=lambda slot: not self._is_weight(slot))
 
     def sizes(self) -> dict[int, int]:
-        """Numbers in each ring."""
+        """Return the number of elements in each ring."""
         return {ring: _count(self._tensors(slots)) for ring, slots in self._slots.items()}
 
     def moving(self) -> dict[int, int]:
-        """The numbers of weights that train; they come first."""
+        """Return the number of elements of trained weights per ring; they come first."""
         return {
             ring: _count(self._tensors(filter(self._is_weight, slots)))
             for ring, slots in self._slots.items()
         }
 
-    def hold(self, *, idle: bool, then: Callable[[Vectors], None]) -> None:
-        """Copy what is averaged: between two computations, or when nothing is under way."""
+    def copy(self, *, idle: bool, then: Callable[[dict[int, torch.Tensor]], None]) -> None:
+        """Copy the tensors between two computations or, with ``idle``, when none is in flight."""
 
-        def copy() -> None:
+        def work() -> None:
             if idle:
                 self._execution.catch_up()
             then({ring: self._copy(ring, slots) for ring, slots in self._slots.items()})
 
-        self._worker.post(lambda: self._worker.when_idle(copy) if idle else copy())
+        if idle:
+            self._inbox.post_when_idle(work)
+        else:
+            self._inbox.post(work)
 
     def _copy(self, ring: int, slots: Sequence[_Slot]) -> torch.Tensor:
-        """As it will be when the averages are applied that wait for an update: they count as applied,
-        or the next average would move the weights by the same once more.
+        """Return the values as they will be after the waiting averages are applied.
+
+        Otherwise the next average would apply the same change a second time.
         """
         tensors = _named(self._tensors(slots))
         vector = flatten(tensors)
@@ -102,100 +105,100 @@ class AveragingAdapter:
         for waiting in self._waiting:
             for slot in slots:
                 name = str(slot)
-                if waiting.moves and self._is_weight(slot):
-                    values[name].add_(waiting.parts[ring][name])
-                elif waiting.faulty and slot.kept_as:
-                    values[name].zero_()  # the optimizer starts anew
+                if waiting.average.moves and self._is_weight(slot):
+                    values[name].add_(waiting.tensors[ring][name])
+                elif waiting.average.faulty and slot.state_name:
+                    values[name].zero_()  # the optimizer state is reset
                 else:
-                    values[name].copy_(waiting.parts[ring][name])
+                    values[name].copy_(waiting.tensors[ring][name])
         return vector
 
     def fault(self, vectors: Mapping[int, torch.Tensor]) -> str:
-        """Why a copy must not enter an average; empty if it may."""
+        """Return why a copy must not enter an average; empty if it may."""
         for ring, slots in self._slots.items():
             if is_finite(vectors[ring]):
                 continue
-            parts = views(vectors[ring], _named(self._tensors(slots)))
-            return f"NaN or Inf in {next(name for name, part in parts.items() if not is_finite(part))}"
+            named = views(vectors[ring], _named(self._tensors(slots)))
+            return f"NaN or Inf in {next(name for name, part in named.items() if not is_finite(part))}"
         return ""
 
-    def prepare(self, average: RoundAverage) -> None:
-        """Keep an average until its round is settled.
+    def store(self, average: RoundAverage) -> None:
+        """Store an average until its round is decided.
 
-        Weights stay in the vector of the round, from which they are added or copied; the rest will
-        be replaced, and gets memory of its own.
+        Weights stay in the vector of the round, from which they are added or copied; the other
+        tensors are replaced, and get memory of their own.
         """
-        parts: dict[int, dict[str, torch.Tensor]] = {}
+        stored: dict[int, dict[str, torch.Tensor]] = {}
         for ring, slots in self._slots.items():
             tensors = self._tensors(slots)
             values = views(average.values[ring], _named(tensors))
             for slot in slots:
                 if not self._is_weight(slot):
                     values[str(slot)] = copy_like(values[str(slot)], tensors[slot])
-            parts[ring] = values
-        self._prepared[average.round] = _Prepared(average.assign, average.faulty, parts)
+            stored[ring] = values
+        self._stored[average.round] = _StoredAverage(average, stored)
 
     def settle(self, round_id: RoundId, *, commit: bool) -> None:
-        """Apply the average of a round, before all that is asked of the worker later; or drop it."""
-        prepared = self._prepared.pop(round_id, None)
-        if prepared is not None and commit:
-            self._worker.post(lambda: self._apply(prepared))
+        """Apply the average of a round before any later work of the stage; or drop it."""
+        stored = self._stored.pop(round_id, None)
+        if stored is not None and commit:
+            self._inbox.post(lambda: self._apply(stored))
 
-    def _apply(self, prepared: _Prepared) -> None:
-        if prepared.assign:
-            self._assign(prepared)
+    def _apply(self, stored: _StoredAverage) -> None:
+        if stored.average.assign:
+            self._assign(stored)
         else:
-            self._waiting.append(prepared)
-            self._execution.after_step(lambda: self._change(prepared))
+            self._waiting.append(stored)
+            self._execution.after_step(lambda: self._apply_after_update(stored))
 
-    def _change(self, prepared: _Prepared) -> None:
-        self._waiting.remove(prepared)
-        if prepared.faulty:
-            self._start_anew(prepared)
+    def _apply_after_update(self, stored: _StoredAverage) -> None:
+        self._waiting.remove(stored)
+        if stored.average.faulty:
+            self._reset(stored)
         else:
-            self._add(prepared)
+            self._add(stored)
 
-    def _add(self, prepared: _Prepared) -> None:
-        """Weights move by what the average differs from the copy; the rest becomes the average."""
+    def _add(self, stored: _StoredAverage) -> None:
+        """Add the change (average - copy) to the weights; replace the other tensors."""
         for ring, slots in self._slots.items():
-            part = prepared.parts[ring]
-            self._execution.add({slot.key: part[str(slot)] for slot in filter(self._is_weight, slots)})
-            self._replace(slots, part)
-
-    def _assign(self, prepared: _Prepared) -> None:
-        """Everything becomes the average."""
-        for ring, slots in self._slots.items():
-            part = prepared.parts[ring]
+            tensors = stored.tensors[ring]
             weights = filter(self._is_weight, slots)
-            self._execution.assign({slot.key: part[str(slot)] for slot in weights})
-            self._replace(slots, part)
-        self._worker.renew()
+            self._execution.add({slot.key: tensors[str(slot)] for slot in weights})
+            self._replace(slots, tensors)
 
-    def _start_anew(self, prepared: _Prepared) -> None:
-        """What the optimizer keeps is no better than the weights that it made."""
-        self._assign(prepared)
+    def _assign(self, stored: _StoredAverage) -> None:
+        """Replace all tensors by the average."""
+        for ring, slots in self._slots.items():
+            tensors = stored.tensors[ring]
+            weights = filter(self._is_weight, slots)
+            self._execution.assign({slot.key: tensors[str(slot)] for slot in weights})
+            self._replace(slots, tensors)
+
+    def _reset(self, stored: _StoredAverage) -> None:
+        """Replace all tensors by the average, and clear the optimizer's state, which is faulty too."""
+        self._assign(stored)
         if self._execution.updates.optimizer is not None:
             self._execution.updates.optimizer.state.clear()
 
     def _is_weight(self, slot: _Slot) -> bool:
-        return not slot.kept_as and slot.key in self._execution.trained()
+        return not slot.state_name and slot.key in self._execution.trained()
 
     def _replace(self, slots: Iterable[_Slot], average: Mapping[str, torch.Tensor]) -> None:
-        """Buffers and optimizer state, in new memory: graphs under way may hold on to the old."""
+        """Replace buffers and optimizer state, in new memory: graphs in flight may use the old."""
         for slot in slots:
-            if slot.kept_as:
+            if slot.state_name:
                 state = self._state_of(slot.key)
-                if slot.kept_as in state:  # else no update has been made yet
-                    state[slot.kept_as] = average[str(slot)]
+                if slot.state_name in state:  # absent before the first update
+                    state[slot.state_name] = average[str(slot)]
             elif not self._is_weight(slot):
                 self._execution.module.replace_buffer(slot.key, average[str(slot)])
 
     def _tensors(self, slots: Iterable[_Slot]) -> dict[_Slot, torch.Tensor]:
         own = self._execution.module.state_tensors()
-        return {slot: self._kept(slot, own) if slot.kept_as else own[slot.key] for slot in slots}
+        return {slot: self._state(slot, own) if slot.state_name else own[slot.key] for slot in slots}
 
-    def _kept(self, slot: _Slot, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        found = self._state_of(slot.key).get(slot.kept_as)
+    def _state(self, slot: _Slot, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        found = self._state_of(slot.key).get(slot.state_name)
         return torch.zeros_like(own[slot.key]) if found is None else found
 
     def _state_of(self, key: str) -> dict[str, torch.Tensor]:
@@ -214,20 +217,20 @@ def _named(tensors: Mapping[_Slot, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def state_names(optimizer: Optimizer) -> dict[int, tuple[str, ...]]:
-    """What an optimizer keeps of a weight that has the weight's shape, by the number of dimensions.
+    """Return the optimizer state that has the shape of its weight: names by number of dimensions.
 
-    Found with a small weight of each kind, as an optimizer keeps nothing before its first step, and
-    all clusters must know what they average.
+    Found by a trial step on a small weight of each kind, because an optimizer has no state before its
+    first step, and all clusters must know what they average.
     """
     dimensions = {p.dim() for group in optimizer.param_groups for p in group["params"]}
     return {count: _names_for(optimizer, count) for count in sorted(dimensions)}
 
 
-def _is_like(kept: object, name: str, weight: torch.Tensor) -> bool:
-    """Numbers of a weight; the count of steps is none, although it has the shape of a single number."""
-    if not isinstance(kept, torch.Tensor) or name == "step":
+def _is_averaged(value: object, name: str, weight: torch.Tensor) -> bool:
+    """Return True for state with the weight's shape; the step count is not averaged."""
+    if not isinstance(value, torch.Tensor) or name == "step":
         return False
-    return kept.is_floating_point() and kept.shape == weight.shape
+    return value.is_floating_point() and value.shape == weight.shape
 
 
 def _names_for(optimizer: Optimizer, dimensions: int) -> tuple[str, ...]:
@@ -239,10 +242,10 @@ def _names_for(optimizer: Optimizer, dimensions: int) -> tuple[str, ...]:
     try:
         Optimizer.__init__(trial, [group], dict(optimizer.defaults))
         step()
-    except Exception as error:  # whatever a user's optimizer does
+    except Exception as error:  # a user's optimizer may raise anything
         raise SettingsError(
-            f"average_optim=True cannot find out what {type(optimizer).__name__} keeps ({error}); "
+            f"average_optim=True cannot determine the state of {type(optimizer).__name__} ({error}); "
             "use average_optim=False"
         ) from error
-    kept = trial.state[weight].items()
-    return tuple(sorted(name for name, value in kept if _is_like(value, name, weight)))
+    state = trial.state[weight].items()
+    return tuple(sorted(name for name, value in state if _is_averaged(value, name, weight)))

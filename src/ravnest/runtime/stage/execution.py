@@ -85,6 +85,8 @@ class StageExecution:
         self.updates = Updates(rule, trained)
         self._saved: dict[MicrobatchId, _SavedForward] = {}
         self._after_step: list[Callable[[], None]] = []
+        self.assignments = 0
+        """Number of calls of ``assign``."""
         self._positions = {
             e.key: min(p for p in e.positions if p >= 0) for e in spec.state if e.key in trained
         }
@@ -220,6 +222,7 @@ class StageExecution:
         with torch.no_grad():
             for key, weight in weights.items():
                 self._versions.weights[key].copy_(weight)
+        self.assignments += 1
         if not self._saved:
             self._versions.renew()
 

@@ -73,8 +73,9 @@ class MicrobatchStore:
         self._microbatches: dict[MicrobatchId, Microbatch] = {}
         self._begins: dict[int, PhaseBegin] = {}
         self._ends: dict[int, PhaseEnd] = {}
-        self._shared_version = -1
-        """Version in which shared weights were last sent to the following stages."""
+        self._shared_version = -1, -1
+        """Version in which shared weights were last sent to the following stages, and the number of
+        assignments until then."""
         self._losses: list[float] = []
         self._samples = 0
         self.last: Microbatch | None = None
@@ -170,10 +171,6 @@ class MicrobatchStore:
         self._samples += microbatch.size
         return microbatch
 
-    def renew(self) -> None:
-        """Send shared weights to the following stages again: something else has replaced them."""
-        self._shared_version = -1
-
     def take_samples(self) -> int:
         """Return the number of samples whose gradients were computed since the last call."""
         samples, self._samples = self._samples, 0
@@ -232,8 +229,9 @@ class MicrobatchStore:
         """Return weights that the following stages use: earlier stages' and new values of our own."""
         last_users, index = self.execution.last_users, self.execution.index
         passed = {k: v for k, v in shared.items() if last_users.get(k, index + 1) > index}
-        if version != self._shared_version:
-            self._shared_version = version
+        newest = version, self.execution.assignments
+        if newest != self._shared_version:
+            self._shared_version = newest
             passed |= self.execution.shared_weights()
         return {SHARED + key: value for key, value in passed.items()}
 

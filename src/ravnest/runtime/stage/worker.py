@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ravnest.averaging.service import AveragingService
+from ravnest.averaging.ports import AveragingPort
 from ravnest.errors import RavnestError, RunError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.run_status import RunStatus
@@ -47,6 +47,7 @@ from ravnest.runtime.schedule.events import (
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
 from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore
 from ravnest.runtime.stage.observer import StageKeeper, UpdateReport, WorkerObserver
@@ -95,13 +96,15 @@ class Worker:
         execution: StageExecution,
         machine: ScheduleMachine,
         status: RunStatus,
+        inbox: WorkerInbox,
         *,
         node: int,
         leaf: Leaf | None,
         keeper: StageKeeper,
         observer: WorkerObserver,
+        averaging: AveragingPort | None,
     ) -> None:
-        """``leaf`` is given at the last stage only."""
+        """``leaf`` is given at the last stage, ``averaging`` if there are other clusters."""
         self._store = MicrobatchStore(execution, leaf)
         self._machine = machine
         self._status = status
@@ -109,10 +112,9 @@ class Worker:
         self._node = node
         self._keeper = keeper
         self._observer = observer
-        self.averaging: AveragingService | None = None
-        """Set before the start, where there are other clusters."""
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._when_idle: list[Callable[[], None]] = []
+        self._averaging = averaging
+        self._inbox = inbox.calls
+        self._when_idle = inbox.when_idle
         self._run: Run | None = None
         self._closed = False
         self._clip: float | None = None
@@ -133,19 +135,6 @@ class Worker:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    @property
-    def execution(self) -> StageExecution:
-        """Computations of the stage; they belong to the worker's thread."""
-        return self._store.execution
-
-    def when_idle(self, call: Callable[[], None]) -> None:
-        """Make a call once nothing is left to compute. Called in the worker's thread."""
-        self._when_idle.append(call)
-
-    def renew(self) -> None:
-        """Handle that the weights were replaced. Called in the worker's thread."""
-        self._store.renew()
-
     def post(self, call: Callable[[], None]) -> None:
         """Queue a call for the worker's thread."""
         self._inbox.put(call)
@@ -155,10 +144,10 @@ class Worker:
     def on_message(self, link: Link, message: Message) -> None:
         """Queue a message of a neighbour."""
         head = message.head
-        if self.averaging is not None and isinstance(
+        if self._averaging is not None and isinstance(
             head, Prepare | Start | Decision | Prepared | Reduced
         ):
-            self.averaging.from_pipeline(head)
+            self._averaging.from_pipeline(head)
         else:
             self.post(lambda: self._receive(link, message))
 
@@ -247,8 +236,8 @@ class Worker:
         for link in (self._links.previous, self._links.next):
             if link is not None and link is not source:
                 try_send(link, abort)
-        if self.averaging is not None:
-            self.averaging.give_up()
+        if self._averaging is not None:
+            self._averaging.give_up()
         self._run = None
         self._when_idle.clear()
 
@@ -389,18 +378,18 @@ class Worker:
         stale = update - last.version
         in_flight = self._machine.in_flight
         samples = self._store.take_samples()
-        if self.averaging is not None:
-            self.averaging.updated(samples)
+        if self._averaging is not None:
+            self._averaging.updated(samples)
         waiting = self._inbox.qsize()
         self._observer.updated(UpdateReport(update, epoch, loss, stale, count, in_flight, waiting))
         self._step_seconds = self._lap()
-        if self.averaging is not None:
+        if self._averaging is not None:
             with self._status.writing():
                 self._status.updates = update + 1
 
     def _finish_phase(self, phase: int) -> None:
-        if self.averaging is not None and self._store.phase_begin(phase).kind == "train":
-            self.averaging.epoch_ended()
+        if self._averaging is not None and self._store.phase_begin(phase).kind == "train":
+            self._averaging.epoch_ended()
         validation = self._store.finish_phase(phase)
         if validation is not None:
             self._send_validation(validation)

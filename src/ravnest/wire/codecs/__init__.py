@@ -1,4 +1,4 @@
-"""How tensors become payload bytes, and come back; see ``docs/compression.md``."""
+"""Codecs: encodings of tensors as payload bytes; see ``docs/compression.md``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW, FP16, BF16, INT
 
 
 def codec_named(name: str) -> Codec:
-    """The codec a peer named."""
+    """Return the codec with a name; raises ``WireError`` if this node does not know it."""
     codec = CODECS.get(name)
     if codec is None:
         raise WireError(f"unknown codec {name!r}; this node knows {', '.join(sorted(CODECS))}")

@@ -1,4 +1,4 @@
-"""What a codec is, and the one that changes nothing."""
+"""Interface of codecs, and the codec that leaves values unchanged."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ import torch
 from ravnest.errors import WireError
 from ravnest.wire.layout import TensorLayout, flat_bytes
 
-SMALLEST = 128
-"""Fewer elements than this are not worth a loss: they travel as they are."""
+MIN_ELEMENTS = 128
+"""Tensors with fewer elements are not compressed: the gain is not worth the loss."""
 TILE = 1023 * 32
-"""Elements in one go: they stay in the cache, and below 32,768 torch starts no further threads, which
-would take the cores from the stage that computes meanwhile."""
+"""Elements processed at once: they stay in the cache, and below 32,768 torch starts no further threads,
+which would take cores from the stage that computes."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor on its way."""
+    """An encoded tensor."""
 
     payload: torch.Tensor
-    """Flat uint8."""
+    """Encoded bytes, flat uint8."""
     codec: str
-    """That reads it; not always the one that was asked."""
+    """The codec that decodes it; may differ from the one that was asked."""
     clamped: int = 0
-    """Values that were beyond the range, and arrive as the largest that there is."""
+    """Values outside the range, which arrive as the largest finite value of their sign."""
 
 
 class Codec(Protocol):
-    """Both directions, and the size of the payload, which is checked before anything is allocated."""
+    """Encodes and decodes tensors; states the payload size, which is checked before any allocation."""
 
     @property
     def name(self) -> str:
-        """As written on the wire."""
+        """Name on the wire."""
 
     def nbytes(self, layout: TensorLayout) -> int:
-        """Bytes of payload for a tensor of this layout; ``WireError`` if the codec has none for it."""
+        """Return the payload size for a layout; raises ``WireError`` if it is not supported."""
 
     def encode(self, tensor: torch.Tensor, layout: TensorLayout) -> Encoded:
-        """May share the memory of the (dense, CPU) tensor; raw where this codec would do no good."""
+        """Encode a dense CPU tensor; may share its memory, and falls back to raw if there is no gain."""
 
     def decode(self, payload: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-        """The tensor; may share the memory of the payload, which starts at an aligned address."""
+        """Decode a payload that starts at an aligned address; may share its memory."""
 
 
 class Raw:
-    """The tensor's own memory."""
+    """Values unchanged, in the memory of the tensor."""
 
     name = "raw"
 
     def nbytes(self, layout: TensorLayout) -> int:
-        """Elements times their size."""
+        """Return the number of elements times their size."""
         return math.prod(layout.shape) * layout.dtype.itemsize
 
     def encode(self, tensor: torch.Tensor, layout: TensorLayout) -> Encoded:  # noqa: ARG002
-        """Shares the tensor's memory."""
+        """Return the memory of the tensor."""
         return Encoded(flat_bytes(tensor), self.name)
 
     def decode(self, payload: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-        """Shares the payload's memory, and is no view in the eyes of autograd."""
+        """Return a tensor in the memory of the payload; autograd does not treat it as a view."""
         check_size(self, payload, layout)
         storage = payload.untyped_storage()
         return torch.empty(0, dtype=layout.dtype).set_(
@@ -74,29 +74,29 @@ RAW = Raw()
 
 
 def check_size(codec: Codec, payload: torch.Tensor, layout: TensorLayout) -> None:
-    """``WireError`` unless a payload has the bytes that its tensor needs."""
+    """Raise ``WireError`` unless a payload has the size that its tensor needs."""
     due = codec.nbytes(layout)
     if payload.numel() != due:
-        raise WireError(f"{payload.numel()} bytes of {codec.name} came where {due} were due")
+        raise WireError(f"a {codec.name} payload has {payload.numel()} bytes, expected {due}")
 
 
 def check_dtype(codec: Codec, layout: TensorLayout, dtypes: frozenset[torch.dtype]) -> None:
-    """``WireError`` for a tensor that a codec is not made for."""
+    """Raise ``WireError`` for a dtype that a codec does not support."""
     if layout.dtype not in dtypes:
-        raise WireError(f"{layout.dtype} does not travel as {codec.name}")
+        raise WireError(f"codec {codec.name} does not support {layout.dtype}")
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of its memory."""
+    """Return the elements of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """Parts of a tensor along its first dimension."""
+    """Yield slices of a tensor along its first dimension."""
     for start in range(0, len(tensor), size):
         yield tensor[start : start + size]
 
 
 def empty(layout: TensorLayout) -> torch.Tensor:
-    """A tensor to be filled."""
+    """Return an uninitialised tensor."""
     return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype)

@@ -1,4 +1,4 @@
-"""What a lossy codec took away is made up for, where the same quantity is sent again and again."""
+"""Error feedback: adds the rounding error of a lossy codec to the next tensor of the same name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ravnest.wire.layout import TensorLayout, dense
 
 
 class ErrorFeedback:
-    """The rounding errors of a sender, by name, each added to the next tensor of that name.
+    """Rounding errors of a sender, by name.
 
-    So the sum of what arrives stays within one rounding of the sum of what was meant. For
-    quantities that accumulate, such as contributions to an average; activations and gradients of
-    micro-batches are each used once, and an error of one has no business in the next.
+    The sum of the received tensors stays within one rounding of the sum of the exact ones. For
+    quantities that accumulate, such as contributions to an average. Activations and gradients of
+    micro-batches are used once, and the error of one does not belong to the next.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -21,23 +21,23 @@ class ErrorFeedback:
         self._residuals: dict[str, torch.Tensor] = {}
 
     def apply(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor and what the last of that name lacked, as it will arrive.
+        """Return the tensor plus the last error of that name, rounded as the receiver gets it.
 
-        Sent with the same codec it arrives bit by bit (of float32 and float64), as codecs round
-        once only.
+        Sent with the same codec it arrives bit for bit (float32 and float64), because a rounded
+        value is not rounded again.
         """
         tensor = dense(name, tensor)
         residual = self._residuals.get(name)
-        meant = tensor if residual is None else tensor + residual
-        layout = TensorLayout(meant.dtype, tuple(meant.shape), tuple(meant.stride()))
-        encoded = self._codec.encode(meant, layout)
+        exact = tensor if residual is None else tensor + residual
+        layout = TensorLayout(exact.dtype, tuple(exact.shape), tuple(exact.stride()))
+        encoded = self._codec.encode(exact, layout)
         if encoded.codec == RAW.name:
             self._residuals.pop(name, None)
-            return meant
-        arrives = self._codec.decode(encoded.payload, layout)
-        # In the memory of the last one: of a large model these are as large as its weights.
-        lacks = torch.empty_like(meant) if residual is None else residual
-        torch.sub(meant, arrives, out=lacks)
-        # Of a NaN or an infinity nothing can be made up for.
-        self._residuals[name] = lacks.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return arrives
+            return exact
+        received = self._codec.decode(encoded.payload, layout)
+        # Reuse the memory of the last error: together the errors are as large as the weights.
+        error = torch.empty_like(exact) if residual is None else residual
+        torch.sub(exact, received, out=error)
+        # The error of a NaN or an infinity cannot be corrected.
+        self._residuals[name] = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return received

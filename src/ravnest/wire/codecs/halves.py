@@ -1,4 +1,4 @@
-"""Sixteen bits for each number: ``fp16`` with more digits, ``bf16`` with more range."""
+"""16-bit codecs: ``fp16`` has more digits, ``bf16`` more range."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import torch
 
 from ravnest.wire.codecs.base import (
+    MIN_ELEMENTS,
     RAW,
-    SMALLEST,
     TILE,
     Encoded,
     check_dtype,
@@ -23,10 +23,10 @@ _WIDER = frozenset({torch.float32, torch.float64})
 
 
 class Half:
-    """Numbers rounded to the nearest of a 16-bit type.
+    """Rounds values to the nearest value of a 16-bit type.
 
-    What is finite and too large becomes the largest finite number, and is counted. NaN and infinities
-    stay what they are: they tell that something is wrong, and hiding that helps nobody.
+    Finite values outside the range become the largest finite value of their sign, and are counted.
+    NaN and infinities are kept: they show an error, and must not be hidden.
     """
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
@@ -35,18 +35,18 @@ class Half:
         self._most = torch.finfo(dtype).max
 
     def nbytes(self, layout: TensorLayout) -> int:
-        """Two for each element."""
+        """Return two bytes per element."""
         check_dtype(self, layout, _WIDER)
         return math.prod(layout.shape) * self._dtype.itemsize
 
     def encode(self, tensor: torch.Tensor, layout: TensorLayout) -> Encoded:
-        """Rounded; raw for what is no wider, or tiny."""
-        if layout.dtype not in _WIDER or tensor.numel() < SMALLEST:
+        """Round the values; tensors that are not wider than 16 bits, or small, are encoded as raw."""
+        if layout.dtype not in _WIDER or tensor.numel() < MIN_ELEMENTS:
             return RAW.encode(tensor, layout)
         numbers = torch.empty(tensor.numel(), dtype=self._dtype)
         clamped = 0
         for tile, target in zip(pieces(flat(tensor), TILE), pieces(numbers, TILE), strict=True):
-            # With a NaN in the tile both comparisons are False.
+            # Both comparisons are False if the tile holds a NaN.
             if float(tile.amax()) <= self._most and float(tile.amin()) >= -self._most:
                 target.copy_(tile)
             else:
@@ -59,7 +59,7 @@ class Half:
         return int(beyond.sum())
 
     def decode(self, payload: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-        """Widened, which loses nothing."""
+        """Widen the values, which is exact."""
         check_size(self, payload, layout)
         tensor = empty(layout)
         numbers = payload.view(self._dtype)

@@ -1,4 +1,4 @@
-"""Eight bits for each number, and a scale for each block of them."""
+"""8-bit codec: one byte per value and one scale per block of values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from ravnest.wire.codecs.base import (
+    MIN_ELEMENTS,
     RAW,
-    SMALLEST,
     TILE,
     Encoded,
     check_dtype,
@@ -23,21 +23,21 @@ from ravnest.wire.layout import TensorLayout
 
 _WIDER = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _BLOCK = 32
-"""The fewest numbers to a scale with which tensors still take 3.7 times fewer bytes: the largest of a
-few is nearer to all of them."""
+"""Values per scale: the smallest block with which tensors are still 3.7 times smaller. Small blocks are
+more exact, because the largest value of a block sets its step."""
 _STEPS = 127
 _SCALE = torch.bfloat16
-"""Eight digits times the seven of a step are exact in a float32, so that a block decoded and encoded
-again gives the same bytes: what passes several nodes is rounded once."""
+"""dtype of a scale. Its 8 significant bits times the 7 bits of a value are exact in float32, so a
+decoded block encodes to the same bytes: a value that passes several nodes is rounded once."""
 _LEAST = 2.0**-119
-"""Blocks of smaller numbers take the scale of this one, the smallest that a float32 holds in full."""
+"""Lower bound of the largest value of a block: the smallest one whose scale float32 holds exactly."""
 
 
 class Int8:
-    """Blocks of 32 numbers, each as the nearest of 255 steps between plus and minus its largest.
+    """Rounds each value to one of 255 steps between plus and minus the largest value of its block of 32.
 
-    The payload is the scales of all blocks, then a signed byte for each element. Nothing is clamped: a
-    tensor with NaN, infinities, or numbers that leave no room for rounding travels raw.
+    The payload holds the scales of all blocks, then a signed byte per element. Nothing is clamped: a
+    tensor with NaN, infinities, or values too large for rounding is encoded as raw.
     """
 
     name = "int8"
@@ -46,15 +46,15 @@ class Int8:
         self._scratch = _Scratch()
 
     def nbytes(self, layout: TensorLayout) -> int:
-        """One for each element, two for each block."""
+        """Return one byte per element and two per block."""
         check_dtype(self, layout, _WIDER)
         count = math.prod(layout.shape)
         return count + _blocks(count) * _SCALE.itemsize
 
     def encode(self, tensor: torch.Tensor, layout: TensorLayout) -> Encoded:
-        """In two passes over the tensor, as the arithmetic of scales is cheaper for all at once."""
+        """Encode in two passes, because computing all scales at once is cheaper."""
         count = tensor.numel()
-        if layout.dtype not in _WIDER or count < SMALLEST:
+        if layout.dtype not in _WIDER or count < MIN_ELEMENTS:
             return RAW.encode(tensor, layout)
         tiles = list(_tiles(flat(tensor)))
         steps = torch.empty(_blocks(count), 1)
@@ -62,7 +62,7 @@ class Int8:
         for tile, largest in zip(tiles, rows, strict=True):
             scratch = self._scratch.like(tile)
             torch.amax(_absolute(tile, scratch), 1, True, out=largest)
-        if not float(steps.amax()) < _most(layout.dtype):  # nor if it is NaN
+        if not float(steps.amax()) < _most(layout.dtype):  # False for NaN
             return RAW.encode(tensor, layout)
         payload = torch.empty(self.nbytes(layout), dtype=torch.uint8)
         scales, bytes_ = _parts(payload, count)
@@ -75,7 +75,7 @@ class Int8:
         return Encoded(payload, self.name)
 
     def decode(self, payload: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-        """Steps times their scale."""
+        """Multiply steps by their scale."""
         check_size(self, payload, layout)
         tensor = empty(layout)
         count = tensor.numel()
@@ -90,7 +90,7 @@ class Int8:
 
 
 class _Scratch(threading.local):
-    """Memory for one tile, of each thread its own: fresh memory costs more than the arithmetic."""
+    """Memory for one tile per thread: allocating it each time costs more than the arithmetic."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(TILE // _BLOCK, _BLOCK)
@@ -102,7 +102,7 @@ class _Scratch(threading.local):
 
 
 def _most(dtype: torch.dtype) -> float:
-    """Beyond it a scale that was rounded up would not come back as a finite number."""
+    """Return the bound above which a scale that was rounded up might decode to infinity."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max) * (1 - 2**-7)
 
 
@@ -117,13 +117,13 @@ def _blocks(count: int) -> int:
 
 
 def _parts(payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales, as a column, and the bytes of the elements."""
+    """Return the scales, as a column, and the bytes of the elements."""
     size = len(payload) - count
     return payload[:size].view(_SCALE).unsqueeze(1), payload[size:].view(torch.int8)
 
 
 def _tiles(elements: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Whole blocks as rows, a tile of them at a time, then what is left as a row of its own."""
+    """Yield tiles with whole blocks as rows, then the remaining elements as a row of their own."""
     whole = elements.numel() // _BLOCK
     yield from pieces(elements[: whole * _BLOCK].view(whole, _BLOCK), TILE // _BLOCK)
     if elements.numel() % _BLOCK:
@@ -131,7 +131,7 @@ def _tiles(elements: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _rows(scales: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """The scales of each of the tiles of ``count`` elements."""
+    """Yield the scales of each tile of ``count`` elements."""
     whole = count // _BLOCK
     yield from pieces(scales[:whole], TILE // _BLOCK)
     if count % _BLOCK:

@@ -1,0 +1,256 @@
+"""Two-phase commit of one round, at the coordinator. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from ravnest.averaging.deadlines import Timing
+from ravnest.averaging.events import Command, RoundEnded, SendToCluster
+from ravnest.averaging.outcome import RoundKind, RoundOutcome
+from ravnest.averaging.round import Round
+from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
+
+ATTEMPTS = 3
+"""Attempts of a round; a final round is retried as long as two clusters are alive."""
+
+
+class TwoPhaseCommit:
+    """Asks clusters to prepare, starts the average with those that did, and decides.
+
+    No cluster averages before all members are known, and none applies an average before all members
+    have it: no model is averaged in part. A failed attempt is followed at once by the next one,
+    without the cluster that caused the failure. For clusters that take part again, the new Prepare
+    itself voids the previous attempt, so training that has paused for the round stays paused.
+    Clusters that are left out receive a Decision with the reason.
+
+    Methods append to ``actions``; the caller takes them. ``outcome`` is set when the round is over.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        kind: RoundKind,
+        clusters: Iterable[int],
+        missing: Mapping[int, str],
+        timing: Timing,
+        now: float,
+    ) -> None:
+        self.kind: RoundKind = kind
+        self.round = Round(RoundId(number), kind != "background", tuple(sorted(clusters)), now)
+        """The current attempt."""
+        self.missing = dict(missing)
+        """Clusters that do not take part, with the reason."""
+        self.deadline: float | None = None
+        self.outcome: RoundOutcome | None = None
+        self.actions: list[SendToCluster | RoundEnded] = []
+        self._timing = timing
+        self._opened = now
+        self._sent_bytes = 0
+        self._disagreed = False
+
+    def awaits_copy(self, cluster: int) -> bool:
+        """Return True if the cluster has not replied to Prepare yet."""
+        return self.round.state == "preparing" and cluster in self.round.awaited
+
+    # Events
+
+    def open(self, now: float) -> None:
+        """Send Prepare; with fewer than two clusters, close the round at once."""
+        if len(self.round.members) >= 2:
+            self._prepare(now)
+        else:
+            self._close(self._too_few(), now, announce=self.round.assign)
+
+    def prepared(self, head: Prepared, now: float) -> None:
+        """Take a cluster's reply to Prepare."""
+        if head.round == self.round.id and self.awaits_copy(head.cluster):
+            self._timing.answered(head.cluster, now - self.round.since)
+            self.round = self.round.with_prepared(head.cluster, head)
+
+    def reduced(self, head: Reduced, now: float) -> None:
+        """Take a cluster's reply to Start."""
+        current = self.round
+        awaited = current.state == "reducing" and head.cluster in current.awaited
+        if head.round != current.id or not awaited:
+            return
+        self.round = current.with_reduced(head.cluster, head)
+        self._sent_bytes += max(0, head.sent_bytes)
+        if head.problem:
+            soon = now + self._timing.limits.grace
+            self.deadline = soon if self.deadline is None else min(soon, self.deadline)
+
+    def lost(self, cluster: int, reason: str, now: float) -> None:
+        """Continue without a cluster that is gone; after Start this voids the attempt."""
+        if cluster not in self.round.members:
+            return
+        if self.round.state == "reducing":
+            self._retry(f"cluster {cluster} was lost: {reason}", {cluster: reason}, now, gone=True)
+        else:
+            self._leave_out({cluster: reason}, tell=False)
+            if len(self.round.members) < 2:
+                self._close(self._too_few(), now)
+
+    def check(self, now: float) -> None:
+        """Continue if all clusters have replied or the deadline has passed."""
+        while self.outcome is None:
+            late = self.deadline is not None and now >= self.deadline
+            if self.round.awaited and not late:
+                return
+            if self.round.state == "reducing":
+                self._decide(now)
+            else:
+                self._start(now)
+
+    def abandon(self, reason: str, now: float) -> None:
+        """End the round without a Decision, because a newer Prepare follows."""
+        self._close(reason, now, announce=False)
+
+    # Steps
+
+    def _prepare(self, now: float) -> None:
+        wait = None if self.kind == "final" else self._timing.answer_within(self.round.members)
+        self.deadline = None if wait is None else now + wait
+        self._send(Prepare(self.round.id, self.round.assign))
+
+    def _start(self, now: float) -> None:
+        waited = now - self.round.since
+        silent = self.round.awaited
+        for cluster in silent:
+            self._timing.answered(cluster, waited)
+        self._leave_out(dict.fromkeys(silent, f"no reply within {waited:.1f} s"))
+        if len(self.round.members) < 2:
+            self._close(self._too_few(), now)
+            return
+        replies = self.round.prepared
+        able = {c: max(0, head.samples) for c, head in replies.items() if not head.problem}
+        if not able:
+            causes = "; ".join(f"cluster {c}: {head.problem}" for c, head in sorted(replies.items()))
+            self._close(f"no cluster has valid parameters: {causes}", now)
+            return
+        self.round = self.round.start(dict.fromkeys(self.round.members, 0.0) | shares(able), now)
+        self.deadline = None if self.kind == "final" else now + self._timing.reduce_within()
+        codec, base = self._compression()
+        self._send(Start(self.round.id, dict(self.round.weights), codec, base))
+
+    def _compression(self) -> tuple[str, RoundId | None]:
+        """Return the codec of the attempt and the average it is based on.
+
+        Values are compressed if all clusters ask for the same codec and hold the same last average.
+        Final rounds are exact.
+        """
+        wishes = {(reply.codec, reply.base) for reply in self.round.prepared.values()}
+        exact = self.kind == "final" or len(wishes) > 1
+        codec, base = next(iter(wishes))
+        return ("raw", None) if exact or base is None else (codec, base)
+
+    def _decide(self, now: float) -> None:
+        replies = self.round.reduced
+        silent = set(self.round.awaited)
+        blamed = Counter(self._culprit(head) for head in replies.values() if head.problem)
+        if not blamed:
+            self._timing.reduced(now - self.round.since)
+        if silent or blamed:
+            self._retry_without_culprits(silent, blamed, now)
+            return
+        reason = disagreement({c: head.digests for c, head in replies.items()})
+        if not reason:
+            self._close("", now)
+        elif self._disagreed:
+            self._close(f"{reason}, twice: a node computes or transmits wrongly", now)
+        else:
+            self._disagreed = True
+            self._retry(reason, {}, now)
+
+    def _culprit(self, head: Reduced) -> int:
+        """Return the cluster that a failed one blames; itself if it blames no other member."""
+        named = head.missing in self.round.members and head.missing != head.cluster
+        return head.missing if named and head.missing is not None else head.cluster
+
+    def _retry_without_culprits(self, silent: set[int], blamed: Counter[int], now: float) -> None:
+        """Retry without the clusters at fault.
+
+        If a cluster hangs, those behind it in a ring hang too, and each blames the one before: the
+        cluster that is blamed and silent is the cause. If all blamed clusters have replied, only one
+        is left out (the one blamed most, then the last), because two clusters that cannot reach each
+        other blame each other. A final round first retries with all clusters.
+        """
+        waited = f"not done within {now - self.round.since:.1f} s"
+        said = "; ".join(
+            f"cluster {c}: {head.problem}"
+            for c, head in sorted(self.round.reduced.items())
+            if head.problem
+        )
+        without: dict[int, str] = {}
+        if self.kind != "final" or self.round.id.attempt + 1 >= ATTEMPTS:
+            hanging = silent & set(blamed) if blamed else silent
+            worst = max(blamed, key=lambda cluster: (blamed[cluster], cluster), default=0)
+            without = dict.fromkeys(hanging, waited) or {worst: said}
+        late = ", ".join(str(cluster) for cluster in sorted(silent))
+        self._retry(said or f"cluster {late} {waited}", without, now)
+
+    def _retry(self, reason: str, without: Mapping[int, str], now: float, *, gone: bool = False) -> None:
+        self._leave_out(without, tell=not gone)
+        if len(self.round.members) < 2:
+            self._close(f"{self._too_few()} ({reason})", now)
+        elif self.kind != "final" and self.round.id.attempt + 1 >= ATTEMPTS:
+            self._close(f"given up after {ATTEMPTS} attempts, the last: {reason}", now)
+        else:
+            self.round = self.round.next_attempt(now)
+            self._prepare(now)
+
+    def _leave_out(self, reasons: Mapping[int, str], *, tell: bool = True) -> None:
+        self.round = self.round.without(reasons)
+        for cluster, reason in sorted(reasons.items()):
+            self.missing[cluster] = reason
+            if tell:
+                self.actions.append(SendToCluster(cluster, self._decision(False, reason)))
+
+    def _too_few(self) -> str:
+        members = self.round.members
+        return f"only cluster {members[0]} takes part" if members else "no cluster takes part"
+
+    def _close(self, reason: str, now: float, *, announce: bool = True) -> None:
+        current, committed = self.round, not reason
+        self.outcome = RoundOutcome(
+            round=current.id,
+            kind=self.kind,
+            committed=committed,
+            reason=reason,
+            weights=dict(current.weights),
+            missing=dict(self.missing),
+            problems={c: head.problem for c, head in current.prepared.items() if head.problem},
+            sent_bytes=self._sent_bytes,
+            seconds=now - self._opened,
+            digests=current.reduced[current.members[0]].digests if committed else {},
+        )
+        if announce:
+            self._send(self._decision(committed, reason or self.outcome.describe()))
+        self.actions.append(RoundEnded(self.outcome))
+
+    def _decision(self, commit: bool, reason: str) -> Decision:
+        return Decision(self.round.id, commit, reason, self.round.assign)
+
+    def _send(self, head: Command) -> None:
+        self.actions += [SendToCluster(cluster, head) for cluster in self.round.members]
+
+
+def shares(samples: Mapping[int, int]) -> dict[int, float]:
+    """Return weights in proportion to the samples, which sum to 1; equal weights without samples."""
+    total = sum(samples.values())
+    if total == 0:
+        return {cluster: 1 / len(samples) for cluster in samples}
+    return {cluster: count / total for cluster, count in samples.items()}
+
+
+def disagreement(digests: Mapping[int, Mapping[int, str]]) -> str:
+    """Describe where clusters hold different averages; empty if they agree.
+
+    Every cluster has exactly one owner of each ring, so a cluster that lacks a ring disagrees too.
+    """
+    for ring in sorted({ring for found in digests.values() for ring in found}):
+        found = {cluster: by_ring.get(ring, "none") for cluster, by_ring in sorted(digests.items())}
+        if len(set(found.values())) > 1:
+            shown = ", ".join(f"{digest} at cluster {cluster}" for cluster, digest in found.items())
+            return f"the averages of ring {ring} differ: {shown}"
+    return ""
