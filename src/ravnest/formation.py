@@ -26,7 +26,7 @@ from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.store.bundle import save_stage
 from ravnest.store.file_set import Replacement
 from ravnest.store.files import inside, read_json, write_json
-from ravnest.store.node_spec import bundle_path, node_file, plan_digest, write_node
+from ravnest.store.node_spec import bundle_path, make_node_spec, plan_digest, write_node
 from ravnest.transport.certificates import Authority
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def _write(target: Path, plan: Plan, splits: Mapping[int, Split]) -> None:
         for stage in plan.stages:
             bundle = bundle_path(stage)
             digest = save_stage(replacement.staging / bundle, splits[stage.cluster].stages[stage.index])
-            nodes.append(node_file(plan, stage, bundle, digest.sha256))
+            nodes.append(make_node_spec(plan, stage, bundle, digest.sha256))
         digest_of_plan = plan_digest(nodes)
         for node in nodes:
             write_node(replacement.staging, replace(node, plan=digest_of_plan))
