@@ -22,7 +22,7 @@ from ravnest.plan.memory import averaging_copies
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
-from ravnest.plan.profile import ModelProfile, TensorProfile, Unit
+from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
 from ravnest.plan.search import EXACT_NODES, find_clusters
 from ravnest.types import Address
 
@@ -63,7 +63,7 @@ def random_profile(rng: random.Random, units: int, *, tied: bool) -> ModelProfil
         state.append(TensorProfile(f"tied{number}", rng.randint(1, 400) * 10_000, True, True, users))
     return ModelProfile(
         units=tuple(
-            Unit(
+            UnitCost(
                 work=rng.uniform(0.1, 3) * 1e9,
                 activation_bytes=rng.randint(1, 300) * 10_000,
                 workspace_bytes=rng.randint(0, 100) * 10_000,

@@ -24,7 +24,7 @@ from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.scheduling.data_shares import check_data, least_rows, rows_of, share, whole
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
-from ravnest.store.node_spec import NodeSpec, bundle_path, make_node_spec, plan_digest
+from ravnest.store.node_spec import NodeSpec, bundle_path, node_file, node_to_json, plan_digest
 from ravnest.transport.tls import is_loopback
 from ravnest.types import Address
 
@@ -102,7 +102,7 @@ def ship(
     plan, spec = planned.plan, planned.spec
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         shipped = _ship_stages(planned, weights, add, Path(folder))
-    files = [make_node_spec(plan, s, bundle_path(s), shipped[s.node.id].stage.sha256) for s in plan.stages]
+    files = [node_file(plan, s, bundle_path(s), shipped[s.node.id].stage.sha256) for s in plan.stages]
     digest = plan_digest(files, job)
     tls = any(not is_loopback(stage.node.address) for stage in plan.stages)
     return tuple(
