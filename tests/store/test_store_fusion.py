@@ -184,9 +184,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "name lost": (lose_a_name, "do not form one state_dict"),
     "empty folder": (
         lambda t: (shutil.rmtree(t / "cluster_0"), (t / "cluster_0").mkdir()),
-        r"has no trained stage of cluster 0: train with Trainer\(save=True\)",
+        r"holds no trained stage of cluster 0: train with Trainer\(save=True\)",
     ),
-    "no folder": (shutil.rmtree, "has no trained stage of cluster 0"),
+    "no folder": (shutil.rmtree, "holds no trained stage of cluster 0"),
 }
 
 
@@ -209,7 +209,7 @@ def test_an_incomplete_model_is_refused(trained: Path, name: str) -> None:
 
 
 def test_another_cluster_has_nothing_to_fuse(trained: Path) -> None:
-    with pytest.raises(FusionError, match="has no trained stage of cluster 7"):
+    with pytest.raises(FusionError, match="holds no trained stage of cluster 7"):
         model_fusion(7, folder=trained)
 
 

@@ -193,7 +193,7 @@ def read_nodes(folder: Path) -> list[NodeSpec]:
     numbers = sorted(int(name[5:]) for name in names if name[5:].isdecimal())
     if not numbers:
         raise StageFormatError(
-            f"{folder} has no node files: run clusterize() first, or name the folder that it wrote"
+            f"{folder} holds no nodes: run clusterize() first, or name the folder that it wrote"
         )
     return [read_node(folder, f"node_{number}") for number in numbers]
 

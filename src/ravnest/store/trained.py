@@ -129,7 +129,7 @@ def _read_all(source: Path, cluster_id: int) -> list[_TrainedStage]:
     paths = [p for p in source.glob("node_*.json") if re.fullmatch(r"node_\d+", p.stem)]
     if not paths:
         raise FusionError(
-            f"{source} has no trained stage of cluster {cluster_id}: train with Trainer(save=True), "
+            f"{source} holds no trained stage of cluster {cluster_id}: train with Trainer(save=True), "
             "or name the folder of the trained files with folder="
         )
     return [_read(path) for path in sorted(paths)]
