@@ -34,7 +34,7 @@ def measure() -> str:
     return "\n".join(
         [
             f"Over {PIPELINES} pipelines, backward passes first need {statistics.mean(ratios):.2f}x the "
-            f"window on average (larger), at worst {first[worst]} where alternating needs {turns[worst]}; "
+            f"window on average (larger), at worst {first[worst]} instead of {turns[worst]}; "
             f"the window is smaller in {sum(ratio < 1 for ratio in ratios)} pipelines.",
             "",
             _speed(),
