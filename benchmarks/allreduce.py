@@ -1,9 +1,9 @@
-"""How fast members of a ring average.
+"""Time of an all-reduce in a ring, compared with gloo and hivemind.
 
-All members are processes on loopback with one thread of torch each; a time is from the word "go" to
-the answer of the last member, and the contenders take turns. Ours goes over the gRPC transport, with
-frames, checksums, weights and a digest of the result. Gloo's only sums. Hivemind has found its group
-before the clock starts. Run as a script it prints its report.
+All members are processes on loopback with one torch thread each. A time lasts from the start signal to
+the answer of the last member, and the implementations take turns. Ravnest's all-reduce uses the gRPC
+transport, with frames, checksums, weights and a digest of the result; gloo's only sums. Hivemind has
+formed its group before the clock starts. Run as a script to print the report.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HIVEMIND_ENVIRONMENT = HERE.parent.parent / ".venv-hivemind"
 
 
 class Members:
-    """Processes that average together when told to."""
+    """Processes that average together on request."""
 
     def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
         self._processes = processes
@@ -55,7 +55,7 @@ class Members:
         self._read_all()
 
     def once(self) -> tuple[float, list[Any]]:
-        """Seconds of one all-reduce, and what the members say of it."""
+        """Run one all-reduce; return its seconds and the answers of the members."""
         self._tell(["ready"] * len(self._processes))
         self._read_all()
         begin = time.perf_counter()
@@ -82,7 +82,7 @@ class Members:
 
 @contextmanager
 def members(command: Sequence[str], count: int, elements: int) -> Iterator[Members]:
-    """Started; told to leave at the end, and killed if they do not."""
+    """Start the members; ask them to exit at the end, and kill those that do not."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
     processes = [
         subprocess.Popen(
@@ -92,7 +92,7 @@ def members(command: Sequence[str], count: int, elements: int) -> Iterator[Membe
             stderr=None if _is_ours(command) else subprocess.DEVNULL,
             env=environment,
             text=True,
-            start_new_session=True,  # hivemind's have children of their own
+            start_new_session=True,  # hivemind's members have child processes
         )
         for rank in range(count)
     ]
@@ -115,17 +115,17 @@ def _is_ours(command: Sequence[str]) -> bool:
 
 
 def ours(kind: str, *more: str) -> list[str]:
-    """The command of a member in this file."""
+    """Return the command of a member in this file."""
     return [sys.executable, str(HERE), kind, *more]
 
 
 def say(value: Any) -> None:
-    """To the parent."""
+    """Send an answer to the parent."""
     print(json.dumps(value), flush=True)
 
 
 def orders() -> Iterator[None]:
-    """One for each all-reduce that is to run now."""
+    """Yield once for each all-reduce to run."""
     for line in sys.stdin:
         if line.strip() == "go":
             yield
@@ -145,7 +145,7 @@ class _Handler:
 
 
 def ravnest(piece_bytes: int, rank: int, count: int, elements: int) -> None:
-    """A member of ours."""
+    """Run a member of Ravnest."""
     torch.set_num_threads(1)
     exchange = AllReduce({0: elements}, piece_bytes=piece_bytes)
     transport, handler = GrpcTransport(), _Handler(exchange)
@@ -167,7 +167,7 @@ def ravnest(piece_bytes: int, rank: int, count: int, elements: int) -> None:
 
 
 def gloo(rank: int, count: int, elements: int) -> None:
-    """A member of torch.distributed."""
+    """Run a member of torch.distributed (gloo)."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if not rank else None
     say(store.port if store else 0)
@@ -182,7 +182,7 @@ def gloo(rank: int, count: int, elements: int) -> None:
 
 
 def hivemind() -> list[str] | str:
-    """The command of a member, in an environment that is made once; or why there is none."""
+    """Return the command of a member in its own environment, or why it cannot be installed."""
     python = HIVEMIND_ENVIRONMENT / "bin" / "python"
     if not (HIVEMIND_ENVIRONMENT / "ready").exists():
         venv.create(HIVEMIND_ENVIRONMENT, with_pip=True, clear=True)
@@ -197,7 +197,7 @@ def hivemind() -> list[str] | str:
 
 
 def race(contenders: dict[str, list[str]], rounds: int) -> dict[str, float]:
-    """Median seconds of contenders that take turns, their first two thrown away."""
+    """Return the median seconds of contenders that take turns, without the first two runs."""
     with ExitStack() as stack:
         opened = {
             name: stack.enter_context(members(command, MEMBERS, ELEMENTS))
@@ -213,7 +213,7 @@ def race(contenders: dict[str, list[str]], rounds: int) -> dict[str, float]:
 
 
 def measure() -> str:
-    """The whole report in Markdown."""
+    """Return the report as Markdown."""
     other = hivemind()
     contenders = {"ravnest": ours("ravnest", str(PIECE_BYTES)), "gloo": ours("gloo")}
     if isinstance(other, list):
@@ -221,15 +221,16 @@ def measure() -> str:
     seconds = race(contenders, ROUNDS)
     mine, theirs = seconds["ravnest"], seconds["gloo"]
     rows = [
-        f"| 64 MiB between {MEMBERS} processes, against | ours takes, of its time | required |",
+        f"| 64 MiB between {MEMBERS} processes, compared with | Ravnest's time relative to it"
+        " (above 1 is slower) | required |",
         "|---|---|---|",
-        f"| gloo | {mine / theirs:.2f} | at most 3 |",
+        f"| gloo | {mine / theirs:.2f}x | at most 3x |",
     ]
     if "hivemind" in seconds:
         third = seconds["hivemind"]
-        rows.append(f"| {HIVEMIND} | {mine / third:.2f} | at most 0.33 |")
+        rows.append(f"| {HIVEMIND} | {mine / third:.2f}x | at most 0.33x |")
     else:
-        rows.append(f"| {HIVEMIND} | {other} | at most 0.33 |")
+        rows.append(f"| {HIVEMIND} | {other} | at most 0.33x |")
     return "\n".join([*rows, "", *_pieces(), "", *_growth()])
 
 
@@ -240,9 +241,9 @@ def _pieces() -> list[str]:
     best = min(seconds.values())
     figures = " | ".join(f"{value / best:.2f}" for value in seconds.values())
     return [
-        f"| size of a piece | {columns} |",
+        f"| chunk size | {columns} |",
         "|---|" + len(names) * "---|",
-        f"| time, of the shortest | {figures} |",
+        f"| time, relative to the shortest | {figures} |",
     ]
 
 
@@ -257,7 +258,7 @@ def _growth() -> list[str]:
     return [
         f"| members | {columns} |",
         "|---|" + len(GROWTH) * "---|",
-        f"| sent by each, in vectors: 2 (m - 1) / m | {figures} |",
+        f"| bytes sent by each, relative to the vector: 2 (m - 1) / m | {figures} |",
     ]
 
 

@@ -1,6 +1,6 @@
-"""A member of hivemind's averager, for ``allreduce.py``; runs in an environment of its own.
+"""Member of hivemind's averager, for ``allreduce.py``; runs in its own environment.
 
-The group is found, as hivemind does it, before the word "go".
+The group is formed before the start signal, as hivemind does it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SECONDS = 120.0
 
 
 def say(value: Any) -> None:
-    """To the parent."""
+    """Send an answer to the parent."""
     print(json.dumps(value), flush=True)
 
 
 def main(rank: int, count: int, elements: int) -> None:
-    """Average whenever told to."""
+    """Average on request."""
     torch.set_num_threads(1)
     vector = torch.randn(elements)
     first = hivemind.DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"]) if not rank else None
@@ -46,7 +46,7 @@ def main(rank: int, count: int, elements: int) -> None:
             step.allow_allreduce()
             say(len(step.result(SECONDS)))
     averager.shutdown()
-    dht.shutdown()  # with its daemon, which outlives a process that is killed
+    dht.shutdown()  # including its daemon, which survives a killed process
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Processes of clusters that average: they train as ordered, and say what averaging took.
+"""Processes of clusters that average: they train on request and measure what averaging takes.
 
     python averaged_nodes.py '<settings as JSON>'
 
-A Root reads the seconds to train for and answers with a ``Taken``, as `contenders.py` does.
+A Root reads the seconds to train for and answers with a ``Taken``, as in `contenders.py`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.inbox import WorkerInbox
 
 EPOCH = 11
-"""Updates of an epoch in each of the demo's two clusters."""
+"""Updates per epoch in each of the demo's two clusters."""
 
 
 @dataclass(frozen=True)
 class Taken(Rate):
-    """What a Root measured."""
+    """Measurements of a Root."""
 
     seconds: float = 0.0
-    """Of training, from the order to its end."""
+    """Seconds of training, from the request to its end."""
     cpu: float = 0.0
-    """Seconds of its process, for a sample: computing, sending and averaging."""
+    """CPU seconds of its process per sample: computing, sending and averaging."""
     stopped: float = 0.0
-    """Share of its time that the thread that computes spent on averages: to copy and change weights."""
+    """Share of its time that the worker thread spent on averaging: copying and changing weights."""
     rounds: int = 0
-    """Averaged; counted at the Root that coordinates."""
+    """Rounds, counted at the coordinating Root."""
     peak: int = 0
-    """The most bytes that its process has had in memory so far."""
+    """Peak memory of its process so far, in bytes."""
 
 
 class _Stopped:
-    """Seconds that the thread that computes spent on averages; of the processor, which is shared."""
+    """CPU seconds that the worker thread spent on averaging."""
 
     seconds = 0.0
 
@@ -73,7 +73,7 @@ class _TimedInbox(WorkerInbox):
 
 
 class TimedState(AveragingAdapter):
-    """Times everything that averaging does in the thread that computes."""
+    """Measure everything that averaging does in the worker thread."""
 
     def __init__(self, execution: Any, inbox: WorkerInbox, rings: Any, **options: Any) -> None:
         super().__init__(execution, _TimedInbox(inbox), rings, **options)
@@ -83,7 +83,7 @@ class TimedState(AveragingAdapter):
 
 class _Watching(Racing):
     def batches(self) -> Iterator[Any]:
-        """Epochs are those of the demo's clusters."""
+        """Loader with the epoch length of the demo's clusters."""
         while True:
             yield from itertools.islice(self.train_loader, EPOCH)
             self.node._end_epoch()
@@ -105,14 +105,14 @@ class _Watching(Racing):
         )
 
     def _computed(self) -> float:
-        """Seconds that the thread that computes has had of the processor."""
+        """Return the CPU seconds of the worker thread."""
         answers: SimpleQueue[float] = SimpleQueue()
         self.node._ensure_started()._worker.post(lambda: answers.put(time.thread_time()))
         return answers.get(timeout=60)
 
 
 def main() -> None:
-    """Be one node."""
+    """Run one node."""
     torch.set_num_threads(1)
     node_runtime.AveragingAdapter = TimedState  # type: ignore[misc]
     ravnest(Seat(**json.loads(sys.argv[1])), _Watching)

@@ -1,10 +1,10 @@
-"""What clusters that average are worth, and what averaging costs.
+"""Value of several clusters that average, and the cost of averaging.
 
-The worth is that of `sync` clusters with blocking rounds, each with its share of the data: in one
-process, as plain training of one model a cluster (`replicas.py`), which real clusters are compared
-with. The costs are those of real nodes: processes on loopback that train in `async` with background
-rounds, or, for bytes, threads over the in-memory network. Run as a script it prints its report;
-arguments choose parts (`worth`, `cost`, `memory`, `bytes`).
+The value is measured for `sync` clusters with blocking rounds, each with its share of the data: in one
+process, as plain training of one model per cluster (`replicas.py`), which is compared with real
+clusters. The costs are measured with real nodes: processes on loopback that train in `async` with
+background rounds, or, for bytes, threads over the in-memory network. Run as a script to print the
+report; arguments choose parts (`worth`, `cost`, `memory`, `bytes`).
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ NEVER = 10**9
 MEMORY_RUNS = 3
 _NODE = Path(__file__).with_name("averaged_nodes.py")
 
-# What clusters are worth
+# Value of several clusters
 
 RATE = 1e-3
 """Learning rate of a single cluster."""
 REDUCE_FACTOR = 5
 UPDATES = {DIGITS_CNN: 1008, SORTING: 2400}
-"""Of the single cluster."""
+"""Epochs of the single cluster."""
 SEEDS = int(os.environ.get("RAVNEST_BENCH_SEEDS", "3"))
 LENGTHS = (0.75, 1.0, 1.25, 1.5, 2.0)
-"""Of the training of k clusters, as multiples of the same number of epochs."""
+"""Lengths of the training of k clusters, as multiples of the epochs of the single cluster."""
 CHECKED = 20
-"""Updates that real clusters are compared after."""
+"""Updates after which real clusters are compared."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a training."""
+    """Result of a training."""
 
     updates: int
-    """Of each cluster."""
+    """Updates of each cluster."""
     loss: float
-    """Held out; median of the seeds."""
+    """Held-out loss; median over the seeds."""
 
 
 def result_of(lesson: Lesson, clusters: int, updates: int, rate: float) -> Result:
@@ -81,7 +81,7 @@ def result_of(lesson: Lesson, clusters: int, updates: int, rate: float) -> Resul
 
 
 def _rates(peak: float, updates: int) -> list[float]:
-    """Up for a tenth of the updates, and down to 0 along a cosine."""
+    """Return the learning rates: warm-up over a tenth of the updates, then a cosine to 0."""
     return [
         peak * min(1.0, 10 * (i + 1) / updates) * 0.5 * (1 + math.cos(math.pi * i / updates))
         for i in range(updates)
@@ -89,7 +89,7 @@ def _rates(peak: float, updates: int) -> list[float]:
 
 
 def _until(loss: float, lesson: Lesson, clusters: int) -> list[Result]:
-    """Longer and longer trainings of clusters, up to the first that reaches a loss."""
+    """Train clusters longer and longer, until a training reaches the loss."""
     found: list[Result] = []
     for length in LENGTHS:
         updates = round(length * UPDATES[lesson] / clusters)
@@ -100,7 +100,7 @@ def _until(loss: float, lesson: Lesson, clusters: int) -> list[Result]:
 
 
 def _updates_to(loss: float, found: Sequence[Result]) -> float:
-    """Between the last training that does not reach the loss and the first that does."""
+    """Interpolate between the last training that misses the loss and the first that reaches it."""
     if found[-1].loss > loss:
         return math.inf
     if len(found) == 1:
@@ -126,7 +126,7 @@ def _worth_rows(lesson: Lesson) -> list[str]:
 
 
 def difference(lesson: Lesson, clusters: int, nodes: int) -> float:
-    """Between parameters of real clusters and of replicas after some updates: the largest."""
+    """Return the largest difference between the parameters of real clusters and replicas."""
     train_set, _ = lesson.data(0)
     data = TensorDataset(*train_set[: CHECKED * lesson.batch * clusters])
     plain = replace(lesson, make=lambda: _without_dropout(lesson.make()), data=lambda _: (data, data))
@@ -143,7 +143,7 @@ def difference(lesson: Lesson, clusters: int, nodes: int) -> float:
 
 
 def _without_dropout(model: nn.Module) -> nn.Module:
-    """Nodes draw their own random numbers."""
+    """Disable dropout: nodes draw their own random numbers."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -152,41 +152,41 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 
 def _worth() -> str:
     off = max(difference(lesson, 2, 2) for lesson in UPDATES)
-    same = f"within {off:.0e} of the replicas'" if off else "those of the replicas to the last bit"
+    same = f"within {off:.0e} of the replicas'" if off else "bitwise equal to those of the replicas"
     lines = [
-        "Updates that each of k clusters with shards needs for the loss of a single cluster. AdamW, "
+        "Updates that each of k clusters with shards needs to reach the loss of one cluster. AdamW, "
         f"batches of {DIGITS_CNN.batch}, learning rates with warm-up and decay over the length of each "
         f"training; their peak is {RATE} times the number of clusters. Averages every {REDUCE_FACTOR} "
         f"updates. Held-out loss of the averaged model, median of {SEEDS} seeds; the share is "
-        "interpolated between the trainings around it. The aims are about 1/2 and 1/4. The last rows "
-        "show what a single cluster makes of the same rates. Parameters of real clusters (2 + 2 nodes) "
+        "interpolated between the trainings around it. The targets are about 1/2 and 1/4. The last rows "
+        "show a single cluster with the same rates. Parameters of real clusters (2 + 2 nodes) "
         f"are {same} after {CHECKED} updates.",
         "",
-        "| | clusters | rate | updates of each | loss | share of the updates |",
+        "| | clusters | rate | updates per cluster | loss | share of the updates (below 1 is fewer) |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     return "\n".join([*lines, *(row for lesson in UPDATES for row in _worth_rows(lesson))])
 
 
-# What averaging takes from training
+# Cost of averaging in training time
 
-FACTORS = {NEVER: "never", None: "not said (once an epoch, or in 2 s)", 5: "every 5 updates"}
+FACTORS = {NEVER: "never", None: "default (once per epoch, at most every 2 s)", 5: "every 5 updates"}
 
 
 class Clusters:
-    """Two clusters of processes that average every so many updates."""
+    """Two clusters of processes that average at a given interval."""
 
     def __init__(self, teams: Sequence[Team]) -> None:
         self._teams = teams
 
     def run(self) -> list[Taken]:
-        """Train for a while; what each Root measured."""
+        """Train for a while; return the measurements of each Root."""
         for team in self._teams:
             team.order(SECONDS)
         return [Taken(**team.answer()) for team in self._teams]
 
     def close(self) -> None:
-        """Let all end: in the last round they wait for each other."""
+        """End all processes together: in the last round they wait for each other."""
         for team in self._teams:
             team.dismiss()
         for team in self._teams:
@@ -197,7 +197,7 @@ class Clusters:
 def clusters_of(
     nodes: int, reduce_factor: int | None, work: Workload = DIGITS, compression: bool | str = False
 ) -> Iterator[Clusters]:
-    """Two clusters of so many nodes each."""
+    """Start two clusters with this many nodes each."""
     with tempfile.TemporaryDirectory() as scratch:
         names = work.form_clusters(Path(scratch), free_addresses(2 * nodes), 2)
         settings: dict[str, Any] = {"reduce_factor": reduce_factor, "compression": compression}
@@ -255,22 +255,22 @@ def _cost() -> str:
     lines = [
         "Training time that background averaging takes: the digits CNN in two clusters, all nodes "
         f"processes of one thread on loopback, epochs of {EPOCH} updates, {REPETITIONS} runs of "
-        f"{SECONDS:.0f} s in turns. The aim "
-        "is at most 2%. Stopped is the share of its time that the thread that computes spends on "
-        "averages; CPU is that of the Roots' processes for a sample. More processes than cores make "
-        "the rate uncertain; its ratio is the median of neighbours, with the middle half of them.",
+        f"{SECONDS:.0f} s in turns. The target "
+        "is at most 2%. Stopped is the share of its time that the worker thread spends on averaging; "
+        "CPU is the time of the Roots' processes per sample. With more processes than cores the rate "
+        "is uncertain; its ratio is the median of neighbouring runs, with their middle half.",
         "",
-        "| nodes | averages | rounds/s | samples/s | against never | middle half | CPU | stopped |",
+        "| nodes | averages | rounds/s | samples/s | relative to none | middle half | CPU | stopped |",
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     return "\n".join([*lines, *_cost_rows(1), *_cost_rows(2)])
 
 
-# What memory rounds take
+# Memory of rounds
 
 
 def _peak(clusters: Clusters) -> int:
-    """Of the processes of both, after some rounds."""
+    """Return the peak memory of the processes of both clusters, after some rounds."""
     return max(taken.peak for _ in range(MEMORY_RUNS) for taken in clusters.run())
 
 
@@ -295,7 +295,7 @@ def _memory() -> str:
     return "\n".join(lines)
 
 
-# What a node sends
+# Bytes that a node sends
 
 
 def _bytes() -> str:
@@ -324,7 +324,7 @@ PARTS = {"worth": _worth, "cost": _cost, "memory": _memory, "bytes": _bytes}
 
 
 def measure(parts: Sequence[str] = tuple(PARTS)) -> str:
-    """The report, as Markdown."""
+    """Return the report as Markdown."""
     torch.set_num_threads(1)
     return "\n\n".join(PARTS[part]() for part in parts)
 

@@ -1,14 +1,13 @@
-"""What each codec costs a core, saves on the wire, and does to what is learned.
+"""Cost of each codec in CPU time, its savings on the wire, and its effect on learning.
 
-Speed is of float32 numbers into and out of a codec, in bytes before compression a second of a core's
-time, in one thread. Bytes and losses are of training under virtual time (`virtual.py`) in three
-stages, whose values travel over real links of the in-memory network: their `sent_bytes` are counted,
-with frames, heads and acknowledgements. Losses are means over the last tenth of the updates, against
-the same training uncompressed. Any change of the arithmetic, however small, leads to another path:
-the row `nudged` is uncompressed training whose first weights differ by a thousandth of themselves, at
-random, and tells which changes mean nothing. At 100 Mbit/s, pipelines of processes in network
-namespaces take turns, uncompressed and `int8`. Run as a script it prints its report; arguments choose
-parts (`speed`, `learning`, `links`).
+Speed is measured for float32 values, in uncompressed bytes per second of CPU time, in one thread. Bytes
+and losses come from training under virtual time (`virtual.py`) in three stages, whose values travel
+over real links of the in-memory network: `sent_bytes` counts frames, headers and acknowledgements.
+Losses are means over the last tenth of the updates, relative to the same training without compression.
+Any change of the arithmetic, however small, leads to a different trajectory: the row `nudged` is
+uncompressed training whose initial weights are changed by a random 0.1%, and shows which differences
+are noise. At 100 Mbit/s, pipelines of processes in network namespaces take turns, uncompressed and
+`int8`. Run as a script to print the report; arguments choose parts (`speed`, `learning`, `links`).
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def _speed() -> str:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in LOSSY}
         for _ in range(ROUNDS):
             for name in LOSSY:
-                _rates(CODECS[name], tensor)  # to have its memory: fresh pages cost more than a codec
+                _rates(CODECS[name], tensor)  # allocate first: page faults cost more than a codec
                 found[name].append(_rates(CODECS[name], tensor))
         for name, rates in found.items():
             encode, decode = (statistics.median(column) for column in zip(*rates, strict=True))
@@ -111,7 +110,7 @@ class _Inbox:
 
 
 class Wires:
-    """Links between neighbouring stages; values go from one to the other and are waited for."""
+    """Links between neighbouring stages; the sender waits for each value to arrive."""
 
     def __init__(self, stages: int, codec: str) -> None:
         network = MemoryNetwork()
@@ -139,7 +138,7 @@ class Wires:
         return dict(self._inboxes[target].messages.get(timeout=10).values)
 
     def close(self) -> tuple[int, int]:
-        """Bytes that were sent in all, and values that were clamped."""
+        """Return the total bytes sent and the number of clamped values."""
         links = self._links
         found = sum(k.sent_bytes for k in links.values()), sum(k.clamped for k in links.values())
         for (source, _), link in links.items():
@@ -155,7 +154,7 @@ def _always(hello: Hello) -> Callable[[Hello], Hello]:
 
 @dataclass(frozen=True)
 class Trained:
-    """One run."""
+    """Result of one run."""
 
     loss: float
     sent: int
@@ -164,12 +163,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class Task:
-    """Something to learn."""
+    """Task to learn."""
 
     name: str
     make: Callable[[], nn.Module]
     samples: Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor]]]
-    """Of a seed."""
+    """Return the data of a seed."""
     loss_of: Callable[[Any, Any], torch.Tensor]
     updates: int
     seeds: int
@@ -259,7 +258,7 @@ def _table(task: Task) -> str:
     lines = [
         f"{task.name}, means of {task.seeds} seeds:",
         "",
-        "| codec | MB sent | fewer | required | loss | change | of single seeds | clamped |",
+        "| codec | MB sent | times fewer | required | loss | change | change per seed | clamped |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, runs in found.items():
@@ -281,7 +280,7 @@ def _links() -> str:
     if not possible():
         return f"Links of {MEGABITS} Mbit/s were not measured: that needs root and iproute2."
     lines = [
-        f"Three nodes with links of {MEGABITS} Mbit/s, 8 micro-batches an update, samples a second:",
+        f"Three nodes with links of {MEGABITS} Mbit/s, 8 micro-batches per update, samples per second:",
         "",
         "| model | uncompressed | int8 | ratio | all | required |",
         "|---|--:|--:|--:|--:|--:|",
@@ -300,12 +299,12 @@ def _links() -> str:
 
 
 _NOTE = """\
-Compression helps where the links are the bottleneck. All three nodes share the cores of one machine
-here: the larger model computes about as long as its tensors travel, so there is less to win."""
+Compression helps if the links are the bottleneck. All three nodes share the cores of one machine
+here: the larger model needs about as long to compute as to send its tensors, so the gain is smaller."""
 
 
 def race(work: Workload, lan: Lan) -> list[list[Rate]]:
-    """Uncompressed and ``int8`` in turns."""
+    """Train uncompressed and with ``int8`` in turns."""
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         teams = []
         for compression, port in zip((False, "int8"), PORTS, strict=True):
@@ -314,7 +313,7 @@ def race(work: Workload, lan: Lan) -> list[list[Rate]]:
             seats = [Seat(work.name, str(folder), name, compression=compression) for name in names]
             teams.append(stack.enter_context(team("ravnest", seats, lan)))
         for each in teams:
-            each.run(SECONDS)  # to warm up, and for Ravnest to choose its window
+            each.run(SECONDS)  # warm-up, during which Ravnest chooses its window
         found: list[list[Rate]] = [[], []]
         for repetition in range(REPETITIONS):
             for which in (0, 1) if repetition % 2 else (1, 0):
@@ -327,7 +326,7 @@ PARTS = {"speed": _speed, "learning": _learning, "links": _links}
 
 
 def measure(parts: Sequence[str] = tuple(PARTS)) -> str:
-    """The report, as Markdown."""
+    """Return the report as Markdown."""
     torch.set_num_threads(1)
     return "\n\n".join(PARTS[part]() for part in parts)
 

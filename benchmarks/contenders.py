@@ -1,9 +1,9 @@
-"""The processes that pipelines are raced with: they train for as long as they are told to.
+"""Processes of the pipelines that are compared: they train for as long as they are told to.
 
     python contenders.py ravnest|torch|single '<settings as JSON>'
 
-A process that measures reads one number a line, the seconds to train for, and answers each with a
-``Rate`` as JSON. Between two lines it idles, so that contenders can take turns.
+A measuring process reads one number per line, the seconds to train for, and answers each with a
+``Rate`` as JSON. Between two lines it is idle, so that contenders can take turns.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from ravnest.store.bundle import load_module
 from ravnest.store.node_spec import read_node
 
 WARM_SHARE = 0.25
-"""Of the time that is not measured: the pipeline fills."""
+"""Share of the time that is not measured, while the pipeline fills."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What a process measured, ramp-up and drain left out."""
+    """Measurements of a process, without ramp-up and drain."""
 
     samples: float
-    """A second."""
+    """Samples per second."""
     window: int = 1
     staleness: float = 0.0
-    """Median, at the Root."""
+    """Median staleness at the Root."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """What a process is told."""
+    """Settings of a process."""
 
     workload: str
     folder: str
     name: str = ""
-    """Of the node; for torch it says which stage to load."""
+    """Name of the node; for torch, the stage to load."""
     store: str = ""
     """torch: ``host:port`` of rank 0."""
     device: str = "lo"
@@ -60,7 +60,7 @@ class Seat:
     reduce_factor: int | None = None
 
     def work(self) -> Workload:
-        """The workload itself."""
+        """Return the workload."""
         return WORKLOADS[self.workload]
 
 
@@ -74,10 +74,10 @@ def _answer(rate: Rate) -> None:
 
 
 class Clock:
-    """When how many samples were done."""
+    """Counter of finished samples over time."""
 
     def __init__(self, seconds: float, warm: float | None = None) -> None:
-        """``warm``: seconds that do not count; a share of all if not given."""
+        """``warm``: seconds that do not count; by default a share of all."""
         now = time.perf_counter()
         self._warm = now + (WARM_SHARE * seconds if warm is None else warm)
         self._end = now + seconds
@@ -86,18 +86,18 @@ class Clock:
 
     @property
     def over(self) -> bool:
-        """Whether it is time to stop."""
+        """Return True if it is time to stop."""
         return time.perf_counter() >= self._end
 
     def mark(self, done: int) -> None:
-        """So many are done now."""
+        """Record the number of finished samples."""
         now = time.perf_counter()
         if now >= self._warm and done > self._last[1]:
             self._last = (now, done)
             self._first = self._first or self._last
 
     def rate(self) -> float:
-        """Between the first mark after warming up and the last."""
+        """Return the rate between the first mark after the warm-up and the last."""
         if self._first is None or self._first == self._last:
             return 0.0
         (t0, n0), (t1, n1) = self._first, self._last
@@ -105,26 +105,26 @@ class Clock:
 
 
 class Racing(Trainer):
-    """The Root trains as ordered; the others follow."""
+    """Trainer whose Root trains on request; the other nodes follow."""
 
     def __init__(self, node: Node, loader: Endless, samples: int) -> None:
         super().__init__(node, train_loader=loader)
         self._samples = samples
 
     def prelim_checks(self) -> None:
-        """Work until the Root is done; an endless loader has no length to look at."""
+        """Work until the Root is done; an endless loader has no length."""
         if not self.node.is_root:
             self._finish_call()
 
     def train(self) -> None:
-        """Once, over all orders."""
+        """Train once, over all requests."""
         self.prelim_checks()
         if self.node.is_root:
             for seconds in _orders():
                 _answer(self._run(seconds))
 
     def batches(self) -> Iterator[Any]:
-        """One epoch that never ends."""
+        """Train one endless epoch."""
         yield from self.train_loader
 
     def _run(self, seconds: float) -> Rate:
@@ -141,7 +141,7 @@ class Racing(Trainer):
 
 
 def ravnest(seat: Seat, racing: type[Racing] = Racing) -> None:
-    """One node."""
+    """Run one node."""
     work = seat.work()
     loader = work.loader()
     with Node(
@@ -162,20 +162,20 @@ def ravnest(seat: Seat, racing: type[Racing] = Racing) -> None:
 
 
 class _Plain(nn.Module):
-    """A stage that gives a tensor where it has only one output, as torch's pipelines want it."""
+    """Stage that returns a tensor if it has a single output, as torch's pipelines require."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.stage = stage
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Outputs as torch's pipelines want them."""
+        """Return the outputs in the form that torch's pipelines require."""
         outputs = self.stage(*inputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
 
 def pipelining(seat: Seat) -> None:
-    """One rank of torch's Schedule1F1B on gloo, with the stage that Ravnest's node has."""
+    """Run one rank of torch's Schedule1F1B on gloo, with the stage of Ravnest's node."""
     import torch.distributed as dist  # noqa: PLC0415
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: PLC0415
 
@@ -203,7 +203,7 @@ def pipelining(seat: Seat) -> None:
     samples, seconds_a_step = work.samples * work.update_frequency, 0.0
     orders = _orders() if place.stage == 0 else itertools.repeat(0.0)
     for seconds in orders:
-        # All ranks must agree on the number of steps, and asking at each step would slow it down.
+        # All ranks must agree on the number of steps, and a message per step would slow it down.
         wanted = max(4, round(seconds / seconds_a_step)) if seconds_a_step else 4
         count = torch.tensor([wanted])
         dist.broadcast(count, 0)
@@ -222,7 +222,7 @@ def pipelining(seat: Seat) -> None:
 
 
 def single(seat: Seat) -> None:
-    """The unsplit model in one process."""
+    """Train the unsplit model in one process."""
     work = seat.work()
     model, loader = work.model().train(), work.loader()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -243,7 +243,7 @@ CONTENDERS = {"ravnest": ravnest, "torch": pipelining, "single": single}
 
 
 def main() -> None:
-    """Take a seat."""
+    """Run the process that the arguments name."""
     torch.set_num_threads(1)
     CONTENDERS[sys.argv[1]](Seat(**json.loads(sys.argv[2])))
 

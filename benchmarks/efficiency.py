@@ -1,13 +1,13 @@
-"""How much of the slowest stage's rate a pipeline reaches, at the window that Ravnest chose itself.
+"""Rate of a pipeline relative to its slowest stage, at the window that Ravnest chooses.
 
-Nodes of one process, in threads, over the in-memory network, whose links take as long as they are
-told. Everything is real (Node, worker, session, window) but the computation: each stage sleeps for
-as long as it should compute, and has no optimizer. So the figures show what the schedule loses, not
-what the machine does. The slowest stage's rate is that of the same sleeps alone, one after another, in
-a process of its own at the same time: what disturbs the machine disturbs both.
-The predicted rate is that of the simulation by which the window was chosen, from the times that the
-nodes measured. Rates are measured from when the window has settled, which takes seconds of trainings
-that last for hours. Run as a script it prints its report.
+The nodes are threads of one process, over the in-memory network with the given link delays. Everything
+is real (Node, worker thread, window tuner) except the computation: each stage sleeps for its computing
+time, and has no optimizer. The numbers therefore show the losses of the schedule, not of the machine.
+The rate of the slowest stage is measured with the same sleeps alone, one after another, in a separate
+process at the same time, so that disturbances affect both.
+The predicted rate is the result of the simulation that chose the window, from the times that the nodes
+measured. Rates are measured after the window has settled, which takes seconds in trainings that last
+for hours. Run as a script to print the report.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ravnest.transport.memory import MemoryNetwork
 from ravnest.types import MicrobatchId
 
 FORWARD, BACKWARD = 0.010, 0.020
-"""Seconds that each stage computes for a micro-batch."""
+"""Computing time of each stage per micro-batch, in seconds."""
 SETTLING = 6.0
-"""Seconds until the window has been chosen a few times and the pipeline is full of it."""
+"""Seconds until the window has been chosen a few times and the pipeline is full."""
 SECONDS = SETTLING + float(os.environ.get("RAVNEST_BENCH_SECONDS", "12"))
 REPETITIONS = int(os.environ.get("RAVNEST_BENCH_REPETITIONS", "5"))
 WIDTH = 8
@@ -61,28 +61,28 @@ def _work(stages: int) -> Workload:
 
 @dataclass(frozen=True)
 class Reached:
-    """One run."""
+    """Result of one run."""
 
     rate: float
-    """Micro-batches a second."""
+    """Micro-batches per second."""
     alone: float
-    """The same of the sleeps alone, meanwhile."""
+    """Micro-batches per second of the sleeps alone, at the same time."""
     choice: WindowChoice
     staleness: float
 
 
 class _Sleeping(Trainer):
-    """The Root trains for a while and measures itself, once the window has settled."""
+    """Trainer whose Root trains for a while and measures itself after the window has settled."""
 
     reached: tuple[float, float, float] | None = None
 
     def prelim_checks(self) -> None:
-        """Work until the Root is done; an endless loader has no length to look at."""
+        """Work until the Root is done; an endless loader has no length."""
         if not self.node.is_root:
             self._finish_call()
 
     def train(self) -> None:
-        """For the given time."""
+        """Train for the given time."""
         self.prelim_checks()
         if not self.node.is_root:
             return
@@ -99,10 +99,10 @@ class _Sleeping(Trainer):
 
 
 class _NoUpdates(Updates):
-    """Counts, as there is nothing to update."""
+    """Counter of updates; there is nothing to update."""
 
     def step(self, count: int, total_norm: float | None = None) -> None:
-        """An update that takes no time."""
+        """Count an update, which takes no time."""
         del count, total_norm
         self.done += 1
 
@@ -121,14 +121,14 @@ sys.stdout.write(str(count / (time.perf_counter() - begin)))
 
 
 def _sleep_alone() -> subprocess.Popen[bytes]:
-    """Sleeps as a stage that nothing holds up, while the pipeline is measured; writes its rate."""
-    figures = map(str, (SETTLING, SECONDS - SETTLING, FORWARD, BACKWARD))
-    return subprocess.Popen([sys.executable, "-I", "-c", _ALONE, *figures], stdout=subprocess.PIPE)
+    """Start a process that sleeps like an undisturbed stage and prints its rate."""
+    arguments = map(str, (SETTLING, SECONDS - SETTLING, FORWARD, BACKWARD))
+    return subprocess.Popen([sys.executable, "-I", "-c", _ALONE, *arguments], stdout=subprocess.PIPE)
 
 
 @contextmanager
 def _sleeping() -> Iterator[list[WindowChoice]]:
-    """Stages sleep instead of computing; gives the windows that were chosen meanwhile."""
+    """Make stages sleep instead of computing; yield the list of chosen windows."""
     chosen: list[WindowChoice] = []
 
     def choose(*args: Any, **kwargs: Any) -> WindowChoice:
@@ -144,7 +144,7 @@ def _sleeping() -> Iterator[list[WindowChoice]]:
 
 
 class SleepingStage(StageExecution):
-    """Takes its time and computes nothing."""
+    """Sleep instead of computing."""
 
     def __init__(self, module: StageModule, rule: UpdateRule, **options: Any) -> None:
         super().__init__(module, rule, **options)
@@ -153,7 +153,7 @@ class SleepingStage(StageExecution):
     def forward(
         self, batch: MicrobatchId, version: int, values: Mapping[str, Any], loss_of: Any = None
     ) -> tuple[dict[str, Any], float | None]:
-        """Anything of the right shape."""
+        """Return a tensor of the right shape."""
         del batch, version, values
         time.sleep(FORWARD)
         outputs = {spec.name: torch.zeros(4, WIDTH) for spec in self.module.graph.outputs}
@@ -162,7 +162,7 @@ class SleepingStage(StageExecution):
     def backward(
         self, batch: MicrobatchId, gradients: Mapping[str, Any], shared: Mapping[str, Any]
     ) -> Gradients:
-        """Anything of the right shape."""
+        """Return a tensor of the right shape."""
         del batch, gradients, shared
         time.sleep(BACKWARD)
         inputs = {s.name: torch.zeros(4, WIDTH) for s in self.module.graph.inputs if s.gradient}
@@ -170,7 +170,7 @@ class SleepingStage(StageExecution):
 
 
 def run(work: Workload, folder: Path, names: list[str], delay: float) -> Reached:
-    """One run of sleeping stages."""
+    """Run sleeping stages once."""
     network = MemoryNetwork(delay)
     trainers: list[_Sleeping] = []
     loader = work.loader()
@@ -216,14 +216,15 @@ def _row(stages: int, delay: float, found: list[Reached]) -> str:
 
 
 def measure() -> str:
-    """The report, as Markdown."""
+    """Return the report as Markdown."""
     torch.set_num_threads(1)
     lines = [
-        f"Stages of {1000 * (FORWARD + BACKWARD):.0f} ms a micro-batch ({1000 * FORWARD:.0f} forward, "
-        f"{1000 * BACKWARD:.0f} backward), an update a micro-batch; medians of {REPETITIONS} runs. The "
-        "aims are at least 95% of the slowest stage's rate, and a prediction within 5%.",
+        f"Stages of {1000 * (FORWARD + BACKWARD):.0f} ms per micro-batch ({1000 * FORWARD:.0f} forward, "
+        f"{1000 * BACKWARD:.0f} backward), one update per micro-batch; medians of {REPETITIONS} runs. "
+        "The targets are at least 95% of the slowest stage's rate, and a prediction within 5%.",
         "",
-        "| stages | link, ms | W | staleness | of the slowest stage | worst | prediction off by |",
+        "| stages | link, ms | W | staleness | relative to the slowest stage | worst "
+        "| prediction error |",
         "|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for stages in (3, 8):

@@ -1,7 +1,7 @@
-"""What an open node costs while there is nothing to do.
+"""CPU use of a node that has nothing to do.
 
-Three provider processes meet on loopback and train for a moment. Then the Root's script pauses, and
-the processor time of each process is read over the pause. Run as a script it prints its report.
+Three provider processes connect on loopback and train for a moment. Then the Root's script pauses, and
+the CPU time of each process during the pause is measured. Run as a script to print the report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIMIT = 0.01
 
 
 def measure() -> str:
-    """The report, as Markdown."""
+    """Return the report as Markdown."""
     with tempfile.TemporaryDirectory() as scratch:
         names = DIGITS.form(Path(scratch), free_addresses(STAGES))
         with team("ravnest", [Seat(DIGITS.name, scratch, name) for name in names]) as nodes:

@@ -1,7 +1,7 @@
-"""Machines that are not there: network namespaces around a switch, each with a link of a given rate.
+"""Simulated machines: network namespaces around a switch, each with a link of a given rate.
 
 Needs root and iproute2. Each namespace has one link to the switch, limited by ``tbf`` in both
-directions, as a machine with such a connection has.
+directions, like a machine with such a connection.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Self
 
 
 def possible() -> bool:
-    """Whether this process may make namespaces."""
+    """Return True if this process can create namespaces."""
     return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
 
 
 class Lan:
-    """``count`` namespaces for as long as the context lasts."""
+    """Create ``count`` namespaces for the duration of the context."""
 
     device = "net0"
-    """Of each machine, to the switch."""
+    """Rate of the link of each machine to the switch."""
 
     def __init__(self, count: int, megabits: int) -> None:
         prefix = f"rvn{os.getpid()}"
@@ -34,7 +34,7 @@ class Lan:
         self.hosts = [f"10.77.0.{i + 1}" for i in range(count)]
 
     def __enter__(self) -> Self:
-        # Namespaces outlive their makers: a process that is told to end must tidy up first.
+        # Namespaces outlive the process that creates them: on SIGTERM it must remove them first.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         try:
             self._make()
@@ -49,7 +49,7 @@ class Lan:
         self._remove()
 
     def inside(self, place: int) -> list[str]:
-        """What to put before a command so that it runs on a machine."""
+        """Return the prefix of a command that runs it on a machine."""
         return ["ip", "netns", "exec", self.names[place]]
 
     def _make(self) -> None:

@@ -1,12 +1,12 @@
-"""Whether asynchronous training learns what synchronous training learns from the same samples.
+"""Loss of asynchronous training relative to synchronous training on the same samples.
 
 The digits CNN of the demo trains for 30 epochs with three nodes (Node and Trainer in threads, over the
 in-memory network, at the window that Ravnest chooses) and in one process. The GPT learns to sort: it
-reads digits and has to go on with the same digits in order. Its loss is a language model's, over the
-whole sequence; the first half is random, so that nothing gets below the floor. The GPT trains under
-virtual time (`virtual.py`): the same machines, stages and optimizers, in a fixed order, so that a run
-comes out the same each time. Synchronous training is that of a single process, whatever the stages.
-Run as a script it prints its report; arguments choose parts (`digits`, `sorting`).
+reads digits and must continue with the same digits in order. Its loss is a language model's, over the
+whole sequence; the first half is random, so that the loss has a floor. The GPT trains under virtual
+time (`virtual.py`): the same state machines, stages and optimizers, in a fixed order, so that a run is
+reproducible. Synchronous training equals training in a single process, for any number of stages.
+Run as a script to print the report; arguments choose parts (`digits`, `sorting`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _digits_data(seed: int) -> tuple[Any, Any]:
 
 
 def single_accuracy(seed: int) -> float:
-    """Of one process."""
+    """Return the accuracy of one process."""
     train_loader, val_loader = _digits_data(seed)
     set_seed(seed)
     model = digits()
@@ -72,7 +72,7 @@ def single_accuracy(seed: int) -> float:
 
 @dataclass(frozen=True)
 class Learned:
-    """What three nodes made of it."""
+    """Result of three nodes."""
 
     accuracy: float
     window: int
@@ -80,7 +80,7 @@ class Learned:
 
 
 def cluster_accuracy(folder: Path, names: Sequence[str], seed: int) -> Learned:
-    """Of three nodes, with the same first weights as the single process."""
+    """Train three nodes from the same initial weights as the single process."""
     set_seed(seed)
     model = digits()
     data = [_digits_data(seed) for _ in names]
@@ -134,7 +134,7 @@ def _digits() -> str:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         names = DIGITS.form(folder, free_addresses(NODES))
-        os.chdir(folder)  # where figures of validations go
+        os.chdir(folder)  # where validation results are written
         for seed in range(SEEDS):
             alone.append(single_accuracy(seed))
             nodes.append(cluster_accuracy(folder, names, seed))
@@ -143,8 +143,8 @@ def _digits() -> str:
     means = statistics.mean(alone), statistics.mean(each.accuracy for each in nodes)
     lines = [
         f"Digits CNN, {EPOCHS} epochs, AdamW, {SEEDS} seeds: {means[0]:.2%} on average in one process, "
-        f"{means[1]:.2%} with {NODES} nodes, {100 * (means[1] - means[0]):+.2f} points. The aim is at "
-        "most one point less.",
+        f"{means[1]:.2%} with {NODES} nodes, {100 * (means[1] - means[0]):+.2f} points. The target is "
+        "at most one point less.",
         "",
         "| seed | one process | nodes | W | staleness |",
         "|--:|--:|--:|--:|--:|",
@@ -167,7 +167,7 @@ STAGES = (2, 4, 8)
 
 
 def sequences(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Digits, then the same in order; and what comes next at each place."""
+    """Return digits followed by the same digits in order, and the next token at each position."""
     made = torch.Generator().manual_seed(seed)
     for _ in range(STEPS):
         drawn = torch.randint(0, KINDS, (BATCH, LENGTH), generator=made)
@@ -176,13 +176,13 @@ def sequences(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Over all places."""
+    """Return the cross entropy over all positions."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """One run."""
+    """Result of one run."""
 
     loss: float
     """Mean over the last tenth of the updates."""
@@ -190,12 +190,12 @@ class Sorted:
 
     @property
     def in_order(self) -> float:
-        """The loss of the places that can be known."""
+        """Mean loss of the positions that can be predicted."""
         return (self.loss - FLOOR) * (2 * LENGTH - 1) / LENGTH
 
 
 def learn_to_sort(stages: int, schedule: Schedule, window: int, seed: int, **rule: Any) -> Sorted:
-    """Train the GPT once; ``rule`` are further settings of the update rule."""
+    """Train the GPT once; ``rule`` holds further settings of the update rule."""
     set_seed(seed)
     model = GPT(KINDS, WIDTH, LAYERS, 2 * LENGTH - 1)
     parts = split(model, (next(sequences(0))[0],), stages=stages, check=False).stages
@@ -237,11 +237,12 @@ def _sorting() -> str:
         f"GPT of {LAYERS} layers of {WIDTH} that sorts {LENGTH} of {KINDS} digits, {STEPS} updates of "
         f"{BATCH} samples, AdamW with warm-up and decay, mean of {SORTING_SEEDS} seeds. The "
         f"floor is {FLOOR:.4f}; synchronous training ends at {reference:.4f}, that is "
-        f"{statistics.fmean(run.in_order for run in sync):.4f} for the places that can be known. "
-        "The aim is at most 2% more. An update a micro-batch: the worst case for staleness, which "
-        "`update_frequency` divides.",
+        f"{statistics.fmean(run.in_order for run in sync):.4f} for the positions that can be "
+        "predicted. The target is at most 2% more. One update per micro-batch is the worst case for "
+        "staleness, which `update_frequency` divides.",
         "",
-        "| stages | W | staleness (Root) | async | | known places | `look_ahead` | | known places |",
+        "| stages | W | staleness (Root) | async | | predictable positions | `look_ahead` | "
+        "| predictable positions |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for stages in STAGES:
@@ -263,7 +264,7 @@ PARTS = {"digits": _digits, "sorting": _sorting}
 
 
 def measure(parts: Sequence[str] = tuple(PARTS)) -> str:
-    """The report, as Markdown."""
+    """Return the report as Markdown."""
     torch.set_num_threads(1)
     return "\n\n".join(PARTS[part]() for part in parts)
 

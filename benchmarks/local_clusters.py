@@ -1,4 +1,4 @@
-"""Real clusters in one process: nodes in threads over the in-memory network, in ``sync``, blocking."""
+"""Real clusters in one process: nodes in threads over the in-memory network, with blocking rounds."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ DEADLINE = 600.0
 
 @dataclass(frozen=True)
 class Trained:
-    """What clusters made of a lesson."""
+    """Result of the clusters."""
 
     states: list[dict[str, torch.Tensor]]
-    """Of the fused models, by cluster."""
+    """State of the fused models, by cluster."""
     rounds: Counter[str]
-    """As the coordinator counted them."""
+    """Rounds, counted by the coordinator."""
 
 
 def train(lesson: Lesson, data: TensorDataset, sizes: tuple[int, int], **settings: Any) -> Trained:
-    """One epoch of ``data`` in so many clusters of so many nodes; ``settings`` are those of nodes."""
+    """Train one epoch of ``data`` in clusters of nodes; ``settings`` are passed to the nodes."""
     clusters, nodes = sizes
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -1,12 +1,12 @@
-"""Samples a second of real pipelines: one process for each stage, one thread each.
+"""Samples per second of real pipelines: one process per stage, one thread each.
 
 Three contenders train the same weights on the same batches: Ravnest's nodes, torch's own pipeline
-schedule (`torch.distributed.pipelining.Schedule1F1B` on gloo) with the very same stages, and the
-unsplit model in one process. Ravnest is at its defaults (async, window of its own choice). Against
-torch both have the same micro-batches and the same number of them in an update. Contenders take
-turns, start-up is left out, and the figures are medians of ratios of neighbours. In namespaces each
-process has a link of its own to a switch, limited to 100 Mbit/s each way (veth and tbf); Ravnest's
-traffic is encrypted there, gloo's is not. Run as a script it prints its report; arguments choose
+schedule (`torch.distributed.pipelining.Schedule1F1B` on gloo) with the same stages, and the unsplit
+model in one process. Ravnest has its default settings (async, automatic window). Compared with torch,
+both have the same micro-batches and the same number of micro-batches per update. Contenders take turns,
+start-up is left out, and the numbers are medians of ratios of neighbouring runs. In namespaces each
+process has its own link to a switch, limited to 100 Mbit/s in each direction (veth and tbf); Ravnest's
+traffic is encrypted there, gloo's is not. Run as a script to print the report; arguments choose
 tables (`single`, `loopback`, `links`).
 """
 
@@ -38,7 +38,7 @@ _PATIENCE = 20.0
 
 
 class Team:
-    """The processes of one contender; the first of them measures."""
+    """Processes of one contender; the first of them measures."""
 
     def __init__(self, commands: Sequence[Sequence[str]]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -55,38 +55,38 @@ class Team:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, the Root's first."""
+        """Names of the processes, the Root first."""
         return [process.pid for process in self._processes]
 
     def run(self, seconds: float) -> Rate:
-        """Train for so long."""
+        """Train for this long."""
         self.order(seconds)
         return Rate(**self.answer())
 
     def order(self, seconds: float) -> None:
-        """Begin to train for so long."""
+        """Start to train for this long."""
         first = self._processes[0]
         assert first.stdin is not None
         print(seconds, file=first.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
-        """What came of the last order, when it is done."""
+        """Return the result of the last request when it is done."""
         first = self._processes[0]
         assert first.stdout is not None
         for line in first.stdout:
-            if line.startswith("{"):  # a node says there, too, whom it waits for
+            if line.startswith("{"):  # a node also prints there which peers it waits for
                 found: dict[str, Any] = json.loads(line)
                 return found
         raise RuntimeError(f"{first.args!r} ended with code {first.wait()}")
 
     def dismiss(self) -> None:
-        """No more orders."""
+        """Send no more requests."""
         first = self._processes[0]
         assert first.stdin is not None
         first.stdin.close()
 
     def close(self) -> None:
-        """Let them end; kill those that do not."""
+        """Wait for the processes to end; kill those that do not."""
         self.dismiss()
         for process in self._processes:
             try:
@@ -98,19 +98,19 @@ class Team:
 
 @dataclass(frozen=True)
 class Race:
-    """The figures of two contenders, repetition by repetition."""
+    """Rates of two contenders, run by run."""
 
     ravnest: list[Rate]
     other: list[Rate]
 
     @property
     def ratio(self) -> float:
-        """Median of the ratios of neighbours, which saw the same machine."""
+        """Median of the ratios of neighbouring runs, under the same conditions."""
         pairs = zip(self.ravnest, self.other, strict=True)
         return statistics.median(a.samples / b.samples for a, b in pairs)
 
     def row(self, name: str, required: float) -> str:
-        """As a line of a table."""
+        """Return a row of the table."""
         rates = [statistics.median(r.samples for r in side) for side in (self.ravnest, self.other)]
         ratios = [a.samples / b.samples for a, b in zip(self.ravnest, self.other, strict=True)]
         window = statistics.median(r.window for r in self.ravnest)
@@ -123,7 +123,7 @@ class Race:
 
 @contextmanager
 def team(contender: str, seats: Sequence[Seat], lan: Lan | None = None) -> Iterator[Team]:
-    """Processes of a contender, one for each seat, for as long as the context lasts."""
+    """Run the processes of a contender for the duration of the context."""
     commands = [
         [
             *([] if lan is None else lan.inside(place)),
@@ -142,7 +142,7 @@ def team(contender: str, seats: Sequence[Seat], lan: Lan | None = None) -> Itera
 
 
 def race(work: Workload, other: str, lan: Lan | None = None) -> Race:
-    """Let Ravnest and another contender train in turns."""
+    """Train Ravnest and another contender in turns."""
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         if lan is None:
@@ -154,16 +154,16 @@ def race(work: Workload, other: str, lan: Lan | None = None) -> Race:
             names = work.form(folder, addresses, MEGABITS)
         device = "lo" if lan is None else lan.device
         seats = [Seat(work.name, scratch, name, store, device) for name in names]
-        # A node has the address of its number: it sits where that is.
+        # Each node runs on the machine that has its address.
         order = [int(name.removeprefix("node_")) for name in names]
-        assert lan is None or order == sorted(order), "the Root is node_0 in a pool of equals"
+        assert lan is None or order == sorted(order), "the Root is node_0 in a pool of equal nodes"
         teams = [
             stack.enter_context(team("ravnest", seats, lan)),
             stack.enter_context(team(other, seats if other == "torch" else seats[:1], lan)),
         ]
         found: list[list[Rate]] = [[], []]
         for each in teams:
-            each.run(SECONDS)  # to warm up, and for Ravnest to choose its window
+            each.run(SECONDS)  # warm-up, during which Ravnest chooses its window
         for repetition in range(REPETITIONS):
             for which in (0, 1) if repetition % 2 else (1, 0):
                 found[which].append(teams[which].run(SECONDS))
@@ -172,20 +172,21 @@ def race(work: Workload, other: str, lan: Lan | None = None) -> Race:
 
 
 _HEAD = (
-    "| model | Ravnest, samples/s | {}, samples/s | ratio | all | required | W | staleness |\n"
+    "| model | Ravnest, samples/s | {}, samples/s | ratio (above 1: Ravnest is faster) | all runs "
+    "| required | W | staleness |\n"
     "|---|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 
 def _single() -> str:
-    title = "Three nodes on loopback against one process with one thread:"
+    title = "Three nodes on loopback, compared with one process with one thread:"
     return f"{title}\n\n{_HEAD.format('one process')}\n{race(DIGITS, 'single').row(DIGITS.name, 0.5)}"
 
 
 def _loopback() -> str:
     rows = [race(work, "torch").row(work.name, 1.0) for work in (MLP, SMALL_GPT)]
     title = (
-        f"Three stages on loopback against Schedule1F1B, {MLP.update_frequency} micro-batches an update:"
+        f"Three stages on loopback and Schedule1F1B, {MLP.update_frequency} micro-batches per update:"
     )
     return "\n".join([f"{title}\n\n{_HEAD.format('1F1B')}", *rows])
 
@@ -205,7 +206,7 @@ TABLES = {"single": _single, "loopback": _loopback, "links": _links}
 
 
 def measure(tables: Sequence[str] = tuple(TABLES)) -> str:
-    """The report, as Markdown."""
+    """Return the report as Markdown."""
     return "\n\n".join(TABLES[table]() for table in tables)
 
 

@@ -1,7 +1,7 @@
-"""How good the planner's plans are, and how long it takes.
+"""Quality of the planner's plans, and planning time.
 
-Quality is measured against brute force (all groupings x all orders x all cuts), which shares
-nothing with the planner but the cost formulas. Run as a script it prints its report.
+Quality is measured against brute force (all groupings x all orders x all cuts), which shares only the
+cost formulas with the planner. Run as a script to print the report.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
 from ravnest.plan.cuts import best_cuts
+from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.memory import averaging_copies
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
-from ravnest.plan.profile import ModelProfile, TensorProfile, Unit
+from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
 from ravnest.plan.search import EXACT_NODES, find_clusters
 from ravnest.types import Address
 
@@ -35,7 +35,7 @@ GROWTH_UNITS = (500, 3000)
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a pool, drawn at random."""
+    """Random model and pool."""
 
     profile: ModelProfile
     nodes: tuple[NodeConfig, ...]
@@ -44,16 +44,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The planner's rate, and the genetic search's alone, as shares of the optimum."""
+    """Rates of the planner and of the genetic search alone, relative to the optimum."""
 
     planned: float
     genetic: float
     tight: bool
-    """More clusters would be better, but RAM forbids it."""
+    """True if more RAM would allow a faster plan."""
 
 
 def random_profile(rng: random.Random, units: int, *, tied: bool) -> ModelProfile:
-    """Units of very unequal cost; with ``tied``, some tensors are used in several units."""
+    """Return a model of units with very unequal costs; with ``tied``, some units share tensors."""
     state = [
         TensorProfile(f"layer{u}.weight", rng.randint(1, 400) * 10_000, rng.random() < 0.9, True, (u,))
         for u in range(units)
@@ -63,7 +63,7 @@ def random_profile(rng: random.Random, units: int, *, tied: bool) -> ModelProfil
         state.append(TensorProfile(f"tied{number}", rng.randint(1, 400) * 10_000, True, True, users))
     return ModelProfile(
         units=tuple(
-            Unit(
+            UnitCost(
                 work=rng.uniform(0.1, 3) * 1e9,
                 activation_bytes=rng.randint(1, 300) * 10_000,
                 workspace_bytes=rng.randint(0, 100) * 10_000,
@@ -87,7 +87,7 @@ def random_nodes(
     ram: tuple[float, float],
     speeds: Sequence[float] = (3.0, 30.0, 300.0),
 ) -> tuple[NodeConfig, ...]:
-    """Unequal nodes whose RAM is ``need`` times a number in the range ``ram``."""
+    """Return unequal nodes whose RAM is ``need`` times a number in the range ``ram``."""
     speed = rng.choice(speeds)
     mute = rng.random() < 0.15
     return tuple(
@@ -103,7 +103,7 @@ def random_nodes(
 
 
 def random_case(rng: random.Random, count: int) -> Case:
-    """A pool of ``count`` nodes; in half of the cases their RAM is tight."""
+    """Return a pool of ``count`` nodes; in half of the cases their RAM is scarce."""
     profile = random_profile(rng, rng.randint(5, 11), tied=rng.random() < 0.4)
     update_frequency = rng.choice((1, 1, 2, 4))
     need = ModelCosts.of(profile, update_frequency, averaging_copies()).smallest_total
@@ -115,7 +115,7 @@ def random_case(rng: random.Random, count: int) -> Case:
 
 
 def optimum(case: Case) -> float | None:
-    """Most samples a second of all plans; None where no plan fits."""
+    """Return the most samples per second of all plans; None if no plan fits."""
     costs = _costs(case)
     machines = capacities_of(case.nodes)
     tables = _Tables(costs, len(machines))
@@ -138,12 +138,12 @@ def optimum(case: Case) -> float | None:
 
 
 def _costs(case: Case) -> ModelCosts:
-    """Of several clusters."""
+    """Return the best rate of several clusters."""
     return ModelCosts.of(case.profile, case.update_frequency, averaging_copies())
 
 
 class _Tables:
-    """Work and memory of every possible stage, and every way to cut into so many stages."""
+    """Work and memory of every possible stage, and all cuts into a number of stages."""
 
     def __init__(self, costs: ModelCosts, longest: int) -> None:
         units = costs.units
@@ -190,18 +190,17 @@ def _partitions(items: list[int]) -> Iterator[list[frozenset[int]]]:
 
 
 def outcome(case: Case) -> Outcome | None:
-    """The planner against brute force; None where both find that nothing fits."""
+    """Compare the planner with brute force; None if both find that nothing fits."""
     best = optimum(case)
-    try:
-        plan = make_plan(case.profile, case.nodes, update_frequency=case.update_frequency)
-    except PlanError:
-        if best is not None:
-            raise
+    plan = make_plan(case.profile, case.nodes, update_frequency=case.update_frequency)
+    if isinstance(plan, Infeasible):
+        assert best is None, plan.reason
         return None
     if best is None:
-        raise AssertionError("the planner fits a model that brute force does not")
+        raise AssertionError("the planner found a plan where brute force found none")
     roomy = [replace(node, ram=1000.0) for node in case.nodes]
     larger = make_plan(case.profile, roomy, update_frequency=case.update_frequency)
+    assert isinstance(larger, Plan)
     return Outcome(
         planned=plan.samples_per_second / best,
         genetic=_genetic_rate(case) / best,
@@ -210,7 +209,7 @@ def outcome(case: Case) -> Outcome | None:
 
 
 def _genetic_rate(case: Case) -> float:
-    """What the genetic search reaches where the planner would search completely."""
+    """Return the rate of the genetic search for a pool that the planner searches exhaustively."""
     machines = capacities_of(case.nodes)
     found = find_clusters(_costs(case), machines, None, seed=0, exact_nodes=0)
     if found is None:
@@ -221,7 +220,7 @@ def _genetic_rate(case: Case) -> float:
 
 
 def outcomes(seed: int, sizes: Sequence[int]) -> list[Outcome]:
-    """One outcome for each size, of random cases that have a plan."""
+    """Return one outcome per size, of random cases that have a plan."""
     rng = random.Random(seed)
     result = []
     for size in sizes:
@@ -233,9 +232,9 @@ def outcomes(seed: int, sizes: Sequence[int]) -> list[Outcome]:
 
 
 def quality() -> str:
-    """Table of the planner's share of the optimum."""
+    """Return the table of rates relative to the optimum."""
     lines = [
-        "| pools | nodes | RAM binds | planner: mean | min | genetic search alone: mean | min |",
+        "| pools | nodes | RAM is the limit | planner: mean | min | genetic search alone: mean | min |",
         "|---|---|---|---|---|---|---|",
     ]
     small = [2 + index % 5 for index in range(POOLS)]
@@ -252,7 +251,7 @@ def quality() -> str:
 
 
 def _genetic_line() -> str:
-    """Too many nodes for brute force: the genetic search against the planner's complete one."""
+    """Return the row for pools too large for brute force: the genetic search and the exhaustive one."""
     rng = random.Random(11)
     shares: list[float] = []
     while len(shares) < COMPLETE_POOLS:
@@ -260,13 +259,12 @@ def _genetic_line() -> str:
         need = ModelCosts.of(profile, 4, averaging_copies()).smallest_total
         ram = (0.3, 1.6) if len(shares) % 2 else (1.5, 6.0)
         case = Case(profile, random_nodes(rng, EXACT_NODES, need, ram), 4)
-        try:
-            plan = make_plan(case.profile, case.nodes, update_frequency=case.update_frequency)
-        except PlanError:
+        plan = make_plan(case.profile, case.nodes, update_frequency=case.update_frequency)
+        if isinstance(plan, Infeasible):
             continue
         shares.append(_genetic_rate(case) / plan.samples_per_second)
     figures = " | ".join(_mean_and_min(shares))
-    return f"| {len(shares)} | {EXACT_NODES} | {len(shares) // 2} | complete search | | {figures} |"
+    return f"| {len(shares)} | {EXACT_NODES} | {len(shares) // 2} | exhaustive search | | {figures} |"
 
 
 def _mean_and_min(shares: Sequence[float]) -> tuple[str, str]:
@@ -275,11 +273,11 @@ def _mean_and_min(shares: Sequence[float]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What binds a large pool."""
+    """Bottleneck of a large pool."""
 
     name: str
     ram: tuple[float, float]
-    """RAM of a node as a share of what the model needs."""
+    """RAM of a node relative to what the model needs."""
     bandwidth: float
     """Factor on the bandwidths, for a model of 3,000 units."""
 
@@ -293,10 +291,10 @@ SETTINGS = (
 
 
 def growth() -> str:
-    """Table of planning time, and of the rate against what the nodes' compute could do at best."""
+    """Return the table of planning times, and of rates relative to the compute bound."""
     lines = [
-        "| units | what binds | nodes | clusters | longest | CPU seconds | times 10 nodes |"
-        " of the compute bound |",
+        "| units | bottleneck | nodes | clusters | longest | CPU seconds | relative to 10 nodes |"
+        " relative to the compute bound |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for units, setting in itertools.product(GROWTH_UNITS, SETTINGS):
@@ -313,7 +311,7 @@ def growth() -> str:
 
 
 def _timed(units: int, setting: Setting, count: int) -> tuple[Plan, float, float]:
-    """The plan for a random pool, the seconds it took, and its share of the compute bound."""
+    """Return the plan for a random pool, its planning time, and its share of the compute bound."""
     rng = random.Random(count + units)
     profile = random_profile(rng, units, tied=True)
     need = ModelCosts.of(profile, 4, averaging_copies()).smallest_total
@@ -325,26 +323,27 @@ def _timed(units: int, setting: Setting, count: int) -> tuple[Plan, float, float
     begin = time.process_time()
     plan = make_plan(profile, nodes, update_frequency=4)
     seconds = time.process_time() - begin
+    assert isinstance(plan, Plan)
     work = sum(unit.work for unit in profile.units)
     bound = profile.batch_size * sum(machine.flops for machine in capacities_of(nodes)) / work
     return plan, seconds, plan.samples_per_second / bound
 
 
 def measure() -> str:
-    """The whole report in Markdown."""
+    """Return the report as Markdown."""
     return f"""### Share of the optimum
 
-Predicted samples/s of the plan over that of the best plan there is, found by brute force: all
-groupings, orders and cuts. Models of 5 to 11 units, some with tied tensors, unequal nodes. Pools of up
-to {EXACT_NODES} nodes are searched completely, larger ones genetically; the last columns show what the
-genetic search reaches on the small ones too.
+Predicted samples/s of the plan, relative to the best plan that brute force finds among all groupings,
+orders and cuts. Models of 5 to 11 units, some with tied tensors; unequal nodes. Pools of up to
+{EXACT_NODES} nodes are searched exhaustively, larger ones with the genetic search; the last columns show
+the genetic search on the small pools.
 
 {quality()}
 
 ### Time
 
-One thread, random models and pools, RAM from 1.5 to 6 times what the model needs or 0.1 to 0.6 times.
-The compute bound is the rate if no node ever waited.
+One thread, random models and pools, RAM of 1.5 to 6 times the model's memory, or 0.1 to 0.6 times.
+The compute bound is the rate if no node ever waits.
 
 {growth()}
 """

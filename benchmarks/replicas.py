@@ -1,8 +1,8 @@
-"""Clusters that average, as plain training of replicas in one process: quick, and the same each time.
+"""Clusters that average, as plain training of replicas in one process: fast and reproducible.
 
-What a cluster of whatever size in ``sync`` computes is what a single process computes, so that k
-clusters with blocking rounds are k models, each with its share of the data and an optimizer of its own,
-that are averaged every so many updates. ``averaging.py`` checks that with real clusters.
+A cluster of any size in ``sync`` computes what a single process computes. Therefore k clusters with
+blocking rounds are k models, each with its share of the data and its own optimizer, that are averaged
+at a fixed interval of updates. ``averaging.py`` checks that with real clusters.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ _ORDER = 9
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """What is to be learned, and how."""
+    """Task to learn, with its training settings."""
 
     name: str
     make: Callable[[], nn.Module]
     data: Callable[[int], tuple[TensorDataset, TensorDataset]]
-    """By seed: to train with, and held out."""
+    """Training data and held-out data of a seed."""
     loss_of: Callable[[Any, torch.Tensor], torch.Tensor]
     held_out_loss: Callable[[Any, torch.Tensor], torch.Tensor]
     batch: int
     optimizer: type[torch.optim.Optimizer]
     optimizer_params: dict[str, Any] = field(default_factory=dict)
-    """But for the learning rate."""
+    """Optimizer settings except the learning rate."""
 
     def loader(self, share: Any) -> DataLoader:
-        """In the order that all nodes of a cluster share."""
+        """Return the batches in the order that all nodes of a cluster share."""
         order = torch.Generator().manual_seed(_ORDER)
         return DataLoader(share, self.batch, shuffle=True, generator=order, drop_last=True)
 
     def first(self, seed: int) -> nn.Module:
-        """The model before training."""
+        """Return the model before training."""
         set_seed(seed)
         return self.make()
 
 
 def shares(dataset: TensorDataset, clusters: int, seed: int = 42) -> list[Subset[Any]]:
-    """What ``ravnest.shard`` gives each cluster."""
+    """Return the share that ``ravnest.shard`` gives each cluster."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
     bounds = [len(dataset) * part // clusters for part in range(clusters + 1)]
     return [Subset(dataset, order[bounds[c] : bounds[c + 1]]) for c in range(clusters)]
 
 
 class Replicas:
-    """The models of k clusters."""
+    """Models of k clusters."""
 
     def __init__(self, lesson: Lesson, clusters: int, seed: int, rate: float) -> None:
         self._lesson = lesson
@@ -73,7 +73,7 @@ class Replicas:
         self._samples = [0] * clusters
 
     def update(self, rate: float | None = None) -> None:
-        """One update of each cluster."""
+        """Run one update of each cluster."""
         for index, (model, optimizer) in enumerate(zip(self.models, self._optimizers, strict=True)):
             if rate is not None:
                 optimizer.param_groups[0]["lr"] = rate
@@ -84,14 +84,14 @@ class Replicas:
             self._samples[index] += len(inputs)
 
     def average(self) -> None:
-        """All models become their mean, weighted by samples since the last time."""
+        """Replace all models by their mean, weighted by the samples since the last average."""
         mean = self.mean()
         for model in self.models:
             model.load_state_dict(mean, strict=False)
         self._samples = [0] * len(self.models)
 
     def mean(self) -> dict[str, torch.Tensor]:
-        """Of all that has a floating point."""
+        """Return all floating-point tensors."""
         if not any(self._samples):
             return self.models[0].state_dict()
         states, total = [model.state_dict() for model in self.models], sum(self._samples)
@@ -103,7 +103,7 @@ class Replicas:
         }
 
     def loss(self) -> float:
-        """Of the averaged model, on data that nobody trains with."""
+        """Return the loss of the averaged model on held-out data."""
         model = copy.deepcopy(self.models[0])
         model.load_state_dict(self.mean(), strict=False)
         model.eval()
@@ -126,7 +126,7 @@ def learn(
     reduce_factor: int,
     every: int,
 ) -> list[float]:
-    """The held-out loss after each ``every`` updates; ``rates`` are the learning rates of updates."""
+    """Return the held-out loss after each ``every`` updates; ``rates`` are the learning rates."""
     replicas, losses = Replicas(lesson, clusters, seed, rates[0]), []
     for update, rate in enumerate(rates, 1):
         replicas.update(rate)
@@ -158,7 +158,7 @@ def _next_tokens(whole: torch.Tensor) -> TensorDataset:
 
 
 def _known_places(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The first half of a sequence is random: nothing can be learned there."""
+    """Return the loss of the second half; the first half of a sequence is random."""
     return token_loss(logits[:, LENGTH - 1 :], targets[:, LENGTH - 1 :])
 
 

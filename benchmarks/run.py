@@ -1,9 +1,9 @@
 """Measure and write docs/benchmarks.md.
 
     python benchmarks/run.py                            all sections
-    python benchmarks/run.py --only split_time,memory   some of them; the others stay as they are
+    python benchmarks/run.py --only split_time,memory   some sections; the others stay unchanged
 
-The figures are ratios measured in one run, side by side, because machines differ and are shared.
+Most results are ratios of measurements from the same run, because machines differ and are shared.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ SECTIONS = {
     "transport": "Cost of a link",
     "allreduce": "Averaging between clusters",
     "efficiency": "Efficiency of the schedule",
-    "pipeline": "Pipelines side by side",
-    "idle": "What an idle node costs",
-    "learning": "What stale gradients cost",
-    "compression": "What compression saves and costs",
-    "averaging": "What clusters that average are worth",
+    "pipeline": "Pipelines compared",
+    "idle": "Cost of an idle node",
+    "learning": "Effect of stale gradients",
+    "compression": "Savings and cost of compression",
+    "averaging": "Value and cost of averaging clusters",
 }
 
 
 def main() -> None:
-    """Run the sections that were asked for, and put each into the report as soon as it is there."""
+    """Run the selected sections, and write each to the report as soon as it is measured."""
     for name in _options().only:
         print(f"measuring {name} ...", flush=True)
         module = importlib.import_module(name)
-        text = f"{_about(module.__doc__)}\n\n{module.measure()}\n\n{_circumstances()}"
+        text = f"{_about(module.__doc__)}\n\n{module.measure()}\n\n{_conditions()}"
         print(text, flush=True)
         sections = _sections(REPORT.read_text(encoding="utf-8")) if REPORT.exists() else {}
         sections[SECTIONS[name]] = text
@@ -48,9 +48,9 @@ def main() -> None:
 
 
 def _sections(report: str) -> dict[str, str]:
-    """The texts of a report by their titles."""
-    _, *parts = re.split(r"^## (.+)\n", report, flags=re.MULTILINE)
-    return {title: text.strip() for title, text in zip(parts[::2], parts[1::2], strict=True)}
+    """Return the texts of a report by title."""
+    _, *pieces = re.split(r"^## (.+)\n", report, flags=re.MULTILINE)
+    return {title: text.strip() for title, text in zip(pieces[::2], pieces[1::2], strict=True)}
 
 
 def _report(sections: dict[str, str]) -> str:
@@ -62,17 +62,17 @@ _HEADLINE = """\
 # Benchmarks
 
 Reproduce with `make bench`, or some sections with `make bench ARGS='--only stage_cost,memory'`.
-Figures are ratios measured in one run, side by side, because machines differ and are shared.
+Most results are ratios of measurements from the same run, because machines differ and are shared.
 """
 
 
 def _about(docstring: str | None) -> str:
-    """What a section measures: its module's docstring, less the line for programmers."""
+    """Return the description of a section: the module's docstring without the part about scripts."""
     text = (docstring or "").strip()
     return text.partition("Run as a script")[0].strip()
 
 
-def _circumstances() -> str:
+def _conditions() -> str:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return (
         f"*Measured {today} with torch {torch.__version__} on {os.cpu_count()} shared cores, no GPU; "
@@ -89,7 +89,9 @@ def _options() -> argparse.Namespace:
 def _names(text: str) -> list[str]:
     names = text.split(",")
     if unknown := [name for name in names if name not in SECTIONS]:
-        raise argparse.ArgumentTypeError(f"there is no {unknown[0]}, only {', '.join(SECTIONS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown section {unknown[0]}; choose from {', '.join(SECTIONS)}"
+        )
     return names
 
 

@@ -1,8 +1,8 @@
-"""What the schedule predicts: windows, and why backwards and forwards take turns.
+"""Windows that the schedule needs, and the reason for alternating forward and backward passes.
 
-Pipelines are drawn at random: 3, 5 or 8 stages of 15 to 36 ms a micro-batch, links of 1 to 40 ms.
-For each the smallest window is sought that reaches 98% of the slowest stage's rate, with the
-machine as it is and with one that always prefers backwards. Run as a script it prints its report.
+Pipelines are random: 3, 5 or 8 stages of 15 to 36 ms per micro-batch, links of 1 to 40 ms. For each
+one the smallest window that reaches 98% of the slowest stage's rate is searched, with the real schedule
+and with one that always prefers backward passes. Run as a script to print the report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pipeline = tuple[tuple[StageCost, ...], tuple[LinkCost, ...]]
 
 
 def measure() -> str:
-    """The report, as Markdown."""
+    """Return the report as Markdown."""
     pipelines = _pipelines(random.Random(3))
     turns = [_least_window(pipeline) for pipeline in pipelines]
     first = [
@@ -33,9 +33,9 @@ def measure() -> str:
     worst = max(range(PIPELINES), key=ratios.__getitem__)
     return "\n".join(
         [
-            f"Over {PIPELINES} pipelines backwards first needs {statistics.mean(ratios):.2f} times the "
-            f"window on average, at worst {first[worst]} where taking turns needs {turns[worst]}; it "
-            f"needs a smaller one in {sum(ratio < 1 for ratio in ratios)}.",
+            f"Over {PIPELINES} pipelines, backward passes first need {statistics.mean(ratios):.2f}x the "
+            f"window on average (larger), at worst {first[worst]} instead of {turns[worst]}; "
+            f"the window is smaller in {sum(ratio < 1 for ratio in ratios)} pipelines.",
             "",
             _speed(),
         ]
@@ -64,7 +64,7 @@ def _least_window(pipeline: Pipeline) -> int:
 
 
 def _backwards_first(call: Callable[[], int]) -> int:
-    """Call with machines that run every backward that waits before a forward."""
+    """Call with schedules that run every waiting backward pass before a forward pass."""
 
     def start_pass(self: ScheduleMachine) -> None:
         self._turn_of_forward = False
@@ -87,7 +87,7 @@ def _speed() -> str:
     choice = choose_window(costs, links, update_frequency=1, schedule="async", max_window=64)
     spent = time.process_time() - began
     return (
-        f"The simulator handles {rate / 1000:.0f} thousand events a second of processor time; the "
+        f"The simulator handles {rate / 1000:.0f} thousand events per second of CPU time; the "
         f"window of 8 equal stages ({choice.window}) is chosen in {spent * 1000:.0f} ms."
     )
 

@@ -1,4 +1,4 @@
-"""The models that cost, memory and splitting are measured on: random weights, small but real."""
+"""Models for the measurements of cost, memory and splitting: random weights, small but real."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with example inputs, made anew at each call of ``make``."""
+    """Model with example inputs, created anew at each call of ``make``."""
 
     name: str
     make: Callable[[], Example]
 
     def build(self, seed: int = 0) -> Example:
-        """The model, its arguments and keyword arguments: the same ones for the same seed."""
+        """Return the model, its arguments and keyword arguments, which depend only on the seed."""
         torch.manual_seed(seed)
         return self.make()
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The model's own loss where it has one, else the mean square of its output."""
+    """Return the model's own loss if it has one, else the mean square of its output."""
     if isinstance(output, torch.Tensor):
         return output.square().mean()
     loss: torch.Tensor = output.loss
@@ -37,7 +37,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def digits_cnn(batch: int) -> Example:
-    """The model of the demo."""
+    """Return the model of the demo."""
     folder = str(Path(__file__).resolve().parent.parent / "examples" / "digits")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -47,19 +47,19 @@ def digits_cnn(batch: int) -> Example:
 
 
 def mlp(batch: int, width: int, layers: int = 4) -> Example:
-    """Linear layers of one width with ReLU."""
+    """Return linear layers of one width with ReLU."""
     inner = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*inner, nn.Linear(width, 10)), (torch.randn(batch, width),), {}
 
 
 def resnet(depth: int, batch: int, size: int) -> Example:
-    """The torchvision ResNet with its 1000 classes."""
+    """Return the torchvision ResNet with its 1000 classes."""
     model = torchvision_models().get_model(f"resnet{depth}", weights=None)
     return model, (torch.randn(batch, 3, size, size),), {}
 
 
 def vit(batch: int, size: int = 64) -> Example:
-    """The torchvision Vision Transformer, small."""
+    """Return a small torchvision Vision Transformer."""
     model = torchvision_models().VisionTransformer(
         image_size=size,
         patch_size=8,
@@ -74,7 +74,7 @@ def vit(batch: int, size: int = 64) -> Example:
 
 
 def gpt2(batch: int, length: int, width: int = 256, layers: int = 4) -> Example:
-    """The transformers GPT-2 with tied embeddings and the language-model loss."""
+    """Return the transformers GPT-2 with tied embeddings and the language-model loss."""
     torchvision_schemas()
     from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
 
@@ -86,7 +86,7 @@ def gpt2(batch: int, length: int, width: int = 256, layers: int = 4) -> Example:
 
 
 def bert(batch: int, length: int, *, base: bool = False) -> Example:
-    """The transformers BERT with the masked-language-model loss; ``base`` has BERT-base's size."""
+    """Return the transformers BERT with the masked-language-model loss, small or of BERT-base's size."""
     torchvision_schemas()
     from transformers import BertConfig, BertForMaskedLM  # noqa: PLC0415
 
@@ -119,5 +119,5 @@ class Tagger(nn.Module):
 
 
 def lstm(batch: int, length: int, width: int = 128) -> Example:
-    """A recurrent tagger."""
+    """Return a recurrent tagger."""
     return Tagger(width), (torch.randint(0, 1000, (batch, length)),), {}

@@ -1,8 +1,8 @@
-"""What a link costs: against a bare socket, against unary calls, and when nothing happens.
+"""Cost of a link, compared with a bare socket and unary calls, and when idle.
 
-Two processes on loopback, one thread of torch each. The link's figures include encoding, checksums,
-assembly and delivery to the handler. The measurements alternate, so that a shared machine's moods hit
-all of them; figures are medians. Run as a script it prints its report.
+Two processes on loopback, with one torch thread each. The numbers of the link include encoding,
+checksums, assembly and delivery to the handler. The measurements alternate, so that other load on the
+machine affects all of them; the numbers are medians. Run as a script to print the report.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _message(run: str, tensor: torch.Tensor) -> Message:
 
 
 class _Far:
-    """The other process's handler: echoes what asks for it, and answers the last of a row."""
+    """Handler of the other process: echoes on request, and answers the last message of a series."""
 
     def on_message(self, link: Link, message: Message) -> None:
         match message.head:
@@ -60,7 +60,7 @@ class _Far:
 
 
 class _Near:
-    """The handler of the process that measures: an answer is all it waits for."""
+    """Handler of the measuring process, which waits for an answer."""
 
     def __init__(self) -> None:
         self.answered = threading.Semaphore(0)
@@ -73,7 +73,7 @@ class _Near:
 
 
 def _serve(control: Connection) -> None:
-    """The other process: a node, a bare socket and a unary method."""
+    """Run the other process: a node, a bare socket and a unary method."""
     torch.set_num_threads(1)
     transport = GrpcTransport()
     address = transport.serve(LOOPBACK, lambda hello: _hello(1), _Far(), lambda link: None)
@@ -146,7 +146,7 @@ class Bench:
         self._control.send(False)
 
     def _row(self, tensor: torch.Tensor, count: int) -> float:
-        """Seconds for a row of messages, until the peer has handled the last."""
+        """Return the seconds for a series of messages, until the peer has handled the last."""
         begin = time.perf_counter()
         for _ in range(count - 1):
             self._link.send(_message("row", tensor))
@@ -155,22 +155,22 @@ class Bench:
         return time.perf_counter() - begin
 
     def stream(self) -> float:
-        """Bytes a second of large tensors over the link."""
+        """Return the bytes per second of large tensors over the link."""
         return TENSORS * TENSOR_BYTES / self._row(self._large, TENSORS)
 
     def message(self) -> float:
-        """Seconds for a small tensor over the link, one after another."""
+        """Return the seconds per small tensor over the link, in a series."""
         return self._row(self._small, SMALL_MESSAGES) / SMALL_MESSAGES
 
     def call(self) -> float:
-        """Seconds for a call that carries the same bytes."""
+        """Return the seconds of a call with the same bytes."""
         begin = time.perf_counter()
         for _ in range(SMALL_MESSAGES):
             self._take(self._small_bytes, timeout=60)
         return (time.perf_counter() - begin) / SMALL_MESSAGES
 
     def bare(self) -> float:
-        """Bytes a second over a socket."""
+        """Return the bytes per second over a socket."""
         data = self._large.numpy().data.cast("B")
         begin = time.perf_counter()
         for _ in range(TENSORS):
@@ -179,7 +179,7 @@ class Bench:
         return TENSORS * TENSOR_BYTES / (time.perf_counter() - begin)
 
     def echo(self) -> float:
-        """Seconds for a small tensor there and back over the link, with nothing else under way."""
+        """Return the round-trip seconds of a small tensor over the link, with nothing else in flight."""
         begin = time.perf_counter()
         for _ in range(SMALL_MESSAGES):
             self._link.send(_message("echo", self._small))
@@ -187,14 +187,14 @@ class Bench:
         return (time.perf_counter() - begin) / SMALL_MESSAGES
 
     def echo_call(self) -> float:
-        """The same by a call."""
+        """Return the round-trip seconds of a call."""
         begin = time.perf_counter()
         for _ in range(SMALL_MESSAGES):
             self._echo(self._small_bytes, timeout=60)
         return (time.perf_counter() - begin) / SMALL_MESSAGES
 
     def echo_stream(self) -> float:
-        """The same by a stream of gRPC that has nothing of ours, and no more threads than it must."""
+        """Return the round-trip seconds of a bare gRPC stream, with as few threads as possible."""
         begin = time.perf_counter()
         for _ in range(SMALL_MESSAGES):
             self._outgoing.put(self._small_bytes)
@@ -202,7 +202,7 @@ class Bench:
         return (time.perf_counter() - begin) / SMALL_MESSAGES
 
     def idle(self) -> float:
-        """Share of a core that the two processes use while nothing is sent."""
+        """Return the share of a core that both processes use while nothing is sent."""
         self._control.send(True)
         begin = time.process_time()
         time.sleep(IDLE_SECONDS)
@@ -213,7 +213,7 @@ class Bench:
 
 @contextmanager
 def bench() -> Iterator[Bench]:
-    """With the other process running."""
+    """Run the other process for the duration of the context."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,))
@@ -228,13 +228,13 @@ def bench() -> Iterator[Bench]:
 
 
 def _medians(*measures: Callable[[], float]) -> list[float]:
-    """Of alternating measurements, the first of each thrown away."""
+    """Return the medians of alternating measurements, without the first of each."""
     rounds = [[measure() for measure in measures] for _ in range(ROUNDS + 1)][1:]
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
 def measure() -> str:
-    """The whole report in Markdown."""
+    """Return the report as Markdown."""
     torch.set_num_threads(1)
     with bench() as opened:
         stream, bare = _medians(opened.stream, opened.bare)
@@ -242,34 +242,33 @@ def measure() -> str:
         echo, echo_call, echo_stream = _medians(opened.echo, opened.echo_call, opened.echo_stream)
         idle = opened.idle()
     rows = [
-        ("| | the link | to compare | ratio | required |"),
+        ("| | the link | compared with | link relative to it | required |"),
         ("|---|---|---|---|---|"),
         (
-            f"| tensors of 4 MiB, MB/s | {stream / 1e6:.0f} | bare socket: {bare / 1e6:.0f} |"
-            f" {stream / bare:.2f} | at least 0.35 |"
+            f"| tensors of 4 MiB (below 1 is slower), MB/s | {stream / 1e6:.0f} |"
+            f" bare socket: {bare / 1e6:.0f} | {stream / bare:.2f} | at least 0.35 |"
         ),
         (
-            f"| a message of 64 KiB in a row of them, ms | {1e3 * message:.2f} |"
+            f"| one message of 64 KiB in a series (below 1 is faster), ms | {1e3 * message:.2f} |"
             f" unary call: {1e3 * call:.2f} | {message / call:.2f} | at most 0.35 |"
         ),
         (
-            f"| 64 KiB there and back, alone, ms | {1e3 * echo:.2f} |"
+            f"| round trip of 64 KiB, alone (above 1 is slower), ms | {1e3 * echo:.2f} |"
             f" unary call: {1e3 * echo_call:.2f} | {echo / echo_call:.2f} | |"
         ),
         (
             f"| the same | {1e3 * echo:.2f} |"
-            f" bare stream of gRPC: {1e3 * echo_stream:.2f} | {echo / echo_stream:.2f} | |"
+            f" bare gRPC stream: {1e3 * echo_stream:.2f} | {echo / echo_stream:.2f} | |"
         ),
-        f"| idle for {IDLE_SECONDS:.0f} s, of a core | {100 * idle:.2f}% | | | below 1% |",
+        f"| idle for {IDLE_SECONDS:.0f} s, share of a core | {100 * idle:.2f}% | | | below 1% |",
     ]
     return "\n".join(rows) + "\n\n" + _NOTE
 
 
 _NOTE = """\
-A message in a row is what training sends: the sender does not wait for an answer, a call does. A
-message that travels alone, there and back, is slower than a call: even a bare stream of gRPC, with
-nothing of ours, is far from 0.35 of a call in Python, and the link adds two changes of thread,
-encoding and assembly to it."""
+Training sends series of messages: the sender does not wait for an answer, whereas a call does. A single
+round trip is slower than a call: in Python even a bare gRPC stream is far from 0.35x of a call, and the
+link adds two thread switches, encoding and assembly."""
 
 
 if __name__ == "__main__":

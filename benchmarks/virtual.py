@@ -1,8 +1,8 @@
-"""Training under virtual time: machines and stages of real nodes, in one thread, in a fixed order.
+"""Training under virtual time: schedules and stages of real nodes, in one thread, in a fixed order.
 
 The order of computations and the weight versions are decided by the same code as in a real run
-(``ScheduleMachine``, ``StageExecution``); threads and links are replaced by a queue of events. A run
-therefore costs only its computations and is deterministic.
+(``ScheduleMachine``, ``StageExecution``); an event queue replaces threads and links. A run therefore
+costs only its computations and is deterministic.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from ravnest.types import MicrobatchId
 Samples = Iterable[tuple[torch.Tensor, Any]]
 LossOf = Callable[[Any, Any], torch.Tensor]
 Carry = Callable[[int, int, dict[str, Any]], dict[str, Any]]
-"""Brings values from one stage to another: from, to, values."""
+"""Function that brings values from one stage to another: sender, receiver, values."""
 
 
 class VirtualPipeline:
-    """Stages that train as a cluster would; one phase."""
+    """Stages that train like a cluster, for one phase."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class VirtualPipeline:
         update_frequency: int = 1,
         carry: Carry = lambda _from, _to, values: values,
     ) -> None:
-        """All stages cost the same, as do all links. No weights may be shared between stages."""
+        """All stages have the same cost, and so do all links. Stages must not share weights."""
         count = len(modules)
         self._executions = [
             StageExecution(module, rule, seed=0, stash=schedule == "async" and module is not modules[-1])
@@ -92,12 +92,12 @@ class VirtualPipeline:
         self._submitted = 0
         self._ended = False
         self.losses: list[float] = []
-        """Of each micro-batch, in order."""
+        """Loss of each micro-batch, in order."""
         self.stalenesses: list[int] = []
-        """Of each micro-batch, at the Root."""
+        """Staleness of each micro-batch at the Root."""
 
     def train(self, samples: Samples) -> None:
-        """Train on all micro-batches: pairs of the model's one input and targets."""
+        """Train on all micro-batches, which are pairs of the model's input and targets."""
         self._samples = iter(samples)
         self._push(0.0, 0, PhaseBegun(0, True))
         while self._heap:
@@ -109,7 +109,7 @@ class VirtualPipeline:
         self._pushed += 1
         heapq.heappush(self._heap, (self._now + delay, self._pushed, position, event))
 
-    def _carry_out(self, position: int, action: Action) -> None:  # noqa: C901, PLR0912 - one case an action
+    def _carry_out(self, position: int, action: Action) -> None:  # noqa: C901, PLR0912 - one case per action
         link = self._link
         match action:
             case RunForward(batch, version):

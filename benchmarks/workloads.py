@@ -1,4 +1,4 @@
-"""What pipelines are raced with: models, endless batches, and their stages on disk."""
+"""Workloads of the compared pipelines: models, endless batches, and their stages on disk."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from ravnest import clusterize, set_seed
 
 NODE_DATA = "node_data"
 _BATCHES = 8
-"""Different batches of a loader, again and again."""
+"""Number of different batches of a loader, which repeat."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the training that it is raced with."""
+    """Model with its training settings."""
 
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     """Inputs and targets of one micro-batch."""
     update_frequency: int
-    """Micro-batches an update."""
+    """Micro-batches per update."""
 
     @property
     def samples(self) -> int:
-        """In one micro-batch."""
+        """Samples per micro-batch."""
         return len(self.batch()[0])
 
     def model(self) -> nn.Module:
-        """The same weights at each call."""
+        """Return the model, with the same weights at each call."""
         set_seed(1)
         return self.make()
 
     def loader(self) -> Endless:
-        """The same batches at each call."""
+        """Return the batches, the same at each call."""
         torch.manual_seed(2)
         return Endless([self.batch() for _ in range(_BATCHES)])
 
     def form(self, folder: Path, addresses: Sequence[str], bandwidth: float = 1000) -> list[str]:
-        """Split the model for a node at each address; their names, Root first."""
+        """Split the model for a node at each address; return their names, Root first."""
         (names,) = self.form_clusters(folder, addresses, 1, bandwidth)
         return names
 
     def form_clusters(
         self, folder: Path, addresses: Sequence[str], clusters: int, bandwidth: float = 1000
     ) -> list[list[str]]:
-        """The same for several clusters, as the planner likes them."""
+        """Split the model for several clusters, as the planner chooses them."""
         node_data = folder / NODE_DATA
         node_data.mkdir(parents=True)
         benchmarks = {"ram": 4, "bandwidth": bandwidth}
@@ -80,7 +80,7 @@ class Workload:
 
 
 class Endless:
-    """A loader that never ends; each iteration begins anew."""
+    """Endless loader; each iteration starts from the first batch."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self._batches = batches
@@ -89,7 +89,7 @@ class Endless:
         return itertools.cycle(self._batches)
 
     def many(self, count: int) -> Iterator[Batch]:
-        """The same batches, ``count`` joined to one."""
+        """Yield the same batches, with ``count`` joined into one."""
         while True:
             for start in range(0, len(self._batches), count):
                 taken = list(itertools.islice(itertools.cycle(self._batches), start, start + count))
@@ -97,19 +97,19 @@ class Endless:
 
 
 def loss_of(output: torch.Tensor, targets: Any) -> torch.Tensor:
-    """Cross entropy over all places; takes targets, or a batch that ends with them."""
+    """Return the cross entropy over all positions; accepts targets, or a batch that ends with them."""
     if isinstance(targets, list | tuple):
         targets = targets[-1]
     return nn.functional.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
 def free_addresses(count: int) -> list[str]:
-    """On loopback; nobody listens there just now."""
+    """Return a free loopback address."""
     return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at just now."""
+    """Return free ports."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -121,7 +121,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP of four times the width."""
+    """Transformer block: causal attention and an MLP of four times the width."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Mix places, then channels."""
+        """Mix positions, then channels."""
         batch, length, width = x.shape
         shape = (batch, length, self.heads, width // self.heads)
         q, k, v = (t.reshape(shape).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
@@ -143,7 +143,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder with weights of its own at both ends: torch's pipelines have no tied ones."""
+    """Decoder with separate weights at both ends: torch's pipelines do not support tied weights."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, length: int, heads: int = 4) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token at each place."""
+        """Return the logits of the next token at each position."""
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -162,7 +162,7 @@ class GPT(nn.Module):
 
 
 def mlp() -> nn.Module:
-    """Six linear layers: 512 wide outside, 2048 inside; 76 MB of weights."""
+    """Return six linear layers: width 512 outside, 2048 inside; 76 MB of weights."""
     return _mlp(2048)
 
 
@@ -173,17 +173,17 @@ def _mlp(width: int) -> nn.Module:
 
 
 def wide_mlp() -> nn.Module:
-    """The same, 4096 inside: 285 MB of weights."""
+    """Return six linear layers with width 4096 inside: 285 MB of weights."""
     return _mlp(4096)
 
 
 def small_gpt() -> nn.Module:
-    """Six layers of 128."""
+    """Return a GPT with six layers of width 128."""
     return GPT(vocabulary=512, width=128, layers=6, length=64)
 
 
 def digits() -> nn.Module:
-    """The model of the demo."""
+    """Return the model of the demo."""
     folder = str(Path(__file__).resolve().parent.parent / "examples" / "digits")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -212,5 +212,5 @@ THIN_GPT = Workload(
     lambda: _text(64, 32, 64),
     8,
 )
-"""A layer a node: little to compute for what it sends. Heads are about as wide as GPT-2's."""
+"""GPT with one layer per node: little computation for its traffic. Heads are as wide as GPT-2's."""
 WORKLOADS = {w.name: w for w in (DIGITS, MLP, SLIM_MLP, WIDE_MLP, SMALL_GPT, THIN_GPT)}

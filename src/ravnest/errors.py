@@ -1,33 +1,33 @@
-"""Every error that Ravnest raises on purpose.
+"""Exceptions that Ravnest raises on purpose.
 
 RavnestError
-├── SplitError (ValueError)          the model cannot be split as asked
+├── SplitError (ValueError)          the model cannot be split as requested
 │   ├── CaptureError                 its forward cannot be captured as a graph
 │   ├── OperatorError                a graph uses an operator outside the allow-list
-│   └── ExactnessError               the stages compute something else than the model
-├── StageFormatError (ValueError)    a stage on disk is damaged, forged or of another format
-├── StageInputError (ValueError)     a stage was given inputs or parameters that do not fit it
+│   └── ExactnessError               the stages compute different results than the model
+├── StageFormatError (ValueError)    a file is damaged, forged or of another format
+├── StageInputError (ValueError)     inputs or parameters do not fit the stage
 ├── NodeConfigError (ValueError)     node_configs.json has a mistake
 ├── PlanError (ValueError)           the nodes cannot hold or run the model
-├── FusionError (ValueError)         the saved stages do not add up to one model
-├── SettingsError (ValueError)       Node or Trainer was given something that does not fit
+├── FusionError (ValueError)         the saved stages do not form one model
+├── SettingsError (ValueError)       an argument of Node or Trainer is invalid
 ├── LaunchError (ValueError)         nodes cannot be started on this machine
 ├── DataError (ValueError)           batches of Root and Leaf differ, or do not fit the model
 ├── JobError (ValueError)            a job cannot be submitted as given
-├── JobEndedError                    a job has ended without a trained model
-├── RunError                         the run ended on all nodes, for the reason that it says
-├── ServerError                      the intermediary server cannot be talked to
-│   ├── ServerUnreachableError       nothing answers at its address, or it is another server
-│   └── ServerRefusedError           it answered, and does not do what was asked
+├── JobEndedError                    a job ended without a trained model
+├── RunError                         the run ended on all nodes; the message has the reason
+├── ServerError                      communication with the intermediary server failed
+│   ├── ServerUnreachableError       no Ravnest server answers at its address
+│   └── ServerRefusedError           the server rejected the request
 ├── WireError                        bytes from a peer are damaged, hostile or of another version
-└── TransportError                   a peer cannot be talked to
+└── TransportError                   communication with a peer failed
     ├── UnreachableError             nothing answers at its address
-    ├── RefusedError                 it answered, and does not want to talk to this node
-    ├── LinkClosedError              the link to it is closed or lost
+    ├── RefusedError                 the peer rejected the connection
+    ├── LinkClosedError              the link to the peer is closed or lost
     └── AddressInUseError            a node cannot listen at its address
 
 A message says what happened, why, and what to do. User mistakes are ``ValueError``; a failing
-``assert`` is a bug of ours.
+``assert`` is a bug in Ravnest.
 """
 
 
@@ -36,7 +36,7 @@ class RavnestError(Exception):
 
 
 class SplitError(RavnestError, ValueError):
-    """The model cannot be split as asked."""
+    """The model cannot be split as requested."""
 
 
 class CaptureError(SplitError):
@@ -48,15 +48,15 @@ class OperatorError(SplitError):
 
 
 class ExactnessError(SplitError):
-    """The stages compute something else than the model."""
+    """The stages compute different results than the model."""
 
 
 class StageFormatError(RavnestError, ValueError):
-    """A stage on disk is damaged, forged or of another format."""
+    """A file of a stage, node or plan is damaged, forged or of another format."""
 
 
 class StageInputError(RavnestError, ValueError):
-    """A stage was given inputs or parameters that do not fit it."""
+    """Inputs or parameters do not fit the stage."""
 
 
 class NodeConfigError(RavnestError, ValueError):
@@ -68,11 +68,11 @@ class PlanError(RavnestError, ValueError):
 
 
 class FusionError(RavnestError, ValueError):
-    """The saved stages do not add up to one model."""
+    """The saved stages do not form one model."""
 
 
 class SettingsError(RavnestError, ValueError):
-    """Node or Trainer was given something that does not fit."""
+    """An argument of Node or Trainer is invalid."""
 
 
 class LaunchError(RavnestError, ValueError):
@@ -88,36 +88,36 @@ class JobError(RavnestError, ValueError):
 
 
 class JobEndedError(RavnestError):
-    """A job has ended without a trained model."""
+    """A job ended without a trained model."""
 
 
 class RunError(RavnestError):
-    """The run ended on all nodes, for the reason that it says."""
+    """The run ended on all nodes; the message has the reason."""
 
 
 class ServerError(RavnestError):
-    """The intermediary server cannot be talked to."""
+    """Communication with the intermediary server failed."""
 
 
 class ServerUnreachableError(ServerError):
-    """Nothing answers at the server's address, or it is another server."""
+    """No Ravnest server answers at the address."""
 
 
 class ServerRefusedError(ServerError):
-    """The server answered, and does not do what was asked."""
+    """The server rejected the request."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-        """Of HTTP."""
+        """HTTP status code."""
 
 
 class WireError(RavnestError):
-    """Bytes from a peer are damaged, hostile or of another version; or a value cannot travel."""
+    """Bytes from a peer are damaged, hostile or of another version; or a value cannot be encoded."""
 
 
 class TransportError(RavnestError):
-    """A peer cannot be talked to."""
+    """Communication with a peer failed."""
 
 
 class UnreachableError(TransportError):
@@ -125,7 +125,7 @@ class UnreachableError(TransportError):
 
 
 class RefusedError(TransportError):
-    """The peer answered, and does not want to talk to this node."""
+    """The peer rejected the connection."""
 
 
 class LinkClosedError(TransportError):

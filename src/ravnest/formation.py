@@ -1,4 +1,4 @@
-"""Cluster formation: from a model and a list of nodes to a plan and stages on disk."""
+"""Cluster formation: capture a model, profile it, plan, split, check, and write the stages to disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
-from ravnest.errors import SplitError, StageFormatError
+from ravnest.errors import PlanError, SplitError, StageFormatError
 from ravnest.plan.explain import clusterize_log, explain
+from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.node_configs import NodeConfig, read_node_configs
 from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.plan.planner import make_plan
@@ -25,8 +27,8 @@ from ravnest.split.self_check import verify
 from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.store.bundle import save_stage
 from ravnest.store.file_set import Replacement
-from ravnest.store.files import inside, read_json, write_json
-from ravnest.store.node_spec import bundle_path, node_file, plan_digest, write_node
+from ravnest.store.files import convert, has_format, inside, read_json, write_json
+from ravnest.store.node_spec import bundle_path, make_node_spec, plan_digest, write_node
 from ravnest.transport.certificates import Authority
 
 logger = logging.getLogger(__name__)
@@ -35,23 +37,25 @@ NODE_DATA = "node_data"
 NODE_CONFIGS = "node_configs.json"
 PLAN_FILE = "plan.json"
 _FORMAT = "ravnest-plan"
+_VERSION = 1
+_LIMIT = 64 << 20
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Formation:
-    """A model, what it costs, and who will train which part of it."""
+    """A prepared model with its profile and plan."""
 
     prepared: PreparedModel
     profile: ModelProfile
     plan: Plan
 
     def explain(self) -> str:
-        """The plan in words."""
+        """Describe the plan in words."""
         return explain(self.plan, self.profile, unit_names(self.prepared))
 
     def split(self, cluster: ClusterPlan) -> Split:
-        """The stages of one cluster."""
+        """Cut the model into the stages of one cluster."""
         starts = [stage.start for stage in cluster.stages[1:]]
         return self.prepared.cut([self.prepared.cuts[start - 1] for start in starts])
 
@@ -71,15 +75,15 @@ def clusterize(
 ) -> Plan:
     """Group the nodes of ``node_data/node_configs.json`` into clusters and split the model for them.
 
-    Writes ``node_data/nodes/node_<i>.json`` and ``node_data/cluster_<c>/node_<i>/``, replacing what
-    an earlier call wrote, and prints which node is in which cluster and role.
+    Writes ``node_data/nodes/node_<i>.json`` and ``node_data/cluster_<c>/node_<i>/``, replaces the files
+    of an earlier call, and prints the cluster and role of each node.
 
-    ``pass_data`` measures costs with a real forward instead of computing them. ``clusters`` sets
-    the number of clusters. Memory is planned for ``optimizer`` with ``optimizer_params`` (AdamW if
-    not given) and ``update_frequency`` micro-batches an update. ``batch_dim`` is the dimension of the
+    ``pass_data`` measures costs with a real forward pass instead of computing them. ``clusters`` sets
+    the number of clusters. Memory is planned for ``optimizer`` with ``optimizer_params`` (AdamW by
+    default) and ``update_frequency`` micro-batches per update. ``batch_dim`` is the dimension of the
     inputs that counts samples.
 
-    Raises ``ValueError`` if the model cannot be split or the nodes cannot hold it, and writes nothing.
+    Raises ``ValueError`` and writes nothing if the model cannot be split or the nodes cannot hold it.
     """
     target = Path(folder)
     formation = form_clusters(
@@ -111,7 +115,7 @@ def form_clusters(
     update_frequency: int = 1,
     batch_dim: int = 0,
 ) -> Formation:
-    """Capture, profile and plan; writes nothing."""
+    """Capture, profile and plan a model without writing anything; ``PlanError`` if no plan exists."""
     if model is None:
         raise SplitError("clusterize needs the model to split: clusterize(model=..., example_args=...)")
     prepared = prepare(model, example_args, example_kwargs, batch_dim=batch_dim, pass_data=pass_data)
@@ -123,11 +127,13 @@ def form_clusters(
         seed=torch.initial_seed() % 2**32,
         update_frequency=update_frequency,
     )
+    if isinstance(plan, Infeasible):
+        raise PlanError(plan.reason)
     return Formation(prepared, profile, plan)
 
 
 def _checked_splits(formation: Formation) -> dict[int, Split]:
-    """The stages of each cluster, compared with the unsplit model."""
+    """Split the model for each cluster and check that the stages compute what the model computes."""
     splits = {cluster.id: formation.split(cluster) for cluster in formation.plan.clusters}
     units = formation.profile.units
     memory = sum(u.activation_bytes for u in units) + max(u.workspace_bytes for u in units)
@@ -142,7 +148,7 @@ def _write(target: Path, plan: Plan, splits: Mapping[int, Split]) -> None:
         for stage in plan.stages:
             bundle = bundle_path(stage)
             digest = save_stage(replacement.staging / bundle, splits[stage.cluster].stages[stage.index])
-            nodes.append(node_file(plan, stage, bundle, digest.sha256))
+            nodes.append(make_node_spec(plan, stage, bundle, digest.sha256))
         digest_of_plan = plan_digest(nodes)
         for node in nodes:
             write_node(replacement.staging, replace(node, plan=digest_of_plan))
@@ -151,7 +157,7 @@ def _write(target: Path, plan: Plan, splits: Mapping[int, Split]) -> None:
         listing = sorted(f.as_posix() for f in files if (replacement.staging / f).is_file())
         write_json(
             replacement.staging / PLAN_FILE,
-            {"format": _FORMAT, "version": 1, "plan": digest_of_plan, "files": listing},
+            {"format": _FORMAT, "version": _VERSION, "plan": digest_of_plan, "files": listing},
         )
         replacement.commit(_earlier_files(target))
     except BaseException:
@@ -159,19 +165,21 @@ def _write(target: Path, plan: Plan, splits: Mapping[int, Split]) -> None:
         raise
 
 
+class _PlanFile(msgspec.Struct, frozen=True):
+    """Contents of ``plan.json``: the files that a call of ``clusterize`` wrote."""
+
+    files: tuple[str, ...]
+
+
 def _earlier_files(target: Path) -> list[str]:
-    """What the last call wrote here; other files are not ours."""
+    """Return the files that the last call wrote; other files in the folder belong to the user."""
     path = target / PLAN_FILE
     if not path.exists():
         return []
-    data = read_json(path, 64 << 20)
-    if (
-        not isinstance(data, dict)
-        or data.get("format") != _FORMAT
-        or not isinstance(data.get("files"), list)
-    ):
+    data = read_json(path, _LIMIT)
+    if not has_format(data, _FORMAT, _VERSION):
         raise StageFormatError(f"{path} is not a file of Ravnest, and would be replaced: move it away")
-    return [inside(str(name)) for name in data["files"]]
+    return [inside(name) for name in convert(data, _PlanFile, path).files]
 
 
 def _write_certificates(staging: Path, plan: Plan, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""Small values that several layers share."""
+"""Small value types that several layers share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BARE_IPV6 = re.compile(r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*")
 
 
 class Role(StrEnum):
-    """What a provider does in its cluster; it follows from its position in the pipeline."""
+    """Role of a node in its cluster, which follows from its position in the pipeline."""
 
     ROOT = "Root"
     STEM = "Stem"
@@ -25,7 +25,7 @@ class Role(StrEnum):
 
     @classmethod
     def at(cls, position: int, count: int) -> Role:
-        """Role of the stage at ``position`` of ``count``; a cluster of one node has a Root only."""
+        """Return the role at ``position`` of ``count`` stages; a cluster of one node has only a Root."""
         if position == 0:
             return cls.ROOT
         return cls.LEAF if position == count - 1 else cls.STEM
@@ -45,7 +45,7 @@ class MicrobatchId(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """Where a node can be reached."""
+    """Network address of a node."""
 
     host: str
     port: int
@@ -56,7 +56,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The address in ``host:port``; a ``ValueError`` says what the text must be."""
+        """Parse ``host:port``; the ``ValueError`` says what the text must be."""
         host, colon, port = text.rpartition(":")
         if not colon or not host:
             raise ValueError(f'must be "host:port", is {_shown(text)}')
@@ -66,7 +66,7 @@ class Address:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether strides visit every element of a block of memory exactly once, in some order."""
+    """Return True if the strides visit every element of a block of memory exactly once."""
     if 0 in shape:
         return True
     expected = 1

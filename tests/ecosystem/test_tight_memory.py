@@ -45,5 +45,5 @@ def test_clusters_average_within_the_offered_memory(world: World) -> None:
     handle = world.submit(api, wide_job())
     handle.result(timeout=180)
     plan = handle.view().plan
-    assert plan.count("averages with other clusters 151 MB") == 2
+    assert plan.count("averaging with other clusters 151 MB") == 2
     assert plan.count("(98%)") == 2

@@ -1,9 +1,10 @@
-"""Models and pools that the planning tests share."""
+"""Models and node pools that the planning tests share."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 
 from ravnest.plan.cost import NodeCapacity
 from ravnest.plan.node_configs import NodeConfig
-from ravnest.plan.profile import ModelProfile, TensorProfile, Unit
+from ravnest.plan.plan import Plan
+from ravnest.plan.planner import make_plan
+from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
 from ravnest.types import Address
 
 
 def load_benchmark() -> ModuleType:
-    """``benchmarks/planning.py``: its brute force is the oracle of the tests too."""
+    """Import ``benchmarks/planning.py``, whose brute force is the reference of the tests too."""
     path = Path(__file__).parents[2] / "benchmarks" / "planning.py"
     spec = importlib.util.spec_from_file_location("benchmarks_planning", path)
     assert spec is not None
@@ -29,14 +32,14 @@ def load_benchmark() -> ModuleType:
     return module
 
 
-def unit(work: float = 1e9, activation: int = 0, workspace: int = 0, crossing: int = 0) -> Unit:
-    return Unit(work, activation, workspace, crossing, crossing, crossing)
+def unit(work: float = 1e9, activation: int = 0, workspace: int = 0, crossing: int = 0) -> UnitCost:
+    return UnitCost(work, activation, workspace, crossing, crossing, crossing)
 
 
-def chain(units: int, *, weight: int = 1000, **figures: Any) -> ModelProfile:
-    """Equal units with one weight each."""
+def chain(units: int, *, weight: int = 1000, **costs: Any) -> ModelProfile:
+    """Return a model of equal units with one weight each."""
     return ModelProfile(
-        units=tuple(unit(**figures) for _ in range(units)),
+        units=tuple(unit(**costs) for _ in range(units)),
         state=tuple(
             TensorProfile(f"layer{u}.weight", weight, trainable=True, averaged=True, units=(u,))
             for u in range(units)
@@ -46,22 +49,29 @@ def chain(units: int, *, weight: int = 1000, **figures: Any) -> ModelProfile:
     )
 
 
+def planned(profile: ModelProfile, nodes: Sequence[NodeConfig], **options: Any) -> Plan:
+    """Return the plan for these nodes, which must exist."""
+    plan = make_plan(profile, nodes, **options)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
 def node(number: int, ram: float = 8, bandwidth: float = 100, compute: float | None = 50) -> NodeConfig:
     return NodeConfig(number, Address("10.0.0.1", 8080 + number), ram, bandwidth, compute)
 
 
 steady = settings(deadline=None, derandomize=True)
-"""The same examples in every run, however busy the machine is."""
+"""Settings for the same examples in every run, even on a busy machine."""
 
 small_bytes = st.integers(0, 50)
 
 
 @st.composite
 def profiles(draw: st.DrawFn, max_units: int = 7) -> ModelProfile:
-    """Any small model: frozen tensors, ties, cuts without a gradient."""
+    """Draw any small model: frozen tensors, tied tensors, cuts without a gradient."""
     count = draw(st.integers(1, max_units))
     units = tuple(
-        Unit(float(draw(st.integers(0, 20))), *(draw(small_bytes) for _ in range(5)))
+        UnitCost(float(draw(st.integers(0, 20))), *(draw(small_bytes) for _ in range(5)))
         for _ in range(count)
     )
     users = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted).map(tuple)

@@ -1,3 +1,5 @@
+"""Times and bytes of stages and cuts."""
+
 from __future__ import annotations
 
 from itertools import combinations
@@ -8,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import chain, node, profiles, steady
 
-from ravnest.plan.candidate_cuts import chosen_cuts
+from ravnest.plan.candidate_cuts import candidate_cuts
 from ravnest.plan.cost import NOMINAL_COMPUTE, ModelCosts, assumed_compute, capacities_of
-from ravnest.plan.profile import ModelProfile, TensorProfile, Unit
+from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
 from ravnest.plan.ranges import DistinctBytes, RangeMax
 
 
 @given(profiles(max_units=9), st.data())
 @steady
-def test_a_tensor_counts_once_in_any_run(profile: ModelProfile, data: st.DataObject) -> None:
+def test_a_tensor_is_counted_once_in_any_run(profile: ModelProfile, data: st.DataObject) -> None:
     count = len(profile.units)
     distinct = DistinctBytes.of(profile.state, count)
     some = st.lists(st.integers(0, count), min_size=1, unique=True).map(sorted)
@@ -38,25 +40,25 @@ def test_the_largest_value_of_any_run(values: list[int]) -> None:
         assert grid[start, stop] == max(values[start:stop])
 
 
-def test_absent_compute_is_the_median_of_the_others() -> None:
+def test_missing_compute_is_the_median_of_the_others() -> None:
     nodes = [node(0, compute=10), node(1, compute=None), node(2, compute=30), node(3, compute=90)]
     assert [machine.flops for machine in capacities_of(nodes)] == [10e9, 30e9, 30e9, 90e9]
 
 
-def test_absent_everywhere_means_equal() -> None:
+def test_without_any_compute_all_nodes_are_equal() -> None:
     nodes = [node(0, compute=None), node(1, compute=None)]
     assert assumed_compute(nodes) == NOMINAL_COMPUTE
     assert {machine.flops for machine in capacities_of(nodes)} == {NOMINAL_COMPUTE * 1e9}
 
 
-def test_units_of_the_nodes() -> None:
+def test_capacities_are_in_bytes_bits_and_operations() -> None:
     (machine,) = capacities_of([node(0, ram=2, bandwidth=20, compute=5)])
     assert (machine.ram, machine.bandwidth, machine.flops) == (2e9, 20e6, 5e9)
 
 
 def test_time_of_a_stage_and_of_a_link() -> None:
     profile = ModelProfile(
-        units=(Unit(4e9, 0, 0, 1_000_000, 3_000_000), Unit(6e9, 0, 0, 0, 0)),
+        units=(UnitCost(4e9, 0, 0, 1_000_000, 3_000_000), UnitCost(6e9, 0, 0, 0, 0)),
         state=(),
         batch_size=1,
         input_bytes=0,
@@ -68,7 +70,7 @@ def test_time_of_a_stage_and_of_a_link() -> None:
     assert costs.link_seconds(1, fast, slow) == costs.link_seconds(1, slow, fast) == 2.0
 
 
-def test_a_tie_over_a_cut_travels_once_an_update() -> None:
+def test_a_tied_tensor_crosses_a_cut_once_per_update() -> None:
     tied = TensorProfile("tied", 400, trainable=True, averaged=True, units=(0, 2))
     frozen = TensorProfile("frozen", 9999, trainable=False, averaged=True, units=(0, 3))
     profile = ModelProfile(chain(4, crossing=10).units, (tied, frozen), 1, 0)
@@ -76,24 +78,24 @@ def test_a_tie_over_a_cut_travels_once_an_update() -> None:
     assert ModelCosts.of(profile, 4).link_bytes.tolist() == [0, 110, 110, 10, 0]
 
 
-def test_what_stands_behind_the_last_unit_crosses_nothing() -> None:
+def test_the_ends_of_the_model_have_no_traffic() -> None:
     costs = ModelCosts.of(chain(3, crossing=10))
     assert costs.link_bytes.tolist() == [0, 10, 10, 0]
 
 
 @pytest.mark.parametrize("count", [5, 16, 40])
-def test_chosen_cuts_keep_the_ends_and_the_least_traffic(count: int) -> None:
+def test_candidate_cuts_include_the_ends_and_the_least_traffic(count: int) -> None:
     crossings = [100] * 199
     crossings[76] = 1
     profile = ModelProfile(
-        tuple(Unit(1e9, 10, 0, crossing, crossing) for crossing in [*crossings, 0]), (), 1, 0
+        tuple(UnitCost(1e9, 10, 0, crossing, crossing) for crossing in [*crossings, 0]), (), 1, 0
     )
-    cuts = chosen_cuts(ModelCosts.of(profile), count)
+    cuts = candidate_cuts(ModelCosts.of(profile), count)
     assert 3 <= len(cuts) <= count
     assert (cuts[0], cuts[-1]) == (0, 200)
     assert 77 in cuts
     assert (np.diff(cuts) > 0).all()
 
 
-def test_few_cuts_are_all_chosen() -> None:
-    assert chosen_cuts(ModelCosts.of(chain(4)), 5).tolist() == [0, 1, 2, 3, 4]
+def test_few_cuts_are_all_candidates() -> None:
+    assert candidate_cuts(ModelCosts.of(chain(4)), 5).tolist() == [0, 1, 2, 3, 4]

@@ -1,3 +1,5 @@
+"""The cuts for a given order are optimal, and the greedy ones fit."""
+
 from __future__ import annotations
 
 from itertools import combinations
@@ -16,7 +18,7 @@ planning = load_benchmark()
 
 
 def all_cuts(costs: ModelCosts, order: list[NodeCapacity]) -> list[tuple[float, tuple[int, ...]]]:
-    """Every cut that fits, with its time, by the definition."""
+    """Return every cut that fits, with its time, by the definition."""
     found = []
     for inner in combinations(range(1, costs.units), len(order) - 1):
         bounds = (0, *inner, costs.units)
@@ -33,7 +35,7 @@ def all_cuts(costs: ModelCosts, order: list[NodeCapacity]) -> list[tuple[float, 
 
 @given(profiles(max_units=8), st.lists(machines, min_size=1, max_size=5))
 @steady
-def test_the_cut_is_the_best_of_all(profile: ModelProfile, order: list[NodeCapacity]) -> None:
+def test_the_cuts_are_optimal(profile: ModelProfile, order: list[NodeCapacity]) -> None:
     costs = ModelCosts.of(profile)
     expected = all_cuts(costs, order)
     found = best_cuts(costs, order)
@@ -47,14 +49,14 @@ def test_the_cut_is_the_best_of_all(profile: ModelProfile, order: list[NodeCapac
 
 @given(profiles(max_units=8), st.lists(machines, min_size=1, max_size=5))
 @steady
-def test_the_greedy_cut_fits_and_is_no_better(profile: ModelProfile, order: list[NodeCapacity]) -> None:
+def test_greedy_cuts_fit(profile: ModelProfile, order: list[NodeCapacity]) -> None:
     costs = ModelCosts.of(profile)
     found = greedy_cuts(costs, order)
     if found is not None:
         assert (found.seconds, found.bounds) in all_cuts(costs, order)
 
 
-def test_small_grids_and_few_coarse_cuts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_grids_and_few_coarse_cuts_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = planning.random.Random(4)
     profile = planning.random_profile(rng, 120, tied=True)
     costs = ModelCosts.of(profile)
@@ -77,7 +79,7 @@ def test_unequal_nodes_get_unequal_shares() -> None:
 
 
 def test_ram_limits_a_stage() -> None:
-    costs = ModelCosts.of(chain(8, weight=100_000_000))  # 4 bytes a byte in the Leaf, 6 in the Root
+    costs = ModelCosts.of(chain(8, weight=100_000_000))  # 4 bytes per byte in the Leaf, 6 in the Root
     found = best_cuts(costs, capacities_of([node(0, ram=1.3, compute=30), node(1, ram=8, compute=10)]))
     assert found is not None
     assert found.bounds == (0, 2, 8)
@@ -94,7 +96,7 @@ def test_a_slow_link_moves_the_cut_to_little_traffic() -> None:
     assert found.bounds == (0, 1, 6)
 
 
-def test_of_equal_cuts_the_balanced_one() -> None:
+def test_among_equal_cuts_the_balanced_one_is_taken() -> None:
     profile = chain(9, crossing=5_000_000)  # every link takes 40 s, every unit 0.02 s
     found = best_cuts(ModelCosts.of(profile), capacities_of([node(k, bandwidth=1) for k in range(3)]))
     assert found is not None

@@ -1,12 +1,13 @@
+"""The log of ``clusterize`` has its documented format, and the description of a plan has its numbers."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 
-from plan_cases import chain, node
+from plan_cases import chain, node, planned
 
 from ravnest.plan.explain import clusterize_log, explain
 from ravnest.plan.plan import Plan
-from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile, TensorProfile
 from ravnest.plan.rings import OwnedUnits, RingMember, make_rings
 
@@ -23,7 +24,7 @@ def model() -> ModelProfile:
 
 
 def test_the_log_has_the_documented_format() -> None:
-    plan = make_plan(model(), [node(k, compute=50 if k % 2 else 40) for k in range(4)], clusters=2)
+    plan = planned(model(), [node(k, compute=50 if k % 2 else 40) for k in range(4)], clusters=2)
     assert clusterize_log(plan) == (
         "Node(0, Cluster(0)) \n"
         "self.IP(10.0.0.1:8080) \n"
@@ -51,15 +52,15 @@ def test_the_log_has_the_documented_format() -> None:
 
 
 def test_the_log_of_a_single_cluster_has_no_next_members() -> None:
-    log = clusterize_log(make_plan(model(), [node(k) for k in range(3)]))
+    log = clusterize_log(planned(model(), [node(k) for k in range(3)]))
     assert log.count("Address2Param({})") == 3
     assert "Cluster 0 : Node(0) -> Node(1) -> Node(2)\n" in log
     assert log.endswith("Node(0) -> Root\nNode(1) -> Stem\nNode(2) -> Leaf\n")
 
 
 def plan_of(*bounds: int) -> Plan:
-    """Clusters of two nodes each, cut at the given units."""
-    plan = make_plan(model(), [node(k) for k in range(2 * len(bounds))])
+    """Return a plan with clusters of two nodes each, cut at the given units."""
+    plan = planned(model(), [node(k) for k in range(2 * len(bounds))])
     clusters = tuple(
         replace(cluster, stages=(replace(root, stop=cut), replace(leaf, start=cut)))
         for cluster, (root, leaf), cut in zip(
@@ -91,50 +92,50 @@ def test_the_log_lists_rings_that_share_the_next_member() -> None:
     ) in log
 
 
-def test_the_plan_in_words() -> None:
+def test_the_description_has_memory_and_times() -> None:
     nodes = [node(0, ram=8, compute=40), node(1, ram=4, compute=20, bandwidth=8)]
-    text = explain(make_plan(model(), nodes), model(), NAMES)
-    assert text.splitlines() == [
-        "2 nodes in 1 cluster train about 32 samples/s in micro-batches of 32.",
-        "",
-        "Cluster 0: about 32 samples/s, a micro-batch every 1 s; the bottleneck is the link from"
-        " Node(0) to Node(1) at the 8 Mbps of Node(1).",
-        "  Node(0) at 10.0.0.1:8080 is the Root: layers conv1 to fc1 (4 units), 67% of the work.",
-        "    Memory 3.0 GB of 8 GB (38%): weights 500 MB, older versions 1.0 GB, optimizer 1.0 GB,"
-        " activations of 2 in flight 80 MB, transfer 2 MB, gradients and workspace 460 MB.",
-        "    Time 100 ms a micro-batch, and 1 s on the link to Node(1).",
-        "  Node(1) at 10.0.0.1:8081 is the Leaf: layers fc2 to softmax (2 units), 33% of the work.",
-        "    Memory 1.0 GB of 4 GB (25%): weights 250 MB, older versions 0 kB, optimizer 500 MB,"
-        " activations of 1 in flight 21 MB, transfer 1 MB, gradients and workspace 230 MB.",
-        "    Time 100 ms a micro-batch.",
-        "",
-        "One cluster holds the only copy of the model: nothing is averaged.",
-    ]
+    lines = explain(planned(model(), nodes), model(), NAMES).splitlines()
+    head, _, cluster, root, root_memory, root_time, leaf, leaf_memory, leaf_time, _, rings = lines
+    assert head.startswith("2 nodes in 1 cluster train about 32 samples/s")
+    assert "about 32 samples/s" in cluster
+    assert "every 1 s" in cluster
+    assert "the link from Node(0) to Node(1) at the 8 Mbps of Node(1)" in cluster
+    assert "Node(0) at 10.0.0.1:8080 is the Root: layers conv1 to fc1 (4 units), 67%" in root
+    assert "Memory 3.0 GB of 8 GB (38%): weights 500 MB, older versions 1.0 GB" in root_memory
+    assert "optimizer 1.0 GB, activations of 2 in flight 80 MB, transfer 2 MB" in root_memory
+    assert root_memory.endswith("460 MB.")
+    assert "100 ms" in root_time
+    assert "1 s on the link to Node(1)" in root_time
+    assert "Node(1) at 10.0.0.1:8081 is the Leaf: layers fc2 to softmax (2 units), 33%" in leaf
+    assert "Memory 1.0 GB of 4 GB (25%): weights 250 MB, older versions 0 kB" in leaf_memory
+    assert "100 ms" in leaf_time
+    assert "link" not in leaf_time
+    assert "nothing is averaged" in rings
 
 
-def test_rings_in_words() -> None:
-    text = explain(make_plan(model(), [node(k) for k in range(4)]), model(), NAMES)
+def test_the_description_lists_rings() -> None:
+    text = explain(planned(model(), [node(k) for k in range(4)]), model(), NAMES)
     assert "2 rings average the clusters:" in text
     assert "  Ring 0: 1 tensor from conv1.weight on, by Node(0), Node(2)." in text
     assert "  Ring 1: 2 tensors from fc1.weight on, by Node(1), Node(3)." in text
 
 
 def test_a_stage_of_one_layer() -> None:
-    text = explain(make_plan(chain(2), [node(0), node(1)]), chain(2), ["conv", "fc"])
+    text = explain(planned(chain(2), [node(0), node(1)]), chain(2), ["conv", "fc"])
     assert "the Root: layer conv (1 unit), 50% of the work." in text
 
 
-def test_guessed_speeds_are_said() -> None:
+def test_the_description_names_assumed_compute() -> None:
     profile = chain(2)
-    text = explain(make_plan(profile, [node(0, compute=None), node(1)]), profile, ["a", "b"])
-    assert "Without a compute figure, taken for the median of 50 GFLOP/s: Node(0)." in text
+    text = explain(planned(profile, [node(0, compute=None), node(1)]), profile, ["a", "b"])
+    assert "50 GFLOP/s: Node(0)." in text
     silent = [node(0, compute=None), node(1, compute=None)]
-    text = explain(make_plan(profile, silent), profile, ["a", "b"])
-    assert "No node gives its compute figure: all are taken for equal, at 50 GFLOP/s." in text
+    text = explain(planned(profile, silent), profile, ["a", "b"])
+    assert "No node states its compute: 50 GFLOP/s is assumed for all." in text
 
 
-def test_a_model_without_work_in_words() -> None:
+def test_the_description_of_a_model_without_work() -> None:
     profile = chain(2, work=0.0)
-    text = explain(make_plan(profile, [node(0)]), profile, ["a", "b"])
+    text = explain(planned(profile, [node(0)]), profile, ["a", "b"])
     assert text.startswith("1 node in 1 cluster trains about")
     assert "none of the work" in text

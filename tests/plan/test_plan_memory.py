@@ -1,3 +1,5 @@
+"""The memory formula, for one stage and for a grid of stages."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -40,7 +42,7 @@ def test_each_purpose_is_counted() -> None:
     assert memory.total == 635
 
 
-def test_averages_take_copies_of_what_is_trained() -> None:
+def test_averaging_keeps_copies_of_trained_parameters() -> None:
     assert averaging_copies() == 2
     assert averaging_copies(compressed=True) == 4
     assert averaging_copies(with_optimizer=True, optimizer_factor=2.0) == 6
@@ -48,7 +50,7 @@ def test_averages_take_copies_of_what_is_trained() -> None:
     assert (memory.averaging, memory.total) == (160, 635 + 160)
 
 
-def test_the_update_can_be_the_worst_moment() -> None:
+def test_the_update_can_be_the_peak() -> None:
     one_large = replace(LOAD, largest=50)
     assert stage_memory(one_large, 1, MemorySettings(1, 2.0, 2.0)).gradients == 80 + 2 * 50 - 10
 
@@ -65,12 +67,12 @@ def test_older_versions(in_flight: int, update_frequency: int, versions: int) ->
     assert older_versions(in_flight, update_frequency) == versions
 
 
-def test_sizes_read_well() -> None:
+def test_formatted_sizes() -> None:
     assert [size(n) for n in (900, 5e5, 2.4e7, 9.06e9)] == ["1 kB", "500 kB", "24 MB", "9.1 GB"]
 
 
 def by_hand(profile: ModelProfile, start: int, stop: int, in_flight: int, frequency: int) -> float:
-    """The formula again, straight from the profile."""
+    """Compute the formula directly from the profile."""
     held = [t for t in profile.state if any(start <= u < stop for u in t.units)]
     trainable = sum(t.bytes for t in held if t.trainable)
     units = profile.units[start:stop]
@@ -112,7 +114,7 @@ def test_one_stage_and_a_grid_of_stages_agree_with_the_formula(
 
 @given(profiles(), st.integers(1, 5))
 @steady
-def test_inner_memory_is_no_more_and_only_grows(profile: ModelProfile, in_flight: int) -> None:
+def test_inner_memory_is_a_lower_bound_that_grows(profile: ModelProfile, in_flight: int) -> None:
     costs = ModelCosts.of(profile)
     every = np.arange(costs.units + 1)
     inner = costs.inner_memory_grid(every, every, in_flight)

@@ -1,3 +1,5 @@
+"""``node_configs.json`` is read with its comments, and every mistake is named by its path."""
+
 from __future__ import annotations
 
 import json
@@ -10,7 +12,7 @@ from ravnest.errors import NodeConfigError
 from ravnest.plan.node_configs import EXAMPLE, NodeConfig, parse_node_configs, read_node_configs
 from ravnest.types import Address
 
-SEED_EXAMPLE = """{
+DOCUMENTED_EXAMPLE = """{
     "0":{
         "IP":"host-a:8080",
         "benchmarks":{
@@ -45,7 +47,7 @@ def message(content: Any) -> str:
 
 def test_reads_the_documented_example_with_its_comments(tmp_path: Path) -> None:
     path = tmp_path / "node_configs.json"
-    path.write_text("\ufeff" + SEED_EXAMPLE, encoding="utf-8")
+    path.write_text("\ufeff" + DOCUMENTED_EXAMPLE, encoding="utf-8")
     assert read_node_configs(path) == (
         NodeConfig(0, Address("host-a", 8080), 8.0, 20.0, None),
         NodeConfig(1, Address("10.0.0.2", 8080), 16.0, 10.0, 120.5),
@@ -56,17 +58,17 @@ def test_the_example_in_the_error_is_valid() -> None:
     assert [node.id for node in parse_node_configs(EXAMPLE, "example")] == [0, 1]
 
 
-def test_a_comma_before_the_end_is_no_mistake() -> None:
+def test_trailing_commas_are_allowed() -> None:
     text = '{"0": {"IP": "h:1", "benchmarks": {"ram": 1, "bandwidth": 1,},}, // last\n}'
     assert len(parse_node_configs(text, "pool")) == 1
 
 
-def test_slashes_and_commas_inside_texts_stay() -> None:
+def test_slashes_and_commas_inside_strings_are_kept() -> None:
     text = json.dumps({"0": entry(IP="http://h,}:1")})
     assert '"0".IP must be "host:port" with a host name or an IP, is "http://h,}:1"' in message(text)
 
 
-def test_nodes_come_by_ascending_id() -> None:
+def test_nodes_are_sorted_by_id() -> None:
     text = json.dumps({"1": entry(IP="b:1"), "0": entry(IP="a:1")})
     assert [node.id for node in parse_node_configs(text, "pool")] == [0, 1]
 
@@ -98,7 +100,7 @@ def test_ipv6_in_brackets() -> None:
         ),
         ({"ip": "h:1"}, '.ip is not a known key ("IP", "benchmarks"); did you mean "IP"?'),
         ({"colour": 1}, '.colour is not a known key ("IP", "benchmarks")'),
-        ({"IP": 8080}, '.IP must be a text "host:port", is 8080'),
+        ({"IP": 8080}, '.IP must be a string "host:port", is 8080'),
         ({"IP": "<host>:<port>"}, '.IP must end in a port from 1 to 65535, is "<host>:<port>"'),
         ({"IP": "<host>:80"}, '.IP must be "host:port" with a host name or an IP, is "<host>:80"'),
         ({"IP": "localhost"}, '.IP must be "host:port", is "localhost"'),
@@ -140,16 +142,16 @@ def test_a_malformed_entry_is_named_by_its_path(changes: dict[str, Any], expecte
         ({"1": entry()}, '"0" is missing'),
         (
             {"0": entry(), "1": entry()},
-            '"1".IP is 10.0.0.1:8080, which "0".IP has too; each node needs its own address',
+            '"1".IP is 10.0.0.1:8080, as is "0".IP; each node needs its own address',
         ),
-        ({"0": entry(IP="Host:1"), "1": entry(IP="host:01")}, '"1".IP is host:1, which "0".IP has too'),
-        ('{"0": {}, "0": {}}', '"0" stands there more than once; keep one'),
-        ('{"0": {"IP": "h:1", "IP": "h:2"}}', '"0".IP stands there more than once; keep one'),
+        ({"0": entry(IP="Host:1"), "1": entry(IP="host:01")}, '"1".IP is host:1, as is "0".IP'),
+        ('{"0": {}, "0": {}}', '"0" is given more than once; keep one'),
+        ('{"0": {"IP": "h:1", "IP": "h:2"}}', '"0".IP is given more than once; keep one'),
         (
             '{"0": {"IP": "h:1", "benchmarks": {"ram": 1, "ram": 2, "bandwidth": 1}}}',
-            '"0".benchmarks.ram stands there more than once; keep one',
+            '"0".benchmarks.ram is given more than once; keep one',
         ),
-        ([], "must hold an object with one entry a node, is []"),
+        ([], "must be an object with one entry per node, is []"),
         ({}, "has no nodes"),
         ('{\n  "0": }', "is not valid JSON: line 2, column 8: Expecting value"),
         ('// nothing\n{"0": {"IP": "h:1" "benchmarks": 1}}', "is not valid JSON: line 2, column 20"),
@@ -168,19 +170,19 @@ def test_all_mistakes_are_reported_at_once() -> None:
     assert [line.removeprefix("node_data/node_configs.json: ") for line in found.splitlines()] == [
         '"0".benchmarks.ram must be greater than 0, is -1',
         '"1".benchmarks.bandwidth must be a number, is "fast"',
-        '"1".IP is 10.0.0.1:8080, which "0".IP has too; each node needs its own address',
+        '"1".IP is 10.0.0.1:8080, as is "0".IP; each node needs its own address',
     ]
 
 
 def test_a_missing_file_says_what_to_create(tmp_path: Path) -> None:
     with pytest.raises(
-        NodeConfigError, match=r"does not exist\. Create it with one entry a node"
+        NodeConfigError, match=r"does not exist\. Create it with one entry per node"
     ) as caught:
         read_node_configs(tmp_path / "node_configs.json")
     assert EXAMPLE in str(caught.value)
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "node_configs.json"
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(NodeConfigError, match="is not UTF-8 text"):

@@ -1,3 +1,5 @@
+"""The best order of machines: exact for short pipelines, close to it for long ones."""
+
 from __future__ import annotations
 
 from itertools import permutations
@@ -8,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import chain, load_benchmark, machines, node, profiles, steady
 
-from ravnest.plan.candidate_cuts import chosen_cuts
+from ravnest.plan.candidate_cuts import candidate_cuts
 from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
 from ravnest.plan.cuts import best_cuts
-from ravnest.plan.pipeline_order import PipelineOrder, PipelineOrders
+from ravnest.plan.pipeline_order import OrderSearch, PipelineOrder
 from ravnest.plan.profile import ModelProfile
 
 planning = load_benchmark()
@@ -19,15 +21,15 @@ planning = load_benchmark()
 
 def orders_of(
     costs: ModelCosts, pool: list[NodeCapacity], exact_length: int, cuts: int = 10_000
-) -> PipelineOrders:
-    return PipelineOrders(costs, pool, chosen_cuts(costs, cuts), exact_length)
+) -> OrderSearch:
+    return OrderSearch(costs, pool, candidate_cuts(costs, cuts), exact_length)
 
 
-def kinds_of(orders: PipelineOrders, pool: list[NodeCapacity]) -> tuple[int, ...]:
+def kinds_of(orders: OrderSearch, pool: list[NodeCapacity]) -> tuple[int, ...]:
     return tuple(orders.kinds.index(machine) for machine in pool)
 
 
-def seconds_of(costs: ModelCosts, orders: PipelineOrders, order: PipelineOrder) -> float:
+def seconds_of(costs: ModelCosts, orders: OrderSearch, order: PipelineOrder) -> float:
     cuts = best_cuts(costs, [orders.kinds[kind] for kind in order.kinds])
     assert cuts is not None
     return cuts.seconds
@@ -35,7 +37,7 @@ def seconds_of(costs: ModelCosts, orders: PipelineOrders, order: PipelineOrder) 
 
 @given(profiles(), st.lists(machines, min_size=1, max_size=4))
 @steady
-def test_the_best_of_all_orders(profile: ModelProfile, pool: list[NodeCapacity]) -> None:
+def test_the_order_is_the_best_of_all(profile: ModelProfile, pool: list[NodeCapacity]) -> None:
     costs = ModelCosts.of(profile)
     orders = orders_of(costs, pool, exact_length=4)
     found = orders.best(kinds_of(orders, pool))
@@ -61,16 +63,16 @@ def test_longer_pipelines_come_close_to_the_best_order() -> None:
     best = exact.best(kinds_of(exact, pool))
     rough = orders_of(costs, pool, exact_length=3, cuts=60)
     kinds = kinds_of(rough, pool)
-    sensible, refined = rough.best(kinds), rough.refined(kinds)
+    heuristic, refined = rough.best(kinds), rough.refined(kinds)
     assert best is not None
-    assert sensible is not None
+    assert heuristic is not None
     assert refined is not None
-    assert best.seconds <= refined.seconds <= sensible.seconds
+    assert best.seconds <= refined.seconds <= heuristic.seconds
     assert best.seconds >= 0.9 * refined.seconds
 
 
 @pytest.mark.parametrize("count", [12, 40])
-def test_the_time_of_an_order_is_one_that_its_cuts_reach(count: int) -> None:
+def test_the_cuts_of_an_order_reach_its_time(count: int) -> None:
     costs, pool = long_pipeline(count)
     orders = orders_of(costs, pool, exact_length=3, cuts=60)
     found = orders.refined(kinds_of(orders, pool))
@@ -86,7 +88,7 @@ def test_equal_machines_are_one_kind() -> None:
     assert orders.best((0, 0, 0)) == PipelineOrder((0, 0, 0), pytest.approx(0.04))
 
 
-def test_too_little_ram_is_seen_without_a_search() -> None:
+def test_too_little_ram_is_found_without_a_search() -> None:
     pool = list(capacities_of([node(k, ram=0.1) for k in range(3)]))
     orders = orders_of(ModelCosts.of(chain(6, weight=10**9)), pool, exact_length=4)
     assert orders.best((0, 0, 0)) is None

@@ -1,13 +1,16 @@
+"""Plans are complete, fit the RAM and are deterministic; infeasible ones say why."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from plan_cases import chain, load_benchmark, node, unit
+from plan_cases import chain, load_benchmark, node, planned, unit
 
 from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts
+from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.memory import averaging_copies
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
@@ -21,14 +24,13 @@ def random_plan(seed: int, nodes: int) -> tuple[ModelProfile, Plan]:
     rng = planning.random.Random(seed)
     while True:
         case = planning.random_case(rng, nodes)
-        try:
-            return case.profile, make_plan(case.profile, case.nodes)
-        except PlanError:
-            continue
+        plan = make_plan(case.profile, case.nodes)
+        if isinstance(plan, Plan):
+            return case.profile, plan
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_plan_is_whole_and_fits(seed: int) -> None:
+def test_every_plan_is_complete_and_fits(seed: int) -> None:
     profile, plan = random_plan(seed, 2 + seed % 4)
     assert [stage.node.id for stage in plan.stages] == list(range(2 + seed % 4))
     costs = ModelCosts.of(profile, averaging=averaging_copies() if len(plan.clusters) > 1 else 0)
@@ -64,8 +66,8 @@ def test_every_ring_has_one_owner_in_each_cluster(seed: int) -> None:
             assert all(stage.start <= first_unit[name] < stage.stop for name in ring.names)
 
 
-def test_neighbours_and_look_up() -> None:
-    plan = make_plan(chain(9), [node(k) for k in range(3)], clusters=1)
+def test_neighbours_and_lookup() -> None:
+    plan = planned(chain(9), [node(k) for k in range(3)], clusters=1)
     assert [stage.node.id for stage in plan.clusters[0].stages] == [0, 1, 2]
     assert plan.previous(0) is None
     assert plan.next(0) == plan.previous(2) == plan.stage_of(1)
@@ -77,39 +79,39 @@ def test_neighbours_and_look_up() -> None:
 
 def test_clusters_are_numbered_by_their_lowest_node() -> None:
     nodes = [node(k, bandwidth=10 if k in (0, 3) else 1000) for k in range(4)]
-    plan = make_plan(chain(8, crossing=10**6), nodes)
+    plan = planned(chain(8, crossing=10**6), nodes)
     assert [sorted(s.node.id for s in c.stages) for c in plan.clusters] == [[0, 3], [1, 2]]
 
 
 def test_the_order_in_which_nodes_are_given_does_not_matter() -> None:
     nodes = [node(k, bandwidth=20 + 7 * k, ram=4 + k) for k in range(5)]
-    assert make_plan(chain(8, crossing=10**5), nodes) == make_plan(chain(8, crossing=10**5), nodes[::-1])
+    assert planned(chain(8, crossing=10**5), nodes) == planned(chain(8, crossing=10**5), nodes[::-1])
 
 
-def test_the_bottleneck_in_words() -> None:
+def test_the_description_of_the_bottleneck() -> None:
     slow_node = [node(0, compute=100), node(1, compute=1)]
-    plan = make_plan(chain(2), slow_node)
+    plan = planned(chain(2), slow_node)
     assert plan.clusters[0].bottleneck == "the compute of Node(1), its Leaf"
     slow_link = [node(0, bandwidth=5), node(1, bandwidth=2.5)]
-    plan = make_plan(chain(2, crossing=10**6), slow_link)
+    plan = planned(chain(2, crossing=10**6), slow_link)
     assert plan.clusters[0].bottleneck == "the link from Node(0) to Node(1) at the 2.5 Mbps of Node(1)"
 
 
 def test_a_single_node_is_a_root_that_keeps_no_older_version() -> None:
-    plan = make_plan(chain(3), [node(0)])
+    plan = planned(chain(3), [node(0)])
     (stage,) = plan.clusters[0].stages
     assert (stage.role, stage.in_flight, stage.memory.versions) == (Role.ROOT, 1, 0)
 
 
 def test_update_frequency_saves_versions() -> None:
     nodes = [node(k) for k in range(4)]
-    often = make_plan(chain(8), nodes, clusters=1).clusters[0].stages[0].memory
-    seldom = make_plan(chain(8), nodes, clusters=1, update_frequency=4).clusters[0].stages[0].memory
+    often = planned(chain(8), nodes, clusters=1).clusters[0].stages[0].memory
+    seldom = planned(chain(8), nodes, clusters=1, update_frequency=4).clusters[0].stages[0].memory
     assert (often.versions, seldom.versions) == (4 * often.weights, seldom.weights)
 
 
 def test_a_model_without_work_still_has_a_plan() -> None:
-    plan = make_plan(chain(3, work=0.0), [node(0), node(1)])
+    plan = planned(chain(3, work=0.0), [node(0), node(1)])
     assert plan.clusters[0].seconds == 0
     assert plan.samples_per_second > 0
 
@@ -124,16 +126,15 @@ def test_a_model_without_work_still_has_a_plan() -> None:
             "clusters=1 is not possible: the model can be cut into at most 2 stages, so 3 nodes need"
             " at least 2 clusters",
         ),
-        ({"update_frequency": 0}, "update_frequency must be at least 1, is 0"),
     ],
 )
-def test_impossible_wishes(options: dict[str, int], expected: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        make_plan(chain(2), [node(k) for k in range(3)], **options)
-    assert str(caught.value) == expected
+def test_impossible_numbers_of_clusters(options: dict[str, int], expected: str) -> None:
+    assert make_plan(chain(2), [node(k) for k in range(3)], **options) == Infeasible(expected)
 
 
-def test_impossible_pools_and_models() -> None:
+def test_invalid_arguments() -> None:
+    with pytest.raises(PlanError, match="update_frequency must be at least 1, is 0"):
+        make_plan(chain(2), [node(0)], update_frequency=0)
     with pytest.raises(PlanError, match="there are no nodes"):
         make_plan(chain(2), [])
     with pytest.raises(PlanError, match="two nodes have the same id"):
@@ -142,78 +143,83 @@ def test_impossible_pools_and_models() -> None:
         make_plan(ModelProfile((), (), 1, 0), [node(0)])
 
 
-def message(profile: ModelProfile, *rams: float, clusters: int | None = None) -> str:
-    with pytest.raises(PlanError) as caught:
-        make_plan(profile, [node(k, ram=ram) for k, ram in enumerate(rams)], clusters=clusters)
-    assert isinstance(caught.value, ValueError)
-    return str(caught.value)
+def infeasible(profile: ModelProfile, *rams: float, clusters: int | None = None) -> Infeasible:
+    found = make_plan(profile, [node(k, ram=ram) for k, ram in enumerate(rams)], clusters=clusters)
+    assert isinstance(found, Infeasible)
+    return found
 
 
-def test_too_little_ram_in_all() -> None:
+def test_too_little_ram_in_total() -> None:
     profile = chain(7, weight=325_000_000)
-    assert message(profile, 2, 2, 2).startswith(
+    found = infeasible(profile, 2, 2, 2)
+    assert found.reason.startswith(
         "the model needs 9.1 GB to train at batch 32; the 3 nodes of node_configs.json offer 6.0 GB."
     )
-    assert "the 1 node of node_configs.json offers 6.0 GB" in message(profile, 6)
+    assert (found.needed_bytes, found.offered_bytes) == (pytest.approx(9.1e9), 6e9)
+    assert "the 1 node of node_configs.json offers 6.0 GB" in infeasible(profile, 6).reason
 
 
 def test_a_node_too_small_for_any_stage() -> None:
     profile = chain(4, weight=10**9)
-    assert message(profile, 32, 1, 32).startswith(
-        "node 1 (1.0 GB) is too small for any stage: the lightest one needs 4.0 GB at batch 32."
+    found = infeasible(profile, 32, 1, 32)
+    assert found.reason.startswith(
+        "node 1 (1.0 GB) is too small for any stage: the smallest stage needs 4.0 GB at batch 32."
     )
-    assert "node 4 (1.0 GB) and 1 more are too small" in message(profile, 64, 1, 1, 1, 1, 1)
+    assert (found.needed_bytes, found.offered_bytes) == (4e9, 1e9)
+    assert "node 4 (1.0 GB) and 1 more are too small" in infeasible(profile, 64, 1, 1, 1, 1, 1).reason
 
 
 def test_a_unit_that_fits_no_node() -> None:
     profile = chain(4, weight=10**6)
     large = unit(activation=10**10)
     profile = ModelProfile((*profile.units[:2], large, profile.units[3]), profile.state, 32, 0)
-    assert message(profile, 8, 8).startswith(
+    assert infeasible(profile, 8, 8).reason.startswith(
         "unit 2 of the model (with layer2.weight) cannot be cut further and needs 10.0 GB to train at"
         " batch 32; the largest of the 2 nodes of node_configs.json has 8.0 GB."
     )
 
 
-def test_ram_that_suffices_in_all_but_not_for_any_cut() -> None:
-    found = message(chain(2, weight=10**9), 4.5, 4.5)
+def test_enough_ram_in_total_but_no_cut_that_fits() -> None:
+    found = infeasible(chain(2, weight=10**9), 4.5, 4.5).reason
     assert found.startswith(
         "the model needs 8.0 GB to train at batch 32 and the 2 nodes of node_configs.json offer 9.0 GB,"
-        " but no cut was found that gives every node a stage that fits it"
+        " but no cut was found that gives every node a stage that fits"
     )
-    assert "About 1.5 times the RAM on each node would do." in found
+    assert "About 1.5 times the RAM on each node" in found
 
 
 def test_too_many_clusters_for_the_ram() -> None:
-    found = message(chain(4, weight=10**9), 10, 10, 10, 10, clusters=3)
-    assert found == (
+    found = infeasible(chain(4, weight=10**9), 10, 10, 10, 10, clusters=3)
+    assert found.reason == (
         "clusters=3 does not fit: each cluster holds the whole model, at least 24.0 GB at batch 32, and"
         " the 4 nodes of node_configs.json offer 40.0 GB. 1 cluster fits."
     )
 
 
-def test_a_single_cluster_needs_no_memory_for_averages() -> None:
+def test_a_single_cluster_needs_no_memory_for_averaging() -> None:
     nodes = [node(k, ram=13) for k in range(4)]
-    single = make_plan(chain(4, weight=10**9), nodes)
+    single = planned(chain(4, weight=10**9), nodes)
     assert len(single.clusters) == 1
     assert all(stage.memory.averaging == 0 for stage in single.stages)
-    roomy = make_plan(chain(4, weight=10**9), [node(k, ram=17) for k in range(4)])
+    roomy = planned(chain(4, weight=10**9), [node(k, ram=17) for k in range(4)])
     assert len(roomy.clusters) == 2
     assert all(stage.memory.averaging == 2 * stage.memory.weights for stage in roomy.stages)
-    frugal = make_plan(chain(4, weight=10**9), nodes, averaging=0)
+    frugal = planned(chain(4, weight=10**9), nodes, averaging=0)
     assert len(frugal.clusters) == 2
 
 
 def test_too_few_clusters_for_the_ram() -> None:
-    """Every stage holds the shared tensor: 5 GB with its older version, 4 GB in a Leaf or alone."""
+    """Every stage has the shared tensor: 5 GB with its older version, 4 GB in a Leaf or alone."""
     shared = TensorProfile("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
     profile = replace(chain(4), state=(shared,))
-    assert message(profile, 4.5, 8.5, 4.5, clusters=1) == (
-        "clusters=1 does not fit: a pipeline of 3 stages keeps more than these nodes can hold."
-        " 2 clusters fit."
-    )
+    found = infeasible(profile, 4.5, 8.5, 4.5, clusters=1)
+    assert found.reason.startswith("clusters=1 does not fit: a pipeline of 3 stages needs more memory")
+    assert found.reason.endswith("2 clusters fit.")
 
 
-def test_the_pool_can_have_another_name() -> None:
-    with pytest.raises(PlanError, match=r"the 2 nodes of the server offer 2\.0 GB"):
-        make_plan(chain(4, weight=10**9), [node(0, ram=1), node(1, ram=1)], source="the server")
+def test_the_reason_names_the_source_of_the_nodes() -> None:
+    nodes = [node(0, ram=1), node(1, ram=1)]
+    for source, pool in (("pool.json", "the 2 nodes of pool.json offer"), ("", "2 providers offer")):
+        found = make_plan(chain(4, weight=10**9), nodes, source=source)
+        assert isinstance(found, Infeasible)
+        assert f"{pool} 2.0 GB" in found.reason

@@ -1,3 +1,5 @@
+"""Rings have one owner per cluster and cover every averaged tensor once."""
+
 from __future__ import annotations
 
 from itertools import pairwise

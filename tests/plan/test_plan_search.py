@@ -1,3 +1,5 @@
+"""The search finds clusters close to the optimum, deterministically."""
+
 from __future__ import annotations
 
 import statistics
@@ -45,7 +47,7 @@ def test_close_to_the_optimum_on_random_pools() -> None:
     assert any(o.tight for o in found)
 
 
-def test_the_genetic_search_comes_close_to_the_complete_one() -> None:
+def test_the_genetic_search_comes_close_to_the_exact_one() -> None:
     rng = planning.random.Random(2)
     for ram in ((0.3, 1.6), (1.5, 6.0), (0.3, 1.6)):
         profile = planning.random_profile(rng, 30, tied=True)
@@ -55,23 +57,23 @@ def test_the_genetic_search_comes_close_to_the_complete_one() -> None:
         assert rate(profile, nodes, pipelines(profile, nodes, exact_nodes=0)) >= 0.95 * best
 
 
-def test_nodes_with_fast_links_work_together() -> None:
+def test_nodes_with_fast_links_are_grouped_together() -> None:
     nodes = [node(k, bandwidth=1000 if k % 2 else 10) for k in range(4)]
     assert sets(pipelines(chain(8, crossing=10**6), nodes)) == [{0, 2}, {1, 3}]
 
 
-@pytest.mark.parametrize("figure", ["ram", "compute"])
-def test_of_equal_groupings_the_one_with_similar_nodes(figure: str) -> None:
-    nodes = [node(k, **{figure: 64 if k % 2 else 16}) for k in range(4)]
+@pytest.mark.parametrize("field", ["ram", "compute"])
+def test_among_equal_groupings_similar_nodes_are_together(field: str) -> None:
+    nodes = [node(k, **{field: 64 if k % 2 else 16}) for k in range(4)]
     assert sets(pipelines(chain(10), nodes)) == [{0, 2}, {1, 3}]
 
 
-def test_equal_nodes_stand_in_ascending_order() -> None:
+def test_equal_nodes_are_in_ascending_order() -> None:
     assert pipelines(chain(6), [node(k) for k in range(6)]) == ((0, 1), (2, 3), (4, 5))
 
 
 def test_a_cluster_has_a_root_and_a_leaf() -> None:
-    """Alone, each node would be as fast and have no link."""
+    """Single-node clusters would be as fast and need no link."""
     found = pipelines(chain(6, crossing=10**6), [node(k) for k in range(5)])
     assert sorted(map(len, found)) == [2, 3]
 
@@ -80,19 +82,19 @@ def test_a_single_node_is_a_cluster() -> None:
     assert pipelines(chain(3), [node(0)]) == ((0,),)
 
 
-def test_a_model_that_cannot_be_cut_goes_to_every_node() -> None:
+def test_every_node_gets_a_model_that_cannot_be_cut() -> None:
     assert pipelines(chain(1), [node(k) for k in range(3)]) == ((0,), (1,), (2,))
     assert len(pipelines(chain(1), [node(k) for k in range(13)])) == 13
 
 
 @pytest.mark.parametrize("count", [3, 13])
-def test_a_node_stands_alone_only_where_it_must(count: int) -> None:
+def test_a_node_is_alone_only_if_necessary(count: int) -> None:
     found = pipelines(chain(2), [node(k, bandwidth=5 + k) for k in range(count)])
     assert sorted(map(len, found)) == [1] + [2] * (count // 2)
 
 
-def test_a_node_stands_alone_where_the_ram_leaves_no_other_way() -> None:
-    """Every stage holds the shared tensor, 5 GB with its older version, 4 GB in a Leaf or alone."""
+def test_a_node_is_alone_if_nothing_else_fits_the_ram() -> None:
+    """Every stage has the shared tensor: 5 GB with its older version, 4 GB in a Leaf or alone."""
     shared = TensorProfile("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
     profile = replace(chain(4), state=(shared,))
     nodes = [node(0, ram=4.5), node(1, ram=5.5), node(2, ram=4.5)]
@@ -115,7 +117,7 @@ def test_the_number_of_clusters_can_be_set_for_many_nodes(clusters: int) -> None
 
 
 @pytest.mark.parametrize("ram", [(1.5, 6.0), (0.1, 0.8)])
-def test_a_large_pool_is_planned_the_same_each_time(
+def test_the_plan_of_a_large_pool_is_deterministic(
     ram: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "LARGE_EFFORT", 40_000_000)
@@ -136,9 +138,9 @@ def test_very_long_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(map(len, pipelines(chain(200), nodes, 2))) == [40, 40]
 
 
-def test_a_fit_that_only_finer_cuts_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one cut fits, and it is not among the first that are looked at."""
+def test_finer_cuts_find_the_only_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one cut fits, and it is not among the first candidates."""
     monkeypatch.setattr(search, "EXACT_EFFORT", 0)
     profile = chain(200, weight=10**8)
-    assert 89 not in search.chosen_cuts(ModelCosts.of(profile), 64)
+    assert 89 not in search.candidate_cuts(ModelCosts.of(profile), 64)
     assert pipelines(profile, [node(0, ram=44.5), node(1, ram=44.5)]) == ((0, 1),)

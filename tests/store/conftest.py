@@ -1,4 +1,4 @@
-"""One small model, split once: tied weights, batch norm, dropout, a keyword input, a named tuple out."""
+"""One small model, split once: tied weights, batch norm, dropout, keyword input, named tuple output."""
 
 import shutil
 from pathlib import Path
@@ -56,7 +56,7 @@ def example() -> Example:
 
 @pytest.fixture(scope="session")
 def saved(example: Example, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the bundles of the stages, ``0`` to ``2``; not to be changed."""
+    """Folder with the bundles of the stages, ``0`` to ``2``; tests must not change it."""
     folder = tmp_path_factory.mktemp("bundles")
     for stage in example.split.stages:
         save_stage(folder / str(stage.spec.index), stage)
@@ -65,5 +65,5 @@ def saved(example: Example, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def last(saved: Path, tmp_path: Path) -> Path:
-    """A copy of the last stage's bundle, to be damaged."""
+    """A copy of the last stage's bundle, which a test may damage."""
     return Path(shutil.copytree(saved / "2", tmp_path / "bundle"))

@@ -1,4 +1,4 @@
-"""A stage survives the disk unchanged, and what comes back trains."""
+"""A stage reads back from disk unchanged, and the loaded stage trains."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def test_round_trip_is_exact(example: Any, tmp_path: Path) -> None:
             assert found.tensors[key].numpy().tobytes() == tensor.numpy().tobytes(), key
 
 
-def test_a_bundle_is_two_files_named_by_one_digest(example: Any, tmp_path: Path) -> None:
+def test_a_bundle_is_two_files_with_one_digest(example: Any, tmp_path: Path) -> None:
     digest = save_stage(tmp_path, example.split.stages[0])
     assert sorted(path.name for path in tmp_path.iterdir()) == [STAGE_FILE, WEIGHTS_FILE]
     assert digest.sha256 == sha256_of(tmp_path / STAGE_FILE)
@@ -42,9 +42,7 @@ def test_a_bundle_is_two_files_named_by_one_digest(example: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_files_have_the_mode_that_the_umask_gives(
-    example: Any, tmp_path: Path, umask: int, mode: int
-) -> None:
+def test_files_get_the_mode_of_the_umask(example: Any, tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         save_stage(tmp_path, example.split.stages[0])
@@ -64,7 +62,7 @@ def test_loaded_stages_compute_what_the_model_computes(example: Any, saved: Path
     assert type(got).__name__ == "Scores"
 
 
-def test_training_a_loaded_stage_leaves_its_file_alone(saved: Path) -> None:
+def test_training_a_loaded_stage_does_not_change_its_file(saved: Path) -> None:
     before = sha256_of(saved / "1" / WEIGHTS_FILE)
     module = load_module(saved / "1")
     with torch.no_grad():
@@ -90,8 +88,8 @@ def test_a_stage_without_state_can_be_saved(tmp_path: Path) -> None:
     assert load_stage(tmp_path).spec == stage.spec
 
 
-def test_the_order_of_elements_in_memory_survives(tmp_path: Path) -> None:
-    """Kernels, and with them the last bits of a result, depend on it."""
+def test_the_memory_layout_of_tensors_is_kept(tmp_path: Path) -> None:
+    """Kernels, and so the last bits of a result, depend on the memory layout."""
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2))
     model.to(memory_format=torch.channels_last)
     weights = dict(model.named_parameters())
@@ -111,7 +109,7 @@ class _Private(NamedTuple):
 
 
 class UnusualNames(nn.Module):
-    """Names that are no identifiers or look like attributes, and a constant that JSON cannot hold."""
+    """Model with names that are not identifiers, and a constant that JSON cannot express."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +123,7 @@ class UnusualNames(nn.Module):
         return _Private(x, float("inf"))
 
 
-def test_unusual_but_legal_names_survive(tmp_path: Path) -> None:
+def test_unusual_but_legal_names_are_kept(tmp_path: Path) -> None:
     model, x = UnusualNames(), torch.rand(4, 3)
     stages = split(model, x, stages=2).stages
     for stage in stages:
@@ -145,7 +143,7 @@ def test_a_missing_file_is_named(last: Path, name: str) -> None:
         load_stage(last)
 
 
-def test_a_folder_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bundle").touch()
     with pytest.raises(StageFormatError, match=r"stage\.json"):
         load_stage(tmp_path / "bundle")
@@ -226,7 +224,7 @@ PROVIDER = """
 """
 
 
-def test_a_stage_trains_where_the_users_class_is_unknown(tmp_path: Path) -> None:
+def test_a_stage_trains_without_the_users_class(tmp_path: Path) -> None:
     source = tmp_path / "users_model.py"
     source.write_text(textwrap.dedent(MODEL))
     sys.path.insert(0, str(tmp_path))

@@ -1,4 +1,4 @@
-"""A set of files is replaced as a whole, and a journal cannot reach beyond its folder."""
+"""A set of files is replaced as a whole, and a forged journal cannot change files outside its folder."""
 
 import json
 from pathlib import Path
@@ -30,10 +30,10 @@ def test_commit_replaces_and_removes(folder: Path) -> None:
     put(replacement.staging, "a/kept")
     put(replacement.staging, "c/d/added")
     before = listing(folder)
-    assert before["a/kept"] == "old", "staging touches what is there"
+    assert before["a/kept"] == "old", "staging changed the old files"
     replacement.commit(["a/kept", "a/obsolete", "b/obsolete", "b/gone already"])
     assert listing(folder) == {"a/kept": "new", "c/d/added": "new", "mine": "old"}
-    assert not (folder / "b").exists(), "a folder that holds nothing any more is left"
+    assert not (folder / "b").exists(), "an empty folder is left"
 
 
 def test_discard_leaves_the_old_files(folder: Path) -> None:
@@ -45,7 +45,7 @@ def test_discard_leaves_the_old_files(folder: Path) -> None:
     assert not list(folder.glob(".*"))
 
 
-def test_what_a_killed_call_staged_goes_with_the_next(folder: Path) -> None:
+def test_leftovers_of_a_killed_call_are_removed(folder: Path) -> None:
     put(Replacement(folder).staging, "a/kept", "never committed")
     replacement = Replacement(folder)
     put(replacement.staging, "a/kept")
@@ -54,7 +54,7 @@ def test_what_a_killed_call_staged_goes_with_the_next(folder: Path) -> None:
     assert not list(folder.glob(".*"))
 
 
-def test_a_finished_folder_needs_nothing(folder: Path) -> None:
+def test_without_a_journal_nothing_changes(folder: Path) -> None:
     before = listing(folder)
     finish_replacement(folder)
     assert listing(folder) == before
@@ -66,6 +66,10 @@ def test_a_finished_folder_needs_nothing(folder: Path) -> None:
         {"obsolete": ["../outside"]},
         {"obsolete": ["a/../../outside"]},
         {"new": ["../outside"]},
+        {"obsolete": "outside"},
+        {"new": None},
+        {"staging": 5},
+        {"unknown": []},
         {"staging": ""},
         {"staging": "."},
         {"staging": ".."},
@@ -75,7 +79,7 @@ def test_a_finished_folder_needs_nothing(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_forged_journal_reaches_nothing(folder: Path, change: dict[str, object]) -> None:
+def test_a_forged_journal_changes_nothing(folder: Path, change: dict[str, object]) -> None:
     put(folder.parent, "outside", "not ours")
     (folder / ".ravnest-staging-x").mkdir()
     journal = {"staging": ".ravnest-staging-x", "new": [], "obsolete": []} | change
@@ -86,7 +90,7 @@ def test_a_forged_journal_reaches_nothing(folder: Path, change: dict[str, object
     assert listing(folder.parent) == before
 
 
-def test_an_absolute_path_in_a_journal_reaches_nothing(folder: Path) -> None:
+def test_an_absolute_path_in_a_journal_is_refused(folder: Path) -> None:
     outside = folder.parent / "outside"
     outside.write_text("not ours")
     journal = {"staging": ".ravnest-staging-x", "new": [], "obsolete": [str(outside)]}

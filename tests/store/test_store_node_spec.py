@@ -1,4 +1,4 @@
-"""A node's file reads back as it was written, and a damaged one is refused."""
+"""A node's spec reads back as it was written; a damaged or contradictory one is refused."""
 
 import json
 from collections.abc import Callable
@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from ravnest.errors import StageFormatError
+from ravnest.schemas.base import Schema
 from ravnest.store.node_spec import (
     CertificateFiles,
     NeighbourSpec,
@@ -29,10 +31,10 @@ NODE = NodeSpec(
     role=Role.STEM,
     address="[::1]:8084",
     previous=NeighbourSpec(2, "10.0.0.2:8082"),
-    next=None,
+    next=NeighbourSpec(5, "10.0.0.5:8085"),
     roots=(NeighbourSpec(0, "b:1"), NeighbourSpec(2, "10.0.0.2:8082")),
     rings=(
-        RingSpec(0, ("a.weight", "a.bias"), (NeighbourSpec(4, "[::1]:8084"), NeighbourSpec(0, "b:1"))),
+        RingSpec(0, ("a.weight", "a.bias"), (NeighbourSpec(0, "b:1"), NeighbourSpec(4, "[::1]:8084"))),
     ),
     bundle="cluster_1/node_4",
     sha256="ab" * 32,
@@ -44,6 +46,12 @@ NODE = NodeSpec(
 )
 
 
+class Message(Schema):
+    """A message of the HTTP API with a node spec."""
+
+    node_spec: NodeSpec
+
+
 def test_round_trip(tmp_path: Path) -> None:
     write_node(tmp_path, NODE)
     assert read_node(tmp_path, "node_4") == NODE
@@ -52,13 +60,18 @@ def test_round_trip(tmp_path: Path) -> None:
     assert not [line for line in text.splitlines() if line != line.rstrip()], "spaces end a line"
 
 
+def test_round_trip_over_http() -> None:
+    text = Message(node_spec=NODE).model_dump_json()
+    assert Message.model_validate_json(text).node_spec == NODE
+
+
 @pytest.mark.parametrize("name", ["", "4", "node_", "node_x", "node_-1", "node_1/../../x", "Node_4"])
-def test_a_name_that_is_no_nodes(tmp_path: Path, name: str) -> None:
+def test_an_invalid_node_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(StageFormatError, match="names look like 'node_0'"):
         read_node(tmp_path, name)
 
 
-def test_a_missing_node_is_told_which_there_are(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_node_lists_the_others(tmp_path: Path) -> None:
     with pytest.raises(StageFormatError, match=r"run clusterize\(\) first"):
         read_node(tmp_path, "node_7")
     write_node(tmp_path, NODE)
@@ -66,43 +79,82 @@ def test_a_missing_node_is_told_which_there_are(tmp_path: Path) -> None:
         read_node(tmp_path, "node_7")
 
 
-CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+Change = Callable[[dict[str, Any]], object]
+
+FILE_CHANGES: dict[str, tuple[Change, str]] = {
     "another format": (lambda d: d.update(format="x"), "not a node file"),
     "later version": (lambda d: d.update(version=2), "not a node file"),
-    "missing field": (lambda d: d.pop("seed"), "malformed"),
-    "unknown field": (lambda d: d.update(run="rm"), "malformed"),
-    "unknown role": (lambda d: d.update(role="Admin"), "malformed"),
-    "role is a list": (lambda d: d.update(role=[]), "malformed"),
-    "neighbour without address": (lambda d: d["previous"].pop("address"), "malformed"),
-    "neighbour is text": (lambda d: d.update(next="x"), "malformed"),
-    "roots is a number": (lambda d: d.update(roots=5), "malformed"),
-    "root without address": (lambda d: d["roots"][1].pop("address"), "malformed"),
-    "rings is a number": (lambda d: d.update(rings=5), "malformed"),
-    "ring is text": (lambda d: d.update(rings=["x"]), "malformed"),
-    "ring without members": (lambda d: d["rings"][0].pop("members"), "malformed"),
-    "certificates is null": (lambda d: d.update(certificates=None), "malformed"),
+    "another node's": (
+        lambda d: (d.update(node=5, pipeline=[2, 5, 6]), d["next"].update(node=6), d.update(rings=[])),
+        "is the file of node_5",
+    ),
+}
+MALFORMED: dict[str, tuple[Change, str]] = {
+    "missing field": (lambda d: d.pop("seed"), "seed"),
+    "unknown field": (lambda d: d.update(run="rm"), "run"),
+    "unknown nested field": (lambda d: d["roots"][1].update(run="rm"), "run"),
+    "unknown role": (lambda d: d.update(role="Admin"), "role"),
+    "role is a list": (lambda d: d.update(role=[]), "role"),
+    "role of another position": (lambda d: d.update(role="Leaf"), "role"),
+    "stage out of range": (lambda d: d.update(stage=3), "stage 3"),
+    "negative stage": (lambda d: d.update(stage=-1), "stage -1"),
+    "no stages": (lambda d: d.update(stages=0, stage=0), "stage 0"),
+    "pipeline too short": (lambda d: d.update(pipeline=[2, 4]), "pipeline"),
+    "pipeline with a node twice": (lambda d: d.update(pipeline=[2, 4, 2]), "pipeline"),
+    "pipeline without the node": (lambda d: d.update(pipeline=[2, 6, 5]), "pipeline"),
+    "negative node": (lambda d: d.update(pipeline=[2, 4, -5]), "negative"),
+    "cluster without a root": (lambda d: d.update(cluster=2), "roots"),
+    "negative cluster": (lambda d: d.update(cluster=-1), "cluster -1"),
+    "another root": (lambda d: d["roots"][1].update(node=3), "roots"),
+    "no previous node": (lambda d: d.update(previous=None), "previous"),
+    "another next node": (lambda d: d["next"].update(node=7), "next"),
+    "address without a port": (lambda d: d.update(address="10.0.0.1"), "address"),
+    "next address is text": (lambda d: d["next"].update(address="no port"), r"next\.address"),
+    "root's port too large": (lambda d: d["roots"][0].update(address="b:70000"), r"roots\[0\]"),
+    "ring address": (lambda d: d["rings"][0]["members"][0].update(address="/"), "ring 0, node 0"),
+    "neighbour without address": (lambda d: d["previous"].pop("address"), "address"),
+    "neighbour is text": (lambda d: d.update(next="x"), "next"),
+    "roots is a number": (lambda d: d.update(roots=5), "roots"),
+    "root without address": (lambda d: d["roots"][1].pop("address"), "address"),
+    "rings is a number": (lambda d: d.update(rings=5), "rings"),
+    "ring is text": (lambda d: d.update(rings=["x"]), "rings"),
+    "ring without members": (lambda d: d["rings"][0].pop("members"), "members"),
+    "ring without this node": (lambda d: d["rings"][0]["members"].reverse(), "ring 0"),
+    "no update": (lambda d: d.update(update_frequency=0), "update_frequency"),
+    "nothing in flight": (lambda d: d.update(in_flight=0), "in_flight"),
+    "certificates is null": (lambda d: d.update(certificates=None), "certificates"),
     "bundle outside": (lambda d: d.update(bundle="../../other"), "leads out of its folder"),
     "bundle from the root": (lambda d: d.update(bundle="/etc"), "leads out of its folder"),
-    "bundle is a number": (lambda d: d.update(bundle=5), "malformed"),
+    "bundle is a number": (lambda d: d.update(bundle=5), "bundle"),
     "key outside": (lambda d: d["certificates"].update(key="/root/.ssh/id"), "leads out of its folder"),
-    "another node's": (lambda d: d.update(node=5), "is the file of node_5"),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", FILE_CHANGES | MALFORMED)
 def test_a_changed_file_is_refused(tmp_path: Path, change: str) -> None:
+    edit, says = (FILE_CHANGES | MALFORMED)[change]
     write_node(tmp_path, NODE)
     path = node_path(tmp_path, 4)
     data = json.loads(path.read_bytes())
-    CHANGES[change][0](data)
+    edit(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(StageFormatError, match=CHANGES[change][1]) as caught:
+    with pytest.raises(StageFormatError, match=says) as caught:
         read_node(tmp_path, "node_4")
     assert str(path) in str(caught.value)
+    assert change in FILE_CHANGES or "is malformed" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", MALFORMED)
+def test_a_changed_message_is_refused(change: str) -> None:
+    edit, says = MALFORMED[change]
+    data = json.loads(Message(node_spec=NODE).model_dump_json())
+    edit(data["node_spec"])
+    with pytest.raises(ValidationError, match=says):
+        Message.model_validate_json(json.dumps(data))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "null", '{"format": NaN}', "[" * 10_000])
-def test_a_file_that_is_something_else(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_something_else_is_refused(tmp_path: Path, content: str) -> None:
     node_path(tmp_path, 4).parent.mkdir()
     node_path(tmp_path, 4).write_text(content)
     with pytest.raises(StageFormatError, match=r"node_4\.json"):

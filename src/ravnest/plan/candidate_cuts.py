@@ -1,6 +1,6 @@
-"""A choice of cuts for the search: enough to rank clusters, few enough to try many.
+"""Subset of a model's cuts for the search: enough to rank clusters, few enough to try many.
 
-The final cut points always come from all cuts of the model; see ``cuts``.
+``cuts`` then chooses the final cut points among all cuts of the model.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ravnest.plan.memory import FloatArray
 from ravnest.plan.ranges import IntArray
 
 
-def chosen_cuts(costs: ModelCosts, count: int) -> IntArray:
-    """At most ``count`` cuts, ascending, with the model's ends; all of them where they fit.
+def candidate_cuts(costs: ModelCosts, count: int) -> IntArray:
+    """Return at most ``count`` cuts, ascending, including the model's ends; all cuts if there are few.
 
-    The model is divided into pieces of about equal work, memory and units, and of each piece the
-    cut with the least traffic stays.
+    The model is divided into pieces of about equal work, memory and units. From each piece the cut with
+    the least traffic is taken.
     """
     if costs.units + 1 <= count:
         return np.arange(costs.units + 1)
@@ -29,7 +29,7 @@ def chosen_cuts(costs: ModelCosts, count: int) -> IntArray:
 
 
 def _progress(costs: ModelCosts) -> FloatArray:
-    """How far each cut lies in the model, from 0 to 1: the mean over several measures."""
+    """Return the position of each cut in the model, from 0 to 1: the mean of several measures."""
     measures = (
         costs.work.prefix,
         costs.state.uses.prefix,

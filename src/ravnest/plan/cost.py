@@ -1,7 +1,7 @@
-"""What a cut costs: time and memory of any stage on any machine, time of any link.
+"""Cost model: time and memory of any stage on any machine, time of any link.
 
-Every other module of the planner asks here, one stage at a time (to explain) or a grid of stages at
-once (to search).
+All other modules of the planner use it, for one stage at a time (to explain a plan) or for a grid of
+stages at once (to search).
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ from ravnest.plan.profile import ModelProfile, TensorProfile
 from ravnest.plan.ranges import DistinctBytes, IntArray, RangeMax, RangeSum
 
 NOMINAL_COMPUTE = 50.0
-"""GFLOP/s of every node where no node gives a figure: about what a few CPU cores reach. The plan
-is the same for any value as long as compute is the bottleneck; predicted times are not."""
+"""GFLOP/s assumed for every node if no node states its compute: about what a few CPU cores reach.
+While compute is the bottleneck the plan does not depend on this value; the predicted times do."""
 
 
 @dataclass(frozen=True)
 class NodeCapacity:
-    """A node as the planner sees it. Equal machines are interchangeable."""
+    """A node's RAM, bandwidth and speed, in the planner's units; called a machine in the search.
+
+    Machines with equal capacities are interchangeable.
+    """
 
     ram: float
     """Bytes."""
     bandwidth: float
-    """Bits a second, each way."""
+    """Bits per second, in each direction."""
     flops: float
-    """Floating-point operations a second."""
+    """Floating-point operations per second."""
 
 
 def assumed_compute(nodes: Sequence[NodeConfig]) -> float:
-    """GFLOP/s of a node without a figure: the median of those that have one, else nominal."""
+    """Return the GFLOP/s assumed for nodes that do not state it: the others' median, or a constant."""
     given = [node.compute for node in nodes if node.compute is not None]
     return median(given) if given else NOMINAL_COMPUTE
 
 
 def capacities_of(nodes: Sequence[NodeConfig]) -> tuple[NodeCapacity, ...]:
-    """The nodes in units of the planner."""
+    """Return the capacities of the nodes."""
     assumed = assumed_compute(nodes)
     return tuple(
         NodeCapacity(
@@ -55,9 +58,9 @@ def capacities_of(nodes: Sequence[NodeConfig]) -> tuple[NodeCapacity, ...]:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """A profile, prepared so that any stage and any cut can be looked up at once.
+    """A model profile, prepared for constant-time queries about any stage and any cut.
 
-    Cut ``c`` lies in front of unit ``c``; 0 and ``units`` are the model's own ends.
+    Cut ``c`` lies in front of unit ``c``; 0 and ``units`` are the model's ends.
     """
 
     units: int
@@ -66,25 +69,26 @@ class ModelCosts:
     work: RangeSum
     activations: RangeSum
     gradients: RangeSum
-    """Of parameters, each at the last unit that uses it, where backward makes it; none where
-    several micro-batches add to the same gradients."""
+    """Bytes of parameter gradients, at the last unit that uses the parameter, where backward creates
+    them; zero if several micro-batches accumulate into the same gradients."""
     backward: RangeMax
-    """Of activations up to a unit, its workspace and less the gradients up to it."""
+    """Bytes of the activations up to a unit plus its workspace, minus the gradients up to it."""
     largest: RangeMax
+    """Bytes of the largest trained tensor that each unit uses."""
     state: DistinctBytes
     trainable: DistinctBytes
     incoming: FloatArray
-    """For each cut, the bytes that a stage behind it keeps of what comes in."""
+    """For each cut, the bytes of its inputs that the stage behind it keeps."""
     leaving: FloatArray
-    """For each cut, the bytes that go forward over it; the model's outputs at the end."""
+    """For each cut, the bytes that cross it in forward; for the last one, the model's outputs."""
     returning: FloatArray
-    """For each cut, the bytes of gradients that go back over it."""
+    """For each cut, the bytes of gradients that cross it in backward."""
     link_bytes: FloatArray
-    """For each cut, the bytes of the busier direction for one micro-batch."""
+    """For each cut, the bytes per micro-batch in the direction with more traffic."""
 
     @classmethod
     def of(cls, profile: ModelProfile, update_frequency: int = 1, averaging: float = 0.0) -> ModelCosts:
-        """Prepare a profile; ``averaging`` as in ``MemorySettings``."""
+        """Prepare a profile; ``averaging`` has the meaning of ``MemorySettings.averaging``."""
         units = profile.units
         leaving = np.array([0, *(unit.crossing_bytes for unit in units)], dtype=np.float64)
         returning = np.array([0, *(unit.gradient_bytes for unit in units)], dtype=np.float64)
@@ -121,11 +125,11 @@ class ModelCosts:
         )
 
     def alone(self) -> ModelCosts:
-        """The same for a cluster that has none to average with."""
+        """Return the costs for a single cluster, which does not average."""
         return replace(self, training=replace(self.training, averaging=0.0))
 
     def load_grid(self, starts: IntArray, stops: IntArray) -> StageLoad[FloatArray]:
-        """Load of each start (row) with each stop (column); both ascend."""
+        """Return the load of each start (row) with each stop (column); both are ascending."""
         shape = (len(starts), len(stops))
         returning = self.returning[starts][:, None] + self.returning[stops][None, :]
         before = (self.activations.prefix - self.gradients.prefix)[starts][:, None]
@@ -140,20 +144,20 @@ class ModelCosts:
         )
 
     def memory_grid(self, starts: IntArray, stops: IntArray, in_flight: int) -> FloatArray:
-        """Bytes of each stage; infinite where a start is not before its stop."""
+        """Return the bytes of each stage; infinite where the start is not before the stop."""
         total = stage_memory(self.load_grid(starts, stops), in_flight, self.training).total
         total[starts[:, None] >= stops[None, :]] = np.inf
         return total
 
     def inner_memory_grid(self, starts: IntArray, stops: IntArray, in_flight: int) -> FloatArray:
-        """The same without what enters and leaves: no more, and it only grows with the stage."""
+        """Return the memory without inputs and outputs: a lower bound that grows with the stage."""
         load = self.load_grid(starts, stops)
         nothing = np.zeros((1, 1))
         load = replace(load, incoming=nothing, transfer=nothing)
         return stage_memory(load, in_flight, self.training).total
 
     def memory(self, start: int, stop: int, in_flight: int) -> StageMemory[float]:
-        """Memory of one stage, by purpose."""
+        """Return the memory of one stage, by purpose."""
         grid = self.load_grid(np.array([start]), np.array([stop]))
         load = StageLoad(
             state=float(grid.state[0, 0]),
@@ -167,26 +171,26 @@ class ModelCosts:
         return stage_memory(load, in_flight, self.training)
 
     def compute_seconds(self, start: int, stop: int, machine: NodeCapacity) -> float:
-        """Forward and backward of one micro-batch through a stage."""
+        """Return the time of forward and backward of one micro-batch through a stage."""
         return float(self.work.prefix[stop] - self.work.prefix[start]) / machine.flops
 
     def link_seconds(self, cut: int, one: NodeCapacity, other: NodeCapacity) -> float:
-        """One micro-batch over a cut: both directions at once, at the slower machine's rate."""
+        """Return the time of one micro-batch over a cut: both directions at once, at the slower rate."""
         return float(self.link_bytes[cut]) * link_seconds_per_byte(one, other)
 
     @property
     def smallest_total(self) -> float:
-        """Bytes that no cluster can do without: the whole model as a single stage."""
+        """Least bytes that any cluster needs: the whole model as a single stage."""
         return self.memory(0, self.units, in_flight=1).total
 
 
 def link_seconds_per_byte(one: NodeCapacity, other: NodeCapacity) -> float:
-    """Links are full duplex and as fast as the slower end."""
+    """Return the seconds per byte of a link, which is full duplex and as fast as its slower end."""
     return 8 / min(one.bandwidth, other.bandwidth)
 
 
 def _by_last_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
-    """Bytes of the tensors whose last use is in each unit."""
+    """Return, for each unit, the bytes of the tensors whose last use is there."""
     found = [0.0] * units
     for tensor in tensors:
         found[tensor.units[-1]] += tensor.bytes
@@ -194,7 +198,7 @@ def _by_last_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
 
 
 def _largest(tensors: Sequence[TensorProfile], units: int) -> list[float]:
-    """Bytes of the largest tensor that each unit uses."""
+    """Return, for each unit, the bytes of the largest tensor that it uses."""
     found = [0.0] * units
     for tensor in tensors:
         for unit in tensor.units:
@@ -203,9 +207,9 @@ def _largest(tensors: Sequence[TensorProfile], units: int) -> list[float]:
 
 
 def _tied_bytes(profile: ModelProfile) -> FloatArray:
-    """For each cut, bytes of the trained tensors that units on both sides of it share.
+    """Return, for each cut, the bytes of trained tensors that units on both sides share.
 
-    Once an update their gradients go back over it to the owner and their new value comes forward.
+    Once per update their gradients go back to the owner and their new value comes forward.
     """
     change = np.zeros(len(profile.units) + 2)
     for tensor in profile.state:

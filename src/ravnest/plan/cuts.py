@@ -1,13 +1,12 @@
-"""Where to cut the model for machines in a given order: the exact optimum.
+"""Optimal cut points of a model for machines in a given order.
 
-The best cut has the shortest slowest part, stage or link, with every stage within its machine's
-RAM. Of several such cuts the one with the least sum of the fourth powers of all times is taken:
-where the slowest part is fixed the others are still balanced, which is what holds up when the
-estimates are off.
+The best cuts minimise the time of the slowest stage or link, with every stage within its machine's
+RAM. Among equally fast cuts the one with the least sum of the fourth powers of all times is taken: it
+also balances the faster stages, so the plan stays good if the estimates are wrong.
 
-Three steps: a bisection that cuts greedily finds a good cut, dynamic programming over all cuts
-finds a better one or shows that there is none, and a second pass of it balances. The first only
-makes the second fast: a part that is not faster than the best known cut need not be looked at.
+There are three steps. A bisection that cuts greedily finds good cuts. Dynamic programming over all
+cuts finds better ones or proves that there are none. A second dynamic program balances them. The first
+step only makes the second fast, which can skip every stage that is slower than the best known cuts.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.plan.candidate_cuts import chosen_cuts
+from ravnest.plan.candidate_cuts import candidate_cuts
 from ravnest.plan.cost import ModelCosts, NodeCapacity, link_seconds_per_byte
 from ravnest.plan.memory import FloatArray
 from ravnest.plan.ranges import IntArray
 
 GRID_CELLS = 400_000
-"""Stages looked at in one go; bounds the memory of the search."""
+"""Stages that are evaluated at once; bounds the memory of the search."""
 COARSE_CUTS = 300
-"""Cuts tried first where the greedy cut finds nothing, and all that the balancing looks at."""
+"""Candidate cuts of the balancing step, and of the first attempt if the greedy step finds nothing."""
 ROUNDING = 1e-9
-"""Sums of work are rounded; a bound on them is taken this much wider."""
+"""Relative slack for bounds on sums of work, which are rounded."""
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """A cut of the model: stage k holds the units ``bounds[k]`` to ``bounds[k + 1] - 1``."""
+class PipelineCuts:
+    """Cut points of a pipeline: stage k holds the units ``bounds[k]`` to ``bounds[k + 1] - 1``."""
 
     bounds: tuple[int, ...]
     seconds: float
     """Time of the slowest stage or link for one micro-batch."""
 
 
-def best_cuts(costs: ModelCosts, order: Sequence[NodeCapacity]) -> Cuts | None:
-    """The optimum for machines in this order, or None where no cut fits their RAM."""
+def best_cuts(costs: ModelCosts, order: Sequence[NodeCapacity]) -> PipelineCuts | None:
+    """Return the optimal cuts for machines in this order; None if no cuts fit their RAM."""
     if len(order) > costs.units:
         return None
     everywhere = np.arange(costs.units + 1)
-    coarse = chosen_cuts(costs, COARSE_CUTS)
+    coarse = candidate_cuts(costs, COARSE_CUTS)
     pipeline = _Pipeline(costs, tuple(order))
     best = greedy_cuts(costs, order) or pipeline.solve(coarse, np.inf, np.maximum)
     limit = np.inf if best is None else float(np.nextafter(best.seconds, 0))
@@ -55,11 +54,13 @@ def best_cuts(costs: ModelCosts, order: Sequence[NodeCapacity]) -> Cuts | None:
     return pipeline.solve(near, best.seconds, _balancing(best.seconds)) or best
 
 
-def greedy_cuts(costs: ModelCosts, order: Sequence[NodeCapacity], rounds: int = 30) -> Cuts | None:
-    """A good cut, fast: bisects the time and gives each stage, Leaf first, all that it can take.
+def greedy_cuts(
+    costs: ModelCosts, order: Sequence[NodeCapacity], rounds: int = 30
+) -> PipelineCuts | None:
+    """Return good cuts quickly: bisect the time and give each stage, Leaf first, as much as it can take.
 
-    May miss the optimum, and with very little RAM a cut that exists: taking less is now and then
-    better, because what crosses a cut does not grow with the stage.
+    May miss the optimum, and may find nothing if RAM is very scarce: a smaller stage is sometimes
+    better, because the traffic over a cut does not grow with the stage.
     """
     pipeline = _Pipeline(costs, tuple(order))
     best = pipeline.fill(np.inf) if len(order) <= costs.units else None
@@ -79,7 +80,7 @@ def greedy_cuts(costs: ModelCosts, order: Sequence[NodeCapacity], rounds: int = 
 
 
 _Rule = Callable[[FloatArray, FloatArray], FloatArray]
-"""Joins the times of new parts with the value of what lies behind them."""
+"""Function that combines the times of new stages or links with the value of the stages behind them."""
 
 
 def _balancing(slowest: float) -> _Rule:
@@ -93,27 +94,29 @@ def _balancing(slowest: float) -> _Rule:
 
 @dataclass(frozen=True)
 class _Pipeline:
+    """Machines in pipeline order, Root first, with the costs of the model to cut."""
+
     costs: ModelCosts
     order: tuple[NodeCapacity, ...]
 
-    def cuts(self, bounds: Sequence[int]) -> Cuts:
-        """A cut with its time."""
+    def cuts(self, bounds: Sequence[int]) -> PipelineCuts:
+        """Return the cuts at these bounds with their time."""
         costs, order = self.costs, self.order
         stages = (
             costs.compute_seconds(bounds[k], bounds[k + 1], machine) for k, machine in enumerate(order)
         )
         links = (costs.link_seconds(bounds[k], order[k - 1], order[k]) for k in range(1, len(order)))
-        return Cuts(tuple(bounds), max((*stages, *links)))
+        return PipelineCuts(tuple(bounds), max((*stages, *links)))
 
     def link(self, boundary: int, cuts: IntArray) -> FloatArray:
-        """Seconds of the link in front of stage ``boundary`` for each cut; none before the Root."""
+        """Return the seconds of the link before stage ``boundary`` for each cut; 0 before the Root."""
         if boundary == 0:
             return np.zeros(len(cuts))
         one, other = self.order[boundary - 1 : boundary + 1]
         return self.costs.link_bytes[cuts] * link_seconds_per_byte(one, other)
 
-    def fill(self, limit: float) -> Cuts | None:
-        """Give each stage from the Leaf on the most units that ``limit`` and its RAM allow."""
+    def fill(self, limit: float) -> PipelineCuts | None:
+        """Give each stage, Leaf first, the most units that ``limit`` and its RAM allow."""
         prefix = self.costs.work.prefix
         bounds = [self.costs.units]
         for k in reversed(range(len(self.order))):
@@ -128,7 +131,7 @@ class _Pipeline:
         return self.cuts(bounds[::-1])
 
     def first_that_fits(self, starts: IntArray, stop: int, ram: float, in_flight: int) -> int | None:
-        """The first start whose stage fits the RAM; looks at few where many fit."""
+        """Return the first start whose stage fits the RAM; checks a few starts before all others."""
         stops = np.array([stop])
         for piece in (starts[:16], starts[16:]):
             if len(piece):
@@ -137,10 +140,11 @@ class _Pipeline:
                     return int(piece[np.argmax(fits)])
         return None
 
-    def solve(self, cuts: IntArray, limit: float, rule: _Rule) -> Cuts | None:
-        """Dynamic programming from the Leaf to the Root over the given cuts.
+    def solve(self, cuts: IntArray, limit: float, rule: _Rule) -> PipelineCuts | None:
+        """Run a dynamic program from the Leaf to the Root over the given cuts.
 
-        Least value under ``rule`` with no part slower than ``limit``; None where there is none.
+        Returns the cuts of least value under ``rule`` with no stage or link slower than ``limit``; None
+        if there are none.
         """
         candidates = self.windows(cuts, limit)
         if any(len(window) == 0 for window in candidates):
@@ -160,10 +164,10 @@ class _Pipeline:
         return self.cuts(bounds)
 
     def windows(self, cuts: IntArray, limit: float) -> list[IntArray]:
-        """For each boundary the cuts that it may take; some window is empty where nothing fits.
+        """Return the cuts that each boundary may take; a window is empty if nothing fits.
 
-        Bounded by how far the stages in front can get at most, and those behind; both follow from
-        the work and the inner memory, which only grow with a stage.
+        The bounds are how far the stages before and behind can reach at most. They follow from the work
+        and the inner memory, which grow with a stage.
         """
         order, units = self.order, self.costs.units
         first, last = [units], [0]
@@ -178,7 +182,7 @@ class _Pipeline:
         return [*windows, np.array([units])]
 
     def furthest(self, k: int, start: int, limit: float) -> int:
-        """The last stop that stage ``k`` can have from this start, by work and inner memory."""
+        """Return the last stop that stage ``k`` can have from this start, by work and inner memory."""
         prefix, machine = self.costs.work.prefix, self.order[k]
         reach = (prefix[start] + limit * machine.flops) * (1 + ROUNDING)
         stops = np.arange(start + 1, int(np.searchsorted(prefix, reach, side="right")))
@@ -188,7 +192,7 @@ class _Pipeline:
         return start + int(np.searchsorted(memory, machine.ram, side="right"))
 
     def earliest(self, k: int, stop: int, limit: float) -> int:
-        """The first start that stage ``k`` can have to this stop."""
+        """Return the first start that stage ``k`` can have with this stop."""
         prefix, machine = self.costs.work.prefix, self.order[k]
         reach = (prefix[stop] - limit * machine.flops) - ROUNDING * prefix[-1]
         starts = np.arange(int(np.searchsorted(prefix, reach)), stop)
@@ -205,7 +209,7 @@ class _Pipeline:
         known: tuple[FloatArray, float],
         rule: _Rule,
     ) -> tuple[FloatArray, IntArray]:
-        """Best value of the stages from ``k`` on for each start of stage ``k``, and its stop."""
+        """Return, for each start of stage ``k``, the best value from stage ``k`` on and its stop."""
         behind, limit = known
         value = np.full(len(starts), np.inf)
         choice = np.zeros(len(starts), dtype=np.int64)
@@ -235,7 +239,7 @@ class _Pipeline:
         known: tuple[FloatArray, float],
         rule: _Rule,
     ) -> FloatArray:
-        """Value of each start with each stop; infinite where the stage is too slow or too big."""
+        """Return the value of each start with each stop; infinite if the stage does not fit."""
         behind, limit = known
         machine = self.order[k]
         seconds = self.costs.work.grid(starts, stops) / machine.flops

@@ -1,4 +1,4 @@
-"""A plan in words, and in the log format of ``clusterize``."""
+"""Description of a plan in words, and the log of ``clusterize``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ravnest.plan.rings import Ring
 
 
 def explain(plan: Plan, profile: ModelProfile, unit_names: Sequence[str]) -> str:
-    """Who has which role and layers, memory against RAM, times, and the bottleneck.
+    """Describe a plan in words: roles, layers, memory against RAM, times and the bottleneck.
 
-    ``unit_names`` has one name a unit, to show; neighbours may share one.
+    ``unit_names`` has one name per unit, for display; neighbouring units may share one.
     """
     lines = [_headline(plan), *_assumption(plan)]
     for cluster in plan.clusters:
@@ -26,7 +26,7 @@ def explain(plan: Plan, profile: ModelProfile, unit_names: Sequence[str]) -> str
 
 
 def clusterize_log(plan: Plan) -> str:
-    """The documented log: a block a node in pipeline order, then the clusters, then the roles.
+    """Return the documented log: one block per node in pipeline order, then clusters, then roles.
 
     The spaces at the ends of lines belong to the format.
     """
@@ -64,26 +64,26 @@ def _headline(plan: Plan) -> str:
     clusters = _counted(len(plan.clusters), "cluster")
     verb = "trains" if len(plan.stages) == 1 else "train"
     return (
-        f"{nodes} in {clusters} {verb} about {_figure(plan.samples_per_second)} samples/s"
+        f"{nodes} in {clusters} {verb} about {_rounded(plan.samples_per_second)} samples/s"
         f" in micro-batches of {plan.batch_size}."
     )
 
 
 def _assumption(plan: Plan) -> list[str]:
-    """Says where the times rest on a guess."""
+    """Say for which nodes the compute is assumed."""
     nodes = [stage.node for stage in plan.stages]
     silent = [f"Node({node.id})" for node in nodes if node.compute is None]
     if not silent:
         return []
     assumed = f"{assumed_compute(nodes):g} GFLOP/s"
     if len(silent) == len(nodes):
-        return [f"No node gives its compute figure: all are taken for equal, at {assumed}."]
-    return [f"Without a compute figure, taken for the median of {assumed}: {', '.join(silent)}."]
+        return [f"No node states its compute: {assumed} is assumed for all."]
+    return [f"Assumed compute (the median of the others), {assumed}: {', '.join(silent)}."]
 
 
 def _cluster_line(cluster: ClusterPlan) -> str:
     return (
-        f"Cluster {cluster.id}: about {_figure(cluster.samples_per_second)} samples/s, a"
+        f"Cluster {cluster.id}: about {_rounded(cluster.samples_per_second)} samples/s, one"
         f" micro-batch every {_time(cluster.seconds)}; the bottleneck is {cluster.bottleneck}."
     )
 
@@ -104,11 +104,11 @@ def _stage_lines(
         f" {size(memory.activations)}, transfer {size(memory.transfer)}, gradients and workspace"
         f" {size(memory.gradients)}{_averaging(memory)}."
     )
-    yield f"    Time {_time(stage.compute_seconds)} a micro-batch{_link(cluster, stage)}."
+    yield f"    Time {_time(stage.compute_seconds)} per micro-batch{_link(cluster, stage)}."
 
 
 def _averaging(memory: StageMemory[float]) -> str:
-    return f", averages with other clusters {size(memory.averaging)}" if memory.averaging else ""
+    return f", averaging with other clusters {size(memory.averaging)}" if memory.averaging else ""
 
 
 def _link(cluster: ClusterPlan, stage: StagePlan) -> str:
@@ -134,7 +134,7 @@ def _share_of_work(stage: StagePlan, profile: ModelProfile) -> str:
 
 def _ring_lines(plan: Plan) -> Iterator[str]:
     if len(plan.clusters) == 1:
-        yield "One cluster holds the only copy of the model: nothing is averaged."
+        yield "One cluster holds the only copy of the model; nothing is averaged."
         return
     verb = "averages" if len(plan.rings) == 1 else "average"
     yield f"{_counted(len(plan.rings), 'ring')} {verb} the clusters:"
@@ -149,9 +149,9 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{_figure(seconds * 1e3)} ms" if seconds < 1 else f"{_figure(seconds)} s"
+    return f"{_rounded(seconds * 1e3)} ms" if seconds < 1 else f"{_rounded(seconds)} s"
 
 
-def _figure(number: float) -> str:
-    """Three digits: more would pretend."""
+def _rounded(number: float) -> str:
+    """Format a prediction with three digits."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,8 +1,8 @@
 """Genetic search for the clusters of a large pool.
 
-An individual is a grouping. Its genes are whole clusters: a child takes some clusters from one
-parent, then from the other those that do not overlap with them, and the nodes that are left over
-are placed where they help most.
+An individual is a grouping of the nodes into clusters. Its genes are whole clusters: a child takes some
+clusters from one parent, then from the other parent those that do not overlap with them. The remaining
+nodes are placed where they help most.
 """
 
 from __future__ import annotations
@@ -10,50 +10,50 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
-from ravnest.plan.grouping import Cluster, Grouping, GroupingScore, Pool, expected_length
+from ravnest.plan.grouping import Cluster, Grouping, GroupingScore, NodePool, expected_length
 from ravnest.plan.local_search import halves
 
 POPULATION = 24
 CHILDREN = 240
 COUNT_STEP = 0.85
-"""Ratio between the numbers of clusters that the first generation tries."""
+"""Ratio between successive numbers of clusters that the first generation tries."""
 BAND = 5
-"""Clusters that share alike nodes out among them, in a third of the first generation."""
+"""Clusters per band in a third of the first generation; similar nodes are dealt within a band."""
 INSERT_TRIES = 6
-"""Clusters that a left-over node is tried in."""
+"""Clusters that are tried for each remaining node."""
 
 
-def evolved(pool: Pool, rng: Random, budget: int) -> list[Grouping]:
-    """The last generation, best first; some of its clusters may not fit where RAM is scarce."""
-    people = _ranked(pool, _founders(pool, rng, budget))[:POPULATION]
+def evolve(pool: NodePool, rng: Random, budget: int) -> list[Grouping]:
+    """Return the last generation, best first; some of its clusters may not fit if RAM is scarce."""
+    population = _ranked(pool, _founders(pool, rng, budget))[:POPULATION]
     for _ in range(CHILDREN):
-        if pool.orders.effort >= budget or pool.is_ideal(people[0][0]):
+        if pool.orders.effort >= budget or pool.is_ideal(population[0][0]):
             break
-        one, other = _parent(people, rng), _parent(people, rng)
+        one, other = _parent(population, rng), _parent(population, rng)
         child = _mutated(pool, _child(pool, one, other, rng), rng)
         score = pool.total(child)
-        if score > people[-1][0] and all(child != grouping for _, grouping in people):
-            people[-1] = (score, child)
-            people.sort(key=lambda item: item[0], reverse=True)
-    return [grouping for _, grouping in people]
+        if score > population[-1][0] and all(child != grouping for _, grouping in population):
+            population[-1] = (score, child)
+            population.sort(key=lambda item: item[0], reverse=True)
+    return [grouping for _, grouping in population]
 
 
-def _ranked(pool: Pool, groupings: Iterator[Grouping]) -> list[tuple[GroupingScore, Grouping]]:
+def _ranked(pool: NodePool, groupings: Iterator[Grouping]) -> list[tuple[GroupingScore, Grouping]]:
     different = list(dict.fromkeys(groupings))
     scored = [(pool.total(grouping), grouping) for grouping in different]
     return sorted(scored, key=lambda item: item[0], reverse=True)
 
 
-def _parent(people: Sequence[tuple[GroupingScore, Grouping]], rng: Random) -> Grouping:
-    """The better of two at random; they are sorted, best first."""
-    return people[min(rng.randrange(len(people)), rng.randrange(len(people)))][1]
+def _parent(population: Sequence[tuple[GroupingScore, Grouping]], rng: Random) -> Grouping:
+    """Return the better of two random individuals; the population is sorted, best first."""
+    return population[min(rng.randrange(len(population)), rng.randrange(len(population)))][1]
 
 
-# The first generation: alike nodes together, or every cluster alike.
+# First generation: similar nodes together, or all clusters similar.
 
 
-def _founders(pool: Pool, rng: Random, budget: int) -> Iterator[Grouping]:
-    """At least one, and as many more as the budget allows; to be scored as they come."""
+def _founders(pool: NodePool, rng: Random, budget: int) -> Iterator[Grouping]:
+    """Yield at least one grouping, and more while the budget lasts; the caller scores each one."""
     rankings = list(_rankings(pool, rng))
     for ranked in rankings:
         yield from _chunked(pool, ranked, budget)
@@ -66,8 +66,8 @@ def _founders(pool: Pool, rng: Random, budget: int) -> Iterator[Grouping]:
                 return
 
 
-def _chunked(pool: Pool, ranked: list[int], budget: int) -> Iterator[Grouping]:
-    """From many clusters to few, as long as that helps: the fewer, the longer the pipelines."""
+def _chunked(pool: NodePool, ranked: list[int], budget: int) -> Iterator[Grouping]:
+    """Yield groupings from many clusters to few, while the score improves."""
     best, worse = None, 0
     for count in _cluster_counts(pool):
         founders = [_banded(pool, ranked, count, width) for width in (1, BAND, count)]
@@ -79,14 +79,14 @@ def _chunked(pool: Pool, ranked: list[int], budget: int) -> Iterator[Grouping]:
             return
 
 
-def _rankings(pool: Pool, rng: Random) -> Iterator[list[int]]:
+def _rankings(pool: NodePool, rng: Random) -> Iterator[list[int]]:
     nodes = range(len(pool.machines))
     for keys in (("bandwidth", "flops"), ("flops", "ram"), ("ram", "bandwidth")):
         yield sorted(nodes, key=lambda node: ([getattr(pool.machines[node], key) for key in keys], node))
     yield rng.sample(nodes, len(nodes))
 
 
-def _cluster_counts(pool: Pool) -> list[int]:
+def _cluster_counts(pool: NodePool) -> list[int]:
     if pool.clusters is not None:
         return [pool.clusters]
     most = round(1.3 * len(pool.machines) / expected_length(pool.orders.costs, pool.machines))
@@ -96,10 +96,10 @@ def _cluster_counts(pool: Pool) -> list[int]:
     return counts
 
 
-def _banded(pool: Pool, ranked: list[int], count: int, width: int) -> Grouping:
-    """Alike nodes in a band of ``width`` clusters, and inside a band the RAM shared out evenly.
+def _banded(pool: NodePool, ranked: list[int], count: int, width: int) -> Grouping:
+    """Put similar nodes into bands of ``width`` clusters, and divide the RAM evenly within each band.
 
-    Width 1 puts alike nodes together; one band over all makes every cluster alike.
+    Width 1 puts similar nodes together; a single band makes all clusters similar.
     """
     clusters: list[list[int]] = []
     for first in range(0, count, width):
@@ -115,8 +115,8 @@ def _banded(pool: Pool, ranked: list[int], count: int, width: int) -> Grouping:
     return _grouping(clusters)
 
 
-def _filled(pool: Pool, ranked: Sequence[int], rng: Random) -> Grouping:
-    """Close each cluster as soon as it holds the model."""
+def _filled(pool: NodePool, ranked: Sequence[int], rng: Random) -> Grouping:
+    """Close each cluster as soon as it can hold the model."""
     done: list[Cluster] = []
     growing: list[int] = []
     for node in ranked:
@@ -132,7 +132,7 @@ def _filled(pool: Pool, ranked: Sequence[int], rng: Random) -> Grouping:
 # Crossover and mutation.
 
 
-def _child(pool: Pool, one: Grouping, other: Grouping, rng: Random) -> Grouping:
+def _child(pool: NodePool, one: Grouping, other: Grouping, rng: Random) -> Grouping:
     fitting = [cluster for cluster in one if pool.order(cluster) is not None]
     kept = rng.sample(fitting, rng.randint(0, len(fitting)))
     used = {node for cluster in kept for node in cluster}
@@ -148,8 +148,8 @@ def _child(pool: Pool, one: Grouping, other: Grouping, rng: Random) -> Grouping:
     return _with_count(pool, kept, left, rng)
 
 
-def _placed(pool: Pool, clusters: list[Cluster], left: Sequence[int], rng: Random) -> Grouping:
-    """Left-over nodes: clusters of their own where they hold the model, else into others."""
+def _placed(pool: NodePool, clusters: list[Cluster], left: Sequence[int], rng: Random) -> Grouping:
+    """Form new clusters of the remaining nodes if they can hold the model, else add them to others."""
     clusters = list(clusters)
     growing: list[int] = []
     for node in sorted(left, key=lambda node: (pool.machines[node].bandwidth, node)):
@@ -162,8 +162,8 @@ def _placed(pool: Pool, clusters: list[Cluster], left: Sequence[int], rng: Rando
     return _grouping(clusters)
 
 
-def _insert(pool: Pool, clusters: list[Cluster], node: int, rng: Random) -> None:
-    """Put a node where it does most good, or least harm, of a few clusters at random."""
+def _insert(pool: NodePool, clusters: list[Cluster], node: int, rng: Random) -> None:
+    """Add a node to the cluster that gains most, or loses least, among a few random ones."""
     tried = rng.sample(range(len(clusters)), min(INSERT_TRIES, len(clusters)))
 
     def gain(index: int) -> tuple[int, int, float, int]:
@@ -175,8 +175,8 @@ def _insert(pool: Pool, clusters: list[Cluster], node: int, rng: Random) -> None
     clusters[best] = tuple(sorted((*clusters[best], node)))
 
 
-def _with_count(pool: Pool, kept: list[Cluster], left: Sequence[int], rng: Random) -> Grouping:
-    """As many clusters as asked: the surplus is dissolved, the lack made up by parting."""
+def _with_count(pool: NodePool, kept: list[Cluster], left: Sequence[int], rng: Random) -> Grouping:
+    """Make the requested number of clusters: dissolve surplus ones, or divide the largest."""
     clusters = sorted(kept, key=lambda cluster: (pool.score(cluster), cluster), reverse=True)
     left = [*left, *(node for cluster in clusters[pool.clusters :] for node in cluster)]
     clusters = clusters[: pool.clusters]
@@ -193,7 +193,7 @@ def _with_count(pool: Pool, kept: list[Cluster], left: Sequence[int], rng: Rando
     return _grouping(clusters)
 
 
-def _mutated(pool: Pool, grouping: Grouping, rng: Random) -> Grouping:
+def _mutated(pool: NodePool, grouping: Grouping, rng: Random) -> Grouping:
     clusters = list(grouping)
     rng.shuffle(clusters)
     if len(clusters) < 2:
@@ -214,5 +214,5 @@ def _mutated(pool: Pool, grouping: Grouping, rng: Random) -> Grouping:
 
 
 def _grouping(clusters: Iterable[Iterable[int]]) -> Grouping:
-    """In canonical form, so that equal groupings are equal values."""
+    """Return the canonical form, so that equal groupings are equal values."""
     return tuple(sorted(tuple(sorted(cluster)) for cluster in clusters))

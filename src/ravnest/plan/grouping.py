@@ -1,4 +1,4 @@
-"""What a grouping of the nodes into clusters is worth, and the exact best one of a small pool."""
+"""Score of a grouping of nodes into clusters, and the exact best grouping of a small pool."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ravnest.plan.cost import ModelCosts, NodeCapacity
-from ravnest.plan.pipeline_order import Kinds, PipelineOrder, PipelineOrders
+from ravnest.plan.pipeline_order import Kinds, OrderSearch, PipelineOrder
 
 Cluster = tuple[int, ...]
 """Nodes of a cluster, ascending, as indices into the pool."""
 Grouping = tuple[Cluster, ...]
 
 SIMILARITY = 1e-3
-"""Share of its rate that a cluster may lose to have nodes that are alike, for each factor e by
-which they differ; at most ten times that. Decides between groupings that are as good as equal."""
+"""Share of its rate that a cluster loses in the score for each factor e by which its nodes differ, at
+most ten times this value. Decides between groupings that are nearly equal."""
 BREVITY = 1e-4
-"""The same for each stage above two: the longer a pipeline, the older the weights it trains on."""
+"""Share of its rate that a cluster loses in the score for each stage above two: a longer pipeline trains
+on older weights."""
 
 IDEAL = 0.005
-"""A grouping this close to what the nodes could compute without waiting is good enough."""
+"""Relative distance to the rate without any waiting below which a grouping is good enough."""
 
 
 class GroupingScore(NamedTuple):
-    """How good a grouping is; the greater the better."""
+    """Quality of a grouping; greater is better."""
 
     placed: int
-    """Nodes in clusters that fit, less all others."""
+    """Nodes in clusters that fit, minus all other nodes."""
     paired: int
-    """Minus the clusters of one node, where a cluster should have a Root and a Leaf."""
+    """Minus the number of one-node clusters, if each cluster should have a Root and a Leaf."""
     worth: float
-    """Samples a second, less a trifle for unlike nodes and long pipelines."""
+    """Samples per second, reduced a little for unequal nodes and long pipelines."""
 
     def plus(self, other: GroupingScore) -> GroupingScore:
-        """Score of two groups of clusters together."""
+        """Return the score of two groups of clusters together."""
         return GroupingScore(
             self.placed + other.placed, self.paired + other.paired, self.worth + other.worth
         )
@@ -45,60 +46,60 @@ NOTHING = GroupingScore(0, 0, 0.0)
 
 
 @dataclass(frozen=True)
-class Pool:
-    """The nodes with all that the search for clusters asks about them."""
+class NodePool:
+    """The nodes to group, with the scores of their clusters."""
 
     machines: tuple[NodeCapacity, ...]
     kinds: Kinds
-    """For each node the index of its machine among the different ones."""
-    orders: PipelineOrders
+    """For each node, the index of its machine among the distinct machines."""
+    orders: OrderSearch
     clusters: int | None
-    """How many clusters to make; None leaves it to the search."""
+    """Number of clusters to make; None leaves it to the search."""
 
     @classmethod
-    def of(cls, machines: Sequence[NodeCapacity], clusters: int | None, orders: PipelineOrders) -> Pool:
-        """Find each node's machine among the different ones that ``orders`` knows."""
+    def of(cls, machines: Sequence[NodeCapacity], clusters: int | None, orders: OrderSearch) -> NodePool:
+        """Map each node to its machine among the distinct machines of ``orders``."""
         number = {machine: index for index, machine in enumerate(orders.kinds)}
         return cls(tuple(machines), tuple(number[m] for m in machines), orders, clusters)
 
     def order(self, cluster: Sequence[int]) -> PipelineOrder | None:
-        """Best order of a cluster's machines; None where they do not hold the model."""
+        """Return the best order of a cluster's machines; None if they cannot hold the model."""
         return self.orders.best(tuple(self.kinds[node] for node in cluster))
 
     def score(self, cluster: Sequence[int]) -> GroupingScore:
-        """Score of one cluster."""
+        """Return the score of one cluster."""
         single = -1 if len(cluster) == 1 and self.clusters is None else 0
         order = self.order(cluster)
         if order is None:
             return GroupingScore(-len(cluster), single, 0.0)
         rate = self.orders.costs.batch_size / max(order.seconds, 1e-9)
-        return GroupingScore(len(cluster), single, rate * (1 - self._drawback(cluster)))
+        return GroupingScore(len(cluster), single, rate * (1 - self._penalty(cluster)))
 
     def total(self, grouping: Sequence[Cluster]) -> GroupingScore:
-        """Score of several clusters."""
+        """Return the score of several clusters."""
         result = NOTHING
         for cluster in grouping:
             result = result.plus(self.score(cluster))
         return result
 
     def is_ideal(self, score: GroupingScore) -> bool:
-        """No search can gain more than a trifle: everyone is placed and nearly never waits."""
+        """Return True if no search can gain much: all nodes are placed and almost never wait."""
         costs = self.orders.costs
         work = float(costs.work.prefix[-1])
         bound = costs.batch_size * sum(machine.flops for machine in self.machines)
         everyone = score.placed == len(self.machines) and score.paired == 0
         return everyone and score.worth * work >= (1 - IDEAL) * bound
 
-    def _drawback(self, cluster: Sequence[int]) -> float:
+    def _penalty(self, cluster: Sequence[int]) -> float:
         machines = [self.machines[node] for node in cluster]
         spread = 0.0
-        for figures in zip(*((m.ram, m.bandwidth, m.flops) for m in machines), strict=True):
-            spread += math.log(max(figures) / min(figures)) / 3
+        for values in zip(*((m.ram, m.bandwidth, m.flops) for m in machines), strict=True):
+            spread += math.log(max(values) / min(values)) / 3
         return SIMILARITY * min(spread, 10.0) + BREVITY * max(0, len(cluster) - 2)
 
 
 def expected_length(costs: ModelCosts, machines: Sequence[NodeCapacity]) -> int:
-    """About how many of these machines it takes to hold the model, two at least."""
+    """Return about how many of these machines are needed to hold the model, at least two."""
     ram = sum(machine.ram for machine in machines) / len(machines)
     length = 2
     while length < len(machines):
@@ -111,9 +112,9 @@ def expected_length(costs: ModelCosts, machines: Sequence[NodeCapacity]) -> int:
 def best_grouping(
     nodes: Sequence[int], clusters: int | None, score: Callable[[Cluster], GroupingScore]
 ) -> Grouping | None:
-    """The best of all groupings of a few nodes whose clusters all fit, or None if none does.
+    """Return the best grouping of a few nodes in which all clusters fit; None if there is none.
 
-    Weighs every subset as the cluster of its lowest node: 3^n steps for n nodes.
+    Tries every subset as the cluster of its lowest node: 3^n steps for n nodes.
     """
     subsets = _Subsets(tuple(sorted(nodes)), score)
     left, count = subsets.everyone, clusters
@@ -128,7 +129,7 @@ def best_grouping(
 
 
 class _Subsets:
-    """Sets of nodes as bits of a number, each scored once."""
+    """Sets of nodes as bits of an integer, each scored once."""
 
     def __init__(self, nodes: Cluster, score: Callable[[Cluster], GroupingScore]) -> None:
         self.nodes = nodes
@@ -146,12 +147,12 @@ class _Subsets:
         return self._scores[chosen]
 
     def best(self, left: int, count: int | None) -> tuple[GroupingScore, int] | None:
-        """Best score of the nodes ``left`` in ``count`` clusters, and the cluster of the lowest."""
+        """Return the best score of the nodes ``left`` in ``count`` clusters, and its first cluster."""
         if (left, count) not in self._best:
-            self._best[left, count] = self._weigh(left, count)
+            self._best[left, count] = self._find_best(left, count)
         return self._best[left, count]
 
-    def _weigh(self, left: int, count: int | None) -> tuple[GroupingScore, int] | None:
+    def _find_best(self, left: int, count: int | None) -> tuple[GroupingScore, int] | None:
         if left == 0 or count == 0:
             return (NOTHING, 0) if left == 0 and not count else None
         best: tuple[GroupingScore, int] | None = None

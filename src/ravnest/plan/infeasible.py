@@ -1,9 +1,9 @@
-"""Why no plan exists: the most telling reason, with its figures and what helps."""
+"""Explanation of why no plan exists: the most informative reason, with numbers and remedies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,50 +14,69 @@ from ravnest.plan.profile import ModelProfile
 from ravnest.plan.search import find_clusters
 
 PROBED_NODES = 8
-"""Up to so many nodes it is cheap to find out what would fit."""
+"""Largest pool for which the search also finds out what would fit."""
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+"""Multiples of the RAM that are tried to find out what would fit."""
 REMEDY = "a smaller batch, nodes with more RAM or an optimizer with less state"
 
 
-def why_nothing_fits(
+@dataclass(frozen=True)
+class Infeasible:
+    """The nodes cannot train the model as requested."""
+
+    reason: str
+    """Explanation for the user: what is needed, what the nodes offer, and what helps."""
+    needed_bytes: float | None = None
+    """Memory that is missing somewhere: of the whole model, a stage or a unit; None if RAM is enough."""
+    offered_bytes: float | None = None
+    """Memory that the nodes offer for it."""
+
+
+def explain_infeasible(
     profile: ModelProfile,
     several: ModelCosts,
     nodes: Sequence[NodeConfig],
     clusters: int | None,
     source: str,
-) -> str:
-    """The reason in words, after a search that found nothing; ``several``: costs of several clusters."""
+) -> Infeasible:
+    """Explain why a search found no plan; ``several`` are the costs with several clusters."""
     machines = capacities_of(nodes)
     costs = several if clusters is not None and clusters > 1 else several.alone()
     return (
         _total_too_small(costs, machines, source)
-        or _useless_node(costs, nodes, clusters)
-        or _largest_unit(costs, profile, machines, source)
+        or _node_too_small(costs, nodes, clusters)
+        or _unit_too_large(costs, profile, machines, source)
         or _too_many_clusters(costs, machines, clusters, source)
         or _no_cut(costs, machines, clusters, source)
     )
 
 
 def lightest_stage(costs: ModelCosts, nodes: int, clusters: int | None) -> float:
-    """Least memory of any stage: the last unit as a Leaf, or one unit with two in flight."""
+    """Return the least memory of any stage: the last unit as a Leaf, or one unit with two in flight."""
     if costs.units == 1 or nodes in (1, clusters):
         return costs.smallest_total
     singles = _unit_memory(costs, in_flight=2)
     return min(costs.memory(costs.units - 1, costs.units, 1).total, float(singles[:-1].min()))
 
 
-def _total_too_small(costs: ModelCosts, machines: Sequence[NodeCapacity], source: str) -> str | None:
+def _total_too_small(
+    costs: ModelCosts, machines: Sequence[NodeCapacity], source: str
+) -> Infeasible | None:
     offered = sum(machine.ram for machine in machines)
     if offered >= costs.smallest_total:
         return None
-    return (
+    return Infeasible(
         f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size};"
-        f" {_pool(machines, source)} {size(offered)}. What helps: more nodes, {REMEDY}."
+        f" {_pool(machines, source)} {size(offered)}. What helps: more nodes, {REMEDY}.",
+        costs.smallest_total,
+        offered,
     )
 
 
-def _useless_node(costs: ModelCosts, nodes: Sequence[NodeConfig], clusters: int | None) -> str | None:
-    """A node that holds no piece at all; every node must be used."""
+def _node_too_small(
+    costs: ModelCosts, nodes: Sequence[NodeConfig], clusters: int | None
+) -> Infeasible | None:
+    """Report nodes that cannot hold any stage; a plan must use every node."""
     need = lightest_stage(costs, len(nodes), clusters)
     small = [node for node in nodes if node.ram * 1e9 < need]
     if not small:
@@ -65,9 +84,11 @@ def _useless_node(costs: ModelCosts, nodes: Sequence[NodeConfig], clusters: int 
     names = ", ".join(f"node {node.id} ({size(node.ram * 1e9)})" for node in small[:4])
     names += f" and {len(small) - 4} more" if len(small) > 4 else ""
     verb = "is" if len(small) == 1 else "are"
-    return (
-        f"{names} {verb} too small for any stage: the lightest one needs {size(need)} at batch"
-        f" {costs.batch_size}. What helps: leaving such nodes out, more RAM or a smaller batch."
+    return Infeasible(
+        f"{names} {verb} too small for any stage: the smallest stage needs {size(need)} at batch"
+        f" {costs.batch_size}. What helps: leaving such nodes out, more RAM or a smaller batch.",
+        need,
+        small[0].ram * 1e9,
     )
 
 
@@ -75,9 +96,9 @@ def _unit_memory(costs: ModelCosts, in_flight: int) -> FloatArray:
     return np.array([costs.memory(unit, unit + 1, in_flight).total for unit in range(costs.units)])
 
 
-def _largest_unit(
+def _unit_too_large(
     costs: ModelCosts, profile: ModelProfile, machines: Sequence[NodeCapacity], source: str
-) -> str | None:
+) -> Infeasible | None:
     needs = _unit_memory(costs, in_flight=1)
     largest = max(machine.ram for machine in machines)
     if needs.max() <= largest:
@@ -85,36 +106,42 @@ def _largest_unit(
     unit = int(needs.argmax())
     tensors = [tensor for tensor in profile.state if unit in tensor.units]
     name = max(tensors, key=lambda tensor: tensor.bytes).name if tensors else ""
-    return (
+    return Infeasible(
         f"unit {unit} of the model{f' (with {name})' if name else ''} cannot be cut further and"
         f" needs {size(float(needs[unit]))} to train at batch {costs.batch_size}; the largest of"
-        f" {_counted(machines, source)} has {size(largest)}. What helps: {REMEDY}."
+        f" {_counted(machines, source)} has {size(largest)}. What helps: {REMEDY}.",
+        float(needs[unit]),
+        largest,
     )
 
 
 def _too_many_clusters(
     costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int | None, source: str
-) -> str | None:
+) -> Infeasible | None:
     if clusters is None:
         return None
     possible = _possible_clusters(costs, machines, clusters)
     if possible is None:
         return None
-    if possible < clusters:
-        offered = sum(machine.ram for machine in machines)
-        reason = (
-            f"each cluster holds the whole model, at least {size(costs.smallest_total)} at batch"
-            f" {costs.batch_size}, and {_pool(machines, source)} {size(offered)}"
-        )
-    else:
-        longest = -(-len(machines) // clusters)
-        reason = f"a pipeline of {longest} stages keeps more than these nodes can hold"
     verb = "cluster fits" if possible == 1 else "clusters fit"
-    return f"clusters={clusters} does not fit: {reason}. {possible} {verb}."
+    if possible > clusters:
+        longest = -(-len(machines) // clusters)
+        return Infeasible(
+            f"clusters={clusters} does not fit: a pipeline of {longest} stages needs more memory than"
+            f" these nodes have. {possible} {verb}."
+        )
+    offered = sum(machine.ram for machine in machines)
+    return Infeasible(
+        f"clusters={clusters} does not fit: each cluster holds the whole model, at least"
+        f" {size(costs.smallest_total)} at batch {costs.batch_size}, and {_pool(machines, source)}"
+        f" {size(offered)}. {possible} {verb}.",
+        clusters * costs.smallest_total,
+        offered,
+    )
 
 
 def _possible_clusters(costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int) -> int | None:
-    """A number of clusters that does fit: the nearest below for a small pool, else any."""
+    """Return a number of clusters that fits: the next lower one for a small pool, else any."""
     if len(machines) <= PROBED_NODES:
         for fewer in range(clusters - 1, 0, -1):
             if find_clusters(costs, machines, fewer, seed=0) is not None:
@@ -125,16 +152,18 @@ def _possible_clusters(costs: ModelCosts, machines: Sequence[NodeCapacity], clus
 
 def _no_cut(
     costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int | None, source: str
-) -> str:
+) -> Infeasible:
     offered = sum(machine.ram for machine in machines)
     factor = _factor_that_fits(costs, machines, clusters)
-    enough = f" About {factor:g} times the RAM on each node would do." if factor else ""
-    return (
+    enough = f" About {factor:g} times the RAM on each node would be enough." if factor else ""
+    return Infeasible(
         f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size} and"
         f" {_pool(machines, source)} {size(offered)}, but no cut was found that gives every node a"
-        " stage that fits it: besides its share a stage keeps an older version of its weights and"
-        f" the activations of every micro-batch in flight, most at the Root.{enough} What helps:"
-        f" fewer nodes, a greater update_frequency, {REMEDY}."
+        " stage that fits: a stage also keeps older versions of its weights and the activations of"
+        f" every micro-batch in flight, most of them at the Root.{enough} What helps: fewer nodes, a"
+        f" greater update_frequency, {REMEDY}.",
+        None if factor is None else factor * offered,
+        offered,
     )
 
 
@@ -151,7 +180,7 @@ def _factor_that_fits(
 
 
 def _counted(machines: Sequence[NodeCapacity], source: str) -> str:
-    """Nodes of a file, or a server's providers where there is none."""
+    """Return the number of nodes in words: nodes of a file, or a server's providers without one."""
     count = len(machines)
     ending = "s" if count > 1 else ""
     return f"the {count} node{ending} of {source}" if source else f"{count} provider{ending}"

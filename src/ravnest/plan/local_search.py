@@ -1,7 +1,7 @@
-"""Local search: better clusters from good ones.
+"""Local search, which improves a good grouping.
 
-Two or three clusters at a time give up their nodes. Few nodes are grouped anew exactly; of many,
-single nodes move or change places, and clusters join or part.
+Each step takes the nodes of two or three clusters and regroups them: exactly if they are few, else by
+moving or swapping single nodes and by merging or dividing clusters.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from ravnest.plan.grouping import Cluster, Grouping, Pool, best_grouping
+from ravnest.plan.grouping import Cluster, Grouping, NodePool, best_grouping
 
 EXACT_NODES = 6
-"""As many nodes are grouped anew exactly."""
+"""Most nodes that are regrouped exactly."""
 TRIES = 48
-"""Of more nodes, so many divided by the number of nodes are tried in other places."""
+"""Random moves tried per pair of clusters, divided by the node count."""
 PATIENCE = 3
-"""Sweeps in a row without any gain before it stops."""
+"""Sweeps without any gain after which the search stops."""
 NEIGHBOURS = 4
-"""Clusters look among so many on either side, in order of bandwidth, for others to mix with."""
+"""Clusters on either side, in order of bandwidth, that a cluster can be regrouped with."""
 
 
-def polished(pool: Pool, grouping: Grouping, rng: Random, budget: int) -> Grouping:
-    """A grouping that is at least as good; stops when little helps or the budget is spent."""
+def improve(pool: NodePool, grouping: Grouping, rng: Random, budget: int) -> Grouping:
+    """Return a grouping that is at least as good; stop if sweeps gain nothing or the budget is spent."""
     clusters = list(grouping)
     score, stale = pool.total(clusters), 0
     while stale < PATIENCE and pool.orders.effort < budget and not pool.is_ideal(score):
@@ -32,15 +32,15 @@ def polished(pool: Pool, grouping: Grouping, rng: Random, budget: int) -> Groupi
     return tuple(clusters)
 
 
-def _sweep(pool: Pool, clusters: list[Cluster], rng: Random, budget: int) -> list[Cluster]:
-    """Each cluster once in the middle of a change."""
+def _sweep(pool: NodePool, clusters: list[Cluster], rng: Random, budget: int) -> list[Cluster]:
+    """Try to regroup each cluster once with clusters near it."""
     clusters = sorted(clusters, key=lambda cluster: _bandwidth(pool, cluster))
     for position in rng.sample(range(len(clusters)), len(clusters)):
         if pool.orders.effort >= budget:
             break
         if position >= len(clusters):  # earlier changes left fewer clusters
             continue
-        chosen = _together(clusters, position, rng)
+        chosen = _chosen_clusters(clusters, position, rng)
         old = [clusters[index] for index in chosen]
         new = _regrouped(pool, old, rng, budget)
         if pool.total(new) > pool.total(old):
@@ -49,13 +49,13 @@ def _sweep(pool: Pool, clusters: list[Cluster], rng: Random, budget: int) -> lis
     return clusters
 
 
-def _bandwidth(pool: Pool, cluster: Cluster) -> tuple[float, Cluster]:
-    """The slowest link is what a cluster's company matters for most."""
+def _bandwidth(pool: NodePool, cluster: Cluster) -> tuple[float, Cluster]:
+    """Return the sort key of a cluster: its slowest bandwidth, which limits the nodes that suit it."""
     return min(pool.machines[node].bandwidth for node in cluster), cluster
 
 
-def _together(clusters: list[Cluster], position: int, rng: Random) -> set[int]:
-    """A cluster with others near it, as many as can be grouped anew exactly, but two at least."""
+def _chosen_clusters(clusters: list[Cluster], position: int, rng: Random) -> set[int]:
+    """Return a cluster and others near it: as many as can be regrouped exactly, at least two."""
     near = [
         index
         for index in range(position - NEIGHBOURS, position + NEIGHBOURS + 1)
@@ -71,7 +71,7 @@ def _together(clusters: list[Cluster], position: int, rng: Random) -> set[int]:
     return chosen
 
 
-def _regrouped(pool: Pool, old: list[Cluster], rng: Random, budget: int) -> list[Cluster]:
+def _regrouped(pool: NodePool, old: list[Cluster], rng: Random, budget: int) -> list[Cluster]:
     nodes = sorted(node for cluster in old for node in cluster)
     if len(nodes) <= EXACT_NODES:
         count = None if pool.clusters is None else len(old)
@@ -86,7 +86,7 @@ def _regrouped(pool: Pool, old: list[Cluster], rng: Random, budget: int) -> list
     return best
 
 
-def _changes(pool: Pool, old: list[Cluster], rng: Random) -> Iterator[list[Cluster]]:
+def _changes(pool: NodePool, old: list[Cluster], rng: Random) -> Iterator[list[Cluster]]:
     if len(old) > 1:
         for _ in range(max(2, TRIES // len(old[0] + old[1]))):
             yield _swapped(pool, old, rng)
@@ -98,8 +98,8 @@ def _changes(pool: Pool, old: list[Cluster], rng: Random) -> Iterator[list[Clust
             yield [*old[1:], *halves(pool, old[0], rng)]
 
 
-def _swapped(pool: Pool, old: list[Cluster], rng: Random) -> list[Cluster]:
-    """Two nodes change places; every other time two with about the same RAM, so that it fits."""
+def _swapped(pool: NodePool, old: list[Cluster], rng: Random) -> list[Cluster]:
+    """Swap two nodes; half of the time two with similar RAM, so that the result fits."""
     one, other = rng.choice(old[0]), rng.choice(old[1])
     if rng.random() < 0.5:
         ram = pool.machines[one].ram
@@ -115,12 +115,12 @@ def _moved(old: list[Cluster], rng: Random) -> list[Cluster]:
         source, target = target, source
     node = rng.choice(source)
     first = {*source} - {node}
-    parts = [tuple(sorted(first)), tuple(sorted((*target, node)))]
-    return [*old[2:], *filter(None, parts)]
+    changed = [tuple(sorted(first)), tuple(sorted((*target, node)))]
+    return [*old[2:], *filter(None, changed)]
 
 
-def halves(pool: Pool, cluster: Cluster, rng: Random) -> tuple[Cluster, Cluster]:
-    """A cluster parted in two: alike nodes together, or both halves alike."""
+def halves(pool: NodePool, cluster: Cluster, rng: Random) -> tuple[Cluster, Cluster]:
+    """Divide a cluster in two: similar nodes together, or both halves similar."""
     key = rng.choice(("ram", "bandwidth", "flops"))
     ranked = sorted(cluster, key=lambda node: (getattr(pool.machines[node], key), node))
     if rng.random() < 0.5:

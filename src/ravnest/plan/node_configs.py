@@ -1,7 +1,7 @@
 """The pool of nodes, read from ``node_data/node_configs.json``.
 
-The file is JSON with ``//`` comments, one entry a node; the keys are the node ids 0, 1, 2, ...
-All mistakes of a file are reported at once, each with its path inside the file.
+The file is JSON with ``//`` comments and one entry per node; the keys are the node ids 0, 1, 2, ...
+All mistakes of a file are reported at once, each with its path in the file.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class NodeConfig:
     id: int
     address: Address
     ram: float
-    """GB (1e9 bytes) for training: main memory, or the memory of the GPU it trains on."""
+    """GB (1e9 bytes) for training: main memory, or the memory of the GPU."""
     bandwidth: float
-    """Mbps, each way."""
+    """Mbps in each direction."""
     compute: float | None = None
-    """GFLOP/s while training; None where the file does not say."""
+    """GFLOP/s while training; None if the file does not state it."""
 
 
 def read_node_configs(path: str | Path) -> tuple[NodeConfig, ...]:
-    """Nodes of the file at ``path`` by ascending id; ``NodeConfigError`` names every mistake."""
+    """Read the nodes of a file, by ascending id; ``NodeConfigError`` names every mistake."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise NodeConfigError(
-            f"{path} does not exist. Create it with one entry a node (ram in GB, bandwidth in"
+            f"{path} does not exist. Create it with one entry per node (ram in GB, bandwidth in"
             f" Mbps), for example:\n{EXAMPLE}"
         ) from None
     except UnicodeDecodeError as error:
@@ -61,15 +61,15 @@ def read_node_configs(path: str | Path) -> tuple[NodeConfig, ...]:
 
 
 def parse_node_configs(text: str, source: str) -> tuple[NodeConfig, ...]:
-    """The same for the text of a file; ``source`` names it in errors."""
+    """Read the nodes from the text of a file; ``source`` names the file in errors."""
     root = _load(text, source)
     if not isinstance(root, _Object):
         raise NodeConfigError(
-            f"{source} must hold an object with one entry a node, is {_shown(root)}; for example:"
+            f"{source} must be an object with one entry per node, is {_shown(root)}; for example:"
             f"\n{EXAMPLE}"
         )
     if not root:
-        raise NodeConfigError(f"{source} has no nodes; write one entry a node:\n{EXAMPLE}")
+        raise NodeConfigError(f"{source} has no nodes; write one entry per node:\n{EXAMPLE}")
     nodes: list[NodeConfig] = []
     problems = list(_id_problems(root))
     for key, entry in root.items():
@@ -83,7 +83,7 @@ def parse_node_configs(text: str, source: str) -> tuple[NodeConfig, ...]:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which of its keys stood in the text more than once."""
+    """JSON object that records which of its keys the text has more than once."""
 
     repeated: tuple[str, ...] = ()
 
@@ -110,7 +110,7 @@ def _load(text: str, source: str) -> object:
 
 
 def _blank_unless_string(match: re.Match[str]) -> str:
-    """Spaces in place of what is dropped, so that line and column in errors stay true."""
+    """Replace a comment by spaces, so that line and column in errors stay correct."""
     found = match.group()
     return found if found.startswith('"') else " " * len(found)
 
@@ -160,7 +160,7 @@ def _entry_problems(path: str, entry: object) -> Iterator[str]:
 def _repeats(path: str, entry: _Object) -> Iterator[str]:
     for key in entry.repeated:
         name = f"{path}.{key}" if path else f'"{key}"'
-        yield f"{name} stands there more than once; keep one"
+        yield f"{name} is given more than once; keep one"
 
 
 def _unknown(path: str, entry: Mapping[str, object], known: tuple[str, ...]) -> Iterator[str]:
@@ -182,8 +182,7 @@ def _shared_addresses(root: _Object) -> Iterator[str]:
             continue
         if address in first:
             yield (
-                f'"{key}".IP is {address}, which "{first[address]}".IP has too; each node needs its'
-                " own address"
+                f'"{key}".IP is {address}, as is "{first[address]}".IP; each node needs its own address'
             )
         first.setdefault(address, key)
 
@@ -200,7 +199,7 @@ def _node(number: int, entry: Mapping[str, Any]) -> NodeConfig:
 
 
 def _positive(value: object) -> float:
-    """The number, or a ``ValueError`` that goes on after the value's path."""
+    """Return the number; the message of the ``ValueError`` continues after the value's path."""
     if value is _MISSING:
         raise ValueError("is missing")
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -217,11 +216,11 @@ def _positive(value: object) -> float:
 
 
 def _address(value: object) -> Address:
-    """The address, or a ``ValueError`` that goes on after the value's path."""
+    """Return the address; the message of the ``ValueError`` continues after the value's path."""
     if value is _MISSING:
         raise ValueError("is missing")
     if not isinstance(value, str):
-        raise ValueError(f'must be a text "host:port", is {_shown(value)}')  # noqa: TRY004
+        raise ValueError(f'must be a string "host:port", is {_shown(value)}')  # noqa: TRY004
     return Address.parse(value)
 
 

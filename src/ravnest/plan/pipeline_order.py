@@ -1,14 +1,14 @@
-"""The best order of a set of machines in a pipeline, and how fast it runs.
+"""Search for the best order of a set of machines in a pipeline, and its speed.
 
-Works on a choice of cuts, back from the Leaf. A **tail** is the last stages of a pipeline; its
-vector holds, for each cut, the time of its slowest part if the tail starts at that cut (infinite
-where it does not fit). Putting a machine in front of a tail gives the next longer tail. How many
-micro-batches a stage has in flight depends on the length of the tail alone, so the tails of all
-clusters are shared and remembered.
+The search works on candidate cuts, from the Leaf backwards. A **tail** is the last stages of a
+pipeline. Its vector holds, for each cut, the time of the slowest stage or link if the tail starts at
+that cut (infinite if it does not fit). A machine in front of a tail gives the next longer tail. The
+number of micro-batches that a stage has in flight depends only on the length of its tail, so all
+clusters share the cached tails.
 
-Up to ``exact_length`` machines all orders are weighed, by remembering for each set of machines the
-best tail that starts with each of them. Longer pipelines take the best of a few sensible orders while
-clusters are compared; ``refined`` then builds on the most promising tails of each length.
+Up to ``exact_length`` machines, all orders are compared: for each set of machines, the best tail that
+starts with each of them is cached. For longer pipelines the best of a few heuristic orders is taken
+while clusters are compared; ``refined`` then runs a beam search over the tails of each length.
 """
 
 from __future__ import annotations
@@ -25,44 +25,47 @@ from ravnest.plan.memory import FloatArray
 from ravnest.plan.ranges import IntArray
 
 Kinds = tuple[int, ...]
-"""Machines of a pipeline as indices into the list of different machines."""
+"""Machines of a pipeline as indices into the list of distinct machines."""
 
 CACHE_BYTES = 64_000_000
-"""Roof for each of the remembered tables."""
+"""Size limit of each cached table."""
 BEAM_WIDTH = 6
+"""Tails of each length that the beam search keeps."""
 BEAM_CHOICES = 8
+"""Machines that the beam search tries in front of a tail."""
 GRID_LENGTH = 32
-"""Longer pipelines are cut greedily on all cuts, in the best of a few orders."""
+"""Longest pipeline that is searched on candidate cuts; longer ones are cut greedily, on all cuts."""
 GREEDY_ROUNDS = 10
+"""Bisection steps of a greedy cut during the search."""
 CALL_EFFORT = 3_000
-"""What any step costs besides its cells of a grid, in cells."""
+"""Fixed effort of any step, in grid cells."""
 GREEDY_EFFORT = 14_000
-"""What one stage of a greedy cut costs, in cells."""
+"""Effort of one stage of a greedy cut, in grid cells."""
 STAGE_EFFORT, MEMORY_EFFORT = 4, 30
-"""What each cell of these tables costs when it is made."""
+"""Effort to create each cell of these tables."""
 
 
 @dataclass(frozen=True)
 class PipelineOrder:
-    """Machines in pipeline order, Root first, and the time of their slowest part."""
+    """Machines in pipeline order, Root first, and the time of the slowest stage or link."""
 
     kinds: Kinds
     seconds: float
 
 
-class PipelineOrders:
-    """Answers "which order, how fast?" for any set of machines of a pool."""
+class OrderSearch:
+    """Search for the fastest pipeline order of any set of a pool's machines, with cached results."""
 
     def __init__(
         self, costs: ModelCosts, machines: Iterable[NodeCapacity], cuts: IntArray, exact_length: int
     ) -> None:
         self.costs = costs
-        # Most RAM first: of equal orders the first is taken, and the Root keeps most in flight.
+        # Most RAM first: among equal orders the first is taken, and the Root has most in flight.
         self.kinds = sorted(set(machines), key=lambda m: (-m.ram, -m.bandwidth, -m.flops))
         self.cuts = cuts
         self.exact_length = exact_length
         self.effort = 0
-        """Grid cells looked at so far, about: a measure that is the same on every machine."""
+        """Approximate number of grid cells evaluated so far; does not depend on the computer's speed."""
         self._needed = costs.smallest_total
         self._work = costs.work.grid(cuts, cuts)
         self._leaf_memory = costs.memory_grid(cuts, cuts[-1:], in_flight=1)[:, 0]
@@ -78,14 +81,14 @@ class PipelineOrders:
         self._best: dict[Kinds, PipelineOrder | None] = {}
 
     def best(self, kinds: Kinds) -> PipelineOrder | None:
-        """The fastest order found for these machines; None where no order fits their RAM."""
+        """Return the fastest order found for these machines; None if no order fits their RAM."""
         kinds = tuple(sorted(kinds))
         if kinds not in self._best:
             self._best[kinds] = self._search(kinds)
         return self._best[kinds]
 
     def refined(self, kinds: Kinds) -> PipelineOrder | None:
-        """The same with more effort for longer pipelines: for the clusters that were chosen."""
+        """Return the same as ``best``, with more effort for longer pipelines."""
         best = self.best(kinds)
         if len(kinds) <= self.exact_length:
             return best
@@ -106,13 +109,13 @@ class PipelineOrders:
         return next(filter(None, map(self._greedy, orders)), None)
 
     def _fine_enough(self, kinds: Kinds) -> bool:
-        """Whether the chosen cuts leave a pipeline of this length some choice, at a fair price."""
+        """Return True if the candidate cuts suffice for a pipeline of this length."""
         return 3 * len(kinds) <= len(self.cuts) and len(kinds) <= GRID_LENGTH
 
-    # Exact: every order of a small set.
+    # Exact search: every order of a small set.
 
     def _exact(self, kinds: Kinds) -> PipelineOrder | None:
-        """Time of the best pipeline, then its machines one by one from the Root."""
+        """Find the time of the best pipeline, then its machines one by one from the Root."""
         if len(kinds) == 1:
             seconds = float(self._leaf(kinds[0])[0])
             return PipelineOrder(kinds, seconds) if np.isfinite(seconds) else None
@@ -129,34 +132,34 @@ class PipelineOrders:
         return PipelineOrder((*chain, *rest), seconds)
 
     def _front(self, kind: int, rest: Kinds) -> tuple[float, int]:
-        """Time of the best pipeline with ``kind`` as Root, and where it cuts first."""
+        """Return the time of the best pipeline with ``kind`` as Root, and its first cut."""
         values = np.maximum(self._root(kind, len(rest) + 1), self._behind(kind, rest))
         cut = int(np.argmin(values))
         return float(values[cut]), cut
 
     def _next(self, before: int, kind: int, kinds: Kinds, cut: int) -> tuple[float, int]:
-        """Time of the best tail of ``kinds`` from this cut on that starts with ``kind``."""
+        """Return time and next cut of the best tail of ``kinds`` at ``cut`` with ``kind`` first."""
         rest = _without(kinds, kind)
         values = np.maximum(self._stage(kind, len(kinds))[cut], self._behind(kind, rest))
         stop = int(np.argmin(values))
         return max(float(values[stop]), float(self._link(before, kind)[cut])), stop
 
     def _behind(self, kind: int, rest: Kinds) -> FloatArray:
-        """For each cut, the best tail of ``rest`` with the link from ``kind`` to it."""
+        """Return, for each cut, the best tail of ``rest`` including the link from ``kind`` to it."""
         tails = [
             np.maximum(self._link(kind, first), self._tail(rest, first)) for first in sorted(set(rest))
         ]
         return tails[0] if len(tails) == 1 else np.minimum.reduce(tails)
 
     def _tail_of(self, kinds: Kinds, first: int) -> FloatArray:
-        """Vector of the best tail of exactly these machines that starts with ``first``."""
+        """Return the vector of the best tail of exactly these machines that starts with ``first``."""
         rest = _without(kinds, first)
         if not rest:
             return self._leaf(first)
         return self._extended(first, len(kinds), self._behind(first, rest))
 
     def _extended(self, kind: int, in_flight: int, behind: FloatArray) -> FloatArray:
-        """Vector of the tail with a stage on ``kind`` in front; ``behind`` has the link in it."""
+        """Return the vector of a tail with ``kind`` in front; ``behind`` includes the link."""
         reachable = np.flatnonzero(np.isfinite(behind))
         if not len(reachable):
             return behind
@@ -167,29 +170,29 @@ class PipelineOrders:
         result[:high] = np.maximum(stage, behind[low:high]).min(axis=1)
         return result
 
-    # Beam: the most promising tails of each length.
+    # Beam search: the best tails of each length.
 
     def _beam(self, kinds: Kinds) -> PipelineOrder | None:
         states = [self._leaf_tail(kind, _without(kinds, kind)) for kind in sorted(set(kinds))]
         for in_flight in range(2, len(kinds)):
             longer: dict[tuple[Kinds, int], tuple[float, _Tail]] = {}
-            for state in self._promising(states, in_flight):
+            for state in self._best_tails(states, in_flight):
                 for kind in _spread(state.rest):
                     tail = self._prepend(kind, state)
                     key = (tail.rest, kind)
-                    score = self._promise(tail, in_flight + 1)
+                    score = self._lower_bound(tail, in_flight + 1)
                     if np.isfinite(score) and (key not in longer or score < longer[key][0]):
                         longer[key] = (score, tail)
             states = [tail for _, tail in longer.values()]
         return self._finish(states)
 
-    def _promising(self, states: list[_Tail], in_flight: int) -> list[_Tail]:
-        scored = [(self._promise(state, in_flight), state.chain, state) for state in states]
+    def _best_tails(self, states: list[_Tail], in_flight: int) -> list[_Tail]:
+        scored = [(self._lower_bound(state, in_flight), state.chain, state) for state in states]
         scored.sort(key=lambda item: item[:2])
         return [state for score, _, state in scored[:BEAM_WIDTH] if np.isfinite(score)]
 
-    def _promise(self, tail: _Tail, in_flight: int) -> float:
-        """No pipeline with this tail is faster: the machines in front share their work ideally."""
+    def _lower_bound(self, tail: _Tail, in_flight: int) -> float:
+        """Return a lower bound for pipelines with this tail: the rest shares its work ideally."""
         self.effort += CALL_EFFORT
         bound = np.maximum(tail.vector, self._work[0] / tail.flops)
         fits = self._root_memory(in_flight) <= tail.ram
@@ -208,7 +211,7 @@ class PipelineOrders:
         return _Tail((kind,), rest, flops, ram, self._leaf(kind))
 
     def _finish(self, states: Sequence[_Tail]) -> PipelineOrder | None:
-        """Put the last machine in front of each tail as its Root; the fastest that fits."""
+        """Put the last machine in front of each tail as Root; return the fastest pipeline that fits."""
         best: PipelineOrder | None = None
         for state in states:
             (kind,) = state.rest
@@ -219,10 +222,10 @@ class PipelineOrders:
                 best = PipelineOrder((kind, *state.chain), seconds)
         return best
 
-    # A few sensible orders.
+    # Heuristic orders.
 
     def _sorted_orders(self, kinds: Kinds) -> Iterator[Kinds]:
-        """Most RAM for its speed first: it can keep the most in flight. Or by RAM, or bandwidth."""
+        """Yield orders by RAM per speed, by RAM and by bandwidth; the Root has the most in flight."""
         machines = self.kinds
         yield tuple(sorted(kinds, key=lambda k: (-machines[k].ram / machines[k].flops, k)))
         yield tuple(sorted(kinds, key=lambda k: (-machines[k].ram, k)))
@@ -239,7 +242,7 @@ class PipelineOrders:
         cuts = greedy_cuts(self.costs, [self.kinds[kind] for kind in order], GREEDY_ROUNDS)
         return None if cuts is None else PipelineOrder(order, cuts.seconds)
 
-    # Tables, remembered.
+    # Cached tables.
 
     def _stem_memory_of(self, in_flight: int) -> FloatArray:
         self.effort += MEMORY_EFFORT * len(self.cuts) ** 2
@@ -271,13 +274,18 @@ class PipelineOrders:
 
 @dataclass(frozen=True)
 class _Tail:
+    """Last stages of a pipeline, during the beam search."""
+
     chain: Kinds
-    """Its machines, nearest to the Root first."""
+    """Machines of the tail, nearest to the Root first."""
     rest: Kinds
-    """The machines that still go in front; their speed and RAM together follow."""
+    """Machines that still go in front."""
     flops: float
+    """Speed of the rest together."""
     ram: float
+    """RAM of the rest together."""
     vector: FloatArray
+    """For each cut, the time of the slowest stage or link if the tail starts there."""
 
 
 def _fastest(orders: Iterable[PipelineOrder | None]) -> PipelineOrder | None:
@@ -290,9 +298,9 @@ def _without(kinds: Kinds, kind: int) -> Kinds:
 
 
 def _spread(kinds: Kinds) -> list[int]:
-    """The different machines, or a few spread evenly over them where there are many."""
-    different = sorted(set(kinds))
-    if len(different) <= BEAM_CHOICES:
-        return different
-    step = (len(different) - 1) / (BEAM_CHOICES - 1)
-    return [different[round(index * step)] for index in range(BEAM_CHOICES)]
+    """Return the distinct machines, or an even selection if there are many."""
+    distinct = sorted(set(kinds))
+    if len(distinct) <= BEAM_CHOICES:
+        return distinct
+    step = (len(distinct) - 1) / (BEAM_CHOICES - 1)
+    return [distinct[round(index * step)] for index in range(BEAM_CHOICES)]

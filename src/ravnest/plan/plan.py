@@ -1,4 +1,4 @@
-"""The plan: who holds which units, with what memory and time, and who averages with whom."""
+"""The plan: the units of each node, with predicted memory and time, and the rings between clusters."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class StagePlan:
     role: Role
     start: int
     stop: int
-    """Holds the units ``start`` to ``stop - 1``."""
+    """The stage holds the units ``start`` to ``stop - 1``."""
     in_flight: int
-    """Micro-batches that have passed forward and not yet backward, at most."""
+    """Most micro-batches whose forward pass is done and whose backward pass is not."""
     memory: StageMemory[float]
-    """Predicted."""
+    """Predicted memory."""
     compute_seconds: float
     """Predicted time of forward and backward for one micro-batch."""
     link_seconds: float
-    """Predicted time of one micro-batch on the link to the next stage; 0 for the last."""
+    """Predicted time of one micro-batch on the link to the next stage; 0 for the last stage."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class ClusterPlan:
     stages: tuple[StagePlan, ...]
     """In pipeline order, Root first."""
     seconds: float
-    """Predicted time between micro-batches: that of the slowest stage or link."""
+    """Predicted time between micro-batches: the time of the slowest stage or link."""
     samples_per_second: float
+    """Predicted rate."""
     bottleneck: str
-    """The slowest stage or link, in words."""
+    """Description of the slowest stage or link."""
 
     def in_flight_limit(self, update_frequency: int) -> int:
-        """Micro-batches under way that every node has the memory for; the Leaf has one at a time."""
+        """Return the most micro-batches in flight that fit every node's memory; the Leaf has one."""
         return min((_most_in_flight(stage, update_frequency) for stage in self.stages[:-1]), default=1)
 
 
@@ -55,7 +56,7 @@ class Plan:
     """Clusters, stages and rings for one model and one pool of nodes."""
 
     clusters: tuple[ClusterPlan, ...]
-    """By ascending id. Cluster 0 has node 0; each next one has the lowest node of those left."""
+    """By ascending id. Cluster 0 has node 0; each next cluster has the lowest remaining node."""
     rings: tuple[Ring, ...]
     batch_size: int
     update_frequency: int
@@ -63,7 +64,7 @@ class Plan:
 
     @property
     def samples_per_second(self) -> float:
-        """Predicted, of all clusters together."""
+        """Predicted rate of all clusters together."""
         return sum(cluster.samples_per_second for cluster in self.clusters)
 
     @property
@@ -73,7 +74,7 @@ class Plan:
         return tuple(sorted(stages, key=lambda stage: stage.node.id))
 
     def stage_of(self, node_id: int) -> StagePlan:
-        """The node's stage; ``KeyError`` if the plan does not have the node."""
+        """Return the node's stage; ``KeyError`` if the plan does not have the node."""
         for cluster in self.clusters:
             for stage in cluster.stages:
                 if stage.node.id == node_id:
@@ -81,15 +82,15 @@ class Plan:
         raise KeyError(f"the plan has no node {node_id}")
 
     def previous(self, node_id: int) -> StagePlan | None:
-        """The stage that sends activations to this node; None for a Root."""
+        """Return the stage that sends activations to this node; None for a Root."""
         return self._neighbour(node_id, -1)
 
     def next(self, node_id: int) -> StagePlan | None:
-        """The stage that gets this node's activations; None for the last of its cluster."""
+        """Return the stage that receives this node's activations; None for the last of its cluster."""
         return self._neighbour(node_id, 1)
 
     def rings_of(self, node_id: int) -> tuple[Ring, ...]:
-        """Rings that the node is a member of."""
+        """Return the rings that the node is a member of."""
         return tuple(ring for ring in self.rings if ring.member(node_id) is not None)
 
     def _neighbour(self, node_id: int, step: int) -> StagePlan | None:
@@ -100,7 +101,7 @@ class Plan:
 
 
 def _most_in_flight(stage: StagePlan, update_frequency: int) -> int:
-    """How many micro-batches fit into the stage's memory: each more takes its share."""
+    """Return the number of micro-batches in flight that fit the stage's memory."""
     versions = max(older_versions(stage.in_flight, update_frequency), 1)
     each = stage.memory.activations / stage.in_flight
     each += stage.memory.versions / versions / update_frequency

@@ -1,4 +1,7 @@
-"""From a profile and a pool of nodes to a plan. Pure: the same arguments give the same plan."""
+"""Planner: makes a plan from a profile and a pool of nodes.
+
+Pure: the same arguments give the same plan.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from collections.abc import Sequence
 
 from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
-from ravnest.plan.cuts import Cuts, best_cuts
-from ravnest.plan.infeasible import why_nothing_fits
+from ravnest.plan.cuts import PipelineCuts, best_cuts
+from ravnest.plan.infeasible import Infeasible, explain_infeasible
 from ravnest.plan.memory import averaging_copies
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
@@ -26,23 +29,28 @@ def make_plan(
     update_frequency: int = 1,
     averaging: float | None = None,
     source: str = "node_configs.json",
-) -> Plan:
-    """The plan with the highest predicted samples a second that uses every node.
+) -> Plan | Infeasible:
+    """Return the plan that uses every node with the highest predicted samples per second.
 
-    Without ``clusters`` every cluster has a Root and a Leaf, unless some node can then not be
-    used: the pool has one node, the model cannot be cut, or nothing else fits the RAM. With
-    ``clusters`` there are exactly so many, of one node too. ``averaging`` is the memory that rounds
-    between clusters take (``averaging_copies``). ``source`` names the file of the nodes in errors;
-    empty where they are a server's providers. ``PlanError`` says why no plan exists.
+    Without ``clusters``, every cluster has a Root and a Leaf, unless some node could not be used
+    otherwise: the pool has one node, the model cannot be cut, or nothing else fits the RAM. With
+    ``clusters`` there are exactly that many, and clusters of one node are allowed. ``averaging`` is the
+    memory for rounds between clusters (``averaging_copies``). ``source`` names the file of the nodes in
+    messages; empty if they are a server's providers.
+
+    Returns ``Infeasible`` if no plan exists; raises ``PlanError`` for invalid arguments.
     """
-    _check(profile, nodes, clusters, update_frequency)
+    _check(profile, nodes, update_frequency)
+    impossible = _impossible_clusters(len(profile.units), len(nodes), clusters)
+    if impossible is not None:
+        return impossible
     nodes = sorted(nodes, key=lambda node: node.id)
     copies = averaging_copies() if averaging is None else averaging
     several = ModelCosts.of(profile, update_frequency, copies)
     machines = capacities_of(nodes)
     found = find_clusters(several, machines, clusters, seed)
     if found is None:
-        raise PlanError(why_nothing_fits(profile, several, nodes, clusters, source))
+        return explain_infeasible(profile, several, nodes, clusters, source)
     costs, pipelines = found
     planned = tuple(
         _cluster(number, costs, [nodes[i] for i in pipeline], [machines[i] for i in pipeline])
@@ -51,27 +59,31 @@ def make_plan(
     return Plan(planned, _rings(profile, planned), profile.batch_size, update_frequency, seed)
 
 
-def _check(
-    profile: ModelProfile, nodes: Sequence[NodeConfig], clusters: int | None, update_frequency: int
-) -> None:
-    units, count = len(profile.units), len(nodes)
+def _check(profile: ModelProfile, nodes: Sequence[NodeConfig], update_frequency: int) -> None:
     if not nodes:
         raise PlanError("there are no nodes to plan for; list at least one in node_configs.json")
-    if len({node.id for node in nodes}) < count:
+    if len({node.id for node in nodes}) < len(nodes):
         raise PlanError("two nodes have the same id")
-    if units == 0:
+    if not profile.units:
         raise PlanError("the model has no operation to train")
     if update_frequency < 1:
         raise PlanError(f"update_frequency must be at least 1, is {update_frequency}")
+
+
+def _impossible_clusters(units: int, count: int, clusters: int | None) -> Infeasible | None:
+    """Report a number of clusters that cannot use ``count`` nodes, whatever their RAM."""
     if clusters is None:
-        return
+        return None
     if not 1 <= clusters <= count:
-        raise PlanError(f"clusters={clusters} is not possible with {_nodes(count)}: choose 1 to {count}")
+        return Infeasible(
+            f"clusters={clusters} is not possible with {_nodes(count)}: choose 1 to {count}"
+        )
     if clusters * units < count:
-        raise PlanError(
+        return Infeasible(
             f"clusters={clusters} is not possible: the model can be cut into at most {units}"
             f" stages, so {_nodes(count)} need at least {-(-count // units)} clusters"
         )
+    return None
 
 
 def _nodes(count: int) -> str:
@@ -93,7 +105,7 @@ def _stage(
     cluster: int,
     index: int,
     costs: ModelCosts,
-    cuts: Cuts,
+    cuts: PipelineCuts,
     pipeline: tuple[Sequence[NodeConfig], Sequence[NodeCapacity]],
 ) -> StagePlan:
     nodes, machines = pipeline
@@ -114,7 +126,7 @@ def _stage(
 
 
 def _bottleneck(stages: Sequence[StagePlan]) -> str:
-    """The slowest part in words; of equal ones a stage rather than a link, and the first."""
+    """Describe the slowest stage or link; among equals the first stage."""
     computing = max(stages, key=lambda stage: stage.compute_seconds)
     sending = max(stages, key=lambda stage: stage.link_seconds)
     if computing.compute_seconds >= sending.link_seconds:

@@ -1,4 +1,4 @@
-"""What a model costs, as plain numbers: all that the planner knows about it.
+"""Costs of a model as plain numbers, the planner's only input about the model.
 
 A **unit** is the run of operations between two neighbouring legal cuts, the smallest piece that a
 stage can hold. Stage ``[start, stop)`` holds the units ``start`` to ``stop - 1``.
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitCost:
     """Cost of one unit for one micro-batch."""
 
     work: float
-    """Floating-point operations of forward and backward; memory traffic in equivalents."""
+    """Floating-point operations of forward and backward; memory traffic is converted to operations."""
     activation_bytes: int
-    """What autograd keeps for backward."""
+    """Tensors that autograd saves for backward."""
     workspace_bytes: int
-    """What the worst moment of its backward has in memory besides what autograd keeps up to here:
-    gradients of its own parameters and of activations, temporaries."""
+    """Peak of its backward pass, beyond what autograd saves up to this unit: gradients of its
+    parameters and activations, temporaries."""
     crossing_bytes: int
-    """What crosses the cut behind this unit going forward; 0 behind the last unit."""
+    """Bytes that cross the cut behind this unit in forward; 0 behind the last unit."""
     gradient_bytes: int
-    """What crosses that cut going backward."""
+    """Bytes that cross the same cut in backward."""
     held_bytes: int = 0
-    """Of ``crossing_bytes``, what a stage behind the cut keeps besides its own activations."""
+    """Part of ``crossing_bytes`` that the stage behind the cut keeps besides its own activations."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,23 @@ class TensorProfile:
     bytes: int
     trainable: bool
     averaged: bool
-    """Takes part in averaging: floating-point parameters and persistent floating-point buffers."""
+    """True for tensors that clusters average: floating-point parameters and persistent buffers."""
     units: tuple[int, ...]
-    """Ascending. A stage that holds any of them holds the tensor; the owner is the first."""
+    """Units that use it, ascending. A stage with any of them holds it; the first such stage owns it."""
 
 
 @dataclass(frozen=True)
 class ModelProfile:
     """Cost of a whole model at one batch size."""
 
-    units: tuple[Unit, ...]
+    units: tuple[UnitCost, ...]
     state: tuple[TensorProfile, ...]
     batch_size: int
     input_bytes: int
-    """Of the model's inputs, what the Root keeps besides its own activations."""
+    """Bytes of the model's inputs that the Root keeps besides its own activations."""
     output_bytes: int = 0
-    """Of the model's outputs, what the Leaf keeps besides its own activations."""
+    """Bytes of the model's outputs that the Leaf keeps besides its own activations."""
     optimizer_bytes_per_parameter_byte: float = 2.0
-    """AdamW keeps two values for each parameter; plain SGD none."""
+    """Optimizer state per byte of parameter: 2 for AdamW, 0 for plain SGD."""
     update_copies: float = 0.0
-    """Temporaries of the update, in sizes of the largest parameter."""
+    """Temporaries of the update, as a multiple of the largest parameter."""

@@ -1,4 +1,4 @@
-"""From a measured graph to the numbers that the planner works with."""
+"""Profile of a prepared model: the planner's numbers, from the measured graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ravnest.errors import PlanError
-from ravnest.plan.profile import ModelProfile, TensorProfile, Unit
+from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
 from ravnest.split import state
 from ravnest.split.cuts import CutLayout
 from ravnest.split.eval_cuts import crossing_bytes, state_keys
@@ -19,17 +19,17 @@ from ravnest.split.measure import Measurement, OperationCost
 from ravnest.split.splitter import PreparedModel
 
 _FLOPS_PER_BYTE = 4.0
-"""Operations that a machine does in the time it moves a byte; most layers but products are bound
-by memory, and would otherwise count for nothing."""
+"""Operations that a machine computes in the time of moving one byte. Most layers except matrix products
+are bound by memory, and would otherwise count as free."""
 _UPDATE_COPIES = 2.0
-"""Temporaries of AdamW, in sizes of a parameter: it updates one after the other. With ``foreach=True``
-it would need them for all at once; torch leaves that off on CPUs."""
+"""Temporaries of AdamW, as a multiple of one parameter: it updates parameters one by one. With
+``foreach=True`` it would need them for all parameters at once; torch does not enable that on CPUs."""
 _BACKWARD = 2.0
-"""Backward computes a gradient for the input and one for the weight: twice the forward."""
+"""Cost of backward relative to forward: it computes a gradient for the input and one for the weight."""
 
 
 def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> ModelProfile:
-    """Costs of the units of a prepared model, at its example's batch size."""
+    """Return the costs of the units of a prepared model, at the batch size of its example."""
     layout, measurement = prepared.layouts["train"], prepared.measurements["train"]
     bounds = [0, *layout.legal, len(layout.operations)]
     forward = crossing_bytes(layout, measurement)
@@ -42,7 +42,7 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
         costs = measurement.costs[begin:end]
         last = index == len(bounds) - 2
         units.append(
-            Unit(
+            UnitCost(
                 work=float(work[begin:end].sum()),
                 activation_bytes=sum(cost.saved_bytes for cost in costs),
                 workspace_bytes=_workspace(costs, forward[begin:], backward[begin:], trained[begin:]),
@@ -64,7 +64,10 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
 
 
 def unit_names(prepared: PreparedModel) -> list[str]:
-    """The user's module that each unit belongs to, for people; glue goes with the module before it."""
+    """Return the name of the user's module that each unit belongs to, for display.
+
+    Operations outside any module count to the module before them.
+    """
     layout = prepared.layouts["train"]
     named = [_module_of(node) for node in layout.operations]
     current = next((name for name in named if name), "forward")
@@ -78,9 +81,9 @@ def unit_names(prepared: PreparedModel) -> list[str]:
 def optimizer_state_factor(
     optimizer: type[torch.optim.Optimizer] | None, params: Mapping[str, Any] | None = None
 ) -> float:
-    """Bytes of optimizer state for each byte of parameter, found by one step on a small tensor.
+    """Return the bytes of optimizer state per byte of parameter, measured by one step on a small tensor.
 
-    Without an optimizer AdamW is assumed.
+    Without an optimizer, AdamW is assumed.
     """
     parameter = torch.nn.Parameter(torch.ones(64, 64))
     parameter.grad = torch.ones_like(parameter)
@@ -94,7 +97,7 @@ def optimizer_state_factor(
 
 
 def _work(measurement: Measurement) -> np.ndarray:
-    """Work of each operation, forward and backward; measured times, where there are, share it out."""
+    """Return the work of each operation, forward and backward, in proportion to times if measured."""
     computed = np.array([_operation_work(cost) for cost in measurement.costs])
     if not measurement.measured:
         return computed
@@ -109,30 +112,30 @@ def _operation_work(cost: OperationCost) -> float:
 
 
 def _passes(cost: OperationCost) -> float:
-    """Forward and backward, in forwards."""
+    """Return the work of forward and backward as a multiple of forward."""
     return 1 + _BACKWARD if cost.differentiated else 1.0
 
 
 def _workspace(
     costs: Sequence[OperationCost], forward: np.ndarray, backward: np.ndarray, trained: np.ndarray
 ) -> int:
-    """What the worst moment of a unit's backward has in memory besides its activations.
+    """Return the peak memory of a unit's backward pass, besides its activations.
 
-    Backward goes from its last operation to its first. At each one there are: what autograd keeps
-    for those before it, the gradients of activations that wait or are being made, those of the
-    parameters used from there on, and temporaries. The arrays start at the unit's first operation.
+    Backward goes from the last operation to the first. At each operation memory holds what autograd
+    saves for the earlier operations, the gradients of activations, the gradients of the parameters used
+    from there on, and temporaries. The arrays start at the unit's first operation.
     """
-    freed = made = worst = 0
+    freed = made = peak = 0
     for index in reversed(range(len(costs))):
         cost = costs[index]
         made += int(trained[index])
         if cost.differentiated:
             passing = int(backward[index + 1]) + cost.gradient_bytes + cost.scratch_bytes
-            worst = max(worst, passing + made - freed)
+            peak = max(peak, passing + made - freed)
         else:
-            worst = max(worst, int(forward[index]) + cost.output_bytes + cost.scratch_bytes)
+            peak = max(peak, int(forward[index]) + cost.output_bytes + cost.scratch_bytes)
         freed += cost.saved_bytes
-    return worst
+    return peak
 
 
 def _state(prepared: PreparedModel, layout: CutLayout, bounds: list[int]) -> tuple[TensorProfile, ...]:
@@ -159,13 +162,13 @@ def _state(prepared: PreparedModel, layout: CutLayout, bounds: list[int]) -> tup
 
 
 def _averaged(entry: state.StateTensor) -> bool:
-    """Whether clusters average it: what trains, and statistics; whole numbers are left alone."""
+    """Return True if clusters average the tensor: trained parameters and floating-point statistics."""
     changes = entry.kind == "buffer" or entry.tensor.requires_grad
     return entry.persistent and changes and entry.tensor.is_floating_point()
 
 
 def _parameter_gradients(prepared: PreparedModel, layout: CutLayout) -> np.ndarray:
-    """Bytes of parameter gradients that appear with each operation's backward: at the last use."""
+    """Return the bytes of parameter gradients that each operation's backward creates (at last use)."""
     found = np.zeros(len(layout.operations), dtype=np.int64)
     last = {key: position for position, keys in enumerate(state_keys(layout)) for key in keys}
     for key, position in last.items():
@@ -176,9 +179,9 @@ def _parameter_gradients(prepared: PreparedModel, layout: CutLayout) -> np.ndarr
 
 
 def _held_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
-    """Bytes that cross each cut and are no activations of an operation behind it.
+    """Return the bytes that cross each cut and are not activations of an operation behind it.
 
-    What autograd keeps first behind the cut is among the activations there.
+    A value that autograd saves first behind the cut counts as an activation there.
     """
     steps = np.zeros(len(layout.operations) + 2)
     for node, (first, last) in layout.spans.items():
@@ -191,7 +194,7 @@ def _held_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
 
 
 def _gradient_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
-    """Bytes that cross each cut going backward."""
+    """Return the bytes that cross each cut in backward."""
     steps = np.zeros(len(layout.operations) + 2)
     for node, (first, last) in layout.spans.items():
         begin = max(first, measurement.gradient_from.get(node, last + 1))
@@ -203,7 +206,7 @@ def _gradient_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
 
 
 def _module_of(node: torch.fx.Node) -> str:
-    """Path of the innermost module that an operation was traced in."""
+    """Return the path of the innermost module in which an operation was traced."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(entry[0]) for entry in stack.values()]
     return paths[-1].removeprefix("model").removeprefix(".") if paths else ""

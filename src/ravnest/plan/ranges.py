@@ -1,7 +1,7 @@
-"""Sums, maxima and distinct bytes of any run of units ``[start, stop)``, many runs at once.
+"""Sums, maxima and distinct bytes over any run of units ``[start, stop)``, for many runs at once.
 
-Every ``grid(starts, stops)`` takes two ascending arrays and answers for each start (row) with each
-stop (column). Where a start is not before its stop the answer means nothing.
+Every ``grid(starts, stops)`` takes two ascending arrays and returns a value for each start (row) with
+each stop (column). The value is meaningless if the start is not before the stop.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class RangeSum:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> RangeSum:
-        """Prepare the values of all units."""
+        """Prepare the queries for these values of the units."""
         return cls(np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64)))))
 
     def grid(self, starts: IntArray, stops: IntArray) -> FloatArray:
-        """Sums of all runs."""
+        """Return the sums of all runs."""
         return self.prefix[stops][None, :] - self.prefix[starts][:, None]
 
 
@@ -40,11 +40,11 @@ class RangeMax:
 
     table: FloatArray
     level: IntArray
-    """For each length the row of the table to look at: floor(log2(length))."""
+    """For each length, the row of the table to use: floor(log2(length))."""
 
     @classmethod
     def of(cls, values: Sequence[float] | FloatArray) -> RangeMax:
-        """Prepare the values of all units."""
+        """Prepare the queries for these values of the units."""
         rows = [np.asarray(values, dtype=np.float64)]
         width = 1
         while 2 * width <= len(values):
@@ -55,7 +55,7 @@ class RangeMax:
         return cls(np.stack(rows), np.frexp(np.arange(len(values) + 1))[1].astype(np.int64) - 1)
 
     def grid(self, starts: IntArray, stops: IntArray) -> FloatArray:
-        """Maxima of all runs."""
+        """Return the maxima of all runs."""
         level = self.level[np.maximum(stops[None, :] - starts[:, None], 1)]
         last = np.maximum(stops[None, :] - (1 << level), 0)
         first = np.minimum(starts, self.table.shape[1] - 1)[:, None]
@@ -64,10 +64,10 @@ class RangeMax:
 
 @dataclass(frozen=True)
 class DistinctBytes:
-    """Bytes of the tensors that a run uses, each counted once however many of its units use it.
+    """Bytes of the tensors that a run uses, each counted once even if several units use it.
 
-    Each use counts its bytes, and each pair of neighbouring uses (a, b) of one tensor takes them
-    off again where both lie in the run.
+    Each use adds the tensor's bytes, and each pair of consecutive uses (a, b) of one tensor subtracts
+    them if both are in the run.
     """
 
     uses: RangeSum
@@ -77,7 +77,7 @@ class DistinctBytes:
 
     @classmethod
     def of(cls, tensors: Iterable[TensorProfile], units: int) -> DistinctBytes:
-        """Prepare the tensors of a model of so many units."""
+        """Prepare the queries for the tensors of a model with this number of units."""
         uses = np.zeros(units)
         pairs: dict[tuple[int, int], int] = {}
         for tensor in tensors:
@@ -90,13 +90,13 @@ class DistinctBytes:
         return cls(RangeSum.of(uses.tolist()), ends[:, 0], ends[:, 1], sizes)
 
     def grid(self, starts: IntArray, stops: IntArray) -> FloatArray:
-        """Distinct bytes of all runs."""
+        """Return the distinct bytes of all runs."""
         total = self.uses.grid(starts, stops)
         inside = (self.first >= starts[0]) & (self.second < stops[-1])
         if not inside.any():
             return total
-        # A pair lies in a run whose start is at most a and whose stop is above b: mark the last
-        # such row and the first such column, then add up towards the other rows and columns.
+        # A pair is in a run if the start is at most a and the stop is above b: mark the last such row
+        # and the first such column, then accumulate towards the other rows and columns.
         repeated = np.zeros_like(total)
         row = np.searchsorted(starts, self.first[inside], side="right") - 1
         column = np.searchsorted(stops, self.second[inside], side="right")

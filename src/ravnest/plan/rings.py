@@ -1,6 +1,6 @@
-"""Rings: which nodes average which tensors.
+"""Rings: sets of tensors with the nodes that average them.
 
-The clusters cut the model at different places. All their cuts together divide it into pieces, and
+The clusters cut the model at different positions. All their cuts together divide it into pieces, and
 each piece lies within one stage of each cluster. The averaged tensors of a piece form a ring with
 exactly one owner in each cluster. A tensor belongs to the piece of the first unit that uses it.
 """
@@ -26,20 +26,20 @@ class RingMember:
 
 @dataclass(frozen=True)
 class Ring:
-    """Tensors that are averaged together, and by whom."""
+    """Tensors that are averaged together, and the nodes that average them."""
 
     id: int
     names: tuple[str, ...]
-    """In model order."""
+    """Names of the tensors, in model order."""
     members: tuple[RingMember, ...]
-    """By ascending cluster."""
+    """One member of each cluster, by ascending cluster."""
 
     def member(self, node_id: int) -> RingMember | None:
-        """The member that this node is, if it is one."""
+        """Return the member with this node id; None if the node is not a member."""
         return next((member for member in self.members if member.node_id == node_id), None)
 
     def successor(self, node_id: int) -> RingMember | None:
-        """The member after this node, cyclic; None where it is alone or not a member."""
+        """Return the next member after this node, cyclic; None if it is alone or not a member."""
         member = self.member(node_id)
         if member is None or len(self.members) == 1:
             return None
@@ -48,7 +48,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class OwnedUnits:
-    """The units ``[start, stop)`` are held by this member."""
+    """Units ``[start, stop)`` and the ring member that holds them."""
 
     start: int
     stop: int
@@ -58,7 +58,7 @@ class OwnedUnits:
 def make_rings(
     state: Sequence[TensorProfile], clusters: Sequence[Sequence[OwnedUnits]]
 ) -> tuple[Ring, ...]:
-    """Rings by ascending unit. Each cluster's runs of units cover the model without overlap."""
+    """Return the rings by ascending unit; each cluster's runs must cover the model without overlap."""
     starts = sorted({run.start for cluster in clusters for run in cluster})
     names: dict[int, list[str]] = {}
     for tensor in sorted((t for t in state if t.averaged and t.units), key=lambda t: t.units[0]):

@@ -1,33 +1,33 @@
-"""Which nodes form a cluster, and in which order: exact for small pools, genetic for large ones."""
+"""Search for clusters and their pipeline orders: exact for small pools, genetic for large ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from ravnest.plan.candidate_cuts import chosen_cuts
+from ravnest.plan.candidate_cuts import candidate_cuts
 from ravnest.plan.cost import ModelCosts, NodeCapacity
 from ravnest.plan.cuts import best_cuts
-from ravnest.plan.genetic import evolved
-from ravnest.plan.grouping import BREVITY, Grouping, Pool, best_grouping, expected_length
-from ravnest.plan.local_search import polished
-from ravnest.plan.pipeline_order import PipelineOrders
+from ravnest.plan.genetic import evolve
+from ravnest.plan.grouping import BREVITY, Grouping, NodePool, best_grouping, expected_length
+from ravnest.plan.local_search import improve
+from ravnest.plan.pipeline_order import OrderSearch
 from ravnest.plan.ranges import IntArray
 
 EXACT_NODES = 10
-"""Pools of at most so many nodes are searched completely."""
+"""Largest pool that is searched exhaustively."""
 EXACT_EFFORT = 100_000_000
-"""Effort that chooses how many cuts the complete search looks at."""
+"""Effort of the exhaustive search, which determines its number of candidate cuts."""
 MOST_CUTS = 1000
-"""Cuts that the complete search looks at before it finds that nothing fits."""
+"""Most candidate cuts of the exhaustive search before it decides that nothing fits."""
 LARGE_CUTS, MOST_LARGE_CUTS, CUTS_PER_STAGE = 96, 200, 12
-"""Cuts that the search for a large pool looks at: more for long pipelines."""
+"""Candidate cuts of the search in a large pool: more for longer pipelines."""
 LARGE_EFFORT = 450_000_000
-"""Effort that a large pool may take; a fifth of it breeds, the rest polishes."""
-POLISHED = 5
-"""So many of the last generation are polished, one after another, as far as the effort goes."""
+"""Effort limit for a large pool: a fifth for the genetic search, the rest for the local search."""
+IMPROVED = 5
+"""Groupings of the last generation that the local search improves, within the effort limit."""
 EXACT_LENGTH = 5
-"""Pipelines of a large pool up to this long get their order by a complete search."""
+"""Longest pipeline of a large pool whose order is searched exhaustively."""
 
 Pipeline = tuple[int, ...]
 """Nodes of a cluster in pipeline order, Root first, as indices into the pool."""
@@ -41,9 +41,10 @@ def find_clusters(
     *,
     exact_nodes: int = EXACT_NODES,
 ) -> tuple[ModelCosts, tuple[Pipeline, ...]] | None:
-    """The best pipelines, and what they cost: a single one averages with nobody, and needs less memory.
+    """Return the best pipelines and their costs; None if nothing fits.
 
-    ``several`` are the costs where there are others. As ``find_pipelines`` for the rest.
+    ``several`` are the costs with several clusters; a single cluster does not average and needs less
+    memory. The other arguments are those of ``find_pipelines``.
     """
 
     def found(costs: ModelCosts, count: int | None) -> list[tuple[ModelCosts, tuple[Pipeline, ...]]]:
@@ -51,7 +52,7 @@ def find_clusters(
         return [] if pipelines is None else [(costs, pipelines)]
 
     candidates = found(several, clusters) if clusters != 1 else []
-    # Of many nodes a single pipeline is the best only where nothing else fits.
+    # In a large pool a single pipeline is the best only if nothing else fits.
     small = len(machines) <= EXACT_NODES
     if clusters == 1 or (clusters is None and (small or not candidates)):
         candidates = [*found(several.alone(), 1), *candidates]
@@ -63,7 +64,7 @@ def find_clusters(
 def _worth(
     costs: ModelCosts, pipelines: Sequence[Pipeline], machines: Sequence[NodeCapacity]
 ) -> tuple[int, float]:
-    """The fewer clusters of one node the better, then the more samples a second, then shorter ones."""
+    """Return the rank: fewer one-node clusters, then more samples per second and shorter pipelines."""
     singles, rate = 0, 0.0
     for pipeline in pipelines:
         cuts = best_cuts(costs, [machines[node] for node in pipeline])
@@ -81,29 +82,29 @@ def find_pipelines(
     *,
     exact_nodes: int = EXACT_NODES,
 ) -> tuple[Pipeline, ...] | None:
-    """Every node in one of the pipelines, for the most samples a second; None where nothing fits.
+    """Return pipelines that use every node, for the most samples per second; None if nothing fits.
 
-    A cluster of one node is made only where no grouping without it fits, or where the number of
-    clusters is given. Pure: the same arguments give the same pipelines. Pools of more than
-    ``exact_nodes`` nodes are left to the genetic search.
+    A one-node cluster is made only if no grouping without it fits, or if ``clusters`` is given.
+    Pure: the same arguments give the same pipelines. Pools of more than ``exact_nodes`` nodes use the
+    genetic search.
     """
     small = len(machines) <= exact_nodes
     count = _exact_cuts(len(machines)) if small else _large_cuts(costs, machines, clusters)
-    for cuts in _finer_and_finer(costs, count, MOST_CUTS if small else 2 * count):
+    for cuts in _finer_cuts(costs, count, MOST_CUTS if small else 2 * count):
         exact_length = exact_nodes if small else EXACT_LENGTH
-        pool = Pool.of(machines, clusters, PipelineOrders(costs, machines, cuts, exact_length))
+        pool = NodePool.of(machines, clusters, OrderSearch(costs, machines, cuts, exact_length))
         grouping = _exact(pool) if small else _genetic(pool, seed)
         if grouping is not None:
             return _pipelines(pool, grouping)
     return None
 
 
-def _finer_and_finer(costs: ModelCosts, count: int, most: int) -> Iterator[IntArray]:
-    """Cuts to look at. Where RAM is scarce the only one that fits may not be among the first."""
-    yield chosen_cuts(costs, count)
+def _finer_cuts(costs: ModelCosts, count: int, most: int) -> Iterator[IntArray]:
+    """Yield more and more candidate cuts: if RAM is scarce, the first ones may miss the only fit."""
+    yield candidate_cuts(costs, count)
     while count <= min(costs.units, most // 2):
         count *= 2
-        yield chosen_cuts(costs, count)
+        yield candidate_cuts(costs, count)
 
 
 def _exact_cuts(nodes: int) -> int:
@@ -112,27 +113,27 @@ def _exact_cuts(nodes: int) -> int:
 
 
 def _large_cuts(costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int | None) -> int:
-    """Several cuts for each stage of the pipelines to be expected."""
+    """Return a number of cuts that gives each stage of the expected pipelines several."""
     length = expected_length(costs, machines)
     if clusters is not None:
         length = max(length, -(-len(machines) // clusters))
     return max(LARGE_CUTS, min(MOST_LARGE_CUTS, CUTS_PER_STAGE * length))
 
 
-def _exact(pool: Pool) -> Grouping | None:
+def _exact(pool: NodePool) -> Grouping | None:
     return best_grouping(range(len(pool.machines)), pool.clusters, pool.score)
 
 
-def _genetic(pool: Pool, seed: int) -> Grouping | None:
+def _genetic(pool: NodePool, seed: int) -> Grouping | None:
     rng = Random(seed)  # noqa: S311 - a reproducible search, nothing secret
-    best = evolved(pool, rng, LARGE_EFFORT // 5)[:POLISHED]
-    grouping = max((polished(pool, one, rng, LARGE_EFFORT) for one in best), key=pool.total)
+    best = evolve(pool, rng, LARGE_EFFORT // 5)[:IMPROVED]
+    grouping = max((improve(pool, one, rng, LARGE_EFFORT) for one in best), key=pool.total)
     fits = all(pool.order(cluster) is not None for cluster in grouping)
     return grouping if fits else None
 
 
-def _pipelines(pool: Pool, grouping: Grouping) -> tuple[Pipeline, ...]:
-    """Fix the order of each cluster; equal machines take their places by ascending id."""
+def _pipelines(pool: NodePool, grouping: Grouping) -> tuple[Pipeline, ...]:
+    """Determine the order of each cluster; equal machines are placed by ascending id."""
     waiting: dict[int, list[int]] = {}
     for node in reversed(range(len(pool.machines))):
         waiting.setdefault(pool.kinds[node], []).append(node)

@@ -1,1 +1,1 @@
-"""Stages, plans and trained weights on disk."""
+"""Stage bundles, node specs and trained weights on disk."""

@@ -1,10 +1,12 @@
-"""A stage on disk: ``stage.json`` and ``weights.safetensors`` in a folder of their own."""
+"""A stage on disk: a folder with ``stage.json`` and ``weights.safetensors``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import torch
 
 from ravnest.errors import RavnestError, StageFormatError
@@ -12,24 +14,37 @@ from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import StageSpec
 from ravnest.split.module import StageModule
 from ravnest.split.splitter import SplitStage
-from ravnest.store.files import read_json, sha256_of, write_json
+from ravnest.store.files import convert, read_json, sha256_of, write_json
 from ravnest.store.weights import load_weights, save_weights
 
 STAGE_FILE = "stage.json"
 WEIGHTS_FILE = "weights.safetensors"
 STAGE_LIMIT = 256 << 20
-"""Bytes of JSON that a stage may have: a graph of a million operations fits."""
+"""Largest ``stage.json`` in bytes; a graph of a million operations fits."""
 
 
 @dataclass(frozen=True)
 class BundleDigest:
-    """The sha256 of a bundle's ``stage.json``, which holds that of the weights."""
+    """SHA-256 digest of a bundle's ``stage.json``, which contains the digest of the weights."""
 
     sha256: str
 
 
+class _WeightsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Entry ``weights`` of ``stage.json``."""
+
+    file: Literal["weights.safetensors"]
+    sha256: str
+
+
+class _StageManifest(msgspec.Struct, frozen=True):
+    """Fields of ``stage.json`` beside the graph, which ``stage_from_json`` reads."""
+
+    weights: _WeightsEntry
+
+
 def save_stage(folder: Path, stage: SplitStage) -> BundleDigest:
-    """Write a stage; its digest names graph and weights."""
+    """Write a stage and return the digest that identifies its graph and weights."""
     save_weights(folder / WEIGHTS_FILE, stage.tensors)
     data = stage_to_json(stage.spec)
     data["weights"] = {"file": WEIGHTS_FILE, "sha256": sha256_of(folder / WEIGHTS_FILE)}
@@ -53,26 +68,25 @@ def load_stage(folder: Path, sha256: str | None = None) -> SplitStage:
         spec = stage_from_json(data)
     except RavnestError as error:
         raise type(error)(f"{path}: {error}") from error
-    tensors = _load_checked_weights(folder, data, spec)
-    return SplitStage(spec, tensors)
+    manifest = convert(data, _StageManifest, path)
+    return SplitStage(spec, _load_checked_weights(folder, manifest.weights, spec))
 
 
 def load_module(
     folder: Path, sha256: str | None = None, device: torch.device | str = "cpu"
 ) -> StageModule:
-    """A stage from disk as a module that trains."""
+    """Read a stage from disk as a module that can be trained."""
     stage = load_stage(folder, sha256)
     return StageModule(stage.spec, stage.tensors, device)
 
 
 def _load_checked_weights(
-    folder: Path, data: dict[str, object], spec: StageSpec
+    folder: Path, entry: _WeightsEntry, spec: StageSpec
 ) -> dict[str, torch.Tensor]:
-    weights = data.get("weights")
-    if not isinstance(weights, dict) or weights.get("file") != WEIGHTS_FILE:
-        raise StageFormatError(f"{folder / STAGE_FILE} does not name its weights")
     path = folder / WEIGHTS_FILE
     tensors = load_weights(path, spec.state)
-    if sha256_of(path) != weights.get("sha256"):
-        raise StageFormatError(f"{path} was changed or damaged: its sha256 is not the stage's")
+    if sha256_of(path) != entry.sha256:
+        raise StageFormatError(
+            f"{path} was changed or damaged: its sha256 is not the one in {STAGE_FILE}. Copy both again"
+        )
     return tensors

@@ -1,4 +1,4 @@
-"""Writing that either happens or does not, and reading that trusts nothing."""
+"""Atomic writes, digests, and reading of files that are not trusted."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypeGuard, TypeVar
+
+import msgspec
 
 from ravnest.errors import StageFormatError
 
 _CHUNK = 4 << 20
+T = TypeVar("T")
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Call ``write`` on a new file beside ``path``, then put it in place of ``path``.
+    """Call ``write`` on a new file beside ``path``, then move that file to ``path``.
 
-    Its mode is the one that the umask gives to new files, whichever way ``write`` opens it.
+    The file gets the mode that the umask gives to new files, however ``write`` opens it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -36,25 +39,42 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_json(path: Path, data: object, *, compact: bool = False) -> None:
-    """Write JSON atomically, for people (indented) or for machines (compact)."""
+    """Write JSON atomically, indented or compact."""
     separators, indent = ((",", ":"), None) if compact else ((",", ": "), 2)
     text = json.dumps(data, indent=indent, separators=separators, allow_nan=False) + "\n"
     write_atomically(path, lambda target: _write_text(target, text))
 
 
-def read_json(path: Path, limit: int) -> Any:
-    """Read JSON of at most ``limit`` bytes; ``StageFormatError`` for anything else."""
+def read_json(path: Path, limit: int) -> object:
+    """Read JSON of at most ``limit`` bytes; ``StageFormatError`` if the file is anything else."""
     size = size_of(path)
     if size > limit:
-        raise StageFormatError(f"{path} has {size} bytes, more than the {limit} that are allowed")
+        raise StageFormatError(f"{path} has {size} bytes; at most {limit} are allowed")
     try:
-        return json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        data: object = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise StageFormatError(f"{path} is not valid JSON: {error}") from error
+    return data
+
+
+def has_format(data: object, name: str, version: int) -> TypeGuard[dict[str, object]]:
+    """Return True if ``data`` is a JSON object with this ``format`` and ``version``."""
+    return isinstance(data, dict) and data.get("format") == name and data.get("version") == version
+
+
+def convert(data: object, kind: type[T], path: Path | str) -> T:
+    """Return JSON data as a value of type ``kind``.
+
+    ``StageFormatError`` names ``path``, where the data comes from, and the field that does not fit.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise StageFormatError(f"{path} is malformed: {error}") from error
 
 
 def inside(name: str) -> str:
-    """The name itself, if it stays below the folder that it is joined to."""
+    """Return ``name`` if it is a relative path that stays below its folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise StageFormatError(f"{name} leads out of its folder")
@@ -62,11 +82,12 @@ def inside(name: str) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a regular file; ``StageFormatError`` for a pipe, a device, a folder or nothing."""
+    """Return the size of a regular file; ``StageFormatError`` for anything else at ``path``."""
     try:
         status = path.stat()
     except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"fails: {error.strerror}"
+        missing = isinstance(error, FileNotFoundError)
+        reason = "does not exist" if missing else f"cannot be read: {error.strerror}"
         raise StageFormatError(f"{path} {reason}") from None
     if not stat.S_ISREG(status.st_mode):
         raise StageFormatError(f"{path} is not a file")
@@ -74,7 +95,7 @@ def size_of(path: Path) -> int:
 
 
 def sha256_of(path: Path) -> str:
-    """Digest of a file's bytes."""
+    """Return the SHA-256 digest of a file in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

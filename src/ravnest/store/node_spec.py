@@ -1,18 +1,18 @@
-"""What a provider needs to know to take its place: ``node_data/nodes/node_<i>.json``."""
+"""Description of one node, as its process reads it: ``node_data/nodes/node_<i>.json``."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ravnest.errors import StageFormatError
 from ravnest.plan.plan import Plan, StagePlan
-from ravnest.store.files import inside, read_json, write_json
-from ravnest.types import Role
+from ravnest.store.files import convert, has_format, inside, read_json, write_json
+from ravnest.types import Address, Role
 
 FORMAT = "ravnest-node"
 VERSION = 1
@@ -21,7 +21,7 @@ _LIMIT = 64 << 20
 
 @dataclass(frozen=True)
 class NeighbourSpec:
-    """A node that this one talks to."""
+    """Another node that this node talks to."""
 
     node: int
     address: str
@@ -33,13 +33,14 @@ class RingSpec:
 
     id: int
     names: tuple[str, ...]
+    """Names of the tensors, in model order."""
     members: tuple[NeighbourSpec, ...]
-    """One for each cluster, in the order of the clusters."""
+    """One member of each cluster, in the order of the clusters."""
 
 
 @dataclass(frozen=True)
 class CertificateFiles:
-    """Paths below node_data."""
+    """Paths of a node's TLS files, relative to node_data."""
 
     authority: str
     certificate: str
@@ -48,58 +49,124 @@ class CertificateFiles:
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One node's place in the plan."""
+    """One node's position in the plan, its neighbours and its settings.
+
+    The same type is stored on disk and sent over HTTP. Construction checks that the fields agree with
+    each other, because a spec can come from a server or a file that is not trusted.
+    """
 
     plan: str
-    """Digest of the whole plan; nodes of different plans refuse each other."""
+    """Digest of the whole plan; nodes of different plans reject each other."""
     node: int
     cluster: int
     stage: int
+    """Position in the pipeline; the Root is 0."""
     stages: int
     pipeline: tuple[int, ...]
-    """The nodes of the cluster, Root first."""
+    """Nodes of the cluster, Root first."""
     role: Role
     address: str
     previous: NeighbourSpec | None
     next: NeighbourSpec | None
     roots: tuple[NeighbourSpec, ...]
-    """The Root of each cluster, in the order of the clusters."""
+    """Root of each cluster, in the order of the clusters."""
     rings: tuple[RingSpec, ...]
     bundle: str
-    """Folder of the stage below node_data."""
+    """Folder of the stage, relative to node_data."""
     sha256: str
     """Digest of the bundle's ``stage.json``."""
     seed: int
     in_flight: int
-    """Micro-batches that the Root keeps under way at the start."""
+    """Micro-batches that the Root keeps in flight at the start."""
     in_flight_limit: int
-    """The most that the memory of the cluster's nodes allows."""
+    """Most micro-batches in flight that fit the memory of the cluster's nodes."""
     update_frequency: int
+    """Micro-batches per update."""
     certificates: CertificateFiles
+
+    def __post_init__(self) -> None:
+        problem = next(_problems(self), None)
+        if problem is not None:
+            raise StageFormatError(problem)
 
     @property
     def name(self) -> str:
-        """The name that ``Node(name=...)`` takes."""
+        """Name that ``Node(name=...)`` takes."""
         return f"node_{self.node}"
 
 
+def _problems(spec: NodeSpec) -> Iterator[str]:
+    """Yield each contradiction between the fields of a node."""
+    yield from _position_problems(spec)
+    yield from _neighbour_problems(spec)
+    for name, least in (("in_flight", 1), ("in_flight_limit", 1), ("update_frequency", 1), ("seed", 0)):
+        if getattr(spec, name) < least:
+            yield f"{name} must be at least {least}, is {getattr(spec, name)}"
+    for path in (spec.bundle, *asdict(spec.certificates).values()):
+        inside(path)
+
+
+def _position_problems(spec: NodeSpec) -> Iterator[str]:
+    if not 0 <= spec.stage < spec.stages:
+        yield f"stage {spec.stage} is not one of {spec.stages} stages"
+    if spec.role != Role.at(spec.stage, spec.stages):
+        yield f"role is {spec.role}; stage {spec.stage} of {spec.stages} has another role"
+    if len(spec.pipeline) != spec.stages or len(set(spec.pipeline)) != spec.stages:
+        yield f"pipeline must list the {spec.stages} different nodes of the cluster"
+    if spec.pipeline[spec.stage] != spec.node:
+        yield f"node {spec.node} is not at position {spec.stage} of pipeline {list(spec.pipeline)}"
+    if min(spec.pipeline) < 0:
+        yield f"pipeline {list(spec.pipeline)} has a negative node number"
+    if not 0 <= spec.cluster < len(spec.roots):
+        yield f"cluster {spec.cluster} has no entry in roots, which lists {len(spec.roots)}"
+    if spec.roots[spec.cluster].node != spec.pipeline[0]:
+        yield f"roots[{spec.cluster}] is not the first node of the pipeline"
+
+
+def _neighbour_problems(spec: NodeSpec) -> Iterator[str]:
+    neighbours = {"previous": (spec.previous, spec.stage - 1), "next": (spec.next, spec.stage + 1)}
+    for field, (neighbour, position) in neighbours.items():
+        expected = spec.pipeline[position] if 0 <= position < spec.stages else None
+        found = None if neighbour is None else neighbour.node
+        if found != expected:
+            yield f"{field} is node {found}; the pipeline has {expected} there"
+    for ring in spec.rings:
+        members = [member.node for member in ring.members]
+        if len(members) != len(spec.roots) or members[spec.cluster] != spec.node:
+            yield f"ring {ring.id} must have one member per cluster, with this node for its own"
+    yield from _address_problems("address", spec.address)
+    for field, (neighbour, _) in neighbours.items():
+        if neighbour is not None:
+            yield from _address_problems(f"{field}.address", neighbour.address)
+    for cluster, root in enumerate(spec.roots):
+        yield from _address_problems(f"roots[{cluster}].address", root.address)
+    for ring in spec.rings:
+        for member in ring.members:
+            yield from _address_problems(f"ring {ring.id}, node {member.node}: address", member.address)
+
+
+def _address_problems(field: str, address: str) -> Iterator[str]:
+    try:
+        Address.parse(address)
+    except ValueError as error:
+        yield f"{field} {error}"
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
 def node_path(folder: Path, node: int) -> Path:
-    """Where a node's file is."""
+    """Return the path of a node's file below ``folder``."""
     return folder / "nodes" / f"node_{node}.json"
-
-
-def node_to_json(node: NodeSpec) -> dict[str, Any]:
-    """The JSON form, for the file and for the plan's digest."""
-    return {"format": FORMAT, "version": VERSION, **asdict(node)}
 
 
 def write_node(folder: Path, node: NodeSpec) -> None:
     """Write a node's file below ``folder``."""
-    write_json(node_path(folder, node.node), node_to_json(node))
+    write_json(node_path(folder, node.node), _to_json(node))
 
 
 def read_node(folder: Path, name: str) -> NodeSpec:
-    """Read a node's file by the node's name; ``StageFormatError`` says what is wrong with it."""
+    """Read the file of the node with this name; ``StageFormatError`` says what is wrong with it."""
     number = name.removeprefix("node_")
     if not name.startswith("node_") or not number.isdecimal():
         raise StageFormatError(f"{name!r} is not the name of a node; names look like 'node_0'")
@@ -109,12 +176,12 @@ def read_node(folder: Path, name: str) -> NodeSpec:
         found = f"there are {', '.join(known)}" if known else "run clusterize() first"
         raise StageFormatError(f"{path} does not exist: {found}")
     data = read_json(path, _LIMIT)
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
+    if not has_format(data, FORMAT, VERSION):
         raise StageFormatError(f"{path} is not a node file of this version of Ravnest")
-    try:
-        node = _from_json(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise StageFormatError(f"{path} is malformed: {error}") from error
+    node = convert(data, NodeSpec, path)
+    unknown = _unknown_field(data, _to_json(node))
+    if unknown is not None:
+        raise StageFormatError(f"{path} is malformed: unknown field {unknown}")
     if node.name != f"node_{int(number)}":
         raise StageFormatError(f"{path} is the file of {node.name}; it was copied to the wrong place")
     return node
@@ -131,36 +198,35 @@ def read_nodes(folder: Path) -> list[NodeSpec]:
     return [read_node(folder, f"node_{number}") for number in numbers]
 
 
-def _from_json(data: dict[str, Any]) -> NodeSpec:
-    fields = {key: value for key, value in data.items() if key not in ("format", "version")}
-    fields["role"] = Role(fields["role"])
-    for side in ("previous", "next"):
-        fields[side] = None if fields[side] is None else NeighbourSpec(**fields[side])
-    fields["pipeline"] = tuple(fields["pipeline"])
-    fields["roots"] = tuple(NeighbourSpec(**root) for root in fields["roots"])
-    fields["rings"] = tuple(
-        RingSpec(
-            ring["id"],
-            tuple(ring["names"]),
-            tuple(NeighbourSpec(**member) for member in ring["members"]),
-        )
-        for ring in fields["rings"]
-    )
-    fields["certificates"] = CertificateFiles(**fields["certificates"])
-    for name in (fields["bundle"], *asdict(fields["certificates"]).values()):
-        inside(name)
-    return NodeSpec(**fields)
+def _to_json(node: NodeSpec) -> dict[str, Any]:
+    return {"format": FORMAT, "version": VERSION, **asdict(node)}
+
+
+def _unknown_field(data: object, known: object) -> str | None:
+    """Return the first field of ``data`` that ``known`` lacks; msgspec does not report those."""
+    match data, known:
+        case dict(), dict():
+            for key, value in data.items():
+                below = "" if key not in known else _unknown_field(value, known[key])
+                if below is not None:
+                    return f"{key}.{below}".rstrip(".")
+        case list(), tuple():
+            return next(filter(None, map(_unknown_field, data, known)), None)
+    return None
+
+
+# --- from a plan ---------------------------------------------------------------------------------
 
 
 def bundle_path(stage: StagePlan) -> str:
-    """Where a node finds its stage, below node_data."""
+    """Return the folder of a node's stage, relative to node_data."""
     return f"cluster_{stage.cluster}/node_{stage.node.id}"
 
 
-def node_file(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> NodeSpec:
-    """A node's place in the plan; ``bundle`` is its stage's folder, ``sha256`` the stage's digest.
+def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> NodeSpec:
+    """Describe a node of the plan; ``bundle`` is its stage's folder, ``sha256`` the stage's digest.
 
-    The digest of the plan is left empty: it is made of all nodes' files.
+    The digest of the plan is left empty, because ``plan_digest`` needs the specs of all nodes.
     """
     node = stage.node.id
     cluster = plan.clusters[stage.cluster]
@@ -202,11 +268,11 @@ def node_file(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> NodeSpe
 
 
 def plan_digest(nodes: Sequence[NodeSpec], job: str = "") -> str:
-    """Names the whole plan: who does what, with which stage, and for which job of a server.
+    """Return a digest that identifies a plan: its nodes, their stages and the server's job.
 
-    Two jobs can have the same plan otherwise, and their nodes must not take each other for peers.
+    Two jobs can have the same plan otherwise, and their nodes must not accept each other as peers.
     """
-    canonical = job + json.dumps([node_to_json(node) for node in nodes], sort_keys=True)
+    canonical = job + json.dumps([_to_json(node) for node in nodes], sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from ravnest.errors import FusionError, RavnestError, StageFormatError
@@ -16,7 +17,7 @@ from ravnest.split.chain import fuse
 from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import StageSpec
 from ravnest.split.module import StageModule
-from ravnest.store.files import read_json, sha256_of, write_atomically, write_json
+from ravnest.store.files import convert, has_format, read_json, sha256_of, write_atomically, write_json
 from ravnest.store.node_spec import NodeSpec
 from ravnest.store.weights import load_weights, save_weights
 
@@ -26,49 +27,54 @@ FUSED_FILE = "trained_state_dict.pt"
 _LIMIT = 512 << 20
 
 
-@dataclass(frozen=True)
-class _Saved:
-    path: Path
-    node: int
+class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``node_<i>.json`` of a trained stage; the same is sent to the Root, without the digest."""
+
+    format: str
+    version: int
     plan: str
     run: str
+    node: int
+    stage: Any
+    """JSON of the stage, which ``stage_from_json`` reads."""
+    sha256: str = ""
+    """Digest of the weights file."""
+
+
+@dataclass(frozen=True)
+class _TrainedStage:
+    """A trained stage whose manifest has been read, and whose weights have not."""
+
+    path: Path
+    manifest: _Manifest
     spec: StageSpec
-    sha256: str
 
 
 def save_trained(folder: Path, node: NodeSpec, module: StageModule, run: str) -> str:
     """Write a trained stage to ``folder/cluster_<c>/node_<i>.safetensors`` with its manifest.
 
-    ``run`` names the training run: stages of different runs do not make one model. Returns the
-    manifest, with which ``receive_trained`` writes the same files elsewhere.
+    ``run`` names the training run, because stages of different runs do not form one model. Returns
+    the manifest as JSON, with which ``receive_trained`` writes the same files elsewhere.
     """
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "plan": node.plan,
-        "run": run,
-        "node": node.node,
-        "stage": stage_to_json(module.spec),
-    }
+    manifest = _Manifest(FORMAT, VERSION, node.plan, run, node.node, stage_to_json(module.spec))
     _write(_weights_path(folder, node.cluster, node.node), module.state_tensors(), manifest)
-    return json.dumps(manifest)
+    return json.dumps(msgspec.to_builtins(manifest))
 
 
 def receive_trained(
     folder: Path, root: NodeSpec, node: int, manifest: str, tensors: Mapping[str, torch.Tensor]
 ) -> int:
-    """Write the trained stage of another node of ``root``'s cluster; the number of the stage.
+    """Write the trained stage of another node of ``root``'s cluster and return the stage's number.
 
     ``FusionError`` if it is not what a node of this plan would send.
     """
     try:
-        data = json.loads(manifest)
-        spec = stage_from_json(data["stage"])
-        sent = (data["format"], data["version"], data["plan"], data["node"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FusionError(f"the manifest of node_{node} is malformed: {error}") from error
-    if sent != (FORMAT, VERSION, root.plan, node):
-        raise FusionError(f"what node_{node} sent is not a trained stage of this plan")
+        sent = convert(json.loads(manifest), _Manifest, f"the manifest of node_{node}")
+        spec = stage_from_json(sent.stage)
+    except (ValueError, RecursionError) as error:
+        raise FusionError(f"the manifest of node_{node} is not usable: {error}") from error
+    if (sent.format, sent.version, sent.plan, sent.node) != (FORMAT, VERSION, root.plan, node):
+        raise FusionError(f"node_{node} sent something else than a trained stage of this plan")
     wrong = [
         entry.key
         for entry in spec.state
@@ -76,14 +82,17 @@ def receive_trained(
         or (tuple(tensors[entry.key].shape), tensors[entry.key].dtype) != (entry.shape, entry.dtype)
     ]
     if wrong or len(tensors) != len(spec.state):
-        raise FusionError(f"the trained stage of node_{node} does not hold the tensors that it lists")
-    _write(_weights_path(folder, root.cluster, node), tensors, data)
+        raise FusionError(
+            f"the tensors of node_{node}'s trained stage are not the ones that its manifest lists"
+        )
+    _write(_weights_path(folder, root.cluster, node), tensors, sent)
     return spec.index
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], manifest: dict[str, Any]) -> None:
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], manifest: _Manifest) -> None:
     save_weights(path, tensors)
-    write_json(path.with_suffix(".json"), {**manifest, "sha256": sha256_of(path)}, compact=True)
+    signed = msgspec.structs.replace(manifest, sha256=sha256_of(path))
+    write_json(path.with_suffix(".json"), msgspec.to_builtins(signed), compact=True)
 
 
 def _weights_path(folder: Path, cluster: int, node: int) -> Path:
@@ -107,7 +116,7 @@ def model_fusion(cluster_id: int = 0, *, folder: str | Path = "trained") -> Path
             tensors = load_weights(weights, stage.spec.state)
         except StageFormatError as error:
             raise FusionError(str(error)) from error
-        if sha256_of(weights) != stage.sha256:
+        if sha256_of(weights) != stage.manifest.sha256:
             raise FusionError(f"{weights} is not the file that {stage.path.name} describes")
         stages.append((stage.spec, tensors))
     state_dict = fuse(stages)
@@ -116,59 +125,67 @@ def model_fusion(cluster_id: int = 0, *, folder: str | Path = "trained") -> Path
     return target
 
 
-def _read_all(source: Path, cluster_id: int) -> list[_Saved]:
+def _read_all(source: Path, cluster_id: int) -> list[_TrainedStage]:
     paths = [p for p in source.glob("node_*.json") if re.fullmatch(r"node_\d+", p.stem)]
     if not paths:
         raise FusionError(
             f"{source} holds no trained stage of cluster {cluster_id}: train with Trainer(save=True), "
-            "or name the folder with the providers' files with folder="
+            "or name the folder of the trained files with folder="
         )
     return [_read(path) for path in sorted(paths)]
 
 
-def _read(path: Path) -> _Saved:
+def _read(path: Path) -> _TrainedStage:
     try:
-        data: Any = read_json(path, _LIMIT)
-        if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
+        data = read_json(path, _LIMIT)
+        if not has_format(data, FORMAT, VERSION):
             raise FusionError(f"{path} is not the manifest of a trained stage")
-        spec = stage_from_json(data["stage"])
-        return _Saved(path, data["node"], data["plan"], data["run"], spec, data["sha256"])
-    except KeyError as error:
-        raise FusionError(f"{path} lacks {error}") from error
+        manifest = convert(data, _Manifest, path)
+    except StageFormatError as error:
+        raise FusionError(str(error)) from error
+    try:
+        return _TrainedStage(path, manifest, stage_from_json(manifest.stage))
     except RavnestError as error:
         raise FusionError(f"{path}: {error}") from error
 
 
-def _check_complete(source: Path, saved: list[_Saved]) -> None:
-    first = saved[0]
-    for other in saved[1:]:
-        if (other.plan, other.run, other.spec.count) != (first.plan, first.run, first.spec.count):
+def _check_complete(source: Path, saved: list[_TrainedStage]) -> None:
+    _check_same_run(source, saved)
+    count = saved[0].spec.count
+    by_index: dict[int, list[_TrainedStage]] = {}
+    for stage in saved:
+        by_index.setdefault(stage.spec.index, []).append(stage)
+    missing = [str(index) for index in range(count) if index not in by_index]
+    if missing:
+        raise FusionError(
+            f"{source} lacks stage {', '.join(missing)} of {count}: it has "
+            + ", ".join(f"stage {s.spec.index} (node_{s.manifest.node})" for s in saved)
+            + "; copy the missing files from their providers"
+        )
+    double = next((stages for stages in by_index.values() if len(stages) > 1), None)
+    if double is not None:
+        names = " and ".join(f"node_{stage.manifest.node}" for stage in double)
+        raise FusionError(f"{source} has stage {double[0].spec.index} twice: {names}")
+    positions = sorted(position for stage in saved for position in _owned_positions(stage.spec))
+    if positions != list(range(len(positions))):
+        raise FusionError(f"the stages in {source} do not form one state_dict: names are missing")
+
+
+def _check_same_run(source: Path, saved: list[_TrainedStage]) -> None:
+    first = saved[0].manifest
+    for stage in saved[1:]:
+        other = stage.manifest
+        same_count = stage.spec.count == saved[0].spec.count
+        if (other.plan, other.run) != (first.plan, first.run) or not same_count:
             raise FusionError(
                 f"{source} mixes stages of different trainings: node_{first.node} is of run "
                 f"{first.run} and plan {first.plan}, node_{other.node} of run {other.run} and plan "
                 f"{other.plan}; keep the files of one run"
             )
-    by_index: dict[int, list[_Saved]] = {}
-    for stage in saved:
-        by_index.setdefault(stage.spec.index, []).append(stage)
-    missing = [str(index) for index in range(first.spec.count) if index not in by_index]
-    if missing:
-        raise FusionError(
-            f"{source} lacks stage {', '.join(missing)} of {first.spec.count}: it has "
-            + ", ".join(f"stage {s.spec.index} (node_{s.node})" for s in saved)
-            + "; copy the missing files from their providers"
-        )
-    double = next((stages for stages in by_index.values() if len(stages) > 1), None)
-    if double is not None:
-        names = " and ".join(f"node_{stage.node}" for stage in double)
-        raise FusionError(f"{source} has stage {double[0].spec.index} twice: {names}")
-    places = sorted(place for stage in saved for place in _owned_places(stage.spec))
-    if places != list(range(len(places))):
-        raise FusionError(f"the stages in {source} do not add up to one state_dict: names are lost")
 
 
-def _owned_places(spec: StageSpec) -> Iterator[int]:
-    """Where the tensors that a stage owns stand in the model's ``state_dict``."""
+def _owned_positions(spec: StageSpec) -> Iterator[int]:
+    """Yield the positions in the model's ``state_dict`` of the tensors that a stage owns."""
     for entry in spec.state:
         if entry.persistent and entry.stages[0] == spec.index:
-            yield from (place for place in entry.positions if place >= 0)
+            yield from (position for position in entry.positions if position >= 0)

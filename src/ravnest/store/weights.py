@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, checked against what they should hold before any is loaded."""
+"""Safetensors files, which are checked against the stage before a tensor is loaded."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _HEADER_LIMIT = 64 << 20
 
 
 def save_weights(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors under their keys."""
+    """Write tensors to a safetensors file, each under its key."""
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    write_atomically(path, lambda target: save_file(_apart(plain), str(target)))
+    write_atomically(path, lambda target: save_file(_with_own_storage(plain), str(target)))
 
 
 def load_weights(path: Path, state: tuple[StateSpec, ...]) -> dict[str, torch.Tensor]:
     """Read exactly the tensors that ``state`` lists, with its shapes and dtypes.
 
-    Each into memory of its own: in the file they lie at odd addresses, where kernels round otherwise.
+    Each tensor gets its own memory: in the file it may be unaligned, and kernels then round differently.
     """
     expected = {entry.key: entry for entry in state}
     _check_size(path, expected)
     try:
         with safe_open(str(path), framework="pt") as file:
-            _same_keys(path, set(file.keys()), set(expected))
+            _check_keys(path, set(file.keys()), set(expected))
             tensors = {key: file.get_tensor(key).clone() for key in expected}
     except SafetensorError as error:
         raise StageFormatError(f"{path} is damaged: {error}") from error
@@ -40,8 +40,8 @@ def load_weights(path: Path, state: tuple[StateSpec, ...]) -> dict[str, torch.Te
         found = tensors[key]
         if tuple(found.shape) != entry.shape or found.dtype != entry.dtype:
             raise StageFormatError(
-                f"{path}: {key} has shape {list(found.shape)} and dtype {found.dtype}, the stage says "
-                f"{list(entry.shape)} and {entry.dtype}"
+                f"{path}: {key} has shape {list(found.shape)} and dtype {found.dtype}; the stage "
+                f"lists {list(entry.shape)} and {entry.dtype}"
             )
         if entry.strides:
             tensors[key] = torch.empty_strided(entry.shape, entry.strides, dtype=entry.dtype).copy_(
@@ -50,8 +50,8 @@ def load_weights(path: Path, state: tuple[StateSpec, ...]) -> dict[str, torch.Te
     return tensors
 
 
-def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Constants may share storage, which safetensors refuses: give each its own."""
+def _with_own_storage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give each tensor its own storage: constants may share one, which safetensors rejects."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
@@ -63,7 +63,7 @@ def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _check_size(path: Path, expected: Mapping[str, StateSpec]) -> None:
-    """The file must be as long as its header and the stage say, before it is opened."""
+    """Check the file's length against its header and the stage, before safetensors opens it."""
     size = size_of(path)
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
@@ -81,8 +81,8 @@ def _check_size(path: Path, expected: Mapping[str, StateSpec]) -> None:
         )
 
 
-def _same_keys(path: Path, found: set[str], expected: set[str]) -> None:
+def _check_keys(path: Path, found: set[str], expected: set[str]) -> None:
     if missing := sorted(expected - found):
         raise StageFormatError(f"{path} lacks {missing[0]}")
     if extra := sorted(found - expected):
-        raise StageFormatError(f"{path} holds {extra[0]}, which the stage does not have")
+        raise StageFormatError(f"{path} has {extra[0]}, which the stage does not have")
