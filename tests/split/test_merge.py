@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
+from msgspec.structs import replace
 from test_every_cut import BATCH, MODELS, Example, Network
 from torch import nn
 from zoo_models import find
 from zoo_models.exactness import Unsplit, compare, rehearse
 
 from ravnest.errors import SplitError, StageFormatError
-from ravnest.split import PreparedModel, Split, Stage, prepare, verify
+from ravnest.split import PreparedModel, Split, SplitStage, prepare, verify
 from ravnest.split.graph import Operation, OutputSpec, Ref, StageGraph, StageSpec
 from ravnest.split.merge import check_chain, join
 
@@ -56,7 +56,7 @@ class Pieces:
     def joined(self, starts: Sequence[int]) -> Split:
         specs = join(self.units, starts)
         return Split(
-            tuple(Stage(spec, {e.key: self._tensors[e.key] for e in spec.state}) for spec in specs)
+            tuple(SplitStage(spec, {e.key: self._tensors[e.key] for e in spec.state}) for spec in specs)
         )
 
     def direct(self, starts: Sequence[int]) -> Split:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from msgspec.structs import replace
 from torch import fx
 
 from ravnest.errors import SplitError, StageFormatError
