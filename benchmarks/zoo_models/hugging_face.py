@@ -1,4 +1,4 @@
-"""Language, speech and vision models of transformers, from small configurations."""
+"""Language, speech and vision models of transformers, in small configurations."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def from_transformers(
     options: dict[str, Any],
     inputs: Callable[[], dict[str, Any]],
 ) -> Example:
-    """A model by the names of its class and of its configuration's class."""
+    """Return a model by the names of its class and of its configuration class."""
     torchvision_schemas()
     import transformers  # noqa: PLC0415
 

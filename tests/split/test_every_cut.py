@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import relu
-from zoo_models.exactness import Unsplit, compare, rehearse
+from zoo_models.exactness import Unsplit, compare, record_training
 
 from ravnest.split import Chain, PreparedModel, prepare
 
@@ -189,18 +189,18 @@ def case(request: pytest.FixtureRequest) -> tuple[PreparedModel, Example]:
 
 def test_every_cut_is_exact(case: tuple[PreparedModel, Example]) -> None:
     prepared, (model, args, kwargs) = case
-    expected = rehearse(Unsplit(copy.deepcopy(model)), args, kwargs)
+    expected = record_training(Unsplit(copy.deepcopy(model)), args, kwargs)
     assert prepared.cuts
     for cut in prepared.cuts:
-        actual = rehearse(Network.of(prepared.cut([cut])), args, kwargs)
+        actual = record_training(Network.of(prepared.cut([cut])), args, kwargs)
         assert compare(expected, actual) is None, f"cut at {cut} of {prepared.cuts}"
 
 
 def test_as_many_stages_as_there_are_cuts(case: tuple[PreparedModel, Example]) -> None:
     prepared, (model, args, kwargs) = case
-    expected = rehearse(Unsplit(copy.deepcopy(model)), args, kwargs)
+    expected = record_training(Unsplit(copy.deepcopy(model)), args, kwargs)
     split = prepared.cut(prepared.cuts)
-    assert compare(expected, rehearse(Network.of(split), args, kwargs)) is None
+    assert compare(expected, record_training(Network.of(split), args, kwargs)) is None
     fused = Network.of(split).state_dict()
     assert list(fused) == list(model.state_dict())
     copy.deepcopy(model).load_state_dict(fused, strict=True)

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from test_every_cut import BATCH, MODELS, Example, Network
 from torch import nn
 from zoo_models import find
-from zoo_models.exactness import Unsplit, compare, rehearse
+from zoo_models.exactness import Unsplit, compare, record_training
 
 from ravnest.errors import SplitError, StageFormatError
 from ravnest.split import PreparedModel, Split, SplitStage, prepare, verify
 from ravnest.split.graph import Operation, OutputSpec, Ref, StageGraph, StageSpec
-from ravnest.split.merge import check_chain, join
+from ravnest.split.merge import check_chain, merge_units
 
 
 class Views(nn.Module):
@@ -54,7 +54,7 @@ class Pieces:
         self._tensors = {key: t for stage in fine.stages for key, t in stage.tensors.items()}
 
     def joined(self, starts: Sequence[int]) -> Split:
-        specs = join(self.units, starts)
+        specs = merge_units(self.units, starts)
         return Split(
             tuple(SplitStage(spec, {e.key: self._tensors[e.key] for e in spec.state}) for spec in specs)
         )
@@ -110,10 +110,10 @@ def test_joined_stages_are_exact(pieces: Pieces) -> None:
 
 def test_joined_stages_train_over_a_network_as_the_model_does(pieces: Pieces) -> None:
     model, args, kwargs = pieces.example
-    expected = rehearse(Unsplit(copy.deepcopy(model)), args, kwargs)
+    expected = record_training(Unsplit(copy.deepcopy(model)), args, kwargs)
     middle = len(pieces.units) // 2
     chain = Network.of(pieces.joined([max(1, middle // 2), middle]))
-    assert compare(expected, rehearse(chain, args, kwargs)) is None
+    assert compare(expected, record_training(chain, args, kwargs)) is None
     assert list(chain.state_dict()) == list(model.state_dict())
 
 
@@ -170,19 +170,19 @@ def test_an_operation_of_the_same_name_is_only_taken_for_the_same_if_it_is_a_siz
     forged = replace(graph, operations=(renamed,), outputs=outputs)
     units = [one, replace(two, graphs={**two.graphs, "train": forged}), *pieces.units[2:]]
     with pytest.raises(StageFormatError, match="not a new, plain name"):
-        join(units, [2])
+        merge_units(units, [2])
 
 
 @pytest.mark.parametrize("starts", [[2, 1], [1, 1], [0, 0], [100], [-1]])
 def test_starts_ascend_within_the_units(starts: list[int]) -> None:
     pieces = Pieces(prepare(*CASES["frozen"]()), CASES["frozen"]())
     with pytest.raises(SplitError, match="must ascend"):
-        join(pieces.units, starts)
+        merge_units(pieces.units, starts)
 
 
 def test_a_leading_zero_is_the_first_stage() -> None:
     pieces = Pieces(prepare(*CASES["frozen"]()), CASES["frozen"]())
-    assert join(pieces.units, [0, 3]) == join(pieces.units, [3])
+    assert merge_units(pieces.units, [0, 3]) == merge_units(pieces.units, [3])
 
 
 def test_arguments_that_an_operator_cannot_have_are_refused() -> None:
@@ -190,4 +190,4 @@ def test_arguments_that_an_operator_cannot_have_are_refused() -> None:
     unit = _unit(0, (forged,), (OutputSpec("item", Ref("item")),))
     last = replace(unit.graphs["train"], operations=(), outputs=(OutputSpec("output", 1),))
     with pytest.raises(StageFormatError):
-        join([unit, replace(unit, index=1, graphs={"train": last, "eval": last})], [])
+        merge_units([unit, replace(unit, index=1, graphs={"train": last, "eval": last})], [])

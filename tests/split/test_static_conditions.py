@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from zoo_models.exactness import Unsplit, compare, rehearse
+from zoo_models.exactness import Unsplit, compare, record_training
 
 from ravnest.errors import CaptureError
 from ravnest.split import Chain, split
@@ -33,8 +33,8 @@ class LayerDrop(nn.Module):
 def test_a_decided_chance_is_captured_and_its_draws_stay(chance: float) -> None:
     torch.manual_seed(0)
     model, args = LayerDrop(chance), (torch.randn(4, 4),)
-    expected = rehearse(Unsplit(copy.deepcopy(model)), args, {})
-    assert compare(expected, rehearse(Chain.of(split(model, args)), args, {})) is None
+    expected = record_training(Unsplit(copy.deepcopy(model)), args, {})
+    assert compare(expected, record_training(Chain.of(split(model, args)), args, {})) is None
 
 
 def test_a_real_chance_is_refused_with_its_line() -> None:

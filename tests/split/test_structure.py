@@ -48,7 +48,7 @@ def test_round_trip_through_json(value: Any) -> None:
     assert len(list(again.leaf_paths(""))) == len(leaves)
     rebuilt = again.build(iter(leaves))
     assert _plain(rebuilt) == _plain(value)
-    assert list(again.take_apart(value, "value")) == leaves
+    assert list(again.leaves_of(value, "value")) == leaves
 
 
 def _plain(value: Any) -> Any:
@@ -97,7 +97,7 @@ def test_objects_that_are_no_containers_are_left_out() -> None:
 def test_another_structure_is_refused(value: Any, words: str) -> None:
     _, structure = flatten({"a": torch.ones(1), "flag": True})
     with pytest.raises(StageInputError, match=words):
-        list(structure.take_apart(value, "batch"))
+        list(structure.leaves_of(value, "batch"))
 
 
 @pytest.mark.parametrize(

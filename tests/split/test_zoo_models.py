@@ -3,7 +3,7 @@
 import pytest
 import zoo
 from zoo_models import ZOO, find
-from zoo_models.exactness import Unsplit, compare, rehearse
+from zoo_models.exactness import Unsplit, compare, record_training
 from zoo_models.examination import BITWISE, Finding
 
 from ravnest.errors import SplitError
@@ -28,10 +28,10 @@ HANDFUL = [
 @pytest.mark.parametrize(("name", "stages"), HANDFUL)
 def test_stages_train_as_the_model_does_to_the_last_bit(name, stages):
     model, args, kwargs = find(name).build()
-    expected = rehearse(Unsplit(find(name).build()[0]), args, kwargs)
+    expected = record_training(Unsplit(find(name).build()[0]), args, kwargs)
 
     chain = Chain.of(split(model, args, kwargs, stages=stages))
-    actual = rehearse(chain, args, kwargs)
+    actual = record_training(chain, args, kwargs)
 
     assert compare(expected, actual) is None
     assert list(chain.state_dict()) == list(model.state_dict())
