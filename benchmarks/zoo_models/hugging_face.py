@@ -156,7 +156,7 @@ add(
     "DebertaV2Config",
     DEBERTA,
     padded_classes,
-    refusal="decides by the value of a tensor",
+    refusal="depends on the value of a tensor",
 )
 add(
     "xlnet",
@@ -309,7 +309,7 @@ add(
     "MixtralConfig",
     MIXTRAL,
     labelled,
-    refusal="belongs to transformers",
+    refusal="belongs to the namespace 'transformers'",
 )
 add(
     "qwen3-moe",
@@ -599,7 +599,7 @@ add(
 )
 
 
-@entry(MODELS, "transformers", refusal="decides by the value of a tensor")
+@entry(MODELS, "transformers", refusal="depends on the value of a tensor")
 def detr() -> Example:
     torchvision_schemas()
     import transformers  # noqa: PLC0415

@@ -98,7 +98,7 @@ class VmapInside(Layers):
         return torch.vmap(lambda row: self.three(row).tanh())(x)
 
 
-@entry(MODELS, "torch.nn", refusal="decides by the value of a tensor")
+@entry(MODELS, "torch.nn", refusal="depends on the value of a tensor")
 def data_dependent_branch() -> Example:
     return DataDependentBranch(), (features(),), {}
 
@@ -123,7 +123,7 @@ def backward_hook() -> Example:
     return BackwardHook(), (features(),), {}
 
 
-@entry(MODELS, "torch.nn", refusal="decides by the value of a tensor")
+@entry(MODELS, "torch.nn", refusal="depends on the value of a tensor")
 def reads_a_value() -> Example:
     return ReadsAValue(), (features(),), {}
 

@@ -11,7 +11,7 @@ import math
 import re
 import reprlib
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import torch
@@ -39,8 +39,8 @@ from ravnest.split.graph import (
 from ravnest.split.operators import resolve
 from ravnest.split.structure import Structure
 
-FORMAT = "ravnest-stage"
-VERSION = 1
+FORMAT: Final = "ravnest-stage"
+VERSION: Final = 1
 _MAX_DEPTH = 16
 _MAX_INTEGER = 2**63
 """Bound of the integers that an operator can take."""

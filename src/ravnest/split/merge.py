@@ -65,7 +65,8 @@ def check_chain(units: Sequence[StageSpec]) -> None:
             for value in unit.graphs[mode].inputs:
                 if value.name not in given:
                     raise StageFormatError(
-                        f"{mode} graph of unit {unit.index}: no earlier unit gives its input {value.name!r}"
+                        f"{mode} graph of unit {unit.index}: its input {value.name!r} is not an output "
+                        f"of unit {before.index}"
                     )
     _check_state(units)
 

@@ -106,8 +106,8 @@ def _check(name: str) -> tuple[str, str]:
     if namespace != "aten":
         raise OperatorError(
             f"the operator {name} belongs to the namespace {namespace!r}, not to PyTorch's own "
-            "operators (aten), so a provider cannot run it. Write the operation with torch functions, or "
-            "look for an option of its library that does (transformers: "
+            "operators (aten), so a provider cannot run it. Write the operation with torch functions, "
+            "or look for an option of its library that does (transformers: "
             "experts_implementation='batched_mm')"
         )
     if not plain or base not in allowed_aten() or overload == "out" or overload.endswith("_out"):
