@@ -177,8 +177,8 @@ def render(findings: Sequence[Finding], minutes: float, limit: float = UNLIMITED
         "The stages are written to disk, read back and compared with the model: outputs, loss and all "
         "gradients of two training steps with SGD and momentum; outputs in evaluation; both again on a "
         "smaller batch; the fused `state_dict`, which the model must load with `strict=True`. All "
-        "models have random weights and small sizes; batch sizes 4 and 2, CPU, one thread, the same seeds "
-        "on both sides, torch's attention fast path off.",
+        "models have random weights and small sizes; batch sizes 4 and 2, CPU, one thread, the same "
+        "seeds on both sides, torch's attention fast path off.",
         "",
         "Seconds are CPU time of one split: capture in both modes, measuring, cutting and self-check.",
         "",

@@ -14,13 +14,14 @@ SOME = [
     ("tied-gpt", 3),
     pytest.param("tied-gpt", 4, marks=pytest.mark.full),
     ("unet", 3),
-    ("lstm-tagger", 3),
+    pytest.param("lstm-tagger", 3, marks=pytest.mark.full),
     ("vector-quantised", 3),
-    pytest.param("torchvision-vit", 3, marks=pytest.mark.full),
-    ("torchvision-mnasnet0-5", 3),  # loads only with the versions of its modules
+    ("torchvision-vit", 3),
+    # Loads only with the versions of its modules.
+    pytest.param("torchvision-mnasnet0-5", 3, marks=pytest.mark.full),
     pytest.param("timm-convnext-atto", 3, marks=pytest.mark.full),
-    pytest.param("bert-classifier", 3, marks=pytest.mark.full),
-    ("t5", 3),
+    ("bert-classifier", 3),
+    pytest.param("t5", 3, marks=pytest.mark.full),
     ("scripted-control-flow", 3),
 ]
 
