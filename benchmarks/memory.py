@@ -1,17 +1,16 @@
-"""The planned memory of stages against what training them takes.
+"""Compare the planned memory of stages with the memory that training them takes.
 
-Each stage is loaded from disk in a process of its own, as on a provider, and trained for a few
-updates the way the runtime will: as many micro-batches in flight as its place in the pipeline asks
-for, each with its own version of the weights where there is more than one, AdamW, inputs and
-gradients that come in as fresh tensors, outputs that go once they are made.
+Each stage is loaded from disk in its own process, as on a provider, and trained for a few updates like
+in the runtime: with the number of micro-batches in flight of its position in the pipeline, a version of
+the weights for each if there are several, AdamW, inputs and gradients that arrive as new tensors, and
+outputs that are released once they are sent.
 
-Two measures. **Tensors** is the peak of what torch's allocator holds, summed from every allocation
-and release that the profiler records: temporaries inside operators are in it, and it is the same in
-every run. **Process** is the growth of the resident set over what the process has after imports and
-a first step with one sample; the allocator has one arena and gives large blocks back at once, so
-that it is as near to "memory in use" as a process gets. It holds in addition what libraries allocate
-themselves (oneDNN, BLAS) and code pages that are touched late, about 10 to 30 MB, which hides small
-stages: it is shown from 64 MB on. Run as a script it prints its report.
+There are two measures. **Tensors** is the peak memory of torch's allocator, summed from all allocations
+and releases that the profiler records. It includes temporaries inside operators and is the same in
+every run. **Process** is the growth of the resident set after imports and a first update. The allocator
+has one arena and returns large blocks at once, so this is close to the memory in use. It also includes
+allocations of libraries (oneDNN, BLAS) and code pages that are loaded late, about 10 to 30 MB, and is
+therefore shown from 64 MB on. Run as a script it prints its report.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ LIMITS = (0.8, 1.2)
 PIPELINES = (2, 3)
 UPDATES = 3
 SHOWN = 64e6
-"""Bytes from which on the growth of the process means something."""
-GIVE_BACK = {
+"""Growth of the process in bytes from which it is shown."""
+RETURN_FREED = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_TRIM_THRESHOLD_": "0",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -56,7 +55,7 @@ GIVE_BACK = {
 
 
 def subjects() -> tuple[Any, ...]:
-    """The models; made on demand because workers do without them."""
+    """Return the models; imported on demand because workers do not need them."""
     from subjects import Subject, bert, digits_cnn, gpt2, lstm, mlp, resnet, vit  # noqa: PLC0415
 
     return (
@@ -74,7 +73,7 @@ def subjects() -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes that a stage took at its peak."""
+    """Peak memory of a stage in bytes."""
 
     tensors: int
     process: int
@@ -82,7 +81,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One stage: planned and measured."""
+    """Planned and measured memory of one stage."""
 
     stage: int
     stages: int
@@ -90,11 +89,11 @@ class Comparison:
     measured: Measured
 
 
-# The side of the requester: plan, split and write the stages with what flows between them.
+# Requester: plan, split and write the stages with their inputs.
 
 
 def compare(subject: Any, stages: int) -> list[Comparison]:
-    """Plan and run every stage of a model."""
+    """Plan and run every stage of a model; return the comparisons."""
     model, args, kwargs = subject.build()
     prepared = prepare(model, args, kwargs)
     cuts = balanced_cuts(prepared, [1.0] * stages)
@@ -104,12 +103,12 @@ def compare(subject: Any, stages: int) -> list[Comparison]:
     split = prepared.cut(cuts)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        flows = _Flows(Chain.of(split).modules)
-        flows(*args, **kwargs)
+        chain = _RecordingChain(Chain.of(split).modules)
+        chain(*args, **kwargs)
         for index, stage in enumerate(split.stages):
             place = Path(folder, str(index))
             save_stage(place, stage)
-            torch.save(flows.inputs[index], place / "inputs.pt")
+            torch.save(chain.inputs[index], place / "inputs.pt")
             in_flight = stages - index
             planned = costs.memory(bounds[index], bounds[index + 1], in_flight)
             measured = Measured(
@@ -120,8 +119,10 @@ def compare(subject: Any, stages: int) -> list[Comparison]:
     return found
 
 
-class _Flows(Chain):
-    """A chain that notes what enters each stage."""
+class _RecordingChain(Chain):
+    """A chain that records the inputs of each stage."""
+
+    inputs: list[list[Any]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
@@ -137,7 +138,7 @@ def _detached(value: Any) -> Any:
 def _worker(place: Path, in_flight: int, what: str) -> int:
     done = subprocess.run(
         [sys.executable, __file__, str(place), str(in_flight), what],
-        env={**os.environ, **GIVE_BACK},
+        env={**os.environ, **RETURN_FREED},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -145,27 +146,29 @@ def _worker(place: Path, in_flight: int, what: str) -> int:
     return int(json.loads(done.stdout.splitlines()[-1]))
 
 
-# The side of the provider.
+# Provider: load and train one stage.
 
 
 def train(module: StageModule, inputs: Sequence[Any], in_flight: int, updates: int) -> None:
-    """Train a stage with as many micro-batches in flight, an update for each."""
+    """Train a stage with ``in_flight`` micro-batches in flight and one update per micro-batch."""
     trainer = _Trainer(module, in_flight)
     while trainer.updates < updates:
-        if len(trainer.flying) < in_flight:
+        if len(trainer.in_flight) < in_flight:
             trainer.forward(inputs)
         else:
             trainer.backward()
 
 
 class _Trainer:
+    """Trains one stage like the runtime does."""
+
     def __init__(self, module: StageModule, in_flight: int) -> None:
         self.module = module.train()
         self.updates = 0
-        self.flying: deque[_Flight] = deque()
+        self.in_flight: deque[_InFlight] = deque()
         self._leaving: list[Any] = []
         self._returning: list[torch.Tensor | None] = []
-        """Outputs and gradients of the last micro-batch, on their way to the neighbours."""
+        """Outputs and gradients of the last micro-batch, which are being sent to the neighbours."""
         parameters = module.parameters_by_key()
         self._trained = {key: p for key, p in parameters.items() if p.requires_grad}
         self._versions = in_flight > 1
@@ -180,13 +183,13 @@ class _Trainer:
         outputs = self.module(*received, parameters=version)
         leaves = [v for v in received if isinstance(v, torch.Tensor) and v.requires_grad]
         ends = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
-        ends = [o for o in ends if o.dim() == 0] or ends  # the Leaf's own loss, where there is one
+        ends = [o for o in ends if o.dim() == 0] or ends  # only the loss, if the stage computes one
         edges = [(get_gradient_edge(o), torch.empty_like(o, device="meta")) for o in ends]
         self._leaving = [_detached(output) for output in outputs]
-        self.flying.append(_Flight(leaves, version, edges))
+        self.in_flight.append(_InFlight(leaves, version, edges))
 
     def backward(self) -> None:
-        self._returning, gradients = self.flying.popleft().backward()
+        self._returning, gradients = self.in_flight.popleft().backward()
         for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
             parameter.grad = gradient
         del gradients
@@ -197,15 +200,15 @@ class _Trainer:
 
 
 @dataclass
-class _Flight:
-    """A micro-batch between its forward and its backward."""
+class _InFlight:
+    """A micro-batch between its forward and its backward pass."""
 
     leaves: list[torch.Tensor]
     version: dict[str, torch.Tensor]
     ends: list[tuple[GradientEdge, torch.Tensor]]
 
     def backward(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Gradients of the inputs and of the version's tensors."""
+        """Return the gradients of the inputs and of the version's tensors."""
         found = torch.autograd.grad(
             [edge for edge, _ in self.ends],
             [*self.leaves, *self.version.values()],
@@ -220,7 +223,7 @@ def _received(value: Any, gradient: bool) -> Any:
 
 
 def tensor_peak(place: Path, in_flight: int) -> int:
-    """Peak bytes of tensors while the stage is loaded and trained."""
+    """Return the peak bytes of tensors while the stage is loaded and trained."""
     inputs = torch.load(place / "inputs.pt", weights_only=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         train(_load(place), inputs, in_flight, UPDATES)
@@ -234,7 +237,7 @@ def tensor_peak(place: Path, in_flight: int) -> int:
 
 
 def process_peak(place: Path, in_flight: int) -> int:
-    """Growth of the resident set from before the stage is loaded to its peak."""
+    """Return the growth of the resident set from before the stage is loaded to its peak."""
     inputs = torch.load(place / "inputs.pt", weights_only=True)
     train(_load(place), inputs, in_flight, 1)
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -247,14 +250,14 @@ def process_peak(place: Path, in_flight: int) -> int:
 
 
 def _load(place: Path) -> StageModule:
-    """The stage with weights in memory of their own, not in pages of the file."""
+    """Load the stage with weights in allocated memory, not in mapped pages of the file."""
     module = load_module(place)
     module.load_state_dict({k: t.clone() for k, t in module.state_dict().items()}, assign=True)
     return module
 
 
 def measure() -> str:
-    """The whole report in Markdown."""
+    """Return the report in Markdown."""
     lines = [
         "| model | stage | in flight | planned, MB | tensors, MB | planned / tensors | process, MB |"
         " planned / process |",
@@ -276,9 +279,9 @@ def measure() -> str:
                 )
                 print(lines[-1], file=sys.stderr, flush=True)
     return (
-        f"Planned training memory of each stage against a run of it with AdamW. The ratios to what "
-        f"tensors take lie between {min(ratios):.2f} and {max(ratios):.2f}; the aim is {LIMITS[0]} to "
-        f"{LIMITS[1]}.\n\n" + "\n".join(lines) + "\n"
+        f"Planned training memory of each stage, and the memory of a run with AdamW. Planned / "
+        f"tensors is between {min(ratios):.2f} and {max(ratios):.2f} (above 1: more planned than used); "
+        f"the goal is {LIMITS[0]} to {LIMITS[1]}.\n\n" + "\n".join(lines) + "\n"
     )
 
 

@@ -1,9 +1,9 @@
-"""How long splitting takes, and how much memory it holds.
+"""Measure the time and the memory that splitting takes.
 
-Each model is split in a process of its own. Seconds include capturing both modes, measuring, cutting
-and, where said, the check against the unsplit model. Memory is the growth of the peak resident set over
-what the process holds once the model is built, split without the check and written to disk.
-Run as a script it prints its report.
+Each model is split in its own process. The time includes capturing both modes, measuring, cutting and,
+where stated, the check against the unsplit model. Memory is the growth of the peak resident set after
+the model is built, while it is split without the check and written to disk. Run as a script it prints
+its report.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SECONDS = {SUBJECTS[0].name: 20, SUBJECTS[1].name: 60}
 
 
 def measure() -> str:
-    """The report as markdown."""
+    """Return the report in Markdown."""
     rows = [
-        "| model | parameters | split | with self-check | limit | peak memory, in parameters |",
+        "| model | parameters | split | with self-check | limit | peak memory / parameters |",
         "|---|---|---|---|---|---|",
     ]
     for subject in SUBJECTS:
-        found = [_apart(subject.name, check) for check in ("without", "with")]
+        found = [_measure_in_process(subject.name, check) for check in ("without", "with")]
         limit = SECONDS.get(subject.name)
         rows.append(
             f"| {subject.name} | {found[0]['parameters'] / 1e6:.0f} MB | {found[0]['seconds']:.1f} s "
@@ -50,7 +50,7 @@ def measure() -> str:
     return "\n".join(rows)
 
 
-def _apart(name: str, check: str) -> dict[str, float]:
+def _measure_in_process(name: str, check: str) -> dict[str, float]:
     command = [sys.executable, __file__, name, check]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
     return json.loads(done.stdout.splitlines()[-1])

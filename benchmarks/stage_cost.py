@@ -1,11 +1,10 @@
-"""What a step costs in chained stages, against the unsplit module.
+"""Compare the step time of chained stages with that of the unsplit module.
 
-A step is forward, loss, backward and an SGD update, the same on both sides. Both run in one process
-on one thread, in turns, so that whatever else the machine does hits both alike; the figures are
-medians. Processor time is given beside the time on the clock because it does not count the moments
-in which another process had the core. Each model has a process of its own, whose allocator keeps
-freed memory: else the side that happens to hold the top of the heap pays for page faults of both.
-Run as a script it prints its report.
+A step is forward, loss, backward and an SGD update on both sides. Both run alternately in one process
+on one thread, so that other load on the machine affects both equally; results are medians. CPU time is
+reported too, because it does not count the time in which another process had the core. Each model has
+its own process, whose allocator keeps freed memory: otherwise the side that holds the top of the heap
+pays for the page faults of both. Run as a script it prints its report.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from ravnest.split import Chain, split
 STAGES = 3
 LIMIT = 1.05
 BLOCK_SECONDS = 0.15
-"""Steps are timed in blocks of about this length: a single step of a small model is too short."""
+"""Approximate length of a timed block of steps; one step of a small model is too short."""
 PAIRS = 31
 LONGEST = 40.0
-"""Seconds for one model; large ones get fewer pairs, but never less than ``FEWEST``."""
+"""Time limit in seconds per model; large ones get fewer pairs, but at least ``FEWEST``."""
 FEWEST = 7
 KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
@@ -53,18 +52,19 @@ SUBJECTS = (
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians of one model, in seconds a step."""
+    """Medians of one model, in seconds per step."""
 
     unsplit: float
     chained: float
     ratio: float
-    """On the clock."""
+    """Chained / unsplit in wall-clock time; above 1 is slower."""
     processor_ratio: float
+    """Chained / unsplit in CPU time."""
     pairs: int
 
 
 def time_subject(subject: Subject) -> Timing:
-    """Measure both sides in turns."""
+    """Measure both sides alternately."""
     model, args, kwargs = subject.build()
     chain = Chain.of(split(model, args, kwargs, stages=STAGES, check=False))
     unsplit = _unsplit_step(copy.deepcopy(model).train(), args, kwargs)
@@ -86,7 +86,7 @@ def time_subject(subject: Subject) -> Timing:
 
 
 def _ratio(unsplit: list[float], chained: list[float]) -> float:
-    """Median of the ratios of neighbours, which saw the same machine."""
+    """Return the median ratio of neighbouring blocks, which ran under the same load."""
     return statistics.median(b / a for a, b in zip(unsplit, chained, strict=True))
 
 
@@ -113,7 +113,7 @@ def _chained_step(chain: Chain, args: tuple, kwargs: dict) -> Callable[[], None]
 
 
 def _seconds(step: Callable[[], None], count: int) -> tuple[float, float]:
-    """Seconds a step, on the clock and of the processor."""
+    """Return wall-clock and CPU seconds per step."""
     gc.disable()
     clock, used = time.perf_counter(), time.process_time()
     for _ in range(count):
@@ -123,8 +123,8 @@ def _seconds(step: Callable[[], None], count: int) -> tuple[float, float]:
     return result
 
 
-def time_apart(subject: Subject) -> Timing:
-    """Measure a model in a process of its own."""
+def time_in_process(subject: Subject) -> Timing:
+    """Measure a model in its own process."""
     done = subprocess.run(
         [sys.executable, __file__, subject.name],
         env={**os.environ, **KEEP_FREED},
@@ -143,29 +143,30 @@ def _worker(name: str) -> None:
 
 
 def measure() -> str:
-    """The whole report in Markdown."""
+    """Return the report in Markdown."""
     lines = [
-        "| model | unsplit, ms | chained, ms | ratio | processor time | pairs |",
+        "| model | unsplit, ms | chained, ms | chained / unsplit | CPU time ratio | pairs |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     worst = 0.0
     for subject in SUBJECTS:
-        found = time_apart(subject)
+        found = time_in_process(subject)
         worst = max(worst, found.ratio)
         lines.append(
             f"| {subject.name} | {1000 * found.unsplit:.2f} | {1000 * found.chained:.2f} | "
             f"{found.ratio:.3f} | {found.processor_ratio:.3f} | {found.pairs} |"
         )
         print(lines[-1], file=sys.stderr, flush=True)
-    fixed = time_apart(FIXED)
+    fixed = time_in_process(FIXED)
     return (
-        f"Step time (forward, loss, backward, SGD update) of {STAGES} chained stages against the "
-        f"unsplit module in eager mode: one thread, medians of interleaved blocks. The largest ratio is "
-        f"{worst:.3f}; the aim is at most {LIMIT}.\n\n"
+        f"Step time (forward, loss, backward, SGD update) of {STAGES} chained stages, and of the "
+        f"unsplit module in eager mode: one thread, medians of interleaved blocks. A ratio above 1 "
+        f"means that the stages are slower. The largest ratio is {worst:.3f}; the goal is at most "
+        f"{LIMIT}.\n\n"
         + "\n".join(lines)
-        + f"\n\nA stage costs {1e6 * (fixed.chained - fixed.unsplit) / STAGES:.0f} µs a step whatever "
-        "its size, most of it for a backward call of its own; models whose whole step takes less than "
-        "a few milliseconds feel it.\n"
+        + f"\n\nThe fixed cost is {1e6 * (fixed.chained - fixed.unsplit) / STAGES:.0f} µs per stage and "
+        "step, mostly for its own backward call; it matters for models whose step takes less than a few "
+        "milliseconds.\n"
     )
 
 

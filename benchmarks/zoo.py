@@ -1,13 +1,13 @@
 """Split every model of the zoo into 2, 3 and 4 stages and check each for exactness.
 
-    python benchmarks/zoo.py                          the whole zoo; writes docs/zoo.md
-    python benchmarks/zoo.py --minutes 15             as many as that takes, the best known first
-    python benchmarks/zoo.py --only gpt2,t5           some models, nothing written
-    python benchmarks/zoo.py --stages 3               one number of stages, nothing written
+    python benchmarks/zoo.py                          all models; writes docs/zoo.md
+    python benchmarks/zoo.py --minutes 15             start no model after 15 minutes; best known first
+    python benchmarks/zoo.py --only gpt2,t5           some models; writes nothing
+    python benchmarks/zoo.py --stages 3               one number of stages; writes nothing
 
-The stages are written to disk, read back and run in one process beside the unsplit model: two steps
-of SGD with momentum, evaluation, and both modes on a smaller batch, from the same seeds. Outputs,
-losses, gradients and the fused state must agree. Each model has a process of its own.
+The stages are written to disk, read back and compared with the unsplit model: two steps of SGD with
+momentum, evaluation, and both modes on a smaller batch, with the same seeds. Outputs, losses, gradients
+and the fused state must be equal. Each model runs in its own process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REPORT = ROOT / "docs" / "zoo.md"
 STAGES = (2, 3, 4)
 UNLIMITED = float("inf")
 TIMEOUT = 900
-"""Seconds after which a model counts as hanging."""
+"""Seconds after which a model counts as failed."""
 FIRST = [
     "torchvision-resnet50",
     "torchvision-inception-v3",
@@ -73,11 +73,11 @@ FIRST = [
     "phi",
     "opt",
 ]
-"""Run before the others, so that a run that is cut short tells the most. Some are to be refused."""
+"""Models that run first, so that a limited run covers the best known. Some must be rejected."""
 
 
 def main() -> int:
-    """Run the sweep; 1 if a model does not do what the registry says."""
+    """Run the models; return 1 if a result is not the one that the registry expects."""
     options = _options()
     if options.worker:
         return work(options.worker, options.stages)
@@ -99,14 +99,18 @@ def main() -> int:
         REPORT.write_text(render(findings, minutes, options.minutes), encoding="utf-8")
     wrong = [finding.name for finding in findings if not finding.ok]
     print(f"{len(findings) - len(wrong)} of {len(findings)} as expected in {minutes:.0f} minutes")
-    print(f"not as expected: {','.join(wrong)}" if wrong else "nothing unexpected")
+    print(f"not as expected: {','.join(wrong)}" if wrong else "all results as expected")
     return 1 if wrong else 0
 
 
 def in_order() -> list[ZooModel]:
-    """The zoo: the best known models first, then the others, those from one source not in a row."""
+    """Return all models: the best known first, then the others, alternating between sources."""
     rest = [model for model in ZOO if model.name not in FIRST]
-    turn = {id(model): index for source in _sources() for index, model in enumerate(_of(rest, source))}
+    turn = {
+        id(model): index
+        for source in _sources()
+        for index, model in enumerate(_from_source(rest, source))
+    }
     return [*(find(name) for name in FIRST), *sorted(rest, key=lambda model: turn[id(model)])]
 
 
@@ -114,12 +118,12 @@ def _sources() -> list[str]:
     return sorted({model.source for model in ZOO})
 
 
-def _of(models: Sequence[ZooModel], source: str) -> list[ZooModel]:
+def _from_source(models: Sequence[ZooModel], source: str) -> list[ZooModel]:
     return [model for model in models if model.source == source]
 
 
 def work(name: str, stages: Sequence[int]) -> int:
-    """Examine one model in this process; its finding is the last line printed."""
+    """Examine one model in this process; print its result as the last line."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     print(json.dumps(asdict(examine(find(name), stages))))
@@ -127,11 +131,11 @@ def work(name: str, stages: Sequence[int]) -> int:
 
 
 def run_worker(model: ZooModel, stages: Sequence[int]) -> Finding:
-    """Examine one model in a process of its own, so that a crash or a leak stays there."""
+    """Examine one model in its own process, which isolates crashes and leaks."""
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": "1",  # the sweep runs models side by side
-        "HF_HUB_OFFLINE": "1",  # nothing is downloaded; fail rather than wait
+        "OMP_NUM_THREADS": "1",  # several models run in parallel
+        "HF_HUB_OFFLINE": "1",  # never download; fail instead of waiting
     }
     numbers = ",".join(map(str, stages))
     command = [sys.executable, __file__, "--worker", model.name, "--stages", numbers]
@@ -154,7 +158,7 @@ def run_worker(model: ZooModel, stages: Sequence[int]) -> Finding:
 
 
 def render(findings: Sequence[Finding], minutes: float, limit: float = UNLIMITED) -> str:
-    """The page docs/zoo.md, after a run of some minutes that started no model after ``limit``."""
+    """Return the page docs/zoo.md for a run of ``minutes`` that started no model after ``limit``."""
     refused = [f for f in findings if f.refusal is not None]
     split = [f for f in findings if f.refusal is None]
     cells = [cell for f in split for cell in f.cells.values()]
@@ -163,27 +167,26 @@ def render(findings: Sequence[Finding], minutes: float, limit: float = UNLIMITED
         "# The zoo",
         "",
         f"{len(split)} models, each split into {', '.join(map(str, STAGES[:-1]))} and {STAGES[-1]} "
-        f"stages: {cells.count(BITWISE)} of {len(STAGES) * len(split)} splits are equal to the unsplit "
-        f"model to the last bit. {len(refused)} more cannot be captured by nature and are refused with "
-        f"a reason.{_left_out(len(findings))}",
+        f"stages: {cells.count(BITWISE)} of {len(STAGES) * len(split)} splits are bitwise equal to the "
+        f"unsplit model. {len(refused)} more models cannot be captured and are rejected with a reason."
+        f"{_left_out(len(findings))}",
         "",
         f"Reproduce it with {_command(limit, minutes)}. "
         f"Last run: {datetime.now(UTC):%Y-%m-%d}, {_versions()}.",
         "",
-        "What is compared, between the model and its stages written to disk and read back: outputs, "
-        "loss and all gradients of two training steps with SGD and momentum; outputs in evaluation; "
-        "both again on a smaller batch; the fused `state_dict`, which the model must load with "
-        "`strict=True`. All models have random weights and small sizes; batch 4 and 2, CPU, one "
-        "thread, the same seeds on both sides, torch's attention fast path off.",
+        "The stages are written to disk, read back and compared with the model: outputs, loss and all "
+        "gradients of two training steps with SGD and momentum; outputs in evaluation; both again on a "
+        "smaller batch; the fused `state_dict`, which the model must load with `strict=True`. All "
+        "models have random weights and small sizes; batch sizes 4 and 2, CPU, one thread, the same "
+        "seeds on both sides, torch's attention fast path off.",
         "",
-        "Seconds are the processor's for one split: capture in both modes, measuring, cutting, "
-        "self-check.",
+        "Seconds are CPU time of one split: capture in both modes, measuring, cutting and self-check.",
         "",
         f"| model | from | parameters | operations | {' | '.join(map(str, STAGES))} | seconds |",
         f"|---|---|--:|--:|{'---|' * len(STAGES)}--:|",
         *(_row(finding) for finding in split),
         "",
-        "## Refused, with the message",
+        "## Rejected models and their messages",
         "",
         "| model | from | message |",
         "|---|---|---|",
@@ -199,25 +202,25 @@ def _command(limit: float, minutes: float) -> str:
     took = f"{minutes:.0f} minutes on {os.cpu_count()} cores"
     if limit == UNLIMITED:
         return f"`make zoo` ({took})"
-    return f'`make zoo ARGS="--minutes {limit:g}"` ({took}; `make zoo` runs all of it)'
+    return f'`make zoo ARGS="--minutes {limit:g}"` ({took}; `make zoo` runs all models)'
 
 
 def _left_out(count: int) -> str:
     left = len(ZOO) - count
     return (
-        f" The run was limited in time: {left} of the zoo's {len(ZOO)} models are not in it."
+        f" The run was limited in time: {left} of the zoo's {len(ZOO)} models are missing."
         if left
         else ""
     )
 
 
 def describe(finding: Finding) -> str:
-    """One line about one model."""
+    """Return one line about one model."""
     parts = [f"{count}: {cell}" for count, cell in finding.cells.items()]
     if set(finding.cells.values()) == {BITWISE}:
         parts = [f"{BITWISE} in {', '.join(finding.cells)}"]
     if finding.refusal is not None:
-        parts.append(f"refused: {finding.refusal}")
+        parts.append(f"rejected: {finding.refusal}")
     parts += [*finding.notes, f"{finding.seconds:.1f} s"]
     return f"{'ok  ' if finding.ok else 'FAIL'} {finding.name}: {'; '.join(parts)}"
 
@@ -242,11 +245,15 @@ def _versions() -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", type=_names, default=[], help="names of models, with commas")
-    parser.add_argument("--stages", type=_numbers, default=list(STAGES), help="numbers of stages")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="models side by side")
+    parser.add_argument("--only", type=_names, default=[], help="names of models, separated by commas")
     parser.add_argument(
-        "--minutes", type=float, default=UNLIMITED, help="start no model after this long"
+        "--stages", type=_numbers, default=list(STAGES), help="numbers of stages, separated by commas"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="number of models to run in parallel"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=UNLIMITED, help="start no model after this many minutes"
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,7 +1,7 @@
-"""The models that the splitter is proven on: small, with random weights, each built on demand.
+"""Models that test the splitter: small, with random weights, each built on demand.
 
-Importing this costs a torch import; torchvision, timm and transformers load when one of their
-models is made.
+Importing this package imports torch only; torchvision, timm and transformers are imported when one of
+their models is built.
 """
 
 from zoo_models import corners, hugging_face, refused, scripted, vision, written
@@ -18,7 +18,7 @@ ZOO: tuple[ZooModel, ...] = (
 
 
 def find(name: str) -> ZooModel:
-    """The model called ``name``; ``ValueError`` if there is none."""
+    """Return the model called ``name``; raise ``ValueError`` if there is none."""
     for model in ZOO:
         if model.name == name:
             return model

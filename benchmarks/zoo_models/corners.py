@@ -1,4 +1,4 @@
-"""Small models that each hold one habit of user code that a splitter can get wrong."""
+"""Small models, each with one pattern of user code that is difficult for a splitter."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MODELS: list[ZooModel] = []
 
 
 def features(width: int = 8) -> Tensor:
-    """A batch of plain vectors."""
+    """Return a batch of vectors."""
     return torch.randn(BATCH, width)
 
 
 class Layers(nn.Module):
-    """Base of most models here: three linear layers, to be used in some odd way."""
+    """Base class of most models here: three linear layers."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class Layers(nn.Module):
         self.three = nn.Linear(16, 4)
 
 
-# What goes in and what comes out
+# Inputs and outputs
 
 
 @dataclass
 class Prediction:
-    """An output class that torch has never heard of."""
+    """An output class that torch does not know."""
 
     logits: Tensor
     hidden: tuple[Tensor, ...]
@@ -195,7 +195,7 @@ def mutated_input() -> Example:
     return MutatedInput(), (features(),), {}
 
 
-# Writing in place
+# In-place writes
 
 
 class InPlace(nn.Module):
@@ -233,7 +233,7 @@ class Scatter(Layers):
 
 
 class Preallocated(Layers):
-    """Results written into an empty tensor, slice after slice, by several layers."""
+    """Several layers write their results into slices of an empty tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.empty(x.shape[0], 3, 16)
@@ -262,7 +262,7 @@ def preallocated() -> Example:
 
 
 class Lora(nn.Module):
-    """A frozen weight and a trainable correction of low rank."""
+    """A frozen weight and a trainable low-rank correction (LoRA)."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class SharedPieces(nn.Module):
 
 
 class Spares(Layers):
-    """A parameter that forward never uses, one that only eval uses, and one without any element."""
+    """A parameter that forward never uses, one that only eval uses, and an empty one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Spares(Layers):
 
 
 class Containers(nn.Module):
-    """Parameters in lists and dicts, modules in dicts, and a chain of names with odd letters."""
+    """Parameters in lists and dicts, modules in dicts, and nested names with unusual letters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class Containers(nn.Module):
 
 
 class Precisions(Layers):
-    """Parts in float64 and bfloat16 between parts in float32."""
+    """Layers in float64 and bfloat16 between layers in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ def orthogonal() -> Example:
 
 
 class Counter(Layers):
-    """Buffers that forward replaces, adds to and reads back."""
+    """Buffers that forward reassigns, adds to and reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +461,7 @@ class Counter(Layers):
 
 
 class Codebook(nn.Module):
-    """Vector quantisation with an averaged codebook and straight-through gradients."""
+    """Vector quantisation with a moving-average codebook and straight-through gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -498,7 +498,7 @@ class Noise(Layers):
 
 
 class Gumbel(Layers):
-    """Discrete choices by Gumbel-softmax, soft and hard."""
+    """Gumbel-softmax sampling, soft and hard."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gumbel_softmax(self.one(x), tau=0.7)
@@ -558,7 +558,7 @@ def submodule_in_eval() -> Example:
 
 
 class KeepsEval(Layers):
-    """A frozen batch norm that refuses to leave eval mode, as detection backbones do."""
+    """A frozen batch norm that always stays in eval mode, as in detection backbones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -616,7 +616,7 @@ class Checkpointed(nn.Module):
 
 
 class ForwardHooks(Layers):
-    """Hooks that change what a layer is given and what it returns."""
+    """Hooks that change the inputs and outputs of a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -629,7 +629,7 @@ class ForwardHooks(Layers):
 
 
 class InnerGradient(Layers):
-    """Work done under enable_grad inside no_grad, and a stop at each layer but the last."""
+    """enable_grad inside no_grad, and gradients detached at each layer but the last."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -640,7 +640,7 @@ class InnerGradient(Layers):
 
 
 class Functional(Layers):
-    """A layer called with other weights than its own."""
+    """A layer called with weights other than its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.one(x).relu()
@@ -682,7 +682,7 @@ class LongSkips(nn.Module):
 
 
 class ShapeArithmetic(Layers):
-    """Results that depend on the batch's size: means by hand, sizes as factors, expansions."""
+    """Results that depend on the batch size: manual means, sizes as factors, expansions."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch = x.shape[0]
@@ -695,7 +695,7 @@ class ShapeArithmetic(Layers):
 
 
 class Doubled(Layers):
-    """Contrastive: two views of each example go through as one batch of twice the size."""
+    """Contrastive learning: two views of each example form one batch of twice the size."""
 
     def forward(self, x: Tensor) -> Tensor:
         both = torch.cat([x, x * 0.9 + 0.1 * torch.rand_like(x)])
@@ -708,7 +708,7 @@ class Doubled(Layers):
 
 
 class Constants(Layers):
-    """Tensors that are neither parameters nor buffers: a plain attribute and one made in forward."""
+    """Tensors that are neither parameters nor buffers: an attribute and one created in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -721,7 +721,7 @@ class Constants(Layers):
 
 
 class BranchOnMode(nn.Module):
-    """Different layers in train and in eval mode, in another order."""
+    """Different layers in train and in eval mode, in a different order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Whether stages compute what the model computes: a check that shares no code with the splitter's.
+"""Check that stages compute the same as the model, without code of the splitter's own check.
 
-Both are put through the same rehearsal, and every tensor that it leaves behind is compared.
+Both run the same short training, and all recorded tensors are compared.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from zoo_models.registry import BATCH
 SMALL_BATCH = 2
 FIRST_STEP = "step 1"
 NOISE = 1e-6
-"""Relative difference up to which two results count as the same but for the order of summation."""
+"""Largest relative difference that another order of summation explains."""
 DRIFT = 1e-3
-"""What noise in the first step may have grown to by the end."""
+"""Largest relative difference at the end that such noise in the first step explains."""
 
-Traces = dict[str, Tensor]
-"""What a rehearsal left behind, by the name under which a difference is reported."""
+Recording = dict[str, Tensor]
+"""Recorded tensors by the name that reports use."""
 
 
 class Trainable(Protocol):
-    """What a model and a chain of stages have in common."""
+    """Common interface of a model and a chain of stages."""
 
     def train(self, mode: bool = True) -> Any: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -40,8 +40,8 @@ class Trainable(Protocol):
 class Unsplit:
     """The model itself, with the interface of a chain.
 
-    Submodules that are in evaluation mode when the model itself is not stay there, as they do in a
-    training loop that puts them there after each ``model.train()``.
+    Submodules that are in evaluation mode while the model is in training mode stay so, as in a training
+    loop that calls their ``eval()`` after each ``model.train()``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,47 +68,47 @@ class Unsplit:
 
 @dataclass(frozen=True)
 class Difference:
-    """The tensor that differs most."""
+    """The tensor with the largest difference."""
 
     name: str
     relative: float
-    """To the tensor's largest value, or a ten-thousandth of the largest gradient's if that is more."""
+    """Relative to the tensor's largest value, or to 1e-4 of the largest gradient if that is larger."""
 
     def __str__(self) -> str:
         return f"{self.relative:.0e} in {self.name}"
 
 
-def rehearse(
+def record_training(
     trainee: Trainable, args: tuple[Any, ...], kwargs: dict[str, Any], *, small_batch: bool = True
-) -> Traces:
-    """Two optimizer steps, evaluation, and both modes on a smaller batch; the state at the end."""
-    traces: Traces = {}
+) -> Recording:
+    """Run two optimizer steps, evaluation, and both modes on a smaller batch; record all results."""
+    recording: Recording = {}
     with _plain_kernels():
         trainable = [p for _, p in trainee.named_parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
         for step in (1, 2):
-            traces |= _train(trainee, args, kwargs, f"step {step}")
+            recording |= _train(trainee, args, kwargs, f"step {step}")
             optimizer.step()
             optimizer.zero_grad()
-        traces |= _evaluate(trainee, args, kwargs, "eval")
+        recording |= _evaluate(trainee, args, kwargs, "eval")
         if small_batch:
             few, named = narrowed(args), narrowed(kwargs)
-            traces |= _train(trainee, few, named, f"batch {SMALL_BATCH}")
+            recording |= _train(trainee, few, named, f"batch {SMALL_BATCH}")
             optimizer.step()
-            traces |= _evaluate(trainee, few, named, f"batch {SMALL_BATCH} eval")
-    traces |= {f"state {name}": t.detach().clone() for name, t in trainee.state_dict().items()}
-    return traces
+            recording |= _evaluate(trainee, few, named, f"batch {SMALL_BATCH} eval")
+    recording |= {f"state {name}": t.detach().clone() for name, t in trainee.state_dict().items()}
+    return recording
 
 
 def narrowed(value: Any, size: int = SMALL_BATCH) -> Any:
-    """The same nested inputs with the first ``size`` examples of the batch only."""
+    """Return the same nested inputs with the first ``size`` examples of the batch only."""
     return _map_tensors(
         value, lambda t: t[:size].clone() if t.dim() and t.shape[0] == BATCH else t.clone()
     )
 
 
-def compare(expected: Traces, actual: Traces, phase: str = "") -> Difference | None:
-    """The largest difference in a phase; None if all of it is equal to the last bit."""
+def compare(expected: Recording, actual: Recording, phase: str = "") -> Difference | None:
+    """Return the largest difference in a phase; None if everything is bitwise equal."""
     gradients = [_largest(t) for name, t in expected.items() if "gradient" in name]
     floor = 1e-4 * max(gradients, default=0.0)
     worst: Difference | None = None
@@ -121,8 +121,8 @@ def compare(expected: Traces, actual: Traces, phase: str = "") -> Difference | N
     return worst
 
 
-def is_noise(expected: Traces, actual: Traces) -> bool:
-    """Whether a difference is no more than another order of summation explains."""
+def is_noise(expected: Recording, actual: Recording) -> bool:
+    """Return True if another order of summation explains the difference."""
     first, worst = compare(expected, actual, FIRST_STEP), compare(expected, actual)
     if worst is None or worst.relative <= NOISE:
         return True
@@ -130,7 +130,7 @@ def is_noise(expected: Traces, actual: Traces) -> bool:
 
 
 def tensor_leaves(value: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """Tensors in a nested output with their paths; objects that are no containers are left out."""
+    """Yield the tensors in a nested output with their paths; other objects are skipped."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, bool | int | float):
@@ -141,7 +141,7 @@ def tensor_leaves(value: Any, path: str = "output") -> Iterator[tuple[str, Tenso
 
 
 def loss_of(output: Any) -> Tensor:
-    """A scalar that depends on every element of every real or complex output."""
+    """Return a scalar that depends on every element of every real or complex output."""
     generator = torch.Generator().manual_seed(1)
     total = torch.zeros((), dtype=torch.float64)
     for _, leaf in tensor_leaves(output):
@@ -154,10 +154,10 @@ def loss_of(output: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """Without the shortcuts by which torch departs from its own results.
+    """Switch off optimisations of torch that change results.
 
-    The attention fast path computes something else in evaluation; TorchScript rewrites a module's
-    backward once it has seen it a few times.
+    The attention fast path rounds differently in evaluation; TorchScript rewrites a module's backward
+    after some runs.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -169,7 +169,7 @@ def _plain_kernels() -> Iterator[None]:
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Keys and children of a container; nothing for anything else."""
+    """Return keys and children of a container; () for anything else."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -181,24 +181,24 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return ()
 
 
-def _train(trainee: Trainable, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Traces:
+def _train(trainee: Trainable, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Recording:
     trainee.train()
     output = _seeded(trainee, args, kwargs)
     loss = loss_of(output)
-    traces = {f"{name} {path}": t.detach().clone() for path, t in tensor_leaves(output)}
-    traces[f"{name} loss"] = loss.detach()
+    recording = {f"{name} {path}": t.detach().clone() for path, t in tensor_leaves(output)}
+    recording[f"{name} loss"] = loss.detach()
     trainee.backward(loss)
     for key, parameter in trainee.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             label = f"{name} gradient of {key}"
-            if label in traces and not _same_bits(traces[label], gradient):
+            if label in recording and not _same_bits(recording[label], gradient):
                 label += " (replica)"
-            traces[label] = gradient.detach().clone()
-    return traces
+            recording[label] = gradient.detach().clone()
+    return recording
 
 
-def _evaluate(trainee: Trainable, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Traces:
+def _evaluate(trainee: Trainable, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Recording:
     trainee.train(False)
     with torch.no_grad():
         output = _seeded(trainee, args, kwargs)
@@ -206,7 +206,7 @@ def _evaluate(trainee: Trainable, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _seeded(trainee: Trainable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One forward on copies of the inputs, which a model may write to."""
+    """Run one forward on copies of the inputs, because a model may write to them."""
     args, kwargs = copy.deepcopy((args, kwargs))
     torch.manual_seed(7)
     return trainee(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What splitting one model of the zoo gives: exact stages, a difference, or a refusal."""
+"""Split one model of the zoo and report the result: exact stages, a difference, or an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ravnest.errors import SplitError
 from ravnest.split import Chain, Split, prepare, split, verify
 from ravnest.split.splitter import balanced_cuts
 from ravnest.store.bundle import load_module, save_stage
-from zoo_models.exactness import FIRST_STEP, Traces, Unsplit, compare, is_noise, rehearse
+from zoo_models.exactness import FIRST_STEP, Recording, Unsplit, compare, is_noise, record_training
 from zoo_models.registry import ZooModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,25 +23,25 @@ BITWISE = "bitwise"
 
 @dataclass
 class Finding:
-    """What the sweep found out about one model."""
+    """Result of one model."""
 
     name: str
     source: str
     parameters: int = 0
     operations: int = 0
     seconds: float = 0.0
-    """Processor time to split it once: capture, measure, cut and self-check."""
+    """CPU time of one split: capture, measure, cut and self-check."""
     cells: dict[str, str] = field(default_factory=dict)
     """Result by number of stages, as text: bitwise, the difference, or the error."""
     refusal: str | None = None
-    """The message with which it was refused."""
+    """Message of the expected error."""
     notes: list[str] = field(default_factory=list)
     ok: bool = False
-    """Whether the model did what the registry says."""
+    """True if the result is the one that the registry expects."""
 
 
 def examine(model: ZooModel, stages: Sequence[int]) -> Finding:
-    """Split a model into each number of stages and compare, or see that it is refused."""
+    """Split a model into each number of stages and compare, or check that it is rejected."""
     finding = Finding(model.name, model.source)
     if model.refusal is not None:
         _examine_refusal(model, model.refusal, finding)
@@ -51,7 +51,7 @@ def examine(model: ZooModel, stages: Sequence[int]) -> Finding:
 
 
 def plain(message: str) -> str:
-    """A message without the places of this machine."""
+    """Return a message without the paths of this machine."""
     message = re.sub(r"[^\s\"'(]*/(site-packages|lib/python[\d.]+)/", "", message)
     return message.replace(f"{ROOT}/", "")
 
@@ -64,11 +64,11 @@ def _examine_refusal(model: ZooModel, expected: str, finding: Finding) -> None:
         finding.refusal = plain(str(error))
         finding.ok = expected in finding.refusal
         if not finding.ok:
-            finding.notes.append(f"refused, but without the words {expected!r}")
+            finding.notes.append(f"rejected, but without the words {expected!r}")
     except Exception as error:
         finding.notes.append(f"not a SplitError: {_first_line(error)}")
     else:
-        finding.notes.append("was split, though it should be refused")
+        finding.notes.append("was split, but should be rejected")
 
 
 def _examine_stages(model: ZooModel, stages: Sequence[int], finding: Finding) -> None:
@@ -87,7 +87,7 @@ def _examine_stages(model: ZooModel, stages: Sequence[int], finding: Finding) ->
         whole = not prepared.capture.fixed_batch
         if not whole:
             finding.notes.append("batch size fixed")
-        expected = rehearse(Unsplit(reference), args, kwargs, small_batch=whole)
+        expected = record_training(Unsplit(reference), args, kwargs, small_batch=whole)
     except Exception as error:
         finding.notes.append(_first_line(error))
         return
@@ -101,7 +101,7 @@ def _examine_stages(model: ZooModel, stages: Sequence[int], finding: Finding) ->
             seconds = preparing + time.process_time() - started
             finding.seconds = round(max(finding.seconds, seconds), 1)
             chain = _through_files(result)
-            actual = rehearse(chain, args, kwargs, small_batch=whole)
+            actual = record_training(chain, args, kwargs, small_batch=whole)
             reference.load_state_dict(chain.state_dict(), strict=True)
             same = is_noise(expected, actual)
         except Exception as error:
@@ -116,7 +116,7 @@ def _examine_stages(model: ZooModel, stages: Sequence[int], finding: Finding) ->
     finding.ok = exact and not changed
 
 
-def _result(expected: Traces, actual: Traces) -> str:
+def _result(expected: Recording, actual: Recording) -> str:
     first, worst = compare(expected, actual, FIRST_STEP), compare(expected, actual)
     if worst is None:
         return BITWISE
@@ -126,7 +126,7 @@ def _result(expected: Traces, actual: Traces) -> str:
 
 
 def _through_files(result: Split) -> Chain:
-    """The stages as a provider gets them: written, read and checked."""
+    """Return the stages as a provider loads them: written, read and checked."""
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder, str(stage.spec.index)) for stage in result.stages]
         for place, stage in zip(places, result.stages, strict=True):
@@ -134,7 +134,7 @@ def _through_files(result: Split) -> Chain:
         return Chain(load_module(place) for place in places)
 
 
-def _state(module: Any) -> Traces:
+def _state(module: Any) -> Recording:
     return {f"state {name}": t.detach().clone() for name, t in module.state_dict().items()}
 
 

@@ -1,4 +1,4 @@
-"""Language, speech and vision models of transformers, from small configurations."""
+"""Language, speech and vision models of transformers, in small configurations."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def from_transformers(
     options: dict[str, Any],
     inputs: Callable[[], dict[str, Any]],
 ) -> Example:
-    """A model by the names of its class and of its configuration's class."""
+    """Return a model by the names of its class and of its configuration class."""
     torchvision_schemas()
     import transformers  # noqa: PLC0415
 
@@ -156,7 +156,7 @@ add(
     "DebertaV2Config",
     DEBERTA,
     padded_classes,
-    refusal="decides by the value of a tensor",
+    refusal="depends on the value of a tensor",
 )
 add(
     "xlnet",
@@ -309,7 +309,7 @@ add(
     "MixtralConfig",
     MIXTRAL,
     labelled,
-    refusal="belongs to transformers",
+    refusal="belongs to the namespace 'transformers'",
 )
 add(
     "qwen3-moe",
@@ -599,7 +599,7 @@ add(
 )
 
 
-@entry(MODELS, "transformers", refusal="decides by the value of a tensor")
+@entry(MODELS, "transformers", refusal="depends on the value of a tensor")
 def detr() -> Example:
     torchvision_schemas()
     import transformers  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Models that cannot be split exactly, by nature, each with a part of the message that says so."""
+"""Models that cannot be split exactly, each with a part of the error message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataDependentBranch(Layers):
 
 
 class RoundedGradient(torch.autograd.Function):
-    """Rounds forward, passes the gradient through."""
+    """Rounding with a straight-through gradient."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class AutocastInside(Layers):
 
 
 class ScaledGradient(Layers):
-    """A tensor hook: invisible in a graph, and it changes the gradients."""
+    """A tensor hook that changes gradients and is not visible in the graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.one(x)
@@ -71,7 +71,7 @@ class ReadsAValue(Layers):
 
 
 class PackedSequence(nn.Module):
-    """Sequences packed by their lengths, which forward reads as values."""
+    """Packed sequences, whose lengths forward reads as values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class VmapInside(Layers):
         return torch.vmap(lambda row: self.three(row).tanh())(x)
 
 
-@entry(MODELS, "torch.nn", refusal="decides by the value of a tensor")
+@entry(MODELS, "torch.nn", refusal="depends on the value of a tensor")
 def data_dependent_branch() -> Example:
     return DataDependentBranch(), (features(),), {}
 
@@ -123,14 +123,14 @@ def backward_hook() -> Example:
     return BackwardHook(), (features(),), {}
 
 
-@entry(MODELS, "torch.nn", refusal="decides by the value of a tensor")
+@entry(MODELS, "torch.nn", refusal="depends on the value of a tensor")
 def reads_a_value() -> Example:
     return ReadsAValue(), (features(),), {}
 
 
 @entry(MODELS, "torch.nn", refusal="a batch norm with momentum=None")
 def cumulative_batch_norm() -> Example:
-    """Without a momentum, batch norm reads its counter as a Python number."""
+    """A batch norm without momentum, which reads its counter as a Python number."""
     norm = nn.BatchNorm1d(16, momentum=None)
     return nn.Sequential(nn.Linear(8, 16), norm, nn.Linear(16, 4)), (features(),), {}
 

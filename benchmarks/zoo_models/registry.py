@@ -1,4 +1,4 @@
-"""What an entry of the zoo is, and how one is declared."""
+"""Types of the zoo's entries, and a decorator that declares one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 BATCH = 4
-"""Examples in the batch of every model. No other dimension that a test may shrink has this size."""
+"""Batch size of every model; no other dimension that a test may shrink has this size."""
 
 Source = Literal["torchvision", "timm", "transformers", "torch.nn", "torch.jit"]
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -18,27 +18,27 @@ Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Reference:
-    """What the stages are compared with: the model, altered."""
+    """Altered model that the stages are compared with."""
 
     alter: Callable[[nn.Module], None]
     note: str
-    """Says in the report what is compared, and why."""
+    """Explanation for the report."""
 
 
 @dataclass(frozen=True)
 class ZooModel:
-    """A model and inputs for it, made anew at each call of ``make``."""
+    """A model with inputs, built by ``make``."""
 
     name: str
     source: Source
     make: Callable[[], Example]
     refusal: str | None = None
-    """Part of the message that splitting it must end with; None for a model that must split."""
+    """Part of the error message that splitting must raise; None if the model must split."""
     reference: Reference | None = None
-    """Set where the stages are not compared with the model as it is."""
+    """Set if the stages are not compared with the unchanged model."""
 
     def build(self, seed: int = 0) -> Example:
-        """The model, its arguments and keyword arguments: the same ones for the same seed."""
+        """Return the model, its arguments and keyword arguments, reproducible for a seed."""
         torch.manual_seed(seed)
         return self.make()
 
@@ -50,7 +50,7 @@ def entry(
     refusal: str | None = None,
     reference: Reference | None = None,
 ) -> Callable[[Callable[[], Example]], Callable[[], Example]]:
-    """Decorator that adds a factory to ``models`` under its own name, underscores as hyphens."""
+    """Return a decorator that adds a factory to ``models``, by default under its name with hyphens."""
 
     def register(make: Callable[[], Example]) -> Callable[[], Example]:
         given = name or make.__name__.replace("_", "-")
@@ -61,16 +61,16 @@ def entry(
 
 
 def tokens(length: int, vocabulary: int = 99) -> torch.Tensor:
-    """A batch of token ids; 0 and 1 are left out because models read them as padding."""
+    """Return a batch of token ids without the small ones, which models use for padding."""
     return torch.randint(3, vocabulary, (BATCH, length))
 
 
 def padding_mask(length: int) -> torch.Tensor:
-    """An attention mask in which each row of the batch ends one token earlier than the last."""
+    """Return an attention mask in which each row is one token shorter than the one before."""
     kept = length - torch.arange(BATCH)
     return (torch.arange(length) < kept[:, None]).long()
 
 
 def image(size: int, channels: int = 3) -> torch.Tensor:
-    """A batch of square images."""
+    """Return a batch of square images."""
     return torch.randn(BATCH, channels, size, size)

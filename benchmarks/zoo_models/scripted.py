@@ -16,21 +16,21 @@ MODELS: list[ZooModel] = []
 
 
 def scripted(model: nn.Module) -> nn.Module:
-    """``torch.jit.script`` without its notice that it is deprecated."""
+    """Call ``torch.jit.script`` without its deprecation warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.jit.script(model)
 
 
 def traced(model: nn.Module, *inputs: Tensor) -> nn.Module:
-    """``torch.jit.trace``, which bakes the mode that the model is in."""
+    """Call ``torch.jit.trace``, which fixes the current mode of the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.jit.trace(model, inputs, check_trace=False)
 
 
 def reloaded(model: nn.Module) -> nn.Module:
-    """The module after ``torch.jit.save`` and ``torch.jit.load``."""
+    """Return the module after ``torch.jit.save`` and ``torch.jit.load``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         file = io.BytesIO()
@@ -40,7 +40,7 @@ def reloaded(model: nn.Module) -> nn.Module:
 
 
 class ControlFlow(nn.Module):
-    """What only scripting keeps: a loop and a branch, both settled by the module's settings."""
+    """A loop and a branch that depend on the module's settings, which only scripting preserves."""
 
     def __init__(self) -> None:
         super().__init__()

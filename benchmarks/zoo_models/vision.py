@@ -76,10 +76,10 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
 
 @cache
 def torchvision_schemas() -> torch.library.Library:
-    """Declare what torchvision's compiled part would.
+    """Declare the two operators that torchvision's compiled extension defines.
 
-    The package on the index is built for CUDA: beside a CPU torch its import fails for want of
-    these two operators, and so does that of the timm and transformers models that import it.
+    The package on PyPI is built for CUDA. With a CPU build of torch its import fails without these
+    operators, and so does the import of timm and of transformers models that use it.
     """
     library = torch.library.Library("torchvision", "DEF")
     if not hasattr(torch.ops.torchvision, "nms"):
@@ -89,7 +89,7 @@ def torchvision_schemas() -> torch.library.Library:
 
 
 def torchvision_models() -> Any:
-    """The module ``torchvision.models``, importable on any torch."""
+    """Import and return ``torchvision.models``, with any build of torch."""
     torchvision_schemas()
     import torchvision  # noqa: PLC0415
 
@@ -97,7 +97,7 @@ def torchvision_models() -> Any:
 
 
 def timm() -> Any:
-    """The module ``timm``, importable on any torch."""
+    """Import and return ``timm``, with any build of torch."""
     torchvision_schemas()
     import timm as library  # noqa: PLC0415
 
@@ -105,13 +105,13 @@ def timm() -> Any:
 
 
 def from_torchvision(name: str, size: int, options: dict[str, Any]) -> Example:
-    """A classifier by its torchvision name."""
+    """Return a classifier by its torchvision name."""
     model = torchvision_models().get_model(name, weights=None, num_classes=CLASSES, **options)
     return model, (image(size),), {}
 
 
 def from_timm(name: str, size: int, options: dict[str, Any]) -> Example:
-    """A classifier by its timm name."""
+    """Return a classifier by its timm name."""
     model = timm().create_model(name, pretrained=False, num_classes=CLASSES, **options)
     return model, (image(size),), {}
 
@@ -128,8 +128,10 @@ for _name, (_size, _options) in TIMM.items():
 @entry(MODELS, "torchvision")
 def torchvision_vgg11_bn() -> Example:
     model = torchvision_models().vgg11_bn(weights=None)
-    model.classifier = nn.Sequential(  # the original's 120 million weights are all of one kind
-        nn.Linear(512 * 7 * 7, 64), nn.ReLU(True), nn.Dropout(), nn.Linear(64, CLASSES)
+    model.classifier = (
+        nn.Sequential(  # smaller than the original, which has 120 million weights of one kind
+            nn.Linear(512 * 7 * 7, 64), nn.ReLU(True), nn.Dropout(), nn.Linear(64, CLASSES)
+        )
     )
     return model, (image(64),), {}
 

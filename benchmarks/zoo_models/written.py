@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class TiedGPT(nn.Module):
-    """A GPT whose output layer is its token embedding."""
+    """A GPT whose output layer shares the weight of its token embedding."""
 
     def __init__(self, vocabulary: int = 99, width: int = 32, layers: int = 4) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def digits_cnn() -> Example:
 
 
 def double_conv(before: int, after: int) -> nn.Sequential:
-    """Two convolutions, as each level of a U-Net has them."""
+    """Two convolutions, as in each level of a U-Net."""
     return nn.Sequential(
         nn.Conv2d(before, after, 3, padding=1, bias=False),
         nn.BatchNorm2d(after),
@@ -121,7 +121,7 @@ def double_conv(before: int, after: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """A U-Net: each level of the way down skips to its level on the way up."""
+    """A U-Net with skip connections from the contracting to the expanding path."""
 
     def __init__(self, widths: tuple[int, ...] = (8, 16, 32, 64)) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def unet() -> Example:
 
 
 class LSTMTagger(nn.Module):
-    """A tag for each token, from stacked LSTM layers with dropout between them."""
+    """Token tagger of stacked LSTM layers with dropout between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def lstm_tagger() -> Example:
 
 
 class LSTMLanguageModel(nn.Module):
-    """Time first, the initial state given, the last state returned, a projection inside."""
+    """An LSTM with projection, time first, that takes an initial state and returns the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def lstm_with_state() -> Example:
 
 
 class GRUClassifier(nn.Module):
-    """A class for each text, from a bidirectional GRU."""
+    """Text classifier of a bidirectional GRU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def attention_weights() -> Example:
 
 
 class Autoencoder(nn.Module):
-    """Convolutions down, transposed convolutions up."""
+    """Autoencoder of convolutions and transposed convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +368,7 @@ def autoencoder() -> Example:
 
 
 class VAE(nn.Module):
-    """A variational autoencoder: the code is drawn in forward, the loss computed there."""
+    """A variational autoencoder that samples the code and computes the loss in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,7 +428,7 @@ def normalisations() -> Example:
 
 
 class Activations(nn.Module):
-    """Every activation that torch offers, and the random ones of train mode."""
+    """Every activation function of torch, including the random ones of training mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -512,7 +512,7 @@ def recommender() -> Example:
 
 
 class FourierMixer(nn.Module):
-    """Mixes tokens in the frequency domain, with complex weights."""
+    """Token mixing in the frequency domain, with complex weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -537,7 +537,7 @@ def fourier_mixer() -> Example:
 
 
 class RotaryEinsum(nn.Module):
-    """Attention in einsums, with rotary positions as complex numbers."""
+    """Attention with einsum, and rotary positions as complex numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -566,7 +566,7 @@ def rotary_einsum() -> Example:
 
 
 class SoftExperts(nn.Module):
-    """A mixture of experts that runs all of them and keeps the best two by a dense mask."""
+    """A mixture of experts that runs all experts and selects the best two with a dense mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -591,7 +591,7 @@ def soft_experts() -> Example:
 
 
 class SpatialTransformer(nn.Module):
-    """Learns where to look: an affine grid from a small network, sampled, then upsampled."""
+    """A spatial transformer: a small network predicts an affine grid for sampling, then upsampling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -613,7 +613,7 @@ def spatial_transformer() -> Example:
 
 
 class WaveNet(nn.Module):
-    """Dilated causal convolutions, gated, whose skips all meet at the end."""
+    """Gated dilated causal convolutions (WaveNet) whose skip connections are summed at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -640,7 +640,7 @@ def wavenet() -> Example:
 
 
 class ConvLSTM(nn.Module):
-    """A convolutional LSTM over the frames of a video, and a 3-d convolution in front."""
+    """A 3-d convolution, then a convolutional LSTM over the frames of a video."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -665,7 +665,7 @@ def conv_lstm() -> Example:
 
 
 class UniversalTransformer(nn.Module):
-    """One encoder layer applied again and again: all stages share its weights."""
+    """One encoder layer applied repeatedly: all stages share its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -687,7 +687,7 @@ def universal_transformer() -> Example:
 
 
 class Siamese(nn.Module):
-    """One tower for two inputs, compared by cosine and by a bilinear form."""
+    """A siamese network for two inputs, compared by cosine and by a bilinear form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -706,7 +706,7 @@ def siamese() -> Example:
 
 
 class HyperNetwork(nn.Module):
-    """One network writes another's weights, a set for each example."""
+    """A hypernetwork that computes another network's weights for each example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -755,7 +755,7 @@ def neural_ode() -> Example:
 
 
 class Capsules(nn.Module):
-    """Routing by agreement between capsules, three rounds."""
+    """Capsules with three rounds of routing by agreement."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -810,7 +810,7 @@ def linear_attention() -> Example:
 
 
 class ConditionalRandomField(nn.Module):
-    """Tags scored by a network and a transition matrix: the loss is a recursion over time."""
+    """A tagger with a transition matrix (CRF); its loss is a recursion over time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -837,7 +837,7 @@ def conditional_random_field() -> Example:
 
 
 class Diffusion(nn.Module):
-    """A denoiser with sinusoidal time embeddings that modulate its layers."""
+    """A diffusion denoiser with sinusoidal time embeddings that modulate its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -865,7 +865,7 @@ def diffusion() -> Example:
 
 
 class Ranker(nn.Module):
-    """Ranks a set of items for a user: shared scorer, sorted scores, pairwise loss."""
+    """Ranking of items for a user: shared scorer, sorted scores, pairwise loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -84,8 +84,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "version": (lambda d: d.update(version=2), "not a model"),
     "no units": (lambda d: d.update(units=[]), "does not hold the pieces"),
     "units are no list": (lambda d: d.update(units={"0": {}}), "does not hold the pieces"),
-    "a unit is missing": (lambda d: d["units"].pop(), "not in its place"),
-    "units are swapped": (lambda d: d["units"].reverse(), "not in its place"),
+    "a unit is missing": (lambda d: d["units"].pop(), "wrong position"),
+    "units are swapped": (lambda d: d["units"].reverse(), "wrong position"),
     "another signature": (lambda d: d["units"][1]["signature"].pop(), "other inputs"),
     "no profile": (lambda d: d.pop("profile"), "profile of the model is malformed"),
     "a profile of other units": (lambda d: d["profile"]["units"].pop(), "profile is of"),
@@ -101,11 +101,11 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "an input from nowhere": (
         lambda d: _graph(d, 0).update(outputs=[["other", 1]]),
-        "nothing before it gives",
+        "is not an output",
     ),
     "units that disagree on a tensor": (
         lambda d: d["units"][0]["state"][0].update(trainable=False),
-        "do not agree on",
+        "disagree on",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The batch size stays open, or is said to be fixed, with what to do about it."""
+"""The batch size stays symbolic; if it cannot, a warning says so and names a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ravnest.split import Chain, split
 
 
 class Constant(nn.Module):
-    """A reshape by a number, which fixes the batch."""
+    """A reshape to a constant, which fixes the batch size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Constant(nn.Module):
 
 
 class PythonNumber(Constant):
-    """``int()`` of a size, which only the strict tracer keeps open."""
+    """``int()`` of a size, which only the strict tracer keeps symbolic."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x).reshape(int(x.shape[0]), 4))
@@ -37,7 +37,7 @@ class AtLeastFive(Constant):
         return self.second(self.first(x))
 
 
-def test_a_fixed_batch_is_said_with_its_remedy(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fixed_batch_size_is_reported_with_a_remedy(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ravnest"):
         result = split(Constant(), (torch.randn(3, 4),))
     assert "the batch size 3 is fixed" in caplog.text
@@ -48,7 +48,7 @@ def test_a_fixed_batch_is_said_with_its_remedy(caplog: pytest.LogCaptureFixture)
         chain(torch.randn(2, 4))
 
 
-def test_a_size_turned_into_a_number_stays_open(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_converted_with_int_stays_symbolic(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ravnest"):
         result = split(PythonNumber(), (torch.randn(3, 4),))
     assert not caplog.records
@@ -70,7 +70,7 @@ def test_a_branch_on_the_batch_size_limits_it() -> None:
         chain(torch.randn(4, 4))
 
 
-def test_a_batch_in_another_dimension() -> None:
+def test_the_batch_can_be_in_another_dimension() -> None:
     model = nn.LSTM(3, 5, num_layers=2)
     model.eval()
     result = split(model, (torch.randn(6, 4, 3),), batch_dim=1)
@@ -78,7 +78,7 @@ def test_a_batch_in_another_dimension() -> None:
     assert torch.equal(Chain.of(result).eval()(x)[0], model(x)[0])
 
 
-def test_inputs_that_disagree_on_the_batch() -> None:
+def test_inputs_with_different_batch_sizes_are_rejected() -> None:
     model = nn.Bilinear(3, 4, 2)
     chain = Chain.of(
         split(nn.ModuleDict({"b": model})["b"], (torch.randn(5, 3), torch.randn(5, 4)), stages=1)
@@ -88,7 +88,7 @@ def test_inputs_that_disagree_on_the_batch() -> None:
 
 
 class AsksWhetherExported(Constant):
-    """What libraries do: another path, with other rounding, while the model is exported."""
+    """Libraries have another path, with other rounding, for export."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_exporting():
@@ -97,7 +97,7 @@ class AsksWhetherExported(Constant):
 
 
 class AsksWhetherCompiled(Constant):
-    """What libraries do around a cache, or a check of values: no tracer can follow it."""
+    """Libraries guard caches and checks of values this way, because no tracer supports them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling() and x.isnan().any():
@@ -113,7 +113,7 @@ class NeedsTheExportPath(Constant):
 
 
 @pytest.mark.parametrize("kind", [AsksWhetherExported, AsksWhetherCompiled, NeedsTheExportPath])
-def test_the_models_own_path_is_captured_if_it_can_be(kind: type[nn.Module]) -> None:
+def test_the_path_outside_of_export_is_captured_if_possible(kind: type[nn.Module]) -> None:
     model, x = kind(), torch.randn(3, 4)
     assert torch.equal(Chain.of(split(model, x))(x), model(x))
-    assert torch.compiler.is_exporting.__name__ == "is_exporting", "torch is left as it was"
+    assert torch.compiler.is_exporting.__name__ == "is_exporting", "torch's function is restored"

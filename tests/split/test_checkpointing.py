@@ -1,4 +1,4 @@
-"""Checkpointing inside a model is left out of its stages, and said where that makes a difference."""
+"""Stages ignore checkpointing inside a model; a warning says where that makes a difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Checkpointed(nn.Module):
         return self.out(checkpoint(self.block, x, use_reentrant=False))
 
 
-def test_gradients_are_those_of_the_model() -> None:
+def test_gradients_equal_those_of_the_model() -> None:
     model, x = Checkpointed(nn.LayerNorm(4)), torch.randn(3, 4)
     chain = Chain.of(split(model, x))
     chain.backward(chain(x).square().sum())
@@ -31,7 +31,9 @@ def test_gradients_are_those_of_the_model() -> None:
     assert all(torch.equal(gradients[name], p.grad) for name, p in model.named_parameters())
 
 
-def test_batch_norm_is_updated_once_and_the_line_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_norm_is_updated_once_and_the_warning_names_the_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, x = Checkpointed(nn.BatchNorm1d(4)), torch.randn(3, 4)
     with caplog.at_level(logging.WARNING, logger="ravnest"):
         chain = Chain.of(split(model, x))
@@ -40,7 +42,7 @@ def test_batch_norm_is_updated_once_and_the_line_is_named(caplog: pytest.LogCapt
     chain.backward(chain(x).square().sum())
     assert chain.state_dict()["block.1.num_batches_tracked"] == 1
     model(x).square().sum().backward()
-    assert model.state_dict()["block.1.num_batches_tracked"] == 2, "torch does otherwise by now"
+    assert model.state_dict()["block.1.num_batches_tracked"] == 2, "torch has changed its behaviour"
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False)])

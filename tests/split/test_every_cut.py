@@ -1,4 +1,4 @@
-"""Small models cut in every legal place, joined by copies as a network makes them, stay exact."""
+"""Small models cut at every legal position stay exact, with tensors copied as over a network."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import copy
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import relu
-from zoo_models.exactness import Unsplit, compare, rehearse
+from zoo_models.exactness import Unsplit, compare, record_training
 
 from ravnest.split import Chain, PreparedModel, prepare
 
@@ -21,7 +22,7 @@ BATCH = 4
 
 
 class Skips(nn.Module):
-    """A value used in many places, in-place writes, and an input that is needed late."""
+    """A value with many uses, in-place writes, and an input that a late operation needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class TiedGPT(nn.Module):
 
 
 class SharedLayer(nn.Module):
-    """The same layer four times, so that one gradient is the sum over several stages."""
+    """The same layer four times, so that its gradient is a sum over several stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,8 +173,16 @@ MODELS: dict[str, Callable[[], Example]] = {
 }
 
 
+@cache
+def prepared_model(name: str) -> tuple[PreparedModel, Example]:
+    """Return a prepared model with its example, the same object for the whole test session."""
+    torch.manual_seed(0)
+    model, args, kwargs = MODELS[name]()
+    return prepare(model, args, kwargs), (model, args, kwargs)
+
+
 class Network(Chain):
-    """A chain whose boundaries copy: dense, with the strides that the sender had."""
+    """A chain that copies tensors between stages: dense, with the sender's strides."""
 
     def transfer(self, value: torch.Tensor) -> torch.Tensor:
         return value.detach().clone(memory_format=torch.preserve_format)
@@ -181,38 +190,37 @@ class Network(Chain):
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def case(request: pytest.FixtureRequest) -> tuple[PreparedModel, Example]:
-    """A prepared model with its example; capturing takes longer than all that follows."""
-    torch.manual_seed(0)
-    model, args, kwargs = MODELS[request.param]()
-    return prepare(model, args, kwargs), (model, args, kwargs)
+    """A prepared model with its example; capturing takes longer than the tests."""
+    return prepared_model(request.param)
 
 
 def test_every_cut_is_exact(case: tuple[PreparedModel, Example]) -> None:
     prepared, (model, args, kwargs) = case
-    expected = rehearse(Unsplit(copy.deepcopy(model)), args, kwargs)
+    expected = record_training(Unsplit(copy.deepcopy(model)), args, kwargs)
     assert prepared.cuts
     for cut in prepared.cuts:
-        actual = rehearse(Network.of(prepared.cut([cut])), args, kwargs)
+        actual = record_training(Network.of(prepared.cut([cut])), args, kwargs)
         assert compare(expected, actual) is None, f"cut at {cut} of {prepared.cuts}"
 
 
-def test_as_many_stages_as_there_are_cuts(case: tuple[PreparedModel, Example]) -> None:
+def test_a_stage_per_unit_is_exact(case: tuple[PreparedModel, Example]) -> None:
     prepared, (model, args, kwargs) = case
-    expected = rehearse(Unsplit(copy.deepcopy(model)), args, kwargs)
+    expected = record_training(Unsplit(copy.deepcopy(model)), args, kwargs)
     split = prepared.cut(prepared.cuts)
-    assert compare(expected, rehearse(Network.of(split), args, kwargs)) is None
+    assert compare(expected, record_training(Network.of(split), args, kwargs)) is None
     fused = Network.of(split).state_dict()
     assert list(fused) == list(model.state_dict())
     copy.deepcopy(model).load_state_dict(fused, strict=True)
 
 
 def test_a_stage_without_trainable_parameters_passes_gradients_or_stops_them() -> None:
-    model, args, _ = MODELS["frozen"]()
-    prepared = prepare(model, args)
+    prepared, (_, args, _) = prepared_model("frozen")
     split = prepared.cut([2, 4, 6])
     chain = Chain.of(split)
     loss = chain(*args).logits.sum()
     gradients = chain.gradients([(loss, None)])
     assert set(gradients) == {f"layers.{i}.{n}" for i in (1, 3) for n in ("weight", "bias")}
     wants = [stage.spec.graphs["train"].inputs[0].gradient for stage in split.stages]
-    assert wants == [False, False, True, True], "no gradient flows where nothing before trains"
+    assert wants == [False, False, True, True], (
+        "no gradient flows back to stages without trainable parameters"
+    )

@@ -1,4 +1,4 @@
-"""Costs found without running the model are those of running it."""
+"""Costs measured with fake tensors equal those of a real run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_flops_and_saved_bytes_equal_eager(make) -> None:
 
 
 @pytest.mark.parametrize("make", [_cnn, _transformer])
-def test_a_real_run_finds_the_same(make) -> None:
+def test_a_real_run_measures_the_same_flops(make) -> None:
     model, x = make()
     model.eval()
     before = {key: value.clone() for key, value in model.state_dict().items()}

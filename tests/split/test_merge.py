@@ -1,27 +1,27 @@
-"""Stages joined from the smallest pieces of a model are those of a cut, and as exact."""
+"""Stages that are merged from units equal those of a cut, and are as exact."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
-from test_every_cut import BATCH, MODELS, Example, Network
+from msgspec.structs import replace
+from test_every_cut import BATCH, MODELS, Example, Network, prepared_model
 from torch import nn
 from zoo_models import find
-from zoo_models.exactness import Unsplit, compare, rehearse
+from zoo_models.exactness import Unsplit, compare, record_training
 
 from ravnest.errors import SplitError, StageFormatError
-from ravnest.split import PreparedModel, Split, Stage, prepare, verify
+from ravnest.split import PreparedModel, Split, SplitStage, prepare, verify
 from ravnest.split.graph import Operation, OutputSpec, Ref, StageGraph, StageSpec
-from ravnest.split.merge import check_chain, join
+from ravnest.split.merge import check_chain, merge_units
 
 
 class Views(nn.Module):
-    """Tensors that are written through views, some of them made in an earlier piece."""
+    """Tensors that are written through views, some of which an earlier unit makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,48 +37,63 @@ class Views(nn.Module):
         return torch.relu_(z)
 
 
-CASES = {
-    **MODELS,
-    "views": lambda: (Views(), (torch.randn(BATCH, 6),), {}),
-}
+def views() -> Example:
+    return Views(), (torch.randn(BATCH, 6),), {}
 
 
-class Pieces:
-    """A prepared model, cut in every place."""
+FULL = ("encoder", "recurrent")
+"""Models that take long to capture; the zoo's models below have attention and recurrence too."""
+
+
+class Units:
+    """A prepared model, cut at every position."""
 
     def __init__(self, prepared: PreparedModel, example: Example) -> None:
         self.prepared = prepared
         self.example = example
         fine = prepared.cut(prepared.cuts)
-        self.units = [stage.spec for stage in fine.stages]
+        self.specs = [stage.spec for stage in fine.stages]
         self._tensors = {key: t for stage in fine.stages for key, t in stage.tensors.items()}
 
-    def joined(self, starts: Sequence[int]) -> Split:
-        specs = join(self.units, starts)
+    def merged(self, starts: Sequence[int]) -> Split:
+        specs = merge_units(self.specs, starts)
         return Split(
-            tuple(Stage(spec, {e.key: self._tensors[e.key] for e in spec.state}) for spec in specs)
+            tuple(SplitStage(spec, {e.key: self._tensors[e.key] for e in spec.state}) for spec in specs)
         )
 
     def direct(self, starts: Sequence[int]) -> Split:
         return self.prepared.cut([self.prepared.cuts[start - 1] for start in starts])
 
     def choices(self) -> list[list[int]]:
-        """No cut, each single one, some pairs, every second one, all."""
-        places = range(1, len(self.units))
+        """Return choices of cuts: none, each single one, some pairs, every second one, all."""
+        places = range(1, len(self.specs))
         pairs = list(combinations(places, 2))
         chosen = [list(pair) for pair in pairs[:: max(1, len(pairs) // 10)]]
         return [[], *([place] for place in places), *chosen, list(places)[::2], list(places)]
 
 
-@pytest.fixture(scope="module", params=list(CASES))
-def pieces(request: pytest.FixtureRequest) -> Pieces:
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in MODELS),
+        "views",
+    ],
+)
+def units(request: pytest.FixtureRequest) -> Units:
+    if request.param != "views":
+        return Units(*prepared_model(request.param))
     torch.manual_seed(0)
-    example = CASES[request.param]()
-    return Pieces(prepare(*example), example)
+    example = views()
+    return Units(prepare(*example), example)
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Units:
+    return Units(*prepared_model("frozen"))
 
 
 def _without_sizes(graph: StageGraph) -> StageGraph:
-    """A size may be read off any of several tensors: leave out which one."""
+    """Drop the source of each size, because a size may be read from any of several tensors."""
     operations = [
         replace(operation, args=()) if operation.target == "aten::sym_size.int" else operation
         for operation in graph.operations
@@ -87,33 +102,31 @@ def _without_sizes(graph: StageGraph) -> StageGraph:
     return replace(graph, operations=tuple(by_name))
 
 
-def test_the_units_follow_each_other(pieces: Pieces) -> None:
-    check_chain(pieces.units)
+def test_the_units_follow_each_other(units: Units) -> None:
+    check_chain(units.specs)
 
 
-def test_joined_stages_are_those_of_a_cut(pieces: Pieces) -> None:
-    for starts in pieces.choices():
-        for joined, direct in zip(
-            pieces.joined(starts).stages, pieces.direct(starts).stages, strict=True
-        ):
-            one, other = joined.spec.graphs["train"], direct.spec.graphs["train"]
+def test_merged_stages_equal_those_of_a_cut(units: Units) -> None:
+    for starts in units.choices():
+        for merged, direct in zip(units.merged(starts).stages, units.direct(starts).stages, strict=True):
+            one, other = merged.spec.graphs["train"], direct.spec.graphs["train"]
             assert _without_sizes(one) == _without_sizes(other), starts
-            trained = [e for e in joined.spec.state if e.kind == "parameter"]
+            trained = [e for e in merged.spec.state if e.kind == "parameter"]
             assert trained == [e for e in direct.spec.state if e.kind == "parameter"], starts
-            assert joined.spec.module_versions == direct.spec.module_versions
+            assert merged.spec.module_versions == direct.spec.module_versions
 
 
-def test_joined_stages_are_exact(pieces: Pieces) -> None:
-    splits = [pieces.joined(starts).stages for starts in pieces.choices()]
-    assert verify(pieces.prepared.capture, splits).bitwise
+def test_merged_stages_are_exact(units: Units) -> None:
+    splits = [units.merged(starts).stages for starts in units.choices()]
+    assert verify(units.prepared.capture, splits).bitwise
 
 
-def test_joined_stages_train_over_a_network_as_the_model_does(pieces: Pieces) -> None:
-    model, args, kwargs = pieces.example
-    expected = rehearse(Unsplit(copy.deepcopy(model)), args, kwargs)
-    middle = len(pieces.units) // 2
-    chain = Network.of(pieces.joined([max(1, middle // 2), middle]))
-    assert compare(expected, rehearse(chain, args, kwargs)) is None
+def test_merged_stages_train_over_a_network_as_the_model_does(units: Units) -> None:
+    model, args, kwargs = units.example
+    expected = record_training(Unsplit(copy.deepcopy(model)), args, kwargs)
+    middle = len(units.specs) // 2
+    chain = Network.of(units.merged([max(1, middle // 2), middle]))
+    assert compare(expected, record_training(chain, args, kwargs)) is None
     assert list(chain.state_dict()) == list(model.state_dict())
 
 
@@ -133,61 +146,58 @@ def test_joined_stages_train_over_a_network_as_the_model_does(pieces: Pieces) ->
         "vector-quantised",
     ],
 )
-def test_corners_of_the_zoo(name: str) -> None:
+def test_difficult_models_of_the_zoo(name: str) -> None:
     example = find(name).build()
-    pieces = Pieces(prepare(*example), example)
-    count = len(pieces.units)
+    units = Units(prepare(*example), example)
+    count = len(units.specs)
     choices = [[], [count // 2], list(range(1, count, 3))]
-    splits = [pieces.joined(starts).stages for starts in choices if starts != [0]]
-    assert verify(pieces.prepared.capture, splits).bitwise
+    splits = [units.merged(starts).stages for starts in choices if starts != [0]]
+    assert verify(units.prepared.capture, splits).bitwise
 
 
-def test_a_received_tensor_is_copied_once_and_one_that_is_made_here_is_not() -> None:
-    example = CASES["views"]()
-    pieces = Pieces(prepare(*example), example)
+def test_only_received_tensors_are_copied_before_a_write() -> None:
+    example = views()
+    units = Units(prepare(*example), example)
     copies = [
-        [o.name for s in pieces.joined(starts).stages for o in s.spec.graphs["train"].operations]
-        for starts in ([], [2], list(range(1, len(pieces.units))))
+        [o.name for s in units.merged(starts).stages for o in s.spec.graphs["train"].operations]
+        for starts in ([], [2], list(range(1, len(units.specs))))
     ]
     own = [sum(name.endswith("__own") for name in names) for names in copies]
-    assert own[0] == 0, "all is made in the only stage"
-    assert own[1] == 1, "what the second stage gets is written to through a view"
+    assert own[0] == 0, "a single stage receives no tensor that it writes to"
+    assert own[1] == 1, "the second stage writes to a received tensor through a view"
     assert own[2] >= 1
 
 
 def _unit(index: int, operations: tuple[Operation, ...], outputs: tuple[OutputSpec, ...]) -> StageSpec:
-    """A unit of a model of no inputs, which is enough to be refused."""
+    """Return a unit of a model without inputs; enough for tests of rejection."""
     graph = StageGraph((), (), operations, outputs)
     return StageSpec(index, 2, (), {"train": graph, "eval": graph}, ())
 
 
-def test_an_operation_of_the_same_name_is_only_taken_for_the_same_if_it_is_a_size() -> None:
-    pieces = Pieces(prepare(*CASES["frozen"]()), CASES["frozen"]())
-    one, two = pieces.units[0], pieces.units[1]
+def test_units_may_only_repeat_operations_on_sizes(frozen: Units) -> None:
+    one, two = frozen.specs[0], frozen.specs[1]
     graph = two.graphs["train"]
     renamed = replace(graph.operations[0], name=one.graphs["train"].operations[0].name)
     outputs = tuple(OutputSpec(o.name, Ref(renamed.name)) for o in graph.outputs)
     forged = replace(graph, operations=(renamed,), outputs=outputs)
-    units = [one, replace(two, graphs={**two.graphs, "train": forged}), *pieces.units[2:]]
-    with pytest.raises(StageFormatError, match="not a new, plain name"):
-        join(units, [2])
+    units = [one, replace(two, graphs={**two.graphs, "train": forged}), *frozen.specs[2:]]
+    with pytest.raises(StageFormatError, match="is used twice"):
+        merge_units(units, [2])
 
 
 @pytest.mark.parametrize("starts", [[2, 1], [1, 1], [0, 0], [100], [-1]])
-def test_starts_ascend_within_the_units(starts: list[int]) -> None:
-    pieces = Pieces(prepare(*CASES["frozen"]()), CASES["frozen"]())
+def test_starts_must_ascend_within_the_units(frozen: Units, starts: list[int]) -> None:
     with pytest.raises(SplitError, match="must ascend"):
-        join(pieces.units, starts)
+        merge_units(frozen.specs, starts)
 
 
-def test_a_leading_zero_is_the_first_stage() -> None:
-    pieces = Pieces(prepare(*CASES["frozen"]()), CASES["frozen"]())
-    assert join(pieces.units, [0, 3]) == join(pieces.units, [3])
+def test_a_leading_zero_is_optional(frozen: Units) -> None:
+    assert merge_units(frozen.specs, [0, 3]) == merge_units(frozen.specs, [3])
 
 
-def test_arguments_that_an_operator_cannot_have_are_refused() -> None:
+def test_invalid_arguments_of_an_operator_are_rejected() -> None:
     forged = Operation("item", "python::getitem", (1, 0))
     unit = _unit(0, (forged,), (OutputSpec("item", Ref("item")),))
     last = replace(unit.graphs["train"], operations=(), outputs=(OutputSpec("output", 1),))
     with pytest.raises(StageFormatError):
-        join([unit, replace(unit, index=1, graphs={"train": last, "eval": last})], [])
+        merge_units([unit, replace(unit, index=1, graphs={"train": last, "eval": last})], [])

@@ -1,4 +1,4 @@
-"""The list of operators is the promise that a stage computes and does nothing else."""
+"""The allow-list guarantees that a stage only computes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORBIDDEN = [
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_refused(name: str) -> None:
+def test_forbidden_operators_are_rejected(name: str) -> None:
     with pytest.raises(OperatorError):
         resolve(name)
 
@@ -69,18 +69,18 @@ def test_the_list_is_sorted_and_has_no_forbidden_family() -> None:
         round,
     ],
 )
-def test_names_resolve_to_what_they_name(target: object) -> None:
+def test_a_name_resolves_to_its_operator(target: object) -> None:
     assert resolve(name_of(target)) is target
 
 
 @pytest.mark.parametrize("name", ["empty.memory_format", "new_empty.default", "empty_strided.default"])
-def test_fresh_memory_is_cleared(name: str) -> None:
-    """A stranger's graph must not read what this process had in memory before."""
+def test_uninitialised_memory_is_zeroed(name: str) -> None:
+    """An untrusted graph must not read previous contents of this process's memory."""
     arguments = {
         "empty.memory_format": ([1000],),
         "new_empty.default": (torch.ones(1), [1000]),
         "empty_strided.default": ([1000], [1]),
     }[name]
     for _ in range(20):
-        torch.full((1000,), 7.0)  # leaves a freed block with something in it
+        torch.full((1000,), 7.0)  # leaves a freed block with other values
         assert not resolve(f"aten::{name}")(*arguments).any()

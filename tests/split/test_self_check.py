@@ -1,4 +1,4 @@
-"""Splitting compares the stages with the model before anyone uses them, and leaves no trace."""
+"""Splitting compares the stages with the model, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def _model() -> nn.Module:
 
 def test_equal_models_are_bitwise_equal() -> None:
     prepared = prepare(_model(), (torch.randn(6, 4),))
-    verdict = verify(prepared.capture, [prepared.cut([1]).stages, prepared.cut([2]).stages])
-    assert verdict.bitwise
-    assert verdict.batch_size == 6
+    result = verify(prepared.capture, [prepared.cut([1]).stages, prepared.cut([2]).stages])
+    assert result.bitwise
+    assert result.batch_size == 6
 
 
-def test_nothing_is_left_behind() -> None:
+def test_model_and_random_state_are_unchanged() -> None:
     model = _model()
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     split(model, (torch.randn(6, 4, generator=torch.Generator().manual_seed(1)),))
-    assert torch.equal(torch.get_rng_state(), rng), "the random state is the user's"
+    assert torch.equal(torch.get_rng_state(), rng), "the random state must not change"
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.training
 
 
-def test_a_hook_that_changes_gradients_is_found() -> None:
+def test_a_hook_that_changes_gradients_is_detected() -> None:
     model = _model()
     model[0].weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(
@@ -47,7 +47,7 @@ def test_a_hook_that_changes_gradients_is_found() -> None:
     split(model, (torch.randn(6, 4),), check=False)
 
 
-def test_a_changed_stage_is_found() -> None:
+def test_a_changed_stage_is_detected() -> None:
     prepared = prepare(_model(), (torch.randn(6, 4),))
     stages = prepared.cut([1]).stages
     broken = SimpleNamespace(
@@ -64,9 +64,9 @@ def test_a_small_difference_is_reported(caplog: pytest.LogCaptureFixture) -> Non
     tensors["3.bias"] = tensors["3.bias"] * (1 + 1e-7) + 3e-8
     nearly = SimpleNamespace(spec=stages[1].spec, tensors=tensors)
     with caplog.at_level(logging.WARNING, logger="ravnest"):
-        verdict = verify(prepared.capture, [[stages[0], nearly]])
-    assert not verdict.bitwise
-    assert 0 < max(verdict.differences.values()) <= 1e-6
+        result = verify(prepared.capture, [[stages[0], nearly]])
+    assert not result.bitwise
+    assert 0 < max(result.differences.values()) <= 1e-6
     assert "differ in" in caplog.text
 
 
@@ -77,6 +77,6 @@ def test_the_batch_of_the_check_follows_the_free_memory(
     prepared = prepare(_model(), (torch.randn(6, 4),))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     with caplog.at_level(logging.WARNING, logger="ravnest"):
-        verdict = verify(prepared.capture, [prepared.cut([1]).stages], activation_bytes=60_000)
-    assert verdict.batch_size == batch
+        result = verify(prepared.capture, [prepared.cut([1]).stages], activation_bytes=60_000)
+    assert result.batch_size == batch
     assert ("not checked" in caplog.text) == (batch is None)

@@ -1,4 +1,4 @@
-"""A stage is a module that trains, on its own weights or on those it is given."""
+"""A stage is a trainable module that runs on its own weights or on given ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ravnest.split import Chain, Split, StageModule, split
 
 
 class Net(nn.Module):
-    """Layers named like methods of ``nn.Module``, on purpose."""
+    """A model whose layers have the names of attributes of ``StageModule``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ def stages(result: Split) -> list[StageModule]:
     return list(Chain.of(result).modules)
 
 
-def test_names_are_the_models_own(model: Net, stages: list[StageModule]) -> None:
+def test_names_are_those_of_the_model(model: Net, stages: list[StageModule]) -> None:
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert {k for stage in stages for k in stage.state_dict()} == set(model.state_dict())
 
 
-def test_train_and_eval_switch(stages: list[StageModule]) -> None:
+def test_train_and_eval_switch_the_graph(stages: list[StageModule]) -> None:
     first = stages[0]
     x = torch.randn(5, 4)
     before = first.state_dict()["graph.running_mean"].clone()
@@ -70,7 +70,7 @@ def test_forward_on_given_weights(stages: list[StageModule]) -> None:
             parameter.add_(1.0)
     out = first(x, parameters=older)[0]
     assert torch.equal(out, expected), "the older version is used"
-    assert not torch.equal(first(x)[0], expected), "the module's own version has moved on"
+    assert not torch.equal(first(x)[0], expected), "the module's own version has changed"
     (gradient,) = torch.autograd.grad(out.sum(), [older["spec.weight"]])
     assert gradient.shape == older["spec.weight"].shape
 
@@ -98,14 +98,16 @@ def test_recompute_with_cloned_buffers_changes_nothing(stages: list[StageModule]
         (("text",), "is a tensor, got str"),
     ],
 )
-def test_inputs_that_do_not_fit(stages: list[StageModule], inputs: tuple, words: str) -> None:
+def test_inputs_that_do_not_fit_are_rejected(
+    stages: list[StageModule], inputs: tuple, words: str
+) -> None:
     for _ in range(2):
         with pytest.raises(StageInputError, match=words):
             stages[0](*inputs)
         stages[0](torch.randn(5, 4))
 
 
-def test_gradients_that_do_not_fit(result: Split) -> None:
+def test_gradients_that_do_not_fit_are_rejected(result: Split) -> None:
     chain = Chain.of(result)
     for gradient, words in [
         (None, "only for scalar outputs"),
@@ -115,7 +117,7 @@ def test_gradients_that_do_not_fit(result: Split) -> None:
             chain.backward(chain(torch.randn(5, 4)), gradient)
 
 
-def test_weights_that_do_not_fit(result: Split) -> None:
+def test_weights_that_do_not_fit_are_rejected(result: Split) -> None:
     stage = result.stages[0]
     with pytest.raises(StageInputError, match="lack"):
         StageModule(stage.spec, {})
@@ -124,7 +126,7 @@ def test_weights_that_do_not_fit(result: Split) -> None:
         StageModule(stage.spec, wrong)
 
 
-def test_moving_a_stage_keeps_it_coherent(stages: list[StageModule]) -> None:
+def test_a_moved_stage_stays_consistent(stages: list[StageModule]) -> None:
     first = stages[0].to(torch.float64)
     assert {t.dtype for t in first.state_tensors().values()} == {torch.float64, torch.int64}
     assert (
@@ -133,7 +135,7 @@ def test_moving_a_stage_keeps_it_coherent(stages: list[StageModule]) -> None:
     )
 
 
-def test_chain_inputs(result: Split) -> None:
+def test_a_chain_checks_its_inputs(result: Split) -> None:
     chain = Chain.of(result).eval()
     x = torch.randn(5, 4)
     assert torch.equal(chain(x), chain(x=x))
@@ -153,7 +155,7 @@ def test_a_chain_needs_all_stages(result: Split) -> None:
 
 
 class Versioned(nn.Module):
-    """A module that does not load what does not say of which version it is, as some of torchvision."""
+    """A module that only loads a state_dict with its version, like some of torchvision."""
 
     _version = 3
 
@@ -172,7 +174,7 @@ class Versioned(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
 
-def test_the_fused_state_has_the_versions_of_all_modules() -> None:
+def test_the_fused_state_dict_has_the_versions_of_all_modules() -> None:
     model = nn.Sequential(Versioned(), nn.BatchNorm1d(4), Versioned())
     result = split(model, torch.randn(3, 4))
     fused = Chain.of(result).state_dict()
@@ -182,7 +184,7 @@ def test_the_fused_state_has_the_versions_of_all_modules() -> None:
 
 
 @pytest.mark.parametrize("version", [None, "2", -1, 2**40])
-def test_a_version_of_another_kind_is_left_out(version: object) -> None:
+def test_a_version_that_is_not_a_small_integer_is_omitted(version: object) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1]._version = version
     first = split(model, torch.randn(3, 4)).stages[0].spec

@@ -1,4 +1,4 @@
-"""Layer dropping that never drops, or always does, can be captured; a real chance cannot."""
+"""Layer dropping with a fixed outcome can be captured; a random outcome cannot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from zoo_models.exactness import Unsplit, compare, rehearse
+from zoo_models.exactness import Unsplit, compare, record_training
 
 from ravnest.errors import CaptureError
 from ravnest.split import Chain, split
@@ -30,20 +30,20 @@ class LayerDrop(nn.Module):
 
 
 @pytest.mark.parametrize("chance", [0.0, -1])
-def test_a_decided_chance_is_captured_and_its_draws_stay(chance: float) -> None:
+def test_a_fixed_outcome_is_captured_with_its_random_draws(chance: float) -> None:
     torch.manual_seed(0)
     model, args = LayerDrop(chance), (torch.randn(4, 4),)
-    expected = rehearse(Unsplit(copy.deepcopy(model)), args, {})
-    assert compare(expected, rehearse(Chain.of(split(model, args)), args, {})) is None
+    expected = record_training(Unsplit(copy.deepcopy(model)), args, {})
+    assert compare(expected, record_training(Chain.of(split(model, args)), args, {})) is None
 
 
-def test_a_real_chance_is_refused_with_its_line() -> None:
+def test_a_random_outcome_is_rejected_with_its_line() -> None:
     with pytest.raises(CaptureError, match=r"torch\.rand\(\[\]\) < self\.chance"):
         split(LayerDrop(0.1), (torch.randn(4, 4),))
 
 
 @pytest.mark.parametrize(
-    ("compare_with", "decided"),
+    ("compare_with", "outcome"),
     [
         (lambda r: r < 0.0, False),
         (lambda r: r < 1.0, True),
@@ -55,17 +55,17 @@ def test_a_real_chance_is_refused_with_its_line() -> None:
         (lambda r: torch.ge(r, 1.0), False),
     ],
 )
-def test_outcomes(compare_with, decided: bool) -> None:
+def test_known_outcomes(compare_with, outcome: bool) -> None:
     with StaticConditions():
         condition = compare_with(torch.rand([]))
-        condition.fill_(not decided)  # what is known counts, not what is there
-        assert bool(condition) is decided
+        condition.fill_(not outcome)  # the known outcome counts, not the value of the tensor
+        assert bool(condition) is outcome
 
 
 @pytest.mark.parametrize(
     "compare_with", [lambda r: r < 0.5, lambda r: r <= 0, lambda r: r > 0, lambda r: r + 2 < 1]
 )
-def test_what_depends_on_the_number_is_left_alone(compare_with) -> None:
+def test_random_outcomes_are_not_changed(compare_with) -> None:
     with StaticConditions():
         for value in (True, False):
             condition = compare_with(torch.rand([]))

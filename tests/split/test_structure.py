@@ -1,4 +1,4 @@
-"""Nested values go apart and together again, through JSON, without the user's classes."""
+"""Nested values are flattened and rebuilt through JSON, without the user's classes."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_round_trip_through_json(value: Any) -> None:
     assert len(list(again.leaf_paths(""))) == len(leaves)
     rebuilt = again.build(iter(leaves))
     assert _plain(rebuilt) == _plain(value)
-    assert list(again.take_apart(value, "value")) == leaves
+    assert list(again.leaves_of(value, "value")) == leaves
 
 
 def _plain(value: Any) -> Any:
-    """Without classes, and with tensors by identity."""
+    """Return the value without classes, and with tensors by identity."""
     if isinstance(value, torch.Tensor):
         return id(value)
     if isinstance(value, Result):
@@ -77,7 +77,7 @@ def test_a_record_is_read_by_name_attribute_and_position() -> None:
         _ = record.loss
 
 
-def test_objects_that_are_no_containers_are_left_out() -> None:
+def test_opaque_objects_are_reported_and_omitted() -> None:
     seen: dict[str, object] = {}
     leaves, structure = flatten({"a": torch.ones(1), "cache": object()}, on_opaque=seen.__setitem__)
     assert len(leaves) == 1
@@ -94,10 +94,10 @@ def test_objects_that_are_no_containers_are_left_out() -> None:
         ({"b": torch.ones(1), "flag": True}, "has no 'a'"),
     ],
 )
-def test_another_structure_is_refused(value: Any, words: str) -> None:
+def test_another_structure_is_rejected(value: Any, words: str) -> None:
     _, structure = flatten({"a": torch.ones(1), "flag": True})
     with pytest.raises(StageInputError, match=words):
-        list(structure.take_apart(value, "batch"))
+        list(structure.leaves_of(value, "batch"))
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_another_structure_is_refused(value: Any, words: str) -> None:
         {"object": ["*"]},
     ],
 )
-def test_malformed_structures_are_refused(data: object) -> None:
+def test_malformed_structures_are_rejected(data: object) -> None:
     with pytest.raises(StageFormatError):
         Structure.from_json(data)
 
 
-def test_deep_nesting_is_refused() -> None:
+def test_deep_nesting_is_rejected() -> None:
     data: Any = "*"
     for _ in range(200):
         data = {"list": [data]}

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused with the user's line and a remedy, and the model stays whole."""
+"""Code that cannot be captured is reported with the user's line and a remedy; the model is unchanged."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("kind", "error", "words"), CASES, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_refused_with_line_and_remedy(
+def test_the_error_has_line_and_remedy(
     kind: Callable[[], nn.Module], error: type[Exception], words: str
 ) -> None:
     model = kind()
@@ -154,24 +154,24 @@ def test_refused_with_line_and_remedy(
     assert _marked_line(kind) in message, "the message names the user's line"
 
 
-def test_control_flow_region_is_refused() -> None:
+def test_a_control_flow_region_is_rejected() -> None:
     with pytest.raises(CaptureError, match="control-flow"):
         split(Conditional(), (torch.ones(3, 4),))
 
 
-def test_a_model_without_lines_of_its_own_is_refused_with_the_layer() -> None:
+def test_the_error_names_the_layer_if_there_is_no_user_line() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4, momentum=None)))
     with pytest.raises(CaptureError, match=r"the layer 1\.0 \(BatchNorm1d\) cannot be captured"):
         split(model, (torch.ones(3, 4),))
 
 
-def test_a_frozen_batch_norm_needs_no_momentum() -> None:
+def test_a_frozen_batch_norm_without_momentum_is_captured() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4))
     model[1].eval()
     assert len(split(model, (torch.ones(3, 4),)).stages) == 2
 
 
-def test_a_packed_sequence_as_input_is_refused() -> None:
+def test_a_packed_sequence_as_input_is_rejected() -> None:
     packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 5, 2), torch.tensor([5, 3, 2]), True)
     with pytest.raises(CaptureError, match="packed sequences"):
         split(nn.GRU(2, 4, num_layers=2, batch_first=True), (packed,))
@@ -183,13 +183,13 @@ def _marked_line(kind: Callable[[], nn.Module]) -> str:
     return f"{__file__}:{first + offset}: {lines[offset].strip()}"
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_unchanged_after_an_error() -> None:
     model = DataDependentIf().eval()
     model.layer.train()
     with pytest.raises(CaptureError):
         split(model, (torch.ones(3, 4),))
     assert (model.training, model.layer.training, model.out.training) == (False, True, False)
-    assert Doubled.apply(torch.ones(1)).item() == 2, "custom functions work again outside of capture"
+    assert Doubled.apply(torch.ones(1)).item() == 2, "custom functions work outside of capture"
 
 
 @pytest.mark.parametrize(
@@ -201,22 +201,22 @@ def test_the_model_is_left_as_it_was() -> None:
         ((), {"y": torch.ones(3, 4)}, "do not fit"),
     ],
 )
-def test_wrong_example_inputs(args: tuple, kwargs: dict, words: str) -> None:
+def test_wrong_example_inputs_are_rejected(args: tuple, kwargs: dict, words: str) -> None:
     with pytest.raises(SplitError, match=words):
         split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), args, kwargs)
 
 
-def test_not_a_module() -> None:
+def test_a_function_is_rejected() -> None:
     with pytest.raises(SplitError, match=r"torch\.nn\.Module"):
         split(lambda x: x, (torch.ones(3, 4),))
 
 
-def test_too_many_stages() -> None:
+def test_too_many_stages_are_rejected() -> None:
     with pytest.raises(SplitError, match="too few for 9 stages"):
         split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.ones(3, 4),), stages=9)
 
 
-def test_two_parameters_over_one_memory() -> None:
+def test_parameters_that_share_memory_are_rejected() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = nn.Parameter(model[0].weight.data)
     with pytest.raises(SplitError, match="share memory"):

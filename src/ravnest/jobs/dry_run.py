@@ -17,8 +17,9 @@ from ravnest.jobs.graph_loss import as_sent, evaluate_loss
 from ravnest.jobs.registry import loss_function
 from ravnest.runtime.data import LABELS
 from ravnest.schemas.jobs import NamedComponent
-from ravnest.split.capture import Example, bind_example, mode_of
+from ravnest.split.capture import mode_of
 from ravnest.split.chain import bind_inputs
+from ravnest.split.example import Example, bind_example
 from ravnest.split.module import check_inputs
 from ravnest.split.splitter import PreparedModel
 from ravnest.split.structure import map_tensors, tensors_in

@@ -18,7 +18,7 @@ from ravnest.jobs.tensor_file import TensorFile
 from ravnest.plan.profile import ModelProfile
 from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import MAX_STAGES, StageSpec
-from ravnest.split.merge import check_chain, join
+from ravnest.split.merge import check_chain, merge_units
 from ravnest.split.splitter import PreparedModel
 from ravnest.store.bundle import STAGE_FILE, STAGE_LIMIT, WEIGHTS_FILE, BundleDigest
 from ravnest.store.files import read_json, sha256_of, size_of, write_atomically, write_json
@@ -48,7 +48,7 @@ class UnitModel:
 
     def stages(self, starts: Sequence[int]) -> tuple[StageSpec, ...]:
         """Stages that begin at unit 0 and at each of ``starts``, as ``StagePlan.start`` counts."""
-        return join(self.units, starts)
+        return merge_units(self.units, starts)
 
 
 def pack_model(prepared: PreparedModel, profile: ModelProfile, folder: Path) -> PackedModel:

@@ -1,4 +1,4 @@
-"""From a PyTorch model to stages that are data, and back to modules that train."""
+"""Split PyTorch models into stages that are plain data, and load stages as modules that train."""
 
 from ravnest.split.chain import Chain
 from ravnest.split.module import StageModule

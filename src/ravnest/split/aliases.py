@@ -1,7 +1,7 @@
-"""Which values of a graph share memory, and which operations write to it.
+"""Find the values of a graph that share memory, and the operations that write to it.
 
-Operators declare both in their schema, except batch and instance norm, which update their running
-statistics without saying so.
+The schemas of operators declare both, except for batch and instance norm, which update their running
+statistics undeclared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 _STATISTICS = {"aten::batch_norm": 5, "aten::instance_norm": 5, "aten::native_batch_norm": 5}
-"""Operators that write arguments 3 and 4 when the argument at this position is true."""
+"""Operators that write arguments 3 and 4 if the argument at the given position is true."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class Aliases:
     """Memory shared between the values of a graph."""
 
     root: dict[fx.Node, fx.Node]
-    """The value whose memory a value (also) uses; itself if it has its own."""
+    """The value whose memory each value uses; the value itself if it has its own memory."""
     writes: tuple[tuple[fx.Node, fx.Node], ...]
-    """(writing operation, root of what it writes), in program order."""
+    """Pairs of a writing operation and the root of the written memory, in program order."""
 
     def written(self) -> set[fx.Node]:
-        """Roots of all memory that is written."""
+        """Return the roots of all written memory."""
         return {root for _, root in self.writes}
 
     def sharing(self, root: fx.Node) -> list[fx.Node]:
-        """All values that use the memory of ``root``, itself included."""
+        """Return all values that use the memory of ``root``, including itself."""
         return [node for node, its_root in self.root.items() if its_root is root]
 
 
@@ -54,7 +54,7 @@ def find_aliases(graph: fx.Graph) -> Aliases:
 
 
 def _touched(node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """Arguments that an operation writes, and the one that its result is a view of."""
+    """Return the arguments that an operation writes, and the argument that its result is a view of."""
     schema = node.target._schema  # type: ignore[union-attr]
     written = list(_statistics(node, schema.name))
     viewed = None

@@ -1,8 +1,8 @@
 """Cut a captured graph into the graphs of its stages.
 
-Stages form a chain: all that a later stage needs passes through the stages between. Gradients then
-come back along the same chain and are summed in the order in which autograd sums them in the unsplit
-model, so that the split is exact to the last bit.
+Stages form a chain: every value that a later stage needs passes through the stages between. Gradients
+come back along the same chain. Autograd then sums them in the same order as in the unsplit model, so
+the split is exact to the last bit.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ def assemble(
     cuts: Sequence[int],
     homes: Mapping[str, int] | None = None,
 ) -> list[StageGraph]:
-    """Graphs of the stages between ``cuts``, which ascend; a stage between equal cuts is empty.
+    """Return the graphs of the stages between ascending ``cuts``; a stage between equal cuts is empty.
 
-    ``homes`` names the stage that keeps a state tensor up to date. Later stages that read it get its
+    ``homes`` maps a state tensor to the stage that updates it. Later stages that read it receive its
     value over the chain.
     """
     cutter = _Cutter(layout, measurement, cuts, homes or {})
     graphs: list[StageGraph] = []
     wanted: list[fx.Node] = []
     for index in reversed(range(len(cuts) + 1)):
-        stage = _Stage(cutter, index)
-        graphs.append(stage.build(wanted))
-        wanted = stage.asked_for
+        builder = _StageBuilder(cutter, index)
+        graphs.append(builder.build(wanted))
+        wanted = builder.requested
     graphs.reverse()
     return graphs
 
 
 def check_operators(layout: CutLayout) -> None:
-    """``OperatorError`` with the user's line for an operation that no stage may hold.
+    """Raise ``OperatorError``, with the user's line, for an operation that stages cannot use.
 
-    To be asked before anything of the graph runs: outside of forward such operations fail in ways of
-    their own.
+    Call it before anything of the graph runs: such operations can fail with unclear errors outside of
+    forward.
     """
     for node in layout.operations:
         _operator_name(node)
@@ -77,7 +77,7 @@ def _operator_name(node: fx.Node) -> str:
 
 
 class _Cutter:
-    """What all stages of one graph share."""
+    """Data that all stages of one graph share."""
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class _Cutter:
         self.relayed = list(self._relays(homes))
 
     def stage_at(self, position: int) -> int:
-        """Stage of the operation at a position; empty stages have none."""
+        """Return the stage of the operation at a position."""
         return bisect_right(self.bounds, position) - 1
 
     def entering(self, index: int) -> list[fx.Node]:
-        """Values that enter a stage, in program order."""
+        """Return the values that enter a stage, in program order."""
         if index > 0:
             relayed = [node for node, home, last in self.relayed if home < index <= last]
             return [*self.layout.crossing(self.bounds[index]), *relayed]
@@ -109,11 +109,11 @@ class _Cutter:
         return [n for n in capture.graph.nodes if n.name in capture.inputs and n.users]
 
     def leaving(self, index: int) -> list[fx.Node]:
-        """Values that leave a stage, in program order."""
+        """Return the values that leave a stage, in program order."""
         return self.entering(index + 1)
 
     def _relays(self, homes: Mapping[str, int]) -> Iterator[tuple[fx.Node, int, int]]:
-        """State that is read outside of its home: the value, its home, and the last stage to read it."""
+        """Yield state that other stages read: the value, its home, and the last stage that reads it."""
         for node in self.layout.capture.graph.nodes:
             key = self.layout.capture.state_of.get(node.name)
             if node.op != "placeholder" or key is None or key not in homes:
@@ -136,7 +136,9 @@ class _Cutter:
         return len(self.bounds) - 2
 
 
-class _Stage:
+class _StageBuilder:
+    """Builds the graph of one stage."""
+
     def __init__(self, cutter: _Cutter, index: int) -> None:
         self._cutter = cutter
         self._capture = cutter.layout.capture
@@ -145,11 +147,11 @@ class _Stage:
         self._inputs: list[fx.Node] = []
         self._state: list[StateUse] = []
         self._operations: list[Operation] = []
-        self.asked_for: list[fx.Node] = []
-        """Sizes that this stage cannot compute and wants from the stage before it."""
+        self.requested: list[fx.Node] = []
+        """Sizes that this stage cannot compute and needs from the previous stage."""
 
     def build(self, wanted: list[fx.Node]) -> StageGraph:
-        """The stage's graph; ``wanted`` are sizes that the next stage asked for."""
+        """Return the stage's graph; ``wanted`` are sizes that the next stage requested."""
         for node in self._cutter.entering(self._index):
             self._enter(node)
         begin, end = self._cutter.bounds[self._index : self._index + 2]
@@ -170,7 +172,7 @@ class _Stage:
         self._inputs.append(node)
         self._names[node] = node.name
         if self._cutter.aliases.root[node] in self._cutter.written[self._index]:
-            own = f"{node.name}__own"  # a tensor that was received must not be written to
+            own = f"{node.name}__own"  # a received tensor must not be written to
             self._operations.append(Operation(own, name_of(aten.clone.default), (Ref(node.name),)))
             self._names[node] = own
 
@@ -197,7 +199,7 @@ class _Stage:
                 return StageDevice()
             case list() | tuple():
                 return tuple(self._argument(item) for item in value)
-        raise CaptureError(f"an operator takes a {type(value).__name__}, which stages cannot hold")
+        raise CaptureError(f"an operator takes a {type(value).__name__}, which stages cannot represent")
 
     def _reference(self, node: fx.Node) -> Argument:
         if node in self._names:
@@ -212,22 +214,22 @@ class _Stage:
         return self._size(node)
 
     def _size(self, node: fx.Node) -> Argument:
-        """A size: known, computed here, read off a tensor at hand, or asked of the stage before."""
+        """Return a size: constant, computed here, read from an input, or from the previous stage."""
         value = node.meta["val"]
         known = value if isinstance(value, int | float) else value.node.maybe_as_int()
         if known is not None:
             return known
         if self._can_compute(node):
             self._emit(node)
-        elif (at_hand := self._find_dimension(value)) is not None:
-            tensor, dim = at_hand
+        elif (found := self._find_dimension(value)) is not None:
+            tensor, dim = found
             args = (Ref(self._names[tensor]), dim)
             self._operations.append(Operation(node.name, name_of(aten.sym_size.int), args))
             self._names[node] = node.name
         else:
             self._inputs.append(node)
             self._names[node] = node.name
-            self.asked_for.append(node)
+            self.requested.append(node)
         return Ref(self._names[node])
 
     def _can_compute(self, node: fx.Node) -> bool:

@@ -1,22 +1,20 @@
 """Capture a model as two ATen graphs, one for training and one for evaluation.
 
-``torch.export`` in its non-strict form runs the user's forward once with symbolic batch size. Two
-captures share the parameters, because flipping flags afterwards is not the same program (stochastic
-depth, auxiliary heads). Its training IR keeps composite operators, so that kernels, saved tensors
-and the use of random numbers are those of the eager model.
+``torch.export`` in non-strict mode runs the user's forward once with a symbolic batch size. The two
+modes are captured separately over the same parameters, because they can be different programs
+(stochastic depth, auxiliary heads). The training IR keeps composite operators, so that kernels, saved
+tensors and the use of random numbers are those of the eager model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import logging
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,10 +23,11 @@ from torch.export import Dim, ExportedProgram
 
 from ravnest.errors import CaptureError, SplitError
 from ravnest.split.checkpointing import noted_checkpoints
+from ravnest.split.example import Example, bind_example
 from ravnest.split.graph import MODES, Mode
 from ravnest.split.state import ModelState, read_state
 from ravnest.split.static_conditions import StaticConditions
-from ravnest.split.structure import LEAF, Structure, flatten, map_tensors
+from ravnest.split.structure import LEAF, Structure, flatten
 from ravnest.split.torchscript import from_torchscript
 from ravnest.split.unsupported import RefusePacking, refuse_custom_autograd, translate
 
@@ -37,63 +36,26 @@ logger = logging.getLogger(__name__)
 _PREFIX = "model."
 
 
-@dataclass(frozen=True)
-class Example:
-    """The example inputs, bound to forward's signature and taken apart."""
-
-    names: tuple[str, ...]
-    structures: tuple[Structure, ...]
-    tensors: tuple[torch.Tensor, ...]
-    positional: int
-    """How many of the names are passed by position; the others go by keyword."""
-    batch_size: int | None
-    batch_dim: int
-
-    def leaf_paths(self) -> list[str]:
-        """Dotted name of each tensor."""
-        pairs = zip(self.names, self.structures, strict=True)
-        return [path for name, structure in pairs for path in structure.leaf_paths(name)]
-
-    def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of forward with these tensors in place of the example's."""
-        leaves = iter(tensors)
-        values = [structure.build(leaves) for structure in self.structures]
-        args = tuple(values[: self.positional])
-        return args, dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
-
-    def narrowed(self, batch_size: int) -> Example:
-        """The same example with the first ``batch_size`` samples only."""
-        tensors = tuple(
-            t.narrow(self.batch_dim, 0, batch_size) if self.has_batch(t) else t for t in self.tensors
-        )
-        return replace(self, tensors=tensors, batch_size=batch_size)
-
-    def has_batch(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's batch dimension has the batch's size."""
-        dim = self.batch_dim
-        return tensor.dim() > dim and self.batch_size == tensor.shape[dim]
-
-
 @dataclass
 class ModeCapture:
-    """One captured program. ``graph`` belongs to the splitter, which rewrites it."""
+    """The program of one mode. ``normalise`` rewrites ``graph`` in place."""
 
     mode: Mode
     program: ExportedProgram
     graph: fx.Graph
     state_of: dict[str, str]
-    """Placeholder name to state key."""
+    """State keys by placeholder name."""
     inputs: dict[str, int]
-    """Placeholder name to position among the example's tensors."""
+    """Positions among the example's tensors, by placeholder name."""
     structure: Structure
-    """How the graph's outputs form the model's output."""
+    """Nesting of the model's output, whose leaves are the graph's outputs."""
     fixed_batch: tuple[str, ...]
-    """Inputs whose batch size the capture could not keep open."""
+    """Inputs whose batch size could not be captured as a symbol."""
 
 
 @dataclass
 class Capture:
-    """A model as data: two graphs over one state."""
+    """A captured model: two graphs over one state."""
 
     model: nn.Module
     example: Example
@@ -102,7 +64,7 @@ class Capture:
 
     @property
     def fixed_batch(self) -> tuple[str, ...]:
-        """Inputs whose batch size is fixed to the example's in either mode."""
+        """Inputs whose batch size is fixed to the example's in at least one mode."""
         names = dict.fromkeys(name for mode in self.modes.values() for name in mode.fixed_batch)
         return tuple(names)
 
@@ -114,9 +76,9 @@ def capture(
     *,
     batch_dim: int = 0,
 ) -> Capture:
-    """Capture ``model`` in both modes. The model is left as it was.
+    """Capture ``model`` in both modes, without changing it.
 
-    Raises ``CaptureError`` naming the line of the user's code that cannot be captured.
+    Raises ``CaptureError``, which names the line of the user's code that cannot be captured.
     """
     if isinstance(model, torch.jit.ScriptModule):
         model = from_torchscript(model)
@@ -130,7 +92,7 @@ def capture(
     if result.fixed_batch:
         logger.warning(
             "the batch size %d is fixed in the captured model (inputs: %s): forward uses it as a plain "
-            "number. Batches of another size will be refused; use drop_last=True in the DataLoader, "
+            "number. Batches of another size are rejected; use drop_last=True in the DataLoader, "
             "or replace int(x.shape[0]), len(x) or a constant in view/reshape by x.shape[0] or -1",
             example.batch_size,
             ", ".join(result.fixed_batch),
@@ -138,74 +100,11 @@ def capture(
     return result
 
 
-def bind_example(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int = 0
-) -> Example:
-    """Give every example input the name that forward has for it."""
-    names, values, positional = _bind(model, args, kwargs)
-    leaves: list[torch.Tensor] = []
-    structures = []
-    for name, value in zip(names, values, strict=True):
-        plain = map_tensors(value, torch.Tensor.detach)
-        found, structure = flatten(plain, name)
-        leaves += found
-        structures.append(structure)
-        if not found and value is not None:
-            logger.info("input %s is not a tensor: its value %r is fixed in the stages", name, value)
-    if not leaves:
-        raise SplitError(
-            "the model cannot be captured without example inputs: give example_args=(tensor, ...) or "
-            "example_kwargs={name: tensor, ...}"
-        )
-    sizes = Counter(t.shape[batch_dim] for t in leaves if t.dim() > batch_dim)
-    batch = sizes.most_common(1)[0][0] if sizes else None
-    if batch == 0:
-        raise SplitError("the example inputs hold no sample: their batch size is 0")
-    if batch == 1:
-        leaves = [_doubled(t, batch_dim) for t in leaves]
-        batch = 2
-    return Example(tuple(names), tuple(structures), tuple(leaves), positional, batch, batch_dim)
-
-
-def _doubled(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """A batch of one repeated to two: a size of 1 would be captured as a constant."""
-    if tensor.dim() > dim and tensor.shape[dim] == 1:
-        return torch.cat([tensor, tensor], dim)
-    return tensor
-
-
-def _bind(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[str], list[Any], int]:
-    """Names and values in the order of the signature; the first ``positional`` go by position."""
-    try:
-        signature = inspect.signature(model.forward)
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise SplitError(f"the example inputs do not fit the model's forward: {error}") from error
-    names: list[str] = []
-    values: list[Any] = []
-    keyword: list[tuple[str, Any]] = []
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            names += [f"{name}_{position}" for position in range(len(value))]
-            values += value
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            keyword += value.items()
-        elif name in kwargs:
-            keyword.append((name, value))
-        else:
-            names.append(name)
-            values.append(value)
-    positional = len(names)
-    return names + [name for name, _ in keyword], values + [v for _, v in keyword], positional
-
-
 @dataclass
-class _Seen:
-    """What the trace saw of the model's output. Export puts attributes of modules back as they were,
-    so it is kept beside the module.
+class _TracedOutput:
+    """Properties of the model's output, noted while it is traced.
+
+    It is separate from the traced module, because export restores the attributes of modules.
     """
 
     structure: Structure = LEAF
@@ -216,25 +115,25 @@ class _Seen:
 
 
 class _Flat(nn.Module):
-    """The model with tensors in and tensors out, so that export meets no user class at its edges."""
+    """The model with flat tensors as inputs and outputs, so that export sees no classes of the user."""
 
-    def __init__(self, model: nn.Module, example: Example, seen: _Seen) -> None:
+    def __init__(self, model: nn.Module, example: Example, traced: _TracedOutput) -> None:
         super().__init__()
         self.model = model
         self._example = example
-        self._seen = seen
+        self._traced = traced
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         args, kwargs = self._example.rebuild(tensors)
         before = [(m, dict(m._buffers)) for m in self.model.modules()]
         output = self.model(*args, **kwargs)
         _write_reassigned_buffers(before)
-        leaves, self._seen.structure = flatten(output, "output", self._seen.note_opaque)
+        leaves, self._traced.structure = flatten(output, "output", self._traced.note_opaque)
         return tuple(leaves)
 
 
 def _write_reassigned_buffers(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Make ``self.mean = new`` a write to the buffer; export would forget it below the top module."""
+    """Turn ``self.mean = new`` into a write to the buffer: export drops it below the top module."""
     for module, buffers in before:
         for name, old in buffers.items():
             new = module._buffers.get(name)
@@ -244,14 +143,14 @@ def _write_reassigned_buffers(before: list[tuple[nn.Module, dict[str, Any]]]) ->
 
 
 def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: Mode) -> ModeCapture:
-    seen = _Seen()
-    flat = _Flat(model, example, seen)
+    traced = _TracedOutput()
+    flat = _Flat(model, example, traced)
     with mode_of(model, mode), noted_checkpoints(model):
         program, fixed = _export(flat, example)
-    for path, kind in seen.opaque.items():
-        logger.info("%s is a %s, which stages cannot return: it is left out", path, kind)
+    for path, kind in traced.opaque.items():
+        logger.info("%s is a %s, which stages cannot return: it is omitted from the output", path, kind)
     if not any(node.op == "call_function" for node in program.graph.nodes):
-        raise SplitError("forward computes nothing that could be split")
+        raise SplitError("forward has no operation that could be split")
     graph = fx.Graph()
     val_map: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(program.graph, val_map, return_output_node=True)
@@ -272,24 +171,25 @@ def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: M
         graph=graph,
         state_of=state_of,
         inputs={name: position for position, name in enumerate(inputs)},
-        structure=seen.structure,
+        structure=traced.structure,
         fixed_batch=fixed,
     )
 
 
 def _export(flat: _Flat, example: Example) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """The first way of tracing that captures the model with an open batch, or the best there is.
+    """Export with the first tracing option that keeps the batch size symbolic, else with the best one.
 
-    The path that libraries take outside of export comes first, because that is the model's own; then
-    the one that they have for export; then the strict tracer, which keeps ``int(x.shape[0])`` open.
+    Libraries can have a separate code path for export. The path outside of export comes first, because
+    it is the model's own; then the path for export; then the strict tracer, which keeps
+    ``int(x.shape[0])`` symbolic.
     """
     best: tuple[ExportedProgram, tuple[str, ...]] | None = None
     first_error: CaptureError | None = None
-    for way in (_Way(hidden=True), _Way(hidden=False), _Way(strict=True)):
-        if way.strict and best is None:
+    for option in (_TraceOption(hidden=True), _TraceOption(), _TraceOption(strict=True)):
+        if option.strict and best is None:
             break
         try:
-            program = _try_export(flat, example, way)
+            program = _try_export(flat, example, option)
         except CaptureError as error:
             first_error = first_error or error
             continue
@@ -305,15 +205,15 @@ def _export(flat: _Flat, example: Example) -> tuple[ExportedProgram, tuple[str, 
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A way of tracing."""
+class _TraceOption:
+    """Options of one attempt to trace the model."""
 
     hidden: bool = False
-    """User code is told that nothing is being exported."""
+    """Tell user code that no export is in progress."""
     strict: bool = False
 
 
-def _try_export(flat: _Flat, example: Example, way: _Way) -> ExportedProgram:
+def _try_export(flat: _Flat, example: Example, option: _TraceOption) -> ExportedProgram:
     dims = tuple(
         {example.batch_dim: Dim.AUTO} if example.has_batch(t) else None for t in example.tensors
     )
@@ -324,30 +224,30 @@ def _try_export(flat: _Flat, example: Example, way: _Way) -> ExportedProgram:
             stack.enter_context(refuse_custom_autograd())
             stack.enter_context(StaticConditions())
             stack.enter_context(RefusePacking())
-            if way.hidden:
+            if option.hidden:
                 stack.enter_context(_hidden_export())
             warnings.simplefilter("ignore")
             return torch.export.export(
-                flat, example.tensors, dynamic_shapes={"tensors": dims}, strict=way.strict
+                flat, example.tensors, dynamic_shapes={"tensors": dims}, strict=option.strict
             )
     except CaptureError:
         raise
-    except Exception as error:  # whatever the user's forward or the tracer raises, translated once
+    except Exception as error:  # the user's forward or the tracer may raise anything
         raise translate(error, flat.model) from error
 
 
 @contextlib.contextmanager
 def _hidden_export() -> Iterator[None]:
-    """Answer "no" to libraries that ask whether they are being exported.
+    """Let ``torch.compiler.is_exporting`` return False to callers outside torch.
 
-    Some compute something slightly different then. Torch itself gets the true answer. To
-    ``is_compiling`` everybody does: libraries ask it to avoid what no tracer can follow.
+    Some libraries compute something slightly different during export. torch itself gets the true
+    answer. ``is_compiling`` stays unpatched: libraries use it to avoid code that no tracer supports.
     """
     original = torch.compiler.is_exporting
 
     def answer() -> bool:
-        asker = str(sys._getframe(1).f_globals.get("__name__", ""))
-        return original() if asker.partition(".")[0] == "torch" else False
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        return original() if caller.partition(".")[0] == "torch" else False
 
     torch.compiler.is_exporting = answer
     try:
@@ -371,9 +271,9 @@ def _fixed_batch(program: ExportedProgram, example: Example) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def mode_of(model: nn.Module, mode: Mode) -> Iterator[None]:
-    """Put the model in a mode and back; submodules that the user froze in eval() stay there.
+    """Switch the model to a mode and back; submodules that the user froze in eval() stay frozen.
 
-    Through the model's own ``train()``, which some models override to keep parts in eval.
+    Calls the model's own ``train()``, which some models override to keep submodules in eval().
     """
     before = {module: module.training for module in model.modules()}
     frozen = [module for module, training in before.items() if model.training and not training]
@@ -389,7 +289,7 @@ def mode_of(model: nn.Module, mode: Mode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Export logs advice and prints half a graph before it raises; the user gets our message."""
+    """Silence export, which logs and prints before it raises; the user gets our message instead."""
     noisy = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo")]
     levels = [log.level for log in noisy]
     for log in noisy:

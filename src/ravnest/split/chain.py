@@ -1,7 +1,7 @@
-"""The stages of a model run one after the other in this process, joined as a network joins them.
+"""Run the stages of a model one after the other in one process, connected as over a network.
 
-It is the reference that distributed training is compared with, the self-check of the splitter, and
-a way to look at a split model without any provider.
+Tests compare distributed training with it, the splitter checks itself with it, and users can run a
+split model without providers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ravnest.split.module import StageModule
 if TYPE_CHECKING:
     from ravnest.split.splitter import Split
 
-try:  # not of torch's public interface: another version may be without it
+try:  # not part of torch's public interface: other versions may not have it
     from torch.autograd.graph import _engine_run_backward
 except ImportError:
     _engine_run_backward = None  # type: ignore[assignment]
@@ -30,21 +30,21 @@ except ImportError:
 
 @dataclass
 class StagePass:
-    """One micro-batch on its way through one stage: what its backward needs."""
+    """Forward pass of one micro-batch through one stage, kept for its backward pass."""
 
     module: StageModule
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     parameters: Mapping[str, torch.Tensor]
-    """The version of the weights that it ran with, by key."""
+    """Version of the weights that the pass used, by key."""
 
     def backward(
         self, outputs: Sequence[tuple[Any, torch.Tensor | None]], seeds: Mapping[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-        """Gradients of the inputs and of the trainable parameters by key.
+        """Return the gradients of the inputs, and of the trainable parameters by key.
 
-        ``outputs`` pairs tensors with their gradients. ``seeds`` are gradients that later stages found
-        for parameters held here too; starting from them keeps autograd's order of summation.
+        ``outputs`` pairs tensors with their gradients. ``seeds`` are gradients of later stages for
+        parameters that this stage holds too; starting from them keeps autograd's order of summation.
         """
         parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
         needs = [_needs_gradient(value) for value in self.inputs]
@@ -62,7 +62,7 @@ class StagePass:
 
 
 class Chain:
-    """Stages chained in one process, with a boundary between them that no autograd graph crosses."""
+    """Stages chained in one process; no autograd graph crosses a stage boundary."""
 
     def __init__(self, modules: Iterable[StageModule]) -> None:
         self.modules = tuple(modules)
@@ -72,7 +72,7 @@ class Chain:
 
     @classmethod
     def of(cls, split: Split) -> Chain:
-        """A chain with weights of its own; the split model's stay as they are."""
+        """Return a chain with its own copy of the weights."""
         copies = (
             StageModule(stage.spec, {key: t.clone() for key, t in stage.tensors.items()})
             for stage in split.stages
@@ -80,17 +80,17 @@ class Chain:
         return cls(copies)
 
     def train(self, mode: bool = True) -> Chain:
-        """Switch all stages to training."""
+        """Switch all stages to training mode."""
         for module in self.modules:
             module.train(mode)
         return self
 
     def eval(self) -> Chain:
-        """Switch all stages to evaluation."""
+        """Switch all stages to evaluation mode."""
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for its inputs, given by position or by name."""
+        """Return the model's output for inputs given by position or by name."""
         values = bind_inputs(self.modules[0].spec.signature, args, kwargs)
         self._passes = []
         record = torch.is_grad_enabled()
@@ -107,7 +107,7 @@ class Chain:
         return graph.structure.build(iter(outputs))
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Set ``.grad`` of every trainable parameter from a loss of the last output."""
+        """Compute ``.grad`` of every trainable parameter from a loss of the last output."""
         kept = () if gradient is None else (gradient,)
         if gradient is None and loss.dim() == 0 and loss.is_floating_point():
             gradient = torch.ones_like(loss)
@@ -116,7 +116,7 @@ class Chain:
     def gradients(
         self, ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
     ) -> dict[str, torch.Tensor]:
-        """Gradients of all trainable parameters by key; frees the chain's last forward."""
+        """Return the gradients of all trainable parameters by key, and free the last forward pass."""
         outputs: Sequence[tuple[Any, torch.Tensor | None]] = ends
         total: dict[str, torch.Tensor] = {}
         while self._passes:
@@ -140,10 +140,10 @@ class Chain:
     def set_gradients(
         self, gradients: Mapping[str, torch.Tensor], kept: Iterable[torch.Tensor] = ()
     ) -> None:
-        """Add gradients to ``.grad`` as ``loss.backward()`` does; replicas get the sum each.
+        """Add gradients to ``.grad`` as ``loss.backward()`` does; each replica gets the sum.
 
-        The tensors become the parameters' own and the caller forgets them. Those that share memory
-        with each other or with one in ``kept``, which stays the caller's, are copied.
+        The parameters take over the tensors: the caller must not use them afterwards. Tensors that
+        share memory with each other or with one in ``kept`` are copied; the caller keeps ``kept``.
         """
         taken = {memory_of(tensor) for tensor in kept}
         for module in self.modules:
@@ -152,17 +152,17 @@ class Chain:
                     add_gradient(parameter, new, taken)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of all stages; one that several stages hold comes once for each."""
+        """Yield the parameters of all stages; a replicated one once per stage."""
         for module in self.modules:
             yield from module.parameters_by_key().items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of all stages, replicas included, for an optimizer."""
+        """Yield the parameters of all stages, including replicas, for an optimizer."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def transfer(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor as the next stage gets it, cut off from the graph of the stage before."""
+        """Return a tensor as the next stage receives it, detached from the previous stage's graph."""
         return value.detach()
 
     def _receive(self, value: Any, gradient: bool) -> Any:
@@ -171,16 +171,16 @@ class Chain:
         return self.transfer(value).requires_grad_(gradient)
 
     def state_dict(self) -> OrderedDict[str, torch.Tensor]:
-        """The model's ``state_dict``, with its keys in its order and its modules' versions."""
+        """Return the model's ``state_dict``, with its order of keys and the versions of its modules."""
         return fuse((module.spec, module.state_tensors()) for module in self.modules)
 
 
 def fuse(
     stages: Iterable[tuple[StageSpec, Mapping[str, torch.Tensor]]],
 ) -> OrderedDict[str, torch.Tensor]:
-    """One ``state_dict`` from stages and their tensors by key; of replicas the owner's counts.
+    """Return one ``state_dict`` from stages and their tensors by key, with the owner's copy of replicas.
 
-    Like a module's own it carries ``_metadata``, which some modules insist on when they load.
+    It has ``_metadata`` like the ``state_dict`` of a module: some modules need it to load.
     """
     placed: dict[int, tuple[str, torch.Tensor]] = {}
     metadata: OrderedDict[str, dict[str, int]] = OrderedDict()
@@ -199,7 +199,7 @@ def fuse(
 def bind_inputs(
     signature: Sequence[InputEntry], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Values by graph name from the model's arguments, by position or by name."""
+    """Return values by graph name for the model's arguments, given by position or by name."""
     names = [entry.name for entry in signature]
     if len(args) > len(names):
         raise StageInputError(
@@ -217,7 +217,7 @@ def bind_inputs(
     values: dict[str, Any] = {}
     for entry in signature:
         if entry.name in given:
-            leaves = entry.structure.take_apart(given[entry.name], entry.name)
+            leaves = entry.structure.leaves_of(given[entry.name], entry.name)
             values.update(zip(entry.values, leaves, strict=True))
         elif entry.values:
             raise StageInputError(f"the model's input {entry.name!r} is missing")
@@ -231,10 +231,10 @@ def _needs_gradient(value: Any) -> bool:
 def _differentiate(
     ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]], leaves: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    """Gradients of ``leaves``, as ``torch.autograd.grad`` gives them.
+    """Return the gradients of ``leaves``, as ``torch.autograd.grad`` does.
 
-    What that checks in Python takes longer than the backward of a small layer, so it is only called
-    where a gradient is missing or does not fit.
+    Its checks in Python take longer than the backward pass of a small layer. It is called only if a
+    gradient is missing or does not fit; otherwise autograd's engine is called directly.
     """
     outputs, gradients = zip(*ends, strict=True)
     fit = all(g is not None and g.shape == t.shape and g.dtype == t.dtype for t, g in ends)

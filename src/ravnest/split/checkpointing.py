@@ -1,8 +1,8 @@
-"""Checkpointing inside a model is not part of its stages, and in one case that shows.
+"""Warn about checkpointing inside a model where stages behave differently.
 
-Stages recompute as their provider wants, whatever the model asked for. Outputs and gradients are the
-same. But torch runs a checkpointed block twice, and batch norm in it updates its statistics twice a
-step; a stage updates them once.
+Stages ignore checkpointing inside the model: the provider decides whether to recompute. Outputs and
+gradients are the same. But torch runs a checkpointed block twice, so a batch norm in it updates its
+statistics twice per step; a stage updates them once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def noted_checkpoints(model: nn.Module) -> Iterator[None]:
-    """Warn after a training forward in which checkpointing may have met batch norm."""
+    """Warn after a training forward that uses both checkpointing and batch norm.
+
+    Replaces the function of torch that every non-reentrant checkpoint calls: torch has no hook for it.
+    """
     lines: dict[str, None] = {}
     original = checkpoint._checkpoint_without_reentrant_generator
 
@@ -36,14 +39,14 @@ def noted_checkpoints(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         checkpoint._checkpoint_without_reentrant_generator = original
-    if lines and any(_counts(module) for module in model.modules()):
+    if lines and any(_has_statistics(module) for module in model.modules()):
         logger.warning(
-            "%s\ncheckpointing is left out of the stages, which recompute by themselves. If there is a "
-            "batch norm in the checkpointed block, torch updates its statistics twice a step in the "
-            "unsplit model, the stages once, as without checkpointing",
+            "%s\ncheckpointing is not part of the stages, which recompute by themselves. If the "
+            "checkpointed block has a batch norm, the unsplit model updates its statistics twice per "
+            "step, the stages once, as without checkpointing",
             next(iter(lines)),
         )
 
 
-def _counts(module: nn.Module) -> bool:
+def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.training and module.track_running_stats

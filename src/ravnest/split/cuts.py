@@ -1,7 +1,7 @@
-"""Where a graph may be cut, and what crosses each cut.
+"""Find the legal cuts of a graph, and the values that cross each cut.
 
-Positions count the graph's operations in program order: cut ``c`` lies before operation ``c``. What
-is computed from sizes only belongs to no position; each stage computes it for itself.
+Positions count the graph's operations in program order: cut ``c`` lies before operation ``c``.
+Arithmetic on sizes has no position; each stage repeats it for itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ravnest.split.normalise import is_size
 
 @dataclass(frozen=True)
 class CutLayout:
-    """A graph's operations in order, and the cuts between them that are legal."""
+    """Operations of a graph in order, and the legal cuts between them."""
 
     capture: ModeCapture
     operations: tuple[fx.Node, ...]
     legal: tuple[int, ...]
-    """Ascending positions of legal cuts, both ends excluded."""
+    """Ascending positions of legal cuts, without both ends."""
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -35,9 +35,9 @@ class CutLayout:
 
     @cached_property
     def spans(self) -> dict[fx.Node, tuple[int, int]]:
-        """For each value that may cross: the first and the last cut that it crosses.
+        """First and last cut that each value crosses.
 
-        A model input enters before the first operation; a model output leaves behind the last.
+        A model input enters before the first operation; a model output leaves after the last.
         Parameters and buffers do not cross: the stages that use them hold them.
         """
         spans = {}
@@ -57,7 +57,7 @@ class CutLayout:
         return spans
 
     def crossing(self, cut: int) -> Iterator[fx.Node]:
-        """Values made before ``cut`` and used behind it, in program order."""
+        """Yield the values that are made before ``cut`` and used after it, in program order."""
         for node, (first, last) in self.spans.items():
             if first <= cut <= last:
                 yield node
@@ -67,7 +67,7 @@ class CutLayout:
             return end
         if user in self.position:
             return self.position[user]
-        return -1  # a size: taken from any tensor that crosses anyway
+        return -1  # a size: read from any tensor that crosses anyway
 
 
 def lay_out(capture: ModeCapture) -> CutLayout:
@@ -78,7 +78,7 @@ def lay_out(capture: ModeCapture) -> CutLayout:
     barred = [False] * (len(operations) + 1)
 
     def bar(first: int, last: int) -> None:
-        """No cut between the operations at ``first`` and ``last``."""
+        """Forbid cuts between the operations at ``first`` and ``last``."""
         for cut in range(first + 1, last + 1):
             barred[cut] = True
 
@@ -93,11 +93,11 @@ def lay_out(capture: ModeCapture) -> CutLayout:
 def _bar_written_memory(
     capture: ModeCapture, position: dict[fx.Node, int], bar: Callable[[int, int], None]
 ) -> None:
-    """Memory that is written stays whole.
+    """Forbid cuts that would split memory that is written.
 
-    All operations on a written parameter or buffer stay in one stage. Of other memory that is
-    written behind a cut, one name may cross (the next stage writes to a copy of its own), two may
-    not: they would become two tensors.
+    All operations on a written parameter or buffer stay in one stage. Other memory that is written
+    after a cut may cross it under one name: the next stage writes to its own copy. It may not cross
+    under two names, which would become two tensors.
     """
     aliases = find_aliases(capture.graph)
     end = len(position)
@@ -111,14 +111,14 @@ def _bar_written_memory(
             continue
         last_write = max(position[n] for n in writing)
         made = position.get(root, -1)
-        lives = [_life(node, position, end) for node in aliases.sharing(root) if _is_tensor(node)]
+        lives = [_lifetime(node, position, end) for node in aliases.sharing(root) if _is_tensor(node)]
         for cut in range(made + 1, last_write + 1):
             if sum(1 for first, last in lives if first < cut <= last) > 1:
                 bar(cut - 1, cut)
 
 
-def _life(node: fx.Node, position: dict[fx.Node, int], end: int) -> tuple[int, int]:
-    """Positions of the operation that makes a value and of the last that uses it."""
+def _lifetime(node: fx.Node, position: dict[fx.Node, int], end: int) -> tuple[int, int]:
+    """Return the positions of the operation that makes a value and of the last one that uses it."""
     uses = [end if user.op == "output" else position.get(user, -1) for user in node.users]
     return position.get(node, -1), max(uses, default=-1)
 

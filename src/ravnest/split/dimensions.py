@@ -1,4 +1,4 @@
-"""Symbolic sizes of a capture in the words of the stage format."""
+"""Convert symbolic sizes of a capture to the stage format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ravnest.split.graph import Dimension, SymbolRange
 
 
 class Dimensions:
-    """Names the symbols of one captured graph ``b0``, ``b1``, ... in the order of its inputs."""
+    """Symbols of one captured graph, named ``b0``, ``b1``, ... in the order of its inputs."""
 
     def __init__(self, capture: ModeCapture) -> None:
         self._names: dict[sympy.Expr, str] = {}
@@ -25,11 +25,11 @@ class Dimensions:
         self._ranges = capture.program.range_constraints
 
     def of(self, shape: torch.Size) -> tuple[Dimension, ...]:
-        """A shape in words of the format; sizes that are no multiple of a symbol stay open."""
+        """Return a shape in the stage format; sizes that are not multiples of a symbol become ``?``."""
         return tuple(self._dimension(size) for size in shape)
 
     def ranges(self) -> tuple[SymbolRange, ...]:
-        """Bounds of each symbol. Capture assumes sizes of at least 2; 1 works as well."""
+        """Return the bounds of each symbol. Capture assumes sizes of at least 2, but 1 works too."""
         result = []
         for symbol, name in self._names.items():
             bounds = self._ranges.get(symbol)
@@ -52,7 +52,7 @@ class Dimensions:
 
 
 def expression_of(size: Any) -> Any:
-    """The symbolic expression of a size; None for a plain number."""
+    """Return the symbolic expression of a size; None for a plain number."""
     return size.node.expr if isinstance(size, torch.SymInt) else None
 
 

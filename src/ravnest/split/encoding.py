@@ -1,14 +1,21 @@
-"""Stages to JSON and back. What comes back is checked before anything is built from it."""
+"""Encode stages as JSON, and decode them with every check that is possible before anything runs.
+
+msgspec checks the document: fields, types and bounds, as the structs here and in ``split/graph.py``
+declare them. This module decodes what msgspec has no type for (arguments, sizes, structures, names of
+torch), ``StageSpec.check`` checks the stage as a whole, and ``split/operators.py`` the operators.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 import reprlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, Final, Literal
 
+import msgspec
 import torch
+from msgspec import Struct
 
 from ravnest.errors import OperatorError, StageFormatError
 from ravnest.split.graph import (
@@ -16,10 +23,11 @@ from ravnest.split.graph import (
     Argument,
     Dimension,
     InputEntry,
-    Kind,
+    ModuleVersion,
     Operation,
     OutputSpec,
     Ref,
+    Size,
     StageDevice,
     StageGraph,
     StageSpec,
@@ -30,16 +38,13 @@ from ravnest.split.graph import (
 )
 from ravnest.split.operators import resolve
 from ravnest.split.structure import Structure
-from ravnest.types import is_dense
 
-FORMAT = "ravnest-stage"
-VERSION = 1
+FORMAT: Final = "ravnest-stage"
+VERSION: Final = 1
 _MAX_DEPTH = 16
-_MAX_DIMENSION = 2**48
 _MAX_INTEGER = 2**63
-"""What an operator can take."""
+"""Bound of the integers that an operator can take."""
 
-T = TypeVar("T")
 _SYMBOLIC_SIZE = re.compile(r"(?:(?P<factor>[1-9][0-9]{0,14})\*)?(?P<symbol>\w+|\?)")
 _TORCH_NAMES: dict[str, dict[str, Any]] = {
     "dtype": {
@@ -58,41 +63,103 @@ _TORCH_NAMES: dict[str, dict[str, Any]] = {
 }
 
 
+class _Document(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of the JSON objects whose fields differ from those of the types in ``split/graph.py``."""
+
+
+class _InputEntryDocument(_Document, frozen=True):
+    name: str
+    structure: Any
+    values: tuple[str, ...]
+
+
+class _ValueDocument(_Document, frozen=True):
+    name: str
+    dtype: torch.dtype | None
+    shape: tuple[Size | str, ...]
+    gradient: bool
+
+
+class _OperationDocument(_Document, frozen=True):
+    name: str
+    target: str
+    args: list[Any]
+    kwargs: dict[str, Any] = {}
+    no_grad: bool = False
+
+
+class _GraphDocument(_Document, frozen=True):
+    inputs: tuple[_ValueDocument, ...]
+    symbols: tuple[SymbolRange, ...]
+    state: tuple[StateUse, ...]
+    operations: tuple[_OperationDocument, ...]
+    outputs: tuple[tuple[str, Any], ...]
+    structure: Any
+
+
+class _GraphsDocument(_Document, frozen=True):
+    train: _GraphDocument
+    eval: _GraphDocument
+
+
+class _StageDocument(_Document, frozen=True):
+    format: Literal["ravnest-stage"]
+    version: Literal[1]
+    stage: int
+    stages: int
+    signature: tuple[_InputEntryDocument, ...]
+    state: tuple[StateSpec, ...]
+    graphs: _GraphsDocument
+    module_versions: dict[str, ModuleVersion]
+    weights: Any = None
+    """Name and digest of the weights, which ``store/bundle.py`` adds and checks."""
+
+
 def stage_to_json(spec: StageSpec) -> dict[str, Any]:
-    """The JSON form that docs/stage-format.md describes."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "stage": spec.index,
-        "stages": spec.count,
-        "signature": [
-            {"name": e.name, "structure": e.structure.to_json(), "values": list(e.values)}
-            for e in spec.signature
-        ],
-        "state": [_state_to_json(entry) for entry in spec.state],
-        "graphs": {mode: _graph_to_json(spec.graphs[mode]) for mode in MODES},
-        "module_versions": dict(spec.module_versions),
-    }
+    """Return the JSON form that docs/stage-format.md describes."""
+    document = _StageDocument(
+        format=FORMAT,
+        version=VERSION,
+        stage=spec.index,
+        stages=spec.count,
+        signature=tuple(
+            _InputEntryDocument(entry.name, entry.structure.to_json(), entry.values)
+            for entry in spec.signature
+        ),
+        state=spec.state,
+        graphs=_GraphsDocument(*(_graph_to_document(spec.graphs[mode]) for mode in MODES)),
+        module_versions=spec.module_versions,
+    )
+    return msgspec.to_builtins(document, enc_hook=_torch_name)  # type: ignore[no-any-return]
 
 
 def stage_from_json(data: object) -> StageSpec:
-    """Read a stage; ``StageFormatError`` or ``OperatorError`` for anything that is not one."""
-    fields = _object(data, "the stage")
-    if fields.get("format") != FORMAT:
+    """Decode and check a stage; raise ``StageFormatError`` or ``OperatorError`` if it is invalid."""
+    if not isinstance(data, dict):
+        raise StageFormatError("the stage is malformed: it is not a JSON object")
+    if data.get("format") != FORMAT:
         raise StageFormatError("this file is not a Ravnest stage")
-    if fields.get("version") != VERSION:
+    if data.get("version") != VERSION:
         raise StageFormatError(
-            f"the stage has format version {fields.get('version')}, this Ravnest reads {VERSION}: "
-            "use the version of Ravnest that wrote it, or split the model again"
+            f"the stage has format version {reprlib.repr(data.get('version'))}, this Ravnest reads "
+            f"{VERSION}: use the version of Ravnest that wrote it, or split the model again"
         )
-    graphs = _object(_get(fields, "graphs"), "graphs")
+    try:
+        document = msgspec.convert(data, _StageDocument, dec_hook=_decode_torch_type)
+    except msgspec.ValidationError as error:
+        raise StageFormatError(f"the stage is malformed: {error}") from error
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can escape
+        raise StageFormatError(f"the stage holds text that is not Unicode: {error}") from error
     spec = StageSpec(
-        index=_whole(fields, "stage"),
-        count=_whole(fields, "stages"),
-        state=_each(fields, "state", _state_from_json),
-        graphs={mode: _graph_from_json(_get(graphs, mode)) for mode in MODES},
-        signature=_each(fields, "signature", _entry_from_json),
-        module_versions=_module_versions(fields),
+        index=document.stage,
+        count=document.stages,
+        state=document.state,
+        graphs={mode: _graph_from_document(getattr(document.graphs, mode)) for mode in MODES},
+        signature=tuple(
+            InputEntry(entry.name, Structure.from_json(entry.structure), entry.values)
+            for entry in document.signature
+        ),
+        module_versions=document.module_versions,
     )
     spec.check()
     for graph in spec.graphs.values():
@@ -101,154 +168,67 @@ def stage_from_json(data: object) -> StageSpec:
     return spec
 
 
-def _module_versions(fields: dict[str, Any]) -> dict[str, int]:
-    versions = _object(_get(fields, "module_versions"), "the versions of the modules")
-    return {_text_item(path): _whole_item(version) for path, version in versions.items()}
-
-
-def _state_to_json(entry: StateSpec) -> dict[str, Any]:
-    return {
-        "key": entry.key,
-        "kind": entry.kind,
-        "dtype": _torch_name(entry.dtype),
-        "shape": list(entry.shape),
-        "trainable": entry.trainable,
-        "persistent": entry.persistent,
-        "names": list(entry.names),
-        "positions": list(entry.positions),
-        "stages": list(entry.stages),
-        **({"strides": list(entry.strides)} if entry.strides else {}),
-    }
-
-
-def _state_from_json(data: object) -> StateSpec:
-    fields = _object(data, "a state tensor")
-    names = _each(fields, "names", _text_item)
-    positions = _each(fields, "positions", _whole_item)
-    key = _text(fields, "key")
-    if not names or names[0] != key or len(positions) != len(names):
-        raise StageFormatError(f"the names of {key!r} are malformed")
-    if not all(_is_plain(part) for name in names for part in name.split(".")):
-        raise StageFormatError(f"{key!r} is not the name of a parameter or buffer")
-    shape = _each(fields, "shape", _size_item)
-    strides = _each(fields, "strides", _size_item) if "strides" in fields else ()
-    if strides and (len(strides) != len(shape) or not is_dense(shape, strides)):
-        raise StageFormatError(f"the strides of {key!r} do not fit its shape")
-    return StateSpec(
-        key=key,
-        kind=_kind(fields),
-        dtype=_torch_value("dtype", _text(fields, "dtype")),
-        shape=shape,
-        trainable=_flag(fields, "trainable"),
-        persistent=_flag(fields, "persistent"),
-        names=names,
-        positions=positions,
-        stages=_each(fields, "stages", _whole_item),
-        strides=strides,
+def _graph_to_document(graph: StageGraph) -> _GraphDocument:
+    return _GraphDocument(
+        inputs=tuple(_value_to_document(value) for value in graph.inputs),
+        symbols=graph.symbols,
+        state=graph.state,
+        operations=tuple(
+            _OperationDocument(
+                name=operation.name,
+                target=operation.target,
+                args=[_argument_to_json(value) for value in operation.args],
+                kwargs={name: _argument_to_json(value) for name, value in operation.kwargs},
+                no_grad=operation.no_grad,
+            )
+            for operation in graph.operations
+        ),
+        outputs=tuple((output.name, _argument_to_json(output.value)) for output in graph.outputs),
+        structure=None if graph.structure is None else graph.structure.to_json(),
     )
 
 
-def _is_plain(part: str) -> bool:
-    """Part of a state tensor's name; keys of an ``nn.ModuleDict`` need not be identifiers."""
-    return bool(part) and part.isprintable() and not part.startswith("__")
-
-
-def _graph_to_json(graph: StageGraph) -> dict[str, Any]:
-    return {
-        "inputs": [
-            {
-                "name": value.name,
-                "dtype": None if value.dtype is None else _torch_name(value.dtype),
-                "shape": [str(size) if size.symbol else size.factor for size in value.shape],
-                "gradient": value.gradient,
-            }
-            for value in graph.inputs
-        ],
-        "symbols": [{"name": s.name, "minimum": s.minimum, "maximum": s.maximum} for s in graph.symbols],
-        "state": [[use.name, use.key] for use in graph.state],
-        "operations": [_operation_to_json(operation) for operation in graph.operations],
-        "outputs": [[output.name, _argument_to_json(output.value)] for output in graph.outputs],
-        "structure": None if graph.structure is None else graph.structure.to_json(),
-    }
-
-
-def _graph_from_json(data: object) -> StageGraph:
-    fields = _object(data, "a graph")
-    structure = _get(fields, "structure")
+def _graph_from_document(document: _GraphDocument) -> StageGraph:
     return StageGraph(
-        inputs=_each(fields, "inputs", _value_from_json),
-        state=tuple(StateUse(*pair) for pair in _each(fields, "state", _name_pair)),
-        operations=_each(fields, "operations", _operation_from_json),
-        outputs=_each(fields, "outputs", _output_from_json),
-        structure=None if structure is None else Structure.from_json(structure),
-        symbols=_each(fields, "symbols", _symbol_from_json),
+        inputs=tuple(_value_from_document(value) for value in document.inputs),
+        state=document.state,
+        operations=tuple(_operation_from_document(operation) for operation in document.operations),
+        outputs=tuple(
+            OutputSpec(name, _argument_from_json(value, f"output {name!r}"))
+            for name, value in document.outputs
+        ),
+        structure=None if document.structure is None else Structure.from_json(document.structure),
+        symbols=document.symbols,
     )
 
 
-def _value_from_json(data: object) -> ValueSpec:
-    fields = _object(data, "an input")
-    dtype = _get(fields, "dtype")
-    return ValueSpec(
-        name=_text(fields, "name"),
-        dtype=None if dtype is None else _torch_value("dtype", _text(fields, "dtype")),
-        shape=_each(fields, "shape", _dimension_from_json),
-        gradient=_flag(fields, "gradient"),
-    )
+def _value_to_document(value: ValueSpec) -> _ValueDocument:
+    shape = tuple(str(size) if size.symbol else size.factor for size in value.shape)
+    return _ValueDocument(value.name, value.dtype, shape, value.gradient)
 
 
-def _dimension_from_json(data: object) -> Dimension:
-    if isinstance(data, str):
-        found = _SYMBOLIC_SIZE.fullmatch(data)
-        if found and (found["symbol"].isidentifier() or data == "?"):
-            return Dimension(int(found["factor"] or 1), found["symbol"])
-        raise StageFormatError(f"{reprlib.repr(data)} is not a size")
-    return Dimension(_size_item(data))
+def _value_from_document(document: _ValueDocument) -> ValueSpec:
+    shape = tuple(_dimension(size, document.name) for size in document.shape)
+    return ValueSpec(document.name, document.dtype, shape, document.gradient)
 
 
-def _symbol_from_json(data: object) -> SymbolRange:
-    fields = _object(data, "a symbol")
-    maximum = _get(fields, "maximum")
-    upper = None if maximum is None else _whole(fields, "maximum")
-    return SymbolRange(_text(fields, "name"), _whole(fields, "minimum"), upper)
+def _dimension(size: int | str, name: str) -> Dimension:
+    if isinstance(size, int):
+        return Dimension(size)
+    found = _SYMBOLIC_SIZE.fullmatch(size)
+    if found and (found["symbol"].isidentifier() or size == "?"):
+        return Dimension(int(found["factor"] or 1), found["symbol"])
+    raise StageFormatError(f"the shape of {name!r} is malformed: {reprlib.repr(size)} is not a size")
 
 
-def _operation_to_json(operation: Operation) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "name": operation.name,
-        "target": operation.target,
-        "args": [_argument_to_json(value) for value in operation.args],
-    }
-    if operation.kwargs:
-        data["kwargs"] = {name: _argument_to_json(value) for name, value in operation.kwargs}
-    if operation.no_grad:
-        data["no_grad"] = True
-    return data
-
-
-def _operation_from_json(data: object) -> Operation:
-    fields = _object(data, "an operation")
-    kwargs = _object(fields.get("kwargs", {}), "kwargs")
+def _operation_from_document(document: _OperationDocument) -> Operation:
+    name = document.name
     return Operation(
-        name=_text(fields, "name"),
-        target=_text(fields, "target"),
-        args=_each(fields, "args", _argument_from_json),
-        kwargs=tuple((name, _argument_from_json(value)) for name, value in kwargs.items()),
-        no_grad=_flag(fields, "no_grad") if "no_grad" in fields else False,
-    )
-
-
-def _output_from_json(data: object) -> OutputSpec:
-    if not isinstance(data, list) or len(data) != 2:
-        raise StageFormatError("an output is malformed")
-    return OutputSpec(_text_item(data[0]), _argument_from_json(data[1]))
-
-
-def _entry_from_json(data: object) -> InputEntry:
-    fields = _object(data, "an input of the model")
-    return InputEntry(
-        _text(fields, "name"),
-        Structure.from_json(_get(fields, "structure")),
-        _each(fields, "values", _text_item),
+        name=name,
+        target=document.target,
+        args=tuple([_argument_from_json(value, name) for value in document.args]),
+        kwargs=tuple([(k, _argument_from_json(value, name)) for k, value in document.kwargs.items()]),
+        no_grad=document.no_grad,
     )
 
 
@@ -272,13 +252,18 @@ def _argument_to_json(value: Argument) -> Any:
             return value
 
 
-def _argument_from_json(data: object, depth: int = 0) -> Argument:
+def _argument_from_json(data: Any, reader: str, depth: int = 0) -> Argument:
+    """Decode an argument; ``reader`` names the operation or output in errors.
+
+    The single key of an object says what it is, which msgspec cannot express: its unions need a field
+    that holds the tag.
+    """
     if data is None or isinstance(data, bool | float | str):
         return data
     if isinstance(data, int) and -_MAX_INTEGER <= data < _MAX_INTEGER:
         return data
     if isinstance(data, list) and depth < _MAX_DEPTH:
-        return tuple(_argument_from_json(item, depth + 1) for item in data)
+        return tuple([_argument_from_json(item, reader, depth + 1) for item in data])
     if isinstance(data, dict) and len(data) == 1:
         ((tag, value),) = data.items()
         match tag, value:
@@ -290,11 +275,12 @@ def _argument_from_json(data: object, depth: int = 0) -> Argument:
                 return float(value)
             case (("dtype" | "layout" | "memory_format"), str()):
                 return _torch_value(tag, value)  # type: ignore[no-any-return]
-    raise StageFormatError(f"{reprlib.repr(data)} is not an argument")
+    raise StageFormatError(f"{reader}: {reprlib.repr(data)} is not an argument")
 
 
+@cache
 def _check_operator(name: str) -> None:
-    """Refuse what is not listed, and overloads that write to an ``out`` tensor under another name."""
+    """Raise ``OperatorError`` for an operator that is not listed or that writes to an ``out`` tensor."""
     target = resolve(name)
     schema = getattr(target, "_schema", None)
     if schema is not None and any(argument.is_out for argument in schema.arguments):
@@ -305,78 +291,16 @@ def _torch_name(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
+def _decode_torch_type(kind: type, data: object) -> torch.dtype:
+    """Decode the one type of the documents that msgspec does not know."""
+    assert kind is torch.dtype, kind
+    if not isinstance(data, str):
+        raise StageFormatError(f"{reprlib.repr(data)} is not the name of a dtype")
+    return _torch_value("dtype", data)  # type: ignore[no-any-return]
+
+
 def _torch_value(kind: str, name: str) -> Any:
     try:
         return _TORCH_NAMES[kind][name]
     except KeyError:
         raise StageFormatError(f"{name!r} is not a {kind} of torch") from None
-
-
-def _object(data: object, what: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise StageFormatError(f"{what} is malformed")
-    return data
-
-
-def _get(fields: dict[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise StageFormatError(f"{name!r} is missing")
-    return fields[name]
-
-
-def _each(fields: dict[str, Any], name: str, read: Callable[[object], T]) -> tuple[T, ...]:
-    items = _get(fields, name)
-    if not isinstance(items, list):
-        raise StageFormatError(f"{name!r} must be a list")
-    return tuple(read(item) for item in items)
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    return _text_item(_get(fields, name))
-
-
-def _text_item(data: object) -> str:
-    if not isinstance(data, str):
-        raise StageFormatError(f"{reprlib.repr(data)} is not a name")
-    return data
-
-
-def _whole(fields: dict[str, Any], name: str) -> int:
-    return _whole_item(_get(fields, name))
-
-
-def _whole_item(data: object) -> int:
-    if not isinstance(data, int) or isinstance(data, bool):
-        raise StageFormatError(f"{reprlib.repr(data)} is not a whole number")
-    return data
-
-
-def _size_item(data: object) -> int:
-    size = _whole_item(data)
-    if not 0 <= size <= _MAX_DIMENSION:
-        raise StageFormatError(f"{size} is not a size")
-    return size
-
-
-def _flag(fields: dict[str, Any], name: str) -> bool:
-    value = _get(fields, name)
-    if not isinstance(value, bool):
-        raise StageFormatError(f"{name!r} must be true or false")
-    return value
-
-
-def _kind(fields: dict[str, Any]) -> Kind:
-    match _get(fields, "kind"):
-        case "parameter":
-            return "parameter"
-        case "buffer":
-            return "buffer"
-        case "constant":
-            return "constant"
-    raise StageFormatError(f"{reprlib.repr(fields['kind'])} is not a kind of state")
-
-
-def _name_pair(data: object) -> tuple[str, str]:
-    if not isinstance(data, list) or len(data) != 2:
-        raise StageFormatError("a use of state is malformed")
-    return _text_item(data[0]), _text_item(data[1])

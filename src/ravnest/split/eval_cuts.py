@@ -1,7 +1,8 @@
-"""Cut the evaluation graph where the training graph was cut.
+"""Cut the evaluation graph to match the cuts of the training graph.
 
-The two graphs differ (stochastic depth, auxiliary heads), so positions do not carry over. Each
-operation should find its parameters in its own stage; among such cuts the fewest bytes should cross.
+The two graphs can differ (stochastic depth, auxiliary heads), so positions do not carry over. The cuts
+put each operation into a stage that holds its parameters; among such cuts they minimise the bytes
+that cross.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ravnest.split.measure import Measurement
 from ravnest.split.state import ModelState
 
 _MISPLACED = 1e6
-"""A parameter in two stages costs as much as this many times its size crossing a cut."""
+"""Cost of replicating a parameter in a second stage, relative to sending as many bytes over a cut."""
 
 
 def follow_training(
@@ -25,9 +26,9 @@ def follow_training(
     stages_of: Mapping[str, set[int]],
     count: int,
 ) -> tuple[int, ...]:
-    """Cuts of the evaluation graph, given the stages that hold each state key in training.
+    """Return the cuts of the evaluation graph, given the stages that hold each state key in training.
 
-    Exact dynamic program over the legal cuts; a stage may be empty.
+    Uses an exact dynamic program over the legal cuts; a stage may be empty.
     """
     end = len(layout.operations)
     cuts = np.array([0, *layout.legal, end])
@@ -49,7 +50,7 @@ def follow_training(
 
 
 def crossing_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
-    """Bytes that cross each cut going forward; index 0 and the last are the model's own edges."""
+    """Return the bytes that cross each cut in forward; the first and last are the model's own edges."""
     steps = np.zeros(len(layout.operations) + 2)
     for node, (first, last) in layout.spans.items():
         size = measurement.value_bytes.get(node, 0)
@@ -61,7 +62,7 @@ def crossing_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
 def _misplaced(
     layout: CutLayout, state: ModelState, stages_of: Mapping[str, set[int]], stage: int
 ) -> np.ndarray:
-    """For each cut: cost of the operations before it, were they all in ``stage``."""
+    """Return, for each cut, the cost of putting all operations before it into ``stage``."""
     cost = np.zeros(len(layout.operations) + 1)
     for position, keys in enumerate(state_keys(layout)):
         for key in keys:
@@ -72,7 +73,7 @@ def _misplaced(
 
 
 def state_keys(layout: CutLayout) -> Sequence[list[str]]:
-    """State keys that each operation reads."""
+    """Return the state keys that each operation reads."""
     names = layout.capture.state_of
     return [
         [names[node.name] for node in operation.all_input_nodes if node.name in names]

@@ -1,4 +1,4 @@
-"""Gradients that become ``.grad``, as ``loss.backward()`` makes them, without needless copies."""
+"""Add gradients to ``.grad`` as ``loss.backward()`` does, without needless copies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import nn
 
 
 def add_gradient(parameter: nn.Parameter, gradient: torch.Tensor, taken: set[int]) -> None:
-    """Add to ``.grad``. The gradient becomes the parameter's own and the caller forgets it.
+    """Add a gradient to ``.grad``. The parameter takes over the tensor; the caller must not use it.
 
-    One that shares memory with something in ``taken`` (``memory_of``) is copied; what becomes
-    ``.grad`` as it is, is added to ``taken``.
+    A gradient whose memory (``memory_of``) is in ``taken`` is copied. Memory that becomes ``.grad``
+    without a copy is added to ``taken``.
     """
     old = parameter.grad
     if old is None:
@@ -22,12 +22,12 @@ def add_gradient(parameter: nn.Parameter, gradient: torch.Tensor, taken: set[int
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's data is; tensors that share memory have the same."""
+    """Return the address of a tensor's storage, which tensors that share memory have in common."""
     return 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
 
 
 def _own(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """The gradient as it is if nothing else uses its memory, which is ``taken`` then; else a copy."""
+    """Return the gradient itself if nothing else uses its memory, else a copy; update ``taken``."""
     if gradient.is_sparse:
         return gradient.clone()
     memory = gradient.untyped_storage()

@@ -1,35 +1,42 @@
-"""A stage as data: the values that the stage format (docs/stage-format.md) is made of."""
+"""A stage as data: the types of the stage format (docs/stage-format.md).
+
+``split/encoding.py`` decodes JSON into them. Types and bounds of single fields are declared here and
+checked by msgspec while it decodes; ``StageSpec.check`` makes the checks that span several fields.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta, Struct, field
 
 from ravnest.errors import StageFormatError
 from ravnest.split.structure import Structure
+from ravnest.types import is_dense
 
 Mode = Literal["train", "eval"]
 MODES: tuple[Mode, ...] = ("train", "eval")
 Kind = Literal["parameter", "buffer", "constant"]
 MAX_STAGES = 10_000
-"""More than any pool has nodes; a forged count must not cost memory."""
+"""Upper bound of a stage count: a forged count must not cost memory."""
 MAX_MODULES = 1_000_000
 MAX_MODULE_VERSION = 2**31 - 1
 
+Size = Annotated[int, Meta(ge=0, le=2**48)]
+"""Size of a dimension of a tensor, or a stride."""
+ModuleVersion = Annotated[int, Meta(ge=0, le=MAX_MODULE_VERSION)]
 
-@dataclass(frozen=True)
-class Ref:
-    """The value that an input, a state tensor or an operation of this name gives."""
+
+class Ref(Struct, frozen=True):
+    """Reference to the value of an input, a state tensor or an operation, by name."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class StageDevice:
-    """A device argument: whichever device the stage is loaded on."""
+class StageDevice(Struct, frozen=True):
+    """Device argument that stands for the device the stage is loaded on."""
 
 
 Argument = (
@@ -47,8 +54,7 @@ Argument = (
 )
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(Struct, frozen=True):
     """One call of an allow-listed operator."""
 
     name: str
@@ -56,21 +62,20 @@ class Operation:
     args: tuple[Argument, ...] = ()
     kwargs: tuple[tuple[str, Argument], ...] = ()
     no_grad: bool = False
-    """The model runs it under ``torch.no_grad()``."""
+    """True if the model runs it under ``torch.no_grad()``."""
 
     def refs(self) -> Iterator[str]:
-        """Names of the values it reads."""
+        """Yield the names of the values that the operation reads."""
         yield from refs_in(self.args)
         yield from refs_in(tuple(value for _, value in self.kwargs))
 
 
-@dataclass(frozen=True)
-class Dimension:
-    """A size: ``factor`` times a named size that may differ between micro-batches, or a number."""
+class Dimension(Struct, frozen=True):
+    """Size of one dimension: a number, or ``factor`` times a symbol that may vary."""
 
     factor: int
     symbol: str = ""
-    """Empty: the size is ``factor``. ``?``: any size."""
+    """Empty if the size is ``factor`` itself; ``?`` if any size is accepted."""
 
     def __str__(self) -> str:
         if not self.symbol or self.symbol == "?":
@@ -78,99 +83,91 @@ class Dimension:
         return self.symbol if self.factor == 1 else f"{self.factor}*{self.symbol}"
 
 
-@dataclass(frozen=True)
-class ValueSpec:
+class ValueSpec(Struct, frozen=True):
     """A value that enters a stage."""
 
     name: str
     dtype: torch.dtype | None
-    """None: a plain number (a size that a later stage needs)."""
+    """None for a plain number (a size that a later stage needs)."""
     shape: tuple[Dimension, ...] = ()
     gradient: bool = False
-    """A gradient flows back along it."""
+    """True if a gradient flows back to the previous stage."""
 
 
-@dataclass(frozen=True)
-class OutputSpec:
-    """A value that leaves a stage under ``name``: a reference, or a constant of the model."""
+class OutputSpec(Struct, frozen=True):
+    """A value that leaves a stage as ``name``: a reference, or a constant of the model."""
 
     name: str
     value: Argument
 
 
-@dataclass(frozen=True)
-class StateUse:
-    """The graph knows the state tensor ``key`` as ``name``."""
+class StateUse(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Use of the state tensor ``key`` in a graph, where it is called ``name``."""
 
     name: str
     key: str
 
 
-@dataclass(frozen=True)
-class SymbolRange:
-    """A size that may differ between micro-batches, and the bounds that the capture found for it."""
+class SymbolRange(Struct, frozen=True, forbid_unknown_fields=True):
+    """A size that may vary between micro-batches, with the bounds that the capture found."""
 
     name: str
     minimum: int
     maximum: int | None
 
 
-@dataclass(frozen=True)
-class StageGraph:
-    """What a stage computes in one mode."""
+class StageGraph(Struct, frozen=True):
+    """The computation of a stage in one mode."""
 
     inputs: tuple[ValueSpec, ...]
     state: tuple[StateUse, ...]
     operations: tuple[Operation, ...]
     outputs: tuple[OutputSpec, ...]
     structure: Structure | None = None
-    """How the outputs form the model's output; only the last stage has it."""
+    """Nesting of the model's output; only the last stage has it."""
     symbols: tuple[SymbolRange, ...] = ()
-    """Sizes that may differ between micro-batches."""
+    """Sizes that may vary between micro-batches."""
 
 
-@dataclass(frozen=True)
-class StateSpec:
+class StateSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A parameter, buffer or constant of the model that this stage holds."""
 
     key: str
     kind: Kind
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     trainable: bool
     persistent: bool
-    """It is part of the model's ``state_dict``."""
+    """True if it is part of the model's ``state_dict``."""
     names: tuple[str, ...]
-    """All names the model gives it; more than one for tied weights. The first is the key."""
-    positions: tuple[int, ...]
-    """Where each name stands in the model's ``state_dict``; -1 for one that is not in it."""
+    """All names of the tensor in the model, several for a tied weight. The first is the key."""
+    positions: tuple[Annotated[int, Meta(ge=-1)], ...]
+    """Position of each name in the model's ``state_dict``; -1 if it is not in it."""
     stages: tuple[int, ...]
-    """Stages that hold it, ascending. The first owns it; the others hold replicas."""
-    strides: tuple[int, ...] = ()
-    """Order of its elements in memory, which decides on kernels (channels last); empty: row by row."""
+    """Stages that hold the tensor, ascending. The first owns it; the others hold replicas."""
+    strides: tuple[Size, ...] = ()
+    """Memory layout, which affects the choice of kernels (channels last); empty for row-major order."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor's data."""
+        """Size of the tensor's data in bytes."""
         count = 1
         for size in self.shape:
             count *= size
         return count * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class InputEntry:
-    """One argument of the model's forward, and its structure."""
+class InputEntry(Struct, frozen=True):
+    """One argument of the model's forward."""
 
     name: str
     structure: Structure
     values: tuple[str, ...]
-    """Names of the graph values of its leaves."""
+    """Names of its tensors in the graph."""
 
 
-@dataclass(frozen=True)
-class StageSpec:
-    """Everything about a stage but its weights."""
+class StageSpec(Struct, frozen=True):
+    """Complete description of a stage, without its weights."""
 
     index: int
     count: int
@@ -178,11 +175,11 @@ class StageSpec:
     graphs: dict[Mode, StageGraph]
     signature: tuple[InputEntry, ...]
     """The model's inputs in the order of forward's signature; the same in every stage."""
-    module_versions: dict[str, int] = field(default_factory=dict)
-    """Version of each module by its path, as the model's ``state_dict`` has it; first stage only."""
+    module_versions: dict[str, ModuleVersion] = field(default_factory=dict)
+    """Version of each module by path, from the ``state_dict``'s metadata; first stage only."""
 
     def check(self) -> None:
-        """Refuse a stage that does not hang together, before anything runs."""
+        """Raise ``StageFormatError`` if the stage is inconsistent. Nothing of it has run yet."""
         if not 0 <= self.index < self.count <= MAX_STAGES:
             raise StageFormatError(f"stage {self.index} of {self.count} does not exist")
         names = [name for entry in self.state for name in entry.names]
@@ -191,7 +188,7 @@ class StageSpec:
         for entry in self.state:
             self._check_state(entry)
         if set(self.graphs) != set(MODES):
-            raise StageFormatError(f"a stage needs the graphs {MODES}, has {sorted(self.graphs)}")
+            raise StageFormatError(f"a stage needs the graphs {MODES}, but has {sorted(self.graphs)}")
         self._check_module_versions()
         given = self._check_signature()
         for mode, graph in self.graphs.items():
@@ -200,30 +197,33 @@ class StageSpec:
                 raise StageFormatError(f"{mode} graph: it takes an input that the model does not have")
 
     def _check_state(self, entry: StateSpec) -> None:
+        key = entry.key
+        if not entry.names or entry.names[0] != key or len(entry.positions) != len(entry.names):
+            raise StageFormatError(f"the names of {key!r} are malformed")
+        if not all(_is_state_name(part) for name in entry.names for part in name.split(".")):
+            raise StageFormatError(f"{key!r} is not the name of a parameter or buffer")
+        if entry.strides and (
+            len(entry.strides) != len(entry.shape) or not is_dense(entry.shape, entry.strides)
+        ):
+            raise StageFormatError(f"the strides of {key!r} do not fit its shape")
         exist = all(0 <= stage < self.count for stage in entry.stages)
         ascend = list(entry.stages) == sorted(set(entry.stages))
         if self.index not in entry.stages or not exist or not ascend:
-            raise StageFormatError(f"the stages that hold {entry.key!r} are malformed")
+            raise StageFormatError(f"the stages that hold {key!r} are malformed")
         if entry.trainable and (entry.kind != "parameter" or not _differentiable(entry.dtype)):
-            raise StageFormatError(
-                f"{entry.key!r} cannot be trained: it is a {entry.dtype} {entry.kind}"
-            )
-        if min(entry.positions) < -1:
-            raise StageFormatError(f"{entry.key!r} has no such place in the state_dict")
+            raise StageFormatError(f"{key!r} cannot be trained: it is a {entry.dtype} {entry.kind}")
 
     def _check_module_versions(self) -> None:
         if self.module_versions and self.index > 0:
-            raise StageFormatError("only the first stage says which versions the modules have")
+            raise StageFormatError("only the first stage lists the versions of modules")
         if len(self.module_versions) > MAX_MODULES:
             raise StageFormatError(f"the model has more than {MAX_MODULES} modules")
-        for path, version in self.module_versions.items():
+        for path in self.module_versions:
             if path and not all(part and part.isprintable() for part in path.split(".")):
                 raise StageFormatError(f"{path!r} is not the path of a module")
-            if not 0 <= version <= MAX_MODULE_VERSION:
-                raise StageFormatError(f"the module {path!r} cannot have version {version}")
 
     def _check_signature(self) -> set[str]:
-        """The names of the values that the model's inputs give."""
+        """Return the names of the model's input values."""
         entries = {entry.name for entry in self.signature}
         values = [value for entry in self.signature for value in entry.values]
         leaves = [len(list(entry.structure.leaf_paths(""))) for entry in self.signature]
@@ -236,12 +236,17 @@ class StageSpec:
         return set(values)
 
 
+def _is_state_name(part: str) -> bool:
+    """Return True for one part of a tensor's name; keys of a ``ModuleDict`` need not be identifiers."""
+    return bool(part) and part.isprintable() and not part.startswith("__")
+
+
 def _differentiable(dtype: torch.dtype | None) -> bool:
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
 
 def refs_in(argument: Argument) -> Iterator[str]:
-    """Names of the values that an argument is made of."""
+    """Yield the names of the values that an argument refers to."""
     if isinstance(argument, Ref):
         yield argument.name
     elif isinstance(argument, tuple):
@@ -257,7 +262,7 @@ def _check_graph(mode: Mode, graph: StageGraph, keys: set[str], last: bool) -> N
         if not last and len(outputs) != len(graph.outputs):
             raise StageFormatError("two outputs have the same name")
         if last != (graph.structure is not None):
-            raise StageFormatError("only the last stage says how outputs are put together")
+            raise StageFormatError("only the last stage has an output structure")
         if graph.structure is not None:
             leaves = list(graph.structure.leaf_paths(""))
             if len(leaves) != len(graph.outputs):
@@ -269,27 +274,29 @@ def _check_graph(mode: Mode, graph: StageGraph, keys: set[str], last: bool) -> N
 def _check_inputs(graph: StageGraph) -> None:
     for value in graph.inputs:
         if value.gradient and not _differentiable(value.dtype):
-            raise StageFormatError(f"no gradient flows along {value.name!r}, a {value.dtype}")
+            raise StageFormatError(
+                f"no gradient can flow to the input {value.name!r} of dtype {value.dtype}"
+            )
     if len({symbol.name for symbol in graph.symbols}) != len(graph.symbols):
-        raise StageFormatError("a size is listed twice")
+        raise StageFormatError("a symbol is listed twice")
     for symbol in graph.symbols:
         if symbol.minimum < 0 or (symbol.maximum is not None and symbol.maximum < symbol.minimum):
-            raise StageFormatError(f"no size lies within the bounds of {symbol.name!r}")
+            raise StageFormatError(f"the bounds of the symbol {symbol.name!r} leave no size")
 
 
 def _check_names(graph: StageGraph, keys: set[str]) -> None:
-    """Every name is new and plain, and every value is made before it is read."""
+    """Check that names are unique identifiers, and that values are defined before they are read."""
     known: set[str] = set()
 
     def define(name: str) -> None:
         if not name.isidentifier() or name in known:
-            raise StageFormatError(f"{name!r} is not a new, plain name")
+            raise StageFormatError(f"the name {name!r} is used twice or is not an identifier")
         known.add(name)
 
     def read(reader: str, names: Iterator[str]) -> None:
         for name in names:
             if name not in known:
-                raise StageFormatError(f"{reader} reads {name!r}, which nothing before it gives")
+                raise StageFormatError(f"{reader} reads {name!r}, which is not defined before it")
 
     for name in [value.name for value in graph.inputs] + [use.name for use in graph.state]:
         define(name)

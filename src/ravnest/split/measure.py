@@ -1,7 +1,7 @@
-"""What each operation of a graph costs, found by running the graph once.
+"""Measure the cost of each operation of a graph by running the graph once.
 
-The run uses fake tensors, which compute shapes and autograd graphs but no numbers, or real ones: for
-graphs whose shapes depend on data, and where measured times are wanted.
+The run uses fake tensors, which have shapes and autograd graphs but no values. It uses real tensors
+if shapes depend on data, or if the caller wants measured times.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,9 +30,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Recurrent:
+    """Constants of a fused recurrent kernel; the last two are multiples of the hidden size per step."""
+
     gates: int
     kept: int
+    """Kept for backward."""
     scratch: int
+    """Temporary memory."""
 
 
 _RECURRENT = {
@@ -43,55 +47,57 @@ _RECURRENT = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class OperationCost:
     """Cost of one operation's forward at the example's batch size."""
 
     flops: int = 0
     saved_bytes: int = 0
-    """Kept by autograd for backward, each storage counted where it is first kept."""
+    """Memory that autograd keeps for backward; each storage counts where it is first kept."""
     output_bytes: int = 0
-    """New memory that the operation makes; 0 for views."""
+    """Memory that the operation allocates for its result; 0 for views."""
     input_bytes: int = 0
     gradient_bytes: int = 0
-    """New memory that backward makes for the gradients of its inputs, parameters aside."""
+    """Memory that backward allocates for the gradients of the inputs, without parameters."""
     scratch_bytes: int = 0
-    """Copies that its kernels make for themselves."""
+    """Temporary memory of its kernels."""
     differentiated: bool = False
-    """A gradient flows through it."""
+    """True if a gradient flows through it."""
     seconds: float = 0.0
-    """Measured, with real tensors only."""
+    """Measured time; 0 with fake tensors."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measurement:
-    """Costs of all operations, and what is known of each value."""
+    """Costs of all operations, and properties of each value."""
 
     costs: tuple[OperationCost, ...]
     measured: bool = False
-    """The run computed with real tensors, so that the times mean something."""
+    """True if the run used real tensors, so that times are meaningful."""
     value_bytes: dict[fx.Node, int] = field(default_factory=dict)
     gradient_from: dict[fx.Node, int] = field(default_factory=dict)
-    """Cut from which on a value carries a gradient; absent where it never does."""
+    """First cut at which a value carries a gradient; absent if it never does."""
     kept_from: dict[fx.Node, int] = field(default_factory=dict)
-    """Position of the operation that is the first to keep a value for backward; absent if none is."""
+    """Position of the first operation that keeps a value for backward; absent if there is none."""
 
     def carries_gradient(self, node: fx.Node, cut: int) -> bool:
-        """Whether a gradient flows back along ``node`` where it crosses ``cut``."""
+        """Return True if a gradient flows back along ``node`` where it crosses ``cut``."""
         return node in self.gradient_from and self.gradient_from[node] <= cut
 
 
 def measure(capture: Capture, layout: CutLayout, *, real: bool = False) -> Measurement:
-    """Run a graph once. Falls back to real tensors where the shapes depend on data."""
+    """Run a graph once. Fall back to real tensors if shapes depend on data."""
     if not real:
         try:
             return _Run(capture, layout, fake=True).measure()
-        except Exception as error:  # the run meets every operator there is; each fails in its own way
-            logger.info("costs are measured with a real run: %s", error)
+        except Exception as error:  # any operator may fail under fake tensors, each with its own error
+            logger.info("costs are measured with real tensors, because fake ones failed: %s", error)
     return _Run(capture, layout, fake=False).measure()
 
 
 class _Run:
+    """One run of a graph, operation by operation."""
+
     def __init__(self, capture: Capture, layout: CutLayout, *, fake: bool) -> None:
         self._capture = capture
         self._layout = layout
@@ -99,8 +105,11 @@ class _Run:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         self._values: dict[fx.Node, Any] = {}
         self._costs = [OperationCost() for _ in layout.operations]
-        self._current: OperationCost | None = None
         self._position: int | None = None
+        self._saved_bytes = 0
+        """Memory that the current operation keeps for backward."""
+        self._value_bytes: dict[fx.Node, int] = {}
+        self._gradient_from: dict[fx.Node, int] = {}
         self._kept_from: dict[int, int] = {}
         self._counted: set[int] = set()
         self._kept: list[Any] = []
@@ -117,7 +126,6 @@ class _Run:
             return self._run(lambda: _total(counter))
 
     def _run(self, flops: Callable[[], int]) -> Measurement:
-        result = Measurement(tuple(self._costs), measured=self._fake is None)
         writers: dict[fx.Node, list[fx.Node]] = {}
         aliases = find_aliases(self._mode.graph)
         for writer, root in aliases.writes:
@@ -125,19 +133,27 @@ class _Run:
         for node in self._mode.graph.nodes:
             if node.op == "placeholder":
                 self._values[node] = self._placeholder(node)
-                result.value_bytes[node] = _bytes(self._values[node])
+                self._value_bytes[node] = _bytes(self._values[node])
             elif node.op == "call_function":
                 position = self._layout.position.get(node)
-                self._call(node, position, flops)
-                result.value_bytes[node] = _bytes(self._values[node])
+                cost = self._call(node, position, flops)
+                self._value_bytes[node] = _bytes(self._values[node])
                 if position is not None:
+                    self._costs[position] = cost
                     for value in (node, *writers.get(node, ())):
-                        self._note_gradient(value, position, result)
-        for node, value in self._values.items():
-            for tensor in _tensors(value):
-                if _storage(tensor) in self._kept_from:
-                    result.kept_from[node] = self._kept_from[_storage(tensor)]
-        return result
+                        self._note_gradient(value, position)
+        return Measurement(
+            costs=tuple(self._costs),
+            measured=self._fake is None,
+            value_bytes=self._value_bytes,
+            gradient_from=self._gradient_from,
+            kept_from={
+                node: self._kept_from[_storage(tensor)]
+                for node, value in self._values.items()
+                for tensor in _tensors(value)
+                if _storage(tensor) in self._kept_from
+            },
+        )
 
     def _placeholder(self, node: fx.Node) -> Any:
         key = self._mode.state_of.get(node.name)
@@ -152,29 +168,37 @@ class _Run:
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if self._fake is None else self._fake.from_tensor(tensor)
 
-    def _call(self, node: fx.Node, position: int | None, flops: Callable[[], int]) -> None:
+    def _call(self, node: fx.Node, position: int | None, flops: Callable[[], int]) -> OperationCost:
+        """Compute a node's value and return its cost; ``position`` is None for sizes."""
         args = fx.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
-        cost = self._current = OperationCost() if position is None else self._costs[position]
-        self._position = position
+        self._position, self._saved_bytes = position, 0
         before, start = flops(), time.perf_counter()
         with torch.no_grad() if node.meta.get(NO_GRAD) else contextlib.nullcontext():
             value = self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        cost.seconds = time.perf_counter() - start
-        cost.flops = flops() - before
-        if node not in self._views:
-            cost.output_bytes = _bytes(value)
-            cost.input_bytes = sum(_bytes(v) for v in pytree.tree_leaves((args, kwargs)))
-        cost.differentiated = any(t.requires_grad for t in _tensors(value))
-        if cost.differentiated:
-            cost.gradient_bytes = self._gradient_bytes(node)
-        if "conv" in str(node.target):
-            cost.scratch_bytes = cost.input_bytes + cost.output_bytes  # copies in oneDNN's layout
-        if node.target in STATES:
-            _add_recurrent_cost(node, args, cost)
+        seconds = time.perf_counter() - start
+        is_view = node in self._views
+        output_bytes = 0 if is_view else _bytes(value)
+        input_bytes = 0 if is_view else sum(_bytes(v) for v in pytree.tree_leaves((args, kwargs)))
+        differentiated = any(t.requires_grad for t in _tensors(value))
+        convolution = "conv" in str(node.target)
+        cost = OperationCost(
+            flops=flops() - before,
+            saved_bytes=self._saved_bytes,
+            output_bytes=output_bytes,
+            input_bytes=input_bytes,
+            gradient_bytes=self._gradient_bytes(node) if differentiated else 0,
+            scratch_bytes=input_bytes + output_bytes if convolution else 0,  # copies in oneDNN's layout
+            differentiated=differentiated,
+            seconds=seconds,
+        )
+        return _with_recurrent_cost(node, args, cost) if node.target in STATES else cost
 
     def _gradient_bytes(self, node: fx.Node) -> int:
-        """Gradients of the inputs. A view's is a view of its output's, unless it is a part only."""
+        """Return the size of the input gradients.
+
+        The gradient of a view's input is a view of the output's gradient, unless the view is partial.
+        """
         outputs = list(_tensors(self._values[node]))
         schema = getattr(node.target, "_schema", None)
         is_view = node in self._views and not (schema is not None and schema.is_mutable)
@@ -187,18 +211,17 @@ class _Run:
                         total += tensor.numel() * tensor.element_size()
         return total
 
-    def _note_gradient(self, value: fx.Node, position: int, result: Measurement) -> None:
+    def _note_gradient(self, value: fx.Node, position: int) -> None:
         tensor = self._values.get(value)
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            result.gradient_from.setdefault(value, position + 1)
+            self._gradient_from.setdefault(value, position + 1)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = _storage(tensor)
         if storage not in self._counted:
             self._counted.add(storage)
             self._kept.append(tensor)
-            if self._current is not None:
-                self._current.saved_bytes += tensor.untyped_storage().nbytes()
+            self._saved_bytes += tensor.untyped_storage().nbytes()
             if self._position is not None:
                 self._kept_from[storage] = self._position
         return tensor
@@ -223,20 +246,21 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield leaf
 
 
-def _add_recurrent_cost(node: fx.Node, args: Any, cost: OperationCost) -> None:
-    """The fused CPU kernels hide their matrix products and what they keep: use the formula.
+def _with_recurrent_cost(node: fx.Node, args: Any, cost: OperationCost) -> OperationCost:
+    """Return the cost of a fused recurrent kernel by formula: counters do not see inside it.
 
-    What is kept was measured, in hidden sizes a step. oneDNN's LSTM reserves more, which it touches
-    in backward only.
+    The constants for kept memory were measured. oneDNN's LSTM reserves more, but uses it in backward
+    only.
     """
     x, weights = args[0], args[2]
     steps = x.shape[0] * x.shape[1]
     matrices = [weight for weight in weights if weight.dim() == 2]
     kind = _RECURRENT[str(node.target._schema.name).partition("::")[2]]  # type: ignore[union-attr]
     flops = 2 * steps * sum(matrix.numel() for matrix in matrices)
-    cost.flops = max(cost.flops, flops)
-    if cost.differentiated:
-        hidden = sum(matrix.shape[0] for matrix in matrices) // (2 * kind.gates)
-        kept = steps * (kind.kept * hidden + x.shape[-1]) * x.element_size()
-        cost.saved_bytes = max(cost.saved_bytes, kept)
-        cost.scratch_bytes = steps * kind.scratch * max(hidden, x.shape[-1]) * x.element_size()
+    cost = replace(cost, flops=max(cost.flops, flops))
+    if not cost.differentiated:
+        return cost
+    hidden = sum(matrix.shape[0] for matrix in matrices) // (2 * kind.gates)
+    kept = steps * (kind.kept * hidden + x.shape[-1]) * x.element_size()
+    scratch = steps * kind.scratch * max(hidden, x.shape[-1]) * x.element_size()
+    return replace(cost, saved_bytes=max(cost.saved_bytes, kept), scratch_bytes=scratch)

@@ -1,18 +1,19 @@
-"""Join the smallest pieces of a model into stages, as data: without the model and without its code.
+"""Merge units into stages, on the level of data: without the model and its code.
 
-A requester ships its model cut in every legal place, one stage a **unit**. Whoever plans then joins
-runs of units: the operations of all of them, with what passed between two units resolved to what
-made it. The result is what a cut of the captured model would have given, and as exact.
+A requester ships its model cut at every legal position; each piece is a **unit**. The server plans
+and merges runs of units into stages: it concatenates their operations and replaces each value that
+passed between two units by its definition. The result is the stage that a cut of the captured model
+gives, and as exact.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from msgspec.structs import replace
 from torch import fx
 
 from ravnest.errors import SplitError, StageFormatError
@@ -34,28 +35,28 @@ from ravnest.split.operators import resolve
 
 _CLONE = "aten::clone.default"
 _OWN = "__own"
-"""Ends the name of a copy that a stage makes of a tensor that it receives and writes to."""
+"""Suffix of the copy that a stage makes of a received tensor before it writes to it."""
 _SIZES = ("aten::sym_size.int", "aten::sym_numel.default", "aten::sym_stride.int")
 _ARITHMETIC = ("python::", "math::", "size::")
 _KINDS = ("parameter", "buffer", "constant")
 
 
-def join(units: Sequence[StageSpec], starts: Sequence[int]) -> tuple[StageSpec, ...]:
-    """Stages that begin at unit 0 and at each of ``starts``, which ascend.
+def merge_units(units: Sequence[StageSpec], starts: Sequence[int]) -> tuple[StageSpec, ...]:
+    """Return the stages that begin at unit 0 and at each of ``starts``, in ascending order.
 
-    ``StageFormatError`` if the units are not the pieces of one model.
+    Raises ``StageFormatError`` if the units are not the pieces of one model.
     """
     bounds = _bounds(len(units), starts)
-    return tuple(_join_stage(units, bounds, index) for index in range(len(bounds) - 1))
+    return tuple(_merge_stage(units, bounds, index) for index in range(len(bounds) - 1))
 
 
 def check_chain(units: Sequence[StageSpec]) -> None:
-    """Refuse units that do not follow each other: all of one model, each fed by the one before."""
+    """Raise ``StageFormatError`` unless the units form one model, each fed by the previous one."""
     if not units:
-        raise StageFormatError("a model has one unit at least")
+        raise StageFormatError("a model needs at least one unit")
     for index, unit in enumerate(units):
         if (unit.index, unit.count) != (index, len(units)):
-            raise StageFormatError(f"unit {index} of {len(units)} is not in its place")
+            raise StageFormatError(f"unit {index} of {len(units)} is at the wrong position")
         if unit.signature != units[0].signature:
             raise StageFormatError(f"unit {index} belongs to a model with other inputs")
     for before, unit in pairwise(units):
@@ -64,23 +65,24 @@ def check_chain(units: Sequence[StageSpec]) -> None:
             for value in unit.graphs[mode].inputs:
                 if value.name not in given:
                     raise StageFormatError(
-                        f"{mode} graph of unit {unit.index}: nothing before it gives {value.name!r}"
+                        f"{mode} graph of unit {unit.index}: its input {value.name!r} is not an output "
+                        f"of unit {before.index}"
                     )
     _check_state(units)
 
 
 def _check_state(units: Sequence[StageSpec]) -> None:
-    """Units that hold a tensor agree on it, and it lists exactly those units."""
+    """Check that units agree on shared tensors, and that each tensor lists the units that hold it."""
     entries: dict[str, StateSpec] = {}
     holders: dict[str, list[int]] = {}
     for unit in units:
         for entry in unit.state:
             if entries.setdefault(entry.key, entry) != entry:
-                raise StageFormatError(f"two units do not agree on {entry.key!r}")
+                raise StageFormatError(f"two units disagree on {entry.key!r}")
             holders.setdefault(entry.key, []).append(unit.index)
     for key, entry in entries.items():
         if list(entry.stages) != holders[key]:
-            raise StageFormatError(f"the units that hold {key!r} are not those that it lists")
+            raise StageFormatError(f"{key!r} lists other units than those that hold it")
     names = [name for entry in entries.values() for name in entry.names]
     if len(set(names)) != len(names):
         raise StageFormatError("two state tensors have the same name")
@@ -94,26 +96,26 @@ def _bounds(units: int, starts: Sequence[int]) -> list[int]:
     return bounds
 
 
-def _join_stage(units: Sequence[StageSpec], bounds: Sequence[int], index: int) -> StageSpec:
-    mine = units[bounds[index] : bounds[index + 1]]
+def _merge_stage(units: Sequence[StageSpec], bounds: Sequence[int], index: int) -> StageSpec:
+    own = units[bounds[index] : bounds[index + 1]]
     graphs: dict[Mode, StageGraph] = {
-        mode: _Joining([unit.graphs[mode] for unit in mine]).build() for mode in MODES
+        mode: _GraphMerger([unit.graphs[mode] for unit in own]).build() for mode in MODES
     }
-    state = {entry.key: entry for unit in mine for entry in unit.state}
+    state = {entry.key: entry for unit in own for entry in unit.state}
     spec = StageSpec(
         index=index,
         count=len(bounds) - 1,
         state=tuple(_with_stages(entry, bounds) for entry in sorted(state.values(), key=_place)),
         graphs=graphs,
-        signature=mine[0].signature,
-        module_versions=mine[0].module_versions,
+        signature=own[0].signature,
+        module_versions=own[0].module_versions,
     )
     spec.check()
     return spec
 
 
 def _place(entry: StateSpec) -> tuple[int, int]:
-    """The order of a model: parameters, then buffers, then constants, each as in the state_dict."""
+    """Sort key: parameters, then buffers, then constants, each in the order of the state_dict."""
     return _KINDS.index(entry.kind), entry.positions[0]
 
 
@@ -122,23 +124,23 @@ def _with_stages(entry: StateSpec, bounds: Sequence[int]) -> StateSpec:
     return replace(entry, stages=tuple(sorted(stages)))
 
 
-class _Joining:
-    """The graphs of consecutive units on their way to becoming one."""
+class _GraphMerger:
+    """Builds one graph from the graphs of consecutive units."""
 
     def __init__(self, graphs: Sequence[StageGraph]) -> None:
         self._graphs = graphs
         self._operations: list[Operation] = []
         self._state: dict[str, StateUse] = {}
         self._values: dict[str, Argument] = {}
-        """What each name of the unit at hand is in the stage."""
-        self._made = {value.name for value in graphs[0].inputs}
+        """Values of the stage by their names in the current unit."""
+        self._defined = {value.name for value in graphs[0].inputs}
 
     def build(self) -> StageGraph:
-        """The stage's graph."""
+        """Return the stage's graph."""
         self._values = {value.name: Ref(value.name) for value in self._graphs[0].inputs}
-        for graph, following in pairwise(self._graphs):
+        for graph, next_graph in pairwise(self._graphs):
             self._add(graph)
-            self._values = self._pass_on(graph, following)
+            self._values = self._pass_on(graph, next_graph)
         last = self._graphs[-1]
         self._add(last)
         outputs = [OutputSpec(o.name, _substitute(o.value, self._values)) for o in last.outputs]
@@ -157,37 +159,39 @@ class _Joining:
         )
 
     def _add(self, graph: StageGraph) -> None:
-        """Add the operations of a unit, whose inputs are known."""
+        """Add the operations of a unit; ``_values`` has its inputs."""
         for use in graph.state:
             if self._state.setdefault(use.name, use) != use:
-                raise StageFormatError(f"{use.name!r} stands for two state tensors")
+                raise StageFormatError(f"the name {use.name!r} is used for two state tensors")
             self._values[use.name] = Ref(use.name)
         received = {value.name for value in graph.inputs}
         for operation in graph.operations:
             copied = _copied(operation)
-            if copied in received:  # made inside the stage, it is written to as in the model
+            if copied in received:  # made inside this stage, so it may be written in place
                 self._values[operation.name] = self._values[copied]
                 continue
-            if operation.name not in self._made or not _is_size(operation):
+            if operation.name not in self._defined or not _is_size(operation):
                 self._operations.append(_substituted(operation, self._values))
-                self._made.add(operation.name)
+                self._defined.add(operation.name)
             self._values[operation.name] = Ref(operation.name)
 
-    def _pass_on(self, graph: StageGraph, following: StageGraph) -> dict[str, Argument]:
-        """What the next unit knows: its inputs, as this unit's outputs are in the stage."""
+    def _pass_on(self, graph: StageGraph, next_graph: StageGraph) -> dict[str, Argument]:
+        """Return the values of the next unit's inputs, by name."""
         outputs = {output.name: output.value for output in graph.outputs}
         passed: dict[str, Argument] = {}
-        for value in following.inputs:
+        for value in next_graph.inputs:
             if value.name not in outputs:
-                raise StageFormatError(f"nothing before a unit gives its input {value.name!r}")
+                raise StageFormatError(
+                    f"no earlier unit has the output {value.name!r} that a unit needs"
+                )
             found = outputs[value.name]
-            if isinstance(found, tuple):  # nested through many units it could grow without end
-                raise StageFormatError(f"{value.name!r} passes between units and is a list")
+            if isinstance(found, tuple):  # nested through many units it could grow exponentially
+                raise StageFormatError(f"{value.name!r} is a list, which cannot pass between units")
             passed[value.name] = _substitute(found, self._values)
         return passed
 
     def _written_inputs(self) -> list[str]:
-        """Received tensors that the stage writes to, itself or through a view."""
+        """Return the received tensors that the stage writes to, directly or through a view."""
         graph = fx.Graph()
         received = {value.name: graph.placeholder(value.name) for value in self._graphs[0].inputs}
         nodes = dict(received)
@@ -201,12 +205,12 @@ class _Joining:
                 )
             written = find_aliases(graph).written()
         except (KeyError, IndexError, TypeError) as error:
-            raise StageFormatError(f"an operation of a unit has other arguments: {error}") from error
+            raise StageFormatError(f"an operation of a unit has invalid arguments: {error}") from error
         return [name for name, node in received.items() if node in written]
 
 
 def _copied(operation: Operation) -> str | None:
-    """The received tensor that an operation makes the unit's own copy of; None for any other."""
+    """Return the received tensor that an operation copies for the unit; None for other operations."""
     if operation.target == _CLONE and len(operation.args) == 1 and not operation.kwargs:
         (source,) = operation.args
         if isinstance(source, Ref) and operation.name == f"{source.name}{_OWN}":
@@ -215,7 +219,7 @@ def _copied(operation: Operation) -> str | None:
 
 
 def _is_size(operation: Operation) -> bool:
-    """Whether it computes a number from sizes, which every unit that needs it does for itself."""
+    """Return True for arithmetic on sizes, which every unit repeats for itself."""
     return operation.target in _SIZES or operation.target.startswith(_ARITHMETIC)
 
 
@@ -236,7 +240,7 @@ def _substitute(argument: Argument, values: Mapping[str, Argument]) -> Argument:
 
 
 def _with_nodes(argument: Argument, nodes: Mapping[str, fx.Node]) -> Any:
-    """An argument as a graph of torch holds it."""
+    """Return an argument with fx nodes in place of references."""
     if isinstance(argument, Ref):
         return nodes[argument.name]
     if isinstance(argument, tuple):
@@ -249,5 +253,5 @@ def _union(symbols: Iterable[Sequence[SymbolRange]]) -> tuple[SymbolRange, ...]:
     for each in symbols:
         for symbol in each:
             if found.setdefault(symbol.name, symbol) != symbol:
-                raise StageFormatError(f"two units do not agree on the size {symbol.name!r}")
+                raise StageFormatError(f"two units disagree on the size {symbol.name!r}")
     return tuple(found.values())

@@ -1,4 +1,4 @@
-"""A stage as a module that trains: loaded from data, with the original parameter names."""
+"""A stage as a trainable module with the model's parameter names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StageModule(nn.Module):
         tensors: Mapping[str, torch.Tensor],
         device: torch.device | str = "cpu",
     ) -> None:
-        """``tensors`` are used as they are: clone them first if someone else trains them too."""
+        """Load a stage. ``tensors`` are not copied: clone them if they are trained elsewhere too."""
         super().__init__()
         self.spec = spec
         target = torch.device(device)
@@ -43,7 +43,7 @@ class StageModule(nn.Module):
             mode: [self._places[use.key] for use in graph.state] for mode, graph in spec.graphs.items()
         }
         self._accepted: dict[Mode, list[Any]] = {}
-        """Kinds of the inputs that were checked last."""
+        """Shapes and dtypes of the inputs that were accepted last."""
 
     @property
     def graph(self) -> StageGraph:
@@ -60,9 +60,9 @@ class StageModule(nn.Module):
         parameters: Mapping[str, torch.Tensor] | None = None,
         buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
-        """Outputs in the order of ``graph.outputs``.
+        """Return the outputs in the order of ``graph.outputs``.
 
-        ``parameters`` and ``buffers`` replace the module's own, by key; a recomputation passes clones
+        ``parameters`` and ``buffers`` replace the module's own, by key. A recomputation passes clones
         of the buffers, so that running statistics are not updated twice.
         """
         mode = self._mode
@@ -78,24 +78,24 @@ class StageModule(nn.Module):
         return self._programs[mode](inputs, state)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The module's current parameters, buffers and constants by key."""
+        """Return the module's current parameters, buffers and constants by key."""
         return {key: table[leaf] for key, (table, leaf) in self._places.items()}
 
     def replace_buffer(self, key: str, tensor: torch.Tensor) -> None:
-        """Put another tensor in the place of a buffer; graphs under way keep the one before."""
+        """Replace a buffer by another tensor; autograd graphs in flight keep the previous one."""
         (entry,) = (entry for entry in self.spec.state if entry.key == key)
         assert entry.kind == "buffer", f"{key} is a {entry.kind}"
         _attach(self, entry, tensor)
 
     def parameters_by_key(self) -> dict[str, nn.Parameter]:
-        """The module's parameters, tied ones once."""
+        """Return the module's parameters by key; tied ones appear once."""
         return {key: table[leaf] for key, (table, leaf) in self._parameter_places.items()}
 
 
 def check_inputs(graph: StageGraph, inputs: Sequence[Any]) -> None:
-    """Refuse inputs that the stage was not made for, before anything runs.
+    """Raise ``StageInputError`` for inputs that do not fit the graph, before anything runs.
 
-    The answer depends on the types of the inputs and on the shapes and dtypes of tensors alone.
+    The result depends only on the types of the inputs and on the shapes and dtypes of tensors.
     """
     if len(inputs) != len(graph.inputs):
         raise StageInputError(f"the stage takes {len(graph.inputs)} inputs, got {len(inputs)}")
@@ -156,9 +156,9 @@ def _checked(entry: StateSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def _attach(module: nn.Module, entry: StateSpec, tensor: torch.Tensor) -> tuple[dict[str, Any], str]:
-    """Register a tensor under all its names; returns where it lives, which stays true under ``to()``.
+    """Register a tensor under all its names; return the table and key that hold it, also after ``to()``.
 
-    Straight into the modules' tables: a user's layer may be called like a method of ``nn.Module``.
+    Writes to the modules' tables directly: a user's layer may have the name of a ``nn.Module`` method.
     """
     value = nn.Parameter(tensor, entry.trainable) if entry.kind == "parameter" else tensor
     places: list[tuple[dict[str, Any], str]] = []

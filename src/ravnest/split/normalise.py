@@ -1,6 +1,6 @@
-"""Rewrite a captured graph into one that can be cut and that means the same in every stage.
+"""Rewrite a captured graph so that it can be cut and computes the same in every stage.
 
-Each pass is small and keeps the program's results, the order of its random numbers and its kernels.
+Each pass is small. It keeps the results, the order of random numbers and the kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ravnest.split.source import line_of_trace_text
 
 aten = torch.ops.aten
 NO_GRAD = "ravnest_no_grad"
-"""Mark in a node's meta: the model runs it under ``torch.no_grad()``."""
+"""Key in a node's meta that marks operations under ``torch.no_grad()``."""
 
 _ASSERTIONS = {
     "_assert_async",
@@ -50,7 +50,7 @@ def normalise(capture: ModeCapture) -> None:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node is a number computed from sizes only, which any stage can recompute."""
+    """Return True for a number that is computed from sizes only, which any stage can recompute."""
     if node.op != "call_function":
         return False
     if not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
@@ -63,7 +63,7 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _inline_regions(graph: fx.Graph, owner: torch.nn.Module) -> bool:
-    """Inline the bodies of ``no_grad`` and disabled ``autocast`` blocks; refuse other regions."""
+    """Inline ``no_grad`` and disabled ``autocast`` blocks; raise ``CaptureError`` for other regions."""
     changed = False
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -83,7 +83,7 @@ def _inline_regions(graph: fx.Graph, owner: torch.nn.Module) -> bool:
         else:
             raise CaptureError(
                 f"{line_of_trace_text(node.meta.get('stack_trace'))}\n{node.target} is a control-flow "
-                "region, which stages cannot hold: use torch.where or plain Python"
+                "region, which stages cannot represent: use torch.where or plain Python"
             )
         _inline(graph, node, _body(owner, body), arguments, no_grad)
         changed = True
@@ -136,7 +136,7 @@ def _inline(
 
 
 def _nested_target(call: fx.Node, node: fx.Node) -> str:
-    """A region inside a region: its body is looked up below the outer one."""
+    """Return the path of a nested region's body, below the outer region's body."""
     outer = next(a for a in call.args if isinstance(a, fx.Node) and a.op == "get_attr")
     return f"{outer.target}.{node.target}"
 
@@ -150,7 +150,7 @@ def _drop_assertions(graph: fx.Graph) -> None:
 
 
 def _copy_instead_of_out(graph: fx.Graph) -> None:
-    """``torch.div(a, b, out=c)`` becomes ``c.copy_(a / b)``: an ``out`` may be resized."""
+    """Replace ``torch.div(a, b, out=c)`` by ``c.copy_(a / b)``, because ``out`` may be resized."""
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload) or "out" not in node.kwargs:
             continue
@@ -167,7 +167,7 @@ def _copy_instead_of_out(graph: fx.Graph) -> None:
 
 
 def _without_out(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload of the same operator that returns its result instead of writing it."""
+    """Return the overload of the same operator that returns its result instead of writing it."""
 
     def takes(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
         arguments = overload._schema.arguments
@@ -180,8 +180,10 @@ def _without_out(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 def _settle_buffer_writes(graph: fx.Graph, capture: ModeCapture) -> None:
-    """Export writes reassigned buffers back at the very end, which would tie the end of the graph to
-    every such buffer. Write each as soon as its new value is there and its old one is no longer read.
+    """Move each write of a reassigned buffer to the earliest legal position.
+
+    Export appends these writes to the end of the graph, which would keep every such buffer in the last
+    stage. A buffer can be written once its new value exists and its old one is no longer read.
     """
     for node in list(graph.nodes):
         if node.target is not aten.copy_.default or node.users:
@@ -204,7 +206,7 @@ def _settle_buffer_writes(graph: fx.Graph, capture: ModeCapture) -> None:
 
 
 def _own_written_inputs(graph: fx.Graph, capture: ModeCapture) -> None:
-    """A model that writes to its input works on a copy: the caller's tensor is left alone."""
+    """Copy inputs that the model writes to, so that the caller's tensor does not change."""
     for root in find_aliases(graph).written():
         if root.op != "placeholder" or root.name not in capture.inputs:
             continue
@@ -217,7 +219,7 @@ def _own_written_inputs(graph: fx.Graph, capture: ModeCapture) -> None:
 
 
 def _follow_in_place(graph: fx.Graph, capture: ModeCapture) -> None:
-    """``y = x.relu_()`` makes y and x one tensor: read y from there on, so that one name crosses."""
+    """Replace later uses of x after ``y = x.relu_()`` by y, so that one name crosses a cut."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if not _returns_first_argument(node):
@@ -245,9 +247,11 @@ def _first_call(graph: fx.Graph) -> fx.Node:
 
 
 def _reshape_instead_of_view(graph: fx.Graph) -> None:
-    """Export drops ``.contiguous()`` where fake strides make it look idle. A view of a tensor that
-    came over the wire or from another kernel may then fail; a reshape does not, and is the same
-    where a view works. Memory that is written must stay shared, so views of it remain.
+    """Replace views by reshapes, except of memory that is written, which must stay shared.
+
+    Export drops ``.contiguous()`` if the strides of fake tensors make it redundant. A view of a tensor
+    that came over the wire or from another kernel may then fail. A reshape does not fail, and is the
+    same where a view works.
     """
     aliases = find_aliases(graph)
     written = aliases.written()
@@ -257,18 +261,18 @@ def _reshape_instead_of_view(graph: fx.Graph) -> None:
 
 
 def _gather_items(graph: fx.Graph) -> None:
-    """Take the results of a multi-output operation apart right behind it, so that cuts are legal."""
+    """Unpack the results of a multi-output operation right after it, so that cuts are legal."""
     for producer in list(graph.nodes):
-        behind = producer
+        last = producer
         for item in list(producer.users):
             if item.target is operator.getitem and item.args[0] is producer:
-                if behind.next is not item:
-                    behind.append(item)
-                behind = item
+                if last.next is not item:
+                    last.append(item)
+                last = item
 
 
 def _drop_unused(graph: fx.Graph) -> None:
-    """Remove what nobody reads; writes and draws of random numbers are effects and stay."""
+    """Remove unused operations, except those that write to memory or draw random numbers."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and _is_pure(node.target):
             graph.erase_node(node)

@@ -1,8 +1,8 @@
-"""The operators that a stage may use, and nothing else.
+"""Allow-list of the operators that a stage may use.
 
-``operators.txt`` lists the ATen operators by base name, one a line. They compute tensors from
-tensors; none of them opens files, runs code, changes storage behind autograd's back or reaches a
-device queue. Python's own arithmetic on sizes is listed here.
+``operators.txt`` lists the ATen operators by base name, one per line. They compute tensors from
+tensors; none of them opens files, runs code, changes storage without autograd's knowledge or accesses
+a device queue. Python's arithmetic on sizes is listed in this module.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _UNINITIALISED = {
 
 @cache
 def allowed_aten() -> frozenset[str]:
-    """Base names of the ATen operators that a stage may use."""
+    """Return the base names of the ATen operators that a stage may use."""
     text = files("ravnest.split").joinpath("operators.txt").read_text(encoding="utf-8")
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     return frozenset(line for line in lines if line)
 
 
 def name_of(target: Callable[..., Any]) -> str:
-    """Name of an operator in the stage format; ``OperatorError`` if it is outside the list."""
+    """Return an operator's name in the stage format; raise ``OperatorError`` if it is not allowed."""
     if isinstance(target, torch._ops.OpOverload):
         namespace, base = target._schema.name.split("::")
         name = f"{namespace}::{base}.{target._overloadname}"
@@ -60,14 +60,14 @@ def name_of(target: Callable[..., Any]) -> str:
     if target in _NAMES:
         return _NAMES[target]
     if str(getattr(target, "__module__", "")).startswith("torch._functorch"):
-        raise OperatorError(_about_transform(target.__name__))
-    raise OperatorError(f"the operator {target} is not one that stages can use")
+        raise OperatorError(_transform_message(target.__name__))
+    raise OperatorError(f"stages cannot use the operator {target}")
 
 
-def _about_transform(name: str) -> str:
+def _transform_message(name: str) -> str:
     if "batch_dim" in name or "vmap" in name:
         return (
-            "torch.vmap inside forward cannot be part of a stage: a graph has no place for its nested "
+            "torch.vmap inside forward cannot be part of a stage: a graph cannot represent its nested "
             "batches. Write the function for the whole batch at once (most torch functions take leading "
             "dimensions: matmul, einsum, unsqueeze and broadcasting), or loop over a fixed number"
         )
@@ -78,7 +78,7 @@ def _about_transform(name: str) -> str:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The operator of that name; ``OperatorError`` if it is outside the list."""
+    """Return the operator of this name; raise ``OperatorError`` if it is not allowed."""
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     base, overload = _check(name)
@@ -90,7 +90,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def _cleared(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Fresh memory may hold what this process had there before: a stranger's graph gets zeros."""
+    """Return ``target`` with zeroed results: fresh memory may hold data of this process."""
 
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -105,9 +105,10 @@ def _check(name: str) -> tuple[str, str]:
     plain = base.isidentifier() and overload.isidentifier()
     if namespace != "aten":
         raise OperatorError(
-            f"the operator {name} belongs to {namespace or 'nobody'}, not to PyTorch's own set (aten), "
-            "so a provider could not run it. Write the operation with torch functions, or look for an "
-            "option of its library that does (transformers: experts_implementation='batched_mm')"
+            f"the operator {name} belongs to the namespace {namespace!r}, not to PyTorch's own "
+            "operators (aten), so a provider cannot run it. Write the operation with torch functions, "
+            "or look for an option of its library that does (transformers: "
+            "experts_implementation='batched_mm')"
         )
     if not plain or base not in allowed_aten() or overload == "out" or overload.endswith("_out"):
         raise OperatorError(f"the operator {name} is not on the list of operators that stages can use")

@@ -1,4 +1,4 @@
-"""Run a stage's graph: a small interpreter, so that no source code is made from a stranger's file."""
+"""Run a stage's graph with a small interpreter; no source code is generated from untrusted files."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class _Call:
 
 
 class _Step(NamedTuple):
-    """A call as it runs: a tuple, which costs the least to read."""
+    """A call as it runs; a tuple, because it is the fastest to unpack."""
 
     function: Callable[..., Any]
     take: Callable[[list[Any]], Sequence[Any]]
-    """Reads the arguments out of their slots."""
+    """Function that reads the arguments from their slots."""
     result: int
     free: tuple[int, ...]
-    """Slots that nothing after this step reads."""
+    """Slots that no later step reads."""
 
 
 class Program:
-    """A graph made ready to run on a device. Values and constant arguments live in numbered slots."""
+    """A graph prepared to run on a device. Values and constant arguments have numbered slots."""
 
     def __init__(self, graph: StageGraph, device: torch.device) -> None:
         names = [value.name for value in graph.inputs] + [use.name for use in graph.state]
@@ -42,7 +42,7 @@ class Program:
         self._device = device
         self._given = len(names)
         self._rest: list[Any] = []
-        """What the slots after inputs and state hold when a run begins."""
+        """Initial contents of the slots after inputs and state."""
         self._calls: list[_Call] = []
         for operation in graph.operations:
             self._add(operation)
@@ -54,7 +54,7 @@ class Program:
         ]
 
     def __call__(self, inputs: Sequence[Any], state: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Outputs for these inputs and state tensors, in the order that the graph lists them."""
+        """Return the outputs for these inputs and state tensors, in the order of the graph."""
         values = [*inputs, *state, *self._rest]
         for no_grad, steps in self._blocks:
             if no_grad:
@@ -69,14 +69,14 @@ class Program:
         values = [*operation.args, *(value for _, value in operation.kwargs)]
         arguments = tuple(self._place(value, operation.no_grad) for value in values)
         function = resolve(operation.target)
-        function = getattr(function, "_op", function)  # what an OpOverload calls: one frame less
+        function = getattr(function, "_op", function)  # the function inside an OpOverload: saves a call
         if named:
             function = _by_name(function, named)
         self._slots[operation.name] = self._new_slot()
         self._calls.append(_Call(function, arguments, self._slots[operation.name], operation.no_grad))
 
     def _place(self, argument: Argument, no_grad: bool = False) -> int:
-        """The slot that an argument is in; a list of values is put together by a call of its own."""
+        """Return the slot of an argument; a list of values is assembled by a call of its own."""
         if isinstance(argument, Ref):
             return self._slots[argument.name]
         if not isinstance(argument, tuple) or not any(refs_in(argument)):
@@ -98,7 +98,7 @@ class Program:
         return argument
 
     def _steps(self, outputs: Sequence[int]) -> Iterator[tuple[bool, _Step]]:
-        """The calls, each with the results that it is the last to read; outputs stay."""
+        """Yield the calls, each with the slots to free after it; outputs are not freed."""
         last: dict[int, int] = {}
         for position, call in enumerate(self._calls):
             read = [slot for slot in call.arguments if slot in last]
@@ -129,7 +129,7 @@ def _listed(*items: Any) -> list[Any]:
 
 
 def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """The function with its last arguments given by name."""
+    """Return ``function`` with its last arguments passed by name."""
     count = len(names)
 
     def call(*args: Any) -> Any:

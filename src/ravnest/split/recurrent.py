@@ -1,6 +1,6 @@
-"""One node a layer for multi-layer LSTM, GRU and RNN, so that a cut may fall between layers.
+"""Expand multi-layer LSTM, GRU and RNN nodes into one node per layer, so that cuts between layers exist.
 
-The results are the same bit for bit, dropout between the layers included.
+The results are bitwise the same, including dropout between the layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATES = {
     aten.rnn_tanh.input: 1,
     aten.rnn_relu.input: 1,
 }
-"""Recurrent operators, and how many hidden states each carries."""
+"""Recurrent operators and the number of hidden states of each."""
 
 
 def expand_recurrent_layers(graph: fx.Graph) -> None:
@@ -35,7 +35,7 @@ def expand_recurrent_layers(graph: fx.Graph) -> None:
 
 
 def _layers(node: fx.Node) -> tuple[int, int]:
-    """Number of layers, and weights of each (0 where they cannot be told apart)."""
+    """Return the number of layers and of weights per layer (0 if the weights cannot be assigned)."""
     weights, layers, bidirectional = node.args[2], node.args[4], node.args[7]
     assert isinstance(weights, list | tuple)
     assert isinstance(layers, int)
@@ -75,7 +75,7 @@ def _expand(graph: fx.Graph, node: fx.Node, layers: int, per_layer: int) -> None
 
 
 def _caller(graph: fx.Graph, like: fx.Node, stack: ExitStack) -> Callable[..., fx.Node]:
-    """A function that inserts a call and computes what the capture would have known of it."""
+    """Return a function that inserts a call with the metadata that the capture would have given it."""
     fake = detect_fake_mode([like.args[0].meta["val"]])  # type: ignore[union-attr]
     assert fake is not None
     stack.enter_context(fake)

@@ -1,7 +1,8 @@
-"""The splitter's check of itself: the stages against the model, on the example batch.
+"""Check a split: compare the stages with the model on the example batch.
 
-Outputs in both modes and, in training, the gradient of every parameter. Bitwise equality is expected;
-what is left is compared with the noise of the model against itself.
+The check compares outputs in both modes and, in training, the gradient of every parameter. It expects
+bitwise equality. A difference is accepted if it is tiny, or if two runs of the unsplit model differ as
+much.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 from torch import nn
 
 from ravnest.errors import ExactnessError
-from ravnest.split.capture import Capture, Example, mode_of
+from ravnest.split.capture import Capture, mode_of
 from ravnest.split.chain import Chain
+from ravnest.split.example import Example
 from ravnest.split.graph import MODES, Mode
 from ravnest.split.module import StageModule
 from ravnest.split.structure import flatten
@@ -30,38 +32,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-6
-"""Relative difference that is reported but accepted."""
+"""Largest relative difference that is accepted, with a warning."""
 _NEAR_ZERO = 1e-4
-"""Gradients this much smaller than the model's largest are compared with the largest."""
+"""Gradients below this fraction of the model's largest are compared relative to the largest."""
 _SEED = 20_240_229
 _SMALL_BATCH = 2
 
 Results = dict[str, torch.Tensor]
-"""Tensors by the name under which a difference is reported."""
+"""Tensors by the name that reports use."""
 
 
 @dataclass(frozen=True)
 class SelfCheckResult:
-    """What the check found."""
+    """Result of comparing stages with their model."""
 
     batch_size: int | None
-    """Batch size that was compared; None if the check was skipped."""
+    """Batch size of the comparison; None if the check was skipped."""
     differences: Mapping[str, float]
-    """Relative difference of each tensor that is not bitwise equal."""
+    """Relative differences of the tensors that are not bitwise equal."""
 
     @property
     def bitwise(self) -> bool:
-        """Whether everything that was compared is equal to the last bit."""
+        """True if the check ran and everything is equal to the last bit."""
         return self.batch_size is not None and not self.differences
 
 
 def verify(
     capture: Capture, splits: Sequence[Sequence[SplitStage]], activation_bytes: int = 0
 ) -> SelfCheckResult:
-    """Compare the stages of each split with the captured model; ``ExactnessError`` where they differ.
+    """Compare the stages of each split with the captured model; raise ``ExactnessError`` if they differ.
 
-    The batch is the example's if ``activation_bytes`` and the gradients fit in memory, else 2, else
-    the check is skipped with a warning.
+    The check uses the example's batch if ``activation_bytes`` and the gradients fit in memory, else a
+    batch of 2. If that does not fit either, it is skipped with a warning.
     """
     example = _fitting_example(capture, activation_bytes)
     if example is None:
@@ -73,9 +75,9 @@ def verify(
     if differences:
         worst = max(differences, key=lambda name: differences[name])
         logger.warning(
-            "split and unsplit model differ in %d tensors, at most by %.1e (relative) in %s: within the "
-            "noise of float32. A library that takes another path while a model is captured is the "
-            "usual reason",
+            "split and unsplit model differ in %d tensors, by at most %.1e (relative) in %s: within the "
+            "rounding error of float32. The usual reason is a library that takes another code path "
+            "while a model is captured",
             len(differences),
             differences[worst],
             worst,
@@ -93,10 +95,12 @@ def _fitting_example(capture: Capture, activation_bytes: int) -> Example | None:
     batch = example.batch_size or _SMALL_BATCH
     small = gradients + activation_bytes * _SMALL_BATCH // batch
     if small <= free and not capture.fixed_batch and batch > _SMALL_BATCH:
-        logger.info("the check of the split model uses batch 2: batch %d would not fit", batch)
+        logger.info(
+            "the check of the split model uses batch size 2: batch size %d does not fit in memory", batch
+        )
         return example.narrowed(_SMALL_BATCH)
     logger.warning(
-        "the split model is not checked against the unsplit one: that would take %.1f GB, of which "
+        "the split model is not checked against the unsplit one: the check needs %.1f GB of memory, "
         "%.1f GB are free",
         (gradients + activation_bytes) / 1e9,
         free / 1e9,
@@ -134,13 +138,13 @@ def _refuse_large(differences: dict[str, float], noise: dict[str, float], mode: 
                 f"the stages do not compute what the model computes: in {mode} mode {name} is the "
                 f"first tensor that differs, by {difference:.1e} relative to its largest value. Hooks "
                 "on tensors or modules, code that keeps state outside parameters and buffers, or "
-                "random numbers from another source than torch's default generator are possible "
+                "random numbers from a source other than torch's default generator are possible "
                 "reasons"
             )
 
 
 def _module(stage: SplitStage) -> StageModule:
-    """The stage over the model's own weights, with buffers of its own."""
+    """Return the stage as a module that shares the model's parameters but has its own buffers."""
     kinds = {entry.key: entry.kind for entry in stage.spec.state}
     tensors = {k: t if kinds[k] == "parameter" else t.clone() for k, t in stage.tensors.items()}
     return StageModule(stage.spec, tensors, _device(tensors.values()))
@@ -182,7 +186,7 @@ def _named_outputs(output: Any) -> Results:
 
 
 def _ends(outputs: Results) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Outputs that carry a gradient, with a fixed pseudo-random one for each."""
+    """Return the outputs that need a gradient, each with a fixed pseudo-random gradient."""
     generator = torch.Generator().manual_seed(_SEED)
     ends: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tensor in outputs.values():
@@ -203,7 +207,7 @@ def _results(outputs: Results, gradients: Mapping[str, torch.Tensor | None]) -> 
 
 
 def _differences(expected: Results, actual: Results) -> dict[str, float]:
-    """Relative difference of each tensor that is not bitwise equal, in program order."""
+    """Return the relative difference of each tensor that is not bitwise equal, in program order."""
     largest = max((_largest(t) for n, t in expected.items() if n.startswith("the gr")), default=0.0)
     found = {}
     for name in expected | actual:
@@ -233,7 +237,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _seeded(capture: Capture, run: Callable[[], Results]) -> Results:
-    """Run with a fixed seed from the model's present state, and put both back."""
+    """Run with a fixed seed, and restore the random state and the model's buffers afterwards."""
     devices = {e.tensor.device for e in capture.state.tensors.values()} - {torch.device("cpu")}
     with torch.random.fork_rng(devices=list(devices)), _buffers_kept(capture.model):
         torch.manual_seed(_SEED)
@@ -242,7 +246,7 @@ def _seeded(capture: Capture, run: Callable[[], Results]) -> Results:
 
 @contextlib.contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put buffers back as they were: a training forward writes to them or replaces them."""
+    """Restore the buffers afterwards: a training forward writes to them or replaces them."""
     before = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
@@ -260,7 +264,7 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fast_path_off() -> Iterator[None]:
-    """Torch's fused encoder path computes something else than the graph that autograd uses."""
+    """Switch off torch's fused encoder path, which rounds differently from the path with autograd."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""Which line of the user's code an operation or an error comes from."""
+"""Find the line of the user's code that an operation or an error comes from."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 def line_of_traceback(trace: TracebackType | None) -> str:
-    """The innermost line outside torch and Ravnest, as ``file:line: code``; empty if none."""
-    frames = [f for f in traceback.extract_tb(trace) if _is_users(f.filename)]
+    """Return the innermost line outside torch and Ravnest as ``file:line: code``; empty if none."""
+    frames = [f for f in traceback.extract_tb(trace) if _is_user_code(f.filename)]
     return _describe(frames[-1]) if frames else ""
 
 
 def code_of_traceback(trace: TracebackType | None) -> str:
-    """The lines of torch that an error passed through: they tell some errors apart."""
-    return "\n".join(f.line or "" for f in traceback.extract_tb(trace) if _is_torchs(f.filename))
+    """Return the lines of torch's code in a traceback; they distinguish some errors."""
+    return "\n".join(f.line or "" for f in traceback.extract_tb(trace) if _is_torch_code(f.filename))
 
 
 def modules_of_traceback(trace: TracebackType | None) -> Iterator[nn.Module]:
-    """The modules whose code an error passed through, the innermost first."""
+    """Yield the modules whose code is in a traceback, the innermost first."""
     for frame, _ in reversed(list(traceback.walk_tb(trace))):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -36,14 +36,14 @@ def modules_of_traceback(trace: TracebackType | None) -> Iterator[nn.Module]:
 
 
 def line_of_stack() -> str:
-    """The innermost line outside torch and Ravnest of the running code."""
-    frames = [f for f in traceback.extract_stack() if _is_users(f.filename)]
+    """Return the innermost line outside torch and Ravnest of the current stack."""
+    frames = [f for f in traceback.extract_stack() if _is_user_code(f.filename)]
     return _describe(frames[-1]) if frames else ""
 
 
 def line_of_trace_text(text: str | None) -> str:
-    """The same for the text that export keeps with each operation."""
-    frames = [m for m in _FRAME.finditer(text or "") if _is_users(m["file"])]
+    """Return the innermost user line from the stack trace that export stores with each operation."""
+    frames = [m for m in _FRAME.finditer(text or "") if _is_user_code(m["file"])]
     if not frames:
         return ""
     last = frames[-1]
@@ -54,10 +54,10 @@ def _describe(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
 
 
-def _is_users(filename: str) -> bool:
+def _is_user_code(filename: str) -> bool:
     path = Path(filename)
-    return not (_is_torchs(filename) or path.is_relative_to(_OURS) or filename.startswith("<"))
+    return not (_is_torch_code(filename) or path.is_relative_to(_OURS) or filename.startswith("<"))
 
 
-def _is_torchs(filename: str) -> bool:
+def _is_torch_code(filename: str) -> bool:
     return Path(filename).is_relative_to(_TORCH)

@@ -1,4 +1,4 @@
-"""Split a model: from a capture and cut positions to stages."""
+"""Split a captured model into stages at given cuts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ravnest.types import is_dense
 
 @dataclass(frozen=True)
 class SplitStage:
-    """A stage and its weights, which are the model's own tensors."""
+    """A stage and its weights, which share memory with the model."""
 
     spec: StageSpec
     tensors: Mapping[str, torch.Tensor]
@@ -40,14 +40,14 @@ class SplitStage:
 
 @dataclass(frozen=True)
 class Split:
-    """A model in stages."""
+    """A model as a sequence of stages."""
 
     stages: tuple[SplitStage, ...]
 
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A captured model, measured and ready to be cut in any number of ways."""
+    """A captured and measured model, which can be cut repeatedly in different ways."""
 
     capture: Capture
     layouts: dict[Mode, CutLayout]
@@ -55,11 +55,11 @@ class PreparedModel:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Positions where the training graph may be cut."""
+        """Legal cuts of the training graph."""
         return self.layouts["train"].legal
 
     def cut(self, cuts: Sequence[int]) -> Split:
-        """Stages between these positions of the training graph."""
+        """Return the stages between these cuts of the training graph."""
         _check_cuts(cuts, self.cuts)
         graphs = {"train": assemble(self.layouts["train"], self.measurements["train"], cuts)}
         count = len(cuts) + 1
@@ -76,7 +76,7 @@ class PreparedModel:
         return Split(tuple(self._stage(index, count, graphs, holders) for index in range(count)))
 
     def _place_unused(self, holders: dict[str, set[int]]) -> None:
-        """State that no graph reads stays with its neighbour in the state_dict, so none is lost."""
+        """Assign persistent state that no graph reads to its neighbour's stage in the state_dict."""
         stage = 0
         for key, entry in self.capture.state.tensors.items():
             if key in holders:
@@ -92,16 +92,16 @@ class PreparedModel:
         holders: Mapping[str, set[int]],
     ) -> SplitStage:
         state = self.capture.state
-        mine = [key for key in state.tensors if index in holders.get(key, ())]
+        own = [key for key in state.tensors if index in holders.get(key, ())]
         spec = StageSpec(
             index=index,
             count=count,
-            state=tuple(self._state_spec(key, holders[key]) for key in mine),
+            state=tuple(self._state_spec(key, holders[key]) for key in own),
             graphs={mode: graphs[mode][index] for mode in MODES},
             signature=self._signature(),
             module_versions=state.module_versions if index == 0 else {},
         )
-        return SplitStage(spec, {key: state.tensors[key].tensor.detach() for key in mine})
+        return SplitStage(spec, {key: state.tensors[key].tensor.detach() for key in own})
 
     def _state_spec(self, key: str, stages: set[int]) -> StateSpec:
         entry = self.capture.state.tensors[key]
@@ -135,7 +135,7 @@ def prepare(
     batch_dim: int = 0,
     pass_data: bool = False,
 ) -> PreparedModel:
-    """Capture and measure a model. ``pass_data`` measures with a real run on the example."""
+    """Capture and measure a model. ``pass_data`` measures times with a real run on the example."""
     captured = capture(model, example_args, example_kwargs, batch_dim=batch_dim)
     layouts: dict[Mode, CutLayout] = {}
     measurements: dict[Mode, Measurement] = {}
@@ -157,10 +157,10 @@ def split(
     batch_dim: int = 0,
     check: bool = True,
 ) -> Split:
-    """Split a model into stages of about equal work, or in the proportions given.
+    """Split a model into stages of about equal work, or in the given proportions.
 
-    For stages that fit given machines, see ``ravnest.clusterize``. ``check`` compares the stages
-    with the model on the example before returning, and raises ``ExactnessError`` if they differ.
+    ``ravnest.clusterize`` plans stages for given machines. With ``check`` the stages are compared with
+    the model on the example; ``ExactnessError`` is raised if they differ.
     """
     prepared = prepare(model, example_args, example_kwargs, batch_dim=batch_dim)
     shares = [1.0] * stages if isinstance(stages, int) else list(stages)
@@ -171,9 +171,11 @@ def split(
 
 
 def balanced_cuts(prepared: PreparedModel, shares: Sequence[float]) -> tuple[int, ...]:
-    """Cuts that bring each stage's work nearest to its share, by an exact dynamic program."""
+    """Return the cuts that bring each stage's work closest to its share (exact dynamic program)."""
     if not shares or min(shares) <= 0:
-        raise SplitError(f"a model is split into one or more positive shares, not {list(shares)}")
+        raise SplitError(
+            f"the shares of the stages must be positive numbers, at least one; got {list(shares)}"
+        )
     layout, measurement = prepared.layouts["train"], prepared.measurements["train"]
     cuts = np.array([0, *layout.legal, len(layout.operations)])
     if len(cuts) - 1 < len(shares):
@@ -197,7 +199,7 @@ def balanced_cuts(prepared: PreparedModel, shares: Sequence[float]) -> tuple[int
 
 
 def _weights(prepared: PreparedModel, layout: CutLayout, measurement: Measurement) -> list[float]:
-    """Weight of each operation: its work, and the memory of the parameters that it is first to use."""
+    """Return each operation's weight: its work, and the size of the parameters that it uses first."""
     seen: set[str] = set()
     weights = []
     for cost, keys in zip(measurement.costs, state_keys(layout), strict=True):
@@ -210,7 +212,7 @@ def _weights(prepared: PreparedModel, layout: CutLayout, measurement: Measuremen
 
 
 def _holders(graphs: Sequence[StageGraph]) -> dict[str, set[int]]:
-    """Stages whose graphs read each state key."""
+    """Return the stages whose graphs read each state key."""
     holders: dict[str, set[int]] = {}
     for index, graph in enumerate(graphs):
         for use in graph.state:
@@ -219,14 +221,14 @@ def _holders(graphs: Sequence[StageGraph]) -> dict[str, set[int]]:
 
 
 def _unusual_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a dense tensor that differ from row order, also where a size is 1; else empty."""
+    """Return the strides of a dense tensor if they differ from row-major order, else ()."""
     strides = tensor.stride()
     plain = torch.empty(tensor.shape, device="meta").stride()
     return strides if strides != plain and is_dense(tensor.shape, strides) else ()
 
 
 def _homes(training: ModeCapture, holders: Mapping[str, set[int]]) -> dict[str, int]:
-    """The stage of each buffer that training writes to: others must not read a copy of their own."""
+    """Return the stage of each buffer that training writes to; other stages must not hold a copy."""
     written = find_aliases(training.graph).written()
     keys = {training.state_of[root.name] for root in written if root.name in training.state_of}
     return {key: min(holders[key]) for key in keys}
@@ -234,7 +236,7 @@ def _homes(training: ModeCapture, holders: Mapping[str, set[int]]) -> dict[str, 
 
 def _check_cuts(cuts: Sequence[int], legal: Sequence[int]) -> None:
     if list(cuts) != sorted(set(cuts)):
-        raise SplitError(f"cuts must ascend, not {list(cuts)}")
+        raise SplitError(f"cuts must be in ascending order, got {list(cuts)}")
     wrong = [cut for cut in cuts if cut not in set(legal)]
     if wrong:
-        raise SplitError(f"the graph cannot be cut at {wrong[0]}")
+        raise SplitError(f"the graph cannot be cut at position {wrong[0]}")

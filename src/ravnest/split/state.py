@@ -1,4 +1,4 @@
-"""The model's parameters, buffers and constants under stable keys."""
+"""Parameters, buffers and constants of a model under stable keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ravnest.split.graph import MAX_MODULE_VERSION, Kind, Mode
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that the model owns, with all the names it has for it."""
+    """A tensor of the model with all its names."""
 
     tensor: torch.Tensor
     kind: Kind
@@ -25,7 +25,7 @@ class StateTensor:
 
 
 class ModelState:
-    """Tensors by key. The key of a tied weight is the first of its names."""
+    """Tensors of a model by key. The key of a tied weight is the first of its names."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class ModelState:
     ) -> None:
         self.tensors = tensors
         self.order = order
-        """The names in the model's ``state_dict``, in order."""
+        """Names in the model's ``state_dict``, in order."""
         self.module_versions = module_versions
-        """Version of each module by its path: modules ask for theirs when they load a state_dict."""
+        """Version of each module by path; some modules need it to load a state_dict."""
         self._keys = {name: key for key, entry in tensors.items() for name in entry.names}
 
     def key_of(self, name: str, kind: str, program: ExportedProgram, mode: Mode) -> str:
-        """Key of what a captured program calls ``name``; registers its constants on the way."""
+        """Return the key of the tensor that a program calls ``name``; register new constants."""
         if name in self._keys:
             return self._keys[name]
         if kind not in ("CONSTANT_TENSOR", "BUFFER"):
-            raise SplitError(f"the model uses {name}, a {kind.lower()} that stages cannot hold")
+            raise SplitError(f"the model uses {name}, a {kind.lower()}, which stages cannot hold")
         constant = program.constants[_constant_name(program, name)]
         if not isinstance(constant, torch.Tensor):
             raise SplitError(f"the model uses {name}, a {type(constant).__name__} and not a tensor")
@@ -54,7 +54,7 @@ class ModelState:
         return key
 
     def positions(self, names: Iterable[str]) -> tuple[int, ...]:
-        """Where each name stands in the ``state_dict``; -1 for one that is not in it."""
+        """Return the position of each name in the ``state_dict``; -1 if it is not in it."""
         index = {name: position for position, name in enumerate(self.order)}
         return tuple(index.get(name, -1) for name in names)
 
@@ -64,7 +64,7 @@ def _constant_name(program: ExportedProgram, name: str) -> str:
 
 
 def read_state(model: nn.Module) -> ModelState:
-    """All parameters and buffers of a model, tied ones once."""
+    """Return all parameters and buffers of a model; tied ones appear once."""
     state_dict = model.state_dict(keep_vars=True)
     odd = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if odd:
@@ -80,17 +80,17 @@ def read_state(model: nn.Module) -> ModelState:
         for tensor, kind, names in named.values()
     }
     known = {name for entry in tensors.values() for name in entry.names}
-    strange = [name for name in state_dict if name not in known]
-    if strange:
+    unknown = [name for name in state_dict if name not in known]
+    if unknown:
         raise SplitError(
-            f"the model's state_dict names {strange[0]}, which is neither a parameter nor a buffer of "
-            "that name: a state_dict hook renames it; remove the hook before splitting"
+            f"the model's state_dict names {unknown[0]}, but no parameter or buffer has this name: a "
+            "state_dict hook renames it; remove the hook before splitting"
         )
     return ModelState(tensors, tuple(state_dict), _module_versions(state_dict))
 
 
 def _module_versions(state_dict: Mapping[str, Any]) -> dict[str, int]:
-    """What ``state_dict()`` knows of each module's version; a version of another kind is left out."""
+    """Return the module versions in the metadata, without those that are not small integers."""
     metadata: Mapping[str, Mapping[str, Any]] = getattr(state_dict, "_metadata", {})
     versions = {path: entry.get("version") for path, entry in metadata.items()}
     return {
@@ -101,7 +101,7 @@ def _module_versions(state_dict: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _refuse_shared_storage(parameters: list[torch.Tensor]) -> None:
-    """Two parameters over the same memory train each other by accident; a tied one is one object."""
+    """Raise ``SplitError`` if two parameters share memory without being one (tied) object."""
     owners: dict[int, torch.Tensor] = {}
     for parameter in parameters:
         pointer = parameter.data_ptr()

@@ -1,8 +1,8 @@
-"""Conditions on random numbers that are decided whatever the numbers are.
+"""Evaluate conditions on random numbers whose outcome does not depend on the number.
 
 Layer dropping is written as ``if torch.rand([]) < self.layerdrop``, also in models that never drop a
-layer. A uniform number is at least 0 and below 1, so a comparison with a bound outside of that has one
-outcome, and capturing need not refuse it. The number is still drawn: the order of draws stays.
+layer. A uniform number is in [0, 1), so a comparison with a bound outside this range has a known
+outcome, and the model can be captured. The number is still drawn, so the order of draws is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AT_LEAST = {torch.Tensor.ge, torch.Tensor.__ge__, torch.ge, operator.ge}
 
 
 class StaticConditions(TorchFunctionMode):
-    """While active, ``bool()`` of a decided comparison is its outcome."""
+    """Torch function mode in which ``bool()`` of a comparison with a known outcome is that outcome."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class StaticConditions(TorchFunctionMode):
             return self._outcomes[id(args[0])][1]
         result = func(*args, **(kwargs or {}))
         if func in _UNIFORM:
-            self._uniform[id(result)] = result  # kept, so that its id stays its own
+            self._uniform[id(result)] = result  # kept alive, so that its id is not reused
         elif len(args) == 2 and id(args[0]) in self._uniform and isinstance(args[1], int | float):
             outcome = _outcome(func, args[1])
             if outcome is not None:
@@ -49,7 +49,7 @@ class StaticConditions(TorchFunctionMode):
 
 
 def _outcome(func: Callable[..., Any], bound: float) -> bool | None:
-    """Truth of comparing any number in [0, 1) with ``bound``; None where it depends."""
+    """Return the outcome of comparing any number in [0, 1) with ``bound``; None if it varies."""
     if func in _BELOW | _ABOVE | _AT_MOST | _AT_LEAST:
         less = func in _BELOW | _AT_MOST
         if bound >= 1:

@@ -1,8 +1,8 @@
-"""Nested inputs and outputs described as plain data.
+"""Describe nested inputs and outputs as plain data.
 
-``flatten`` takes a value apart into tensors (and symbolic integers) and a ``Structure``, which is
-JSON-able and knows no user class. ``Structure.build`` puts it together again where the user's class
-is unknown: a dataclass or a Hugging Face output becomes a ``Record``, a namedtuple a namedtuple.
+``flatten`` splits a value into tensors (and symbolic integers) and a ``Structure``, which has a JSON
+form and contains no class of the user. ``Structure.build`` rebuilds the value where the user's classes
+are unknown: a dataclass or a Hugging Face output becomes a ``Record``, a namedtuple a namedtuple.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_DEPTH = 64
 
 
 class Record(dict[str, Any]):
-    """Output of a class that is not known here: fields by name, by attribute or by position."""
+    """Output of an unknown class: fields are accessible by key, attribute or position."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -57,7 +57,7 @@ class Structure:
     """Name of the class of a record or namedtuple."""
 
     def build(self, leaves: Iterator[Any]) -> Any:
-        """Put the value together, taking its leaves in order from ``leaves``."""
+        """Build the value, taking its leaves in order from ``leaves``."""
         match self.kind:
             case "leaf":
                 return next(leaves)
@@ -77,8 +77,8 @@ class Structure:
                 return make(*(child.build(leaves) for child in self.children))
         raise AssertionError(f"unknown structure {self.kind}")
 
-    def take_apart(self, value: object, path: str) -> Iterator[Any]:
-        """Leaves of ``value``, which must have this structure; ``path`` names it in errors."""
+    def leaves_of(self, value: object, path: str) -> Iterator[Any]:
+        """Yield the leaves of ``value``, which must have this structure; ``path`` names it in errors."""
         match self.kind:
             case "leaf":
                 yield value
@@ -95,10 +95,10 @@ class Structure:
                 for key, child in zip(keys, self.children, strict=True):
                     if key not in given:
                         raise StageInputError(f"{path} has no {key!r}, which the model needs")
-                    yield from child.take_apart(given[key], f"{path}.{key}")
+                    yield from child.leaves_of(given[key], f"{path}.{key}")
 
     def _parts_of(self, value: object, path: str) -> dict[str | int, Any]:
-        """Children of ``value`` by key; mappings and records fit each other, and sequences do."""
+        """Return the children of ``value`` by key; mappings and records are interchangeable."""
         parts = _children_of(value)
         if (
             parts is None
@@ -113,7 +113,7 @@ class Structure:
         return dict(zip(keys, parts[1], strict=True))
 
     def leaf_paths(self, path: str) -> Iterator[str]:
-        """Dotted path of each leaf."""
+        """Yield the dotted path of each leaf."""
         if self.kind == "leaf":
             yield path
         for position, child in enumerate(self.children):
@@ -121,7 +121,7 @@ class Structure:
             yield from child.leaf_paths(f"{path}.{key}" if path else str(key))
 
     def to_json(self) -> Any:
-        """JSON form; see docs/stage-format.md."""
+        """Return the JSON form; see docs/stage-format.md."""
         if self.kind == "leaf":
             return "*"
         if self.kind == "constant":
@@ -136,7 +136,7 @@ class Structure:
 
     @classmethod
     def from_json(cls, data: object, depth: int = 0) -> Structure:
-        """Read the JSON form; anything else is a ``StageFormatError``."""
+        """Decode the JSON form; raise ``StageFormatError`` if it is invalid."""
         if data == "*":
             return LEAF
         if depth > _MAX_DEPTH or not isinstance(data, dict):
@@ -165,15 +165,17 @@ LEAF = Structure("leaf")
 
 
 def is_leaf(value: object) -> bool:
-    """Whether a value is computed by the graph: a tensor or a symbolic number."""
+    """Return True for values that the graph computes: tensors and symbolic numbers."""
     return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def flatten(
     value: object, path: str = "output", on_opaque: Callable[[str, object], None] | None = None
 ) -> tuple[list[Any], Structure]:
-    """Take ``value`` apart. Objects that are no containers are constants; those that JSON cannot
-    hold are first reported to ``on_opaque`` (path, object) and become None if it is given.
+    """Return the leaves and the structure of ``value``; objects that are not containers are constants.
+
+    If ``on_opaque`` is given, it is called with the path and the object for each constant that JSON
+    cannot represent, and the constant becomes None.
     """
     if is_leaf(value):
         return [value], LEAF
@@ -195,16 +197,16 @@ def flatten(
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors in a nested value, in order."""
+    """Return the tensors in a nested value, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if type(value) in (list, tuple):  # what most loaders give, without an outline that nobody wants
+    if type(value) in (list, tuple):  # what most loaders yield; saves building a structure
         return [tensor for item in cast("list[object]", value) for tensor in tensors_in(item)]
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nested value, of the same classes, with each tensor replaced."""
+    """Return the same nested value, of the same classes, with ``change`` applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -222,7 +224,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _children_of(value: object) -> tuple[Structure, list[Any]] | None:
-    """Outline (without children) and child values of a container; None for anything else."""
+    """Return the structure (without children) and the child values of a container, else None."""
     if isinstance(value, Record):
         return Structure("record", keys=tuple(value)), list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -240,7 +242,7 @@ def _children_of(value: object) -> tuple[Structure, list[Any]] | None:
 
 
 def _present_fields(value: Any) -> Iterable[str]:
-    """Fields of a dataclass; of one that is a mapping too (Hugging Face), those that are set."""
+    """Return the fields of a dataclass; only the set ones if it is a mapping too (Hugging Face)."""
     if isinstance(value, Mapping):
         return list(value)
     return [field.name for field in dataclasses.fields(value)]

@@ -1,4 +1,4 @@
-"""What cannot be captured: caught where the user wrote it, and said with what to do instead."""
+"""Report code that cannot be captured, with the user's line and a remedy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ravnest.split.source import (
 
 @contextlib.contextmanager
 def refuse_custom_autograd() -> Iterator[None]:
-    """Export would inline the forward of a ``torch.autograd.Function`` and lose its backward.
+    """Raise ``CaptureError`` for a custom ``torch.autograd.Function``.
 
-    ``apply`` may have been bound long before (``swish = Swish.apply``), so this hooks a function
-    that ``apply`` calls by its global name.
+    Export would inline its forward and lose its backward. ``apply`` may have been bound earlier
+    (``swish = Swish.apply``), so this replaces a function that ``apply`` looks up by its global name.
     """
     namespace = torch.autograd.function
     original = namespace._is_setup_context_defined
@@ -41,7 +41,7 @@ def refuse_custom_autograd() -> Iterator[None]:
         if owner is not None and owner.__name__ == "CheckpointFunction":
             raise CaptureError(
                 f"{line_of_stack()}\nreentrant checkpointing cannot be captured: pass "
-                "use_reentrant=False, or switch checkpointing off; Ravnest recomputes by itself"
+                "use_reentrant=False, or switch checkpointing off; stages recompute by themselves"
             )
         return original(setup_context)  # type: ignore[no-untyped-call]
 
@@ -54,13 +54,13 @@ def refuse_custom_autograd() -> Iterator[None]:
 
 _PACKING = (
     "packed sequences (pack_padded_sequence, PackedSequence) have sizes that depend on the lengths' "
-    "values. Give the padded tensor to the recurrent layer, and pick what belongs to each sequence from "
+    "values. Give the padded tensor to the recurrent layer, and select the steps of each sequence from "
     "its output with a mask or output[torch.arange(lengths.shape[0]), lengths - 1]"
 )
 
 
 class RefusePacking(TorchFunctionMode):
-    """Refuse packed sequences at the line that packs; the tracer would fail later and elsewhere."""
+    """Torch function mode that rejects packed sequences at the line that packs them."""
 
     _functions = (torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence)
 
@@ -77,7 +77,7 @@ class RefusePacking(TorchFunctionMode):
 
 
 _READS_COUNTER = "float(self.num_batches_tracked)"
-"""How torch's own batch norm does it."""
+"""Line of torch's batch norm that fails without a momentum."""
 _CUMULATIVE = (
     "a batch norm with momentum=None reads its counter as a Python number. Give it a momentum (torch's "
     "default is 0.1), or freeze it with eval()"
@@ -92,7 +92,7 @@ _REMEDIES = (
             "PendingUnbackedSymbol",
             "must be tuple of ints,but got FakeTensor",
         ),
-        "forward decides by the value of a tensor (if, while, int(), float(), .item() or a shape that "
+        "forward depends on the value of a tensor (if, while, int(), float(), .item() or a shape that "
         "depends on data). A graph cannot: use torch.where or masks, or decide outside the model",
     ),
     (
@@ -103,7 +103,7 @@ _REMEDIES = (
 
 
 def translate(error: Exception, model: nn.Module) -> CaptureError:
-    """Say which line of the user's code cannot be captured, why, and what to do."""
+    """Return a ``CaptureError`` with the line of the user's code, the reason and a remedy."""
     if isinstance(error.__cause__, CaptureError):
         return error.__cause__
     line = line_of_traceback(error.__traceback__)
@@ -124,7 +124,7 @@ def _remedy(error: Exception) -> str:
 
 
 def _layer(error: Exception, model: nn.Module) -> str:
-    """The layer that failed, for a model that is made of torch's own layers and has no line."""
+    """Return the name of the failed layer, for a model of torch's own layers, which has no user line."""
     paths = {id(module): path for path, module in model.named_modules()}
     for module in modules_of_traceback(error.__traceback__):
         if paths.get(id(module)):

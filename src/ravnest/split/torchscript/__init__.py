@@ -1,4 +1,4 @@
-"""TorchScript modules as plain ones that torch.export can trace."""
+"""Convert TorchScript modules to plain modules that torch.export can trace."""
 
 from ravnest.split.torchscript.adapter import from_torchscript
 

@@ -1,7 +1,7 @@
-"""Turn a TorchScript module into an ordinary ``nn.Module``, which ``torch.export`` can trace.
+"""Convert a TorchScript module to an ordinary ``nn.Module``, which ``torch.export`` can trace.
 
-``torch.export`` refuses a ``ScriptModule``. Here its tree of modules is mirrored, with the same
-tensors under the same names, and forward runs its graph in Python.
+``torch.export`` does not accept a ``ScriptModule``. The converted module has the same tree of modules
+and the same tensors under the same names; its forward runs the TorchScript graph in Python.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ logger = logging.getLogger(__name__)
 def from_torchscript(module: torch.jit.ScriptModule) -> nn.Module:
     """Return a module that computes what ``module`` computes and that ``torch.export`` can trace.
 
-    Its parameters and buffers are those of ``module``, under the same names: nothing is copied. If
-    ``module`` is scripted, ``train()`` and ``eval()`` switch what depends on the mode; if it was
-    traced, it keeps the mode that it was traced in, which is logged as a warning.
+    It shares its parameters and buffers with ``module``, under the same names. If ``module`` is
+    scripted, ``train()`` and ``eval()`` switch its mode. If it was traced, it keeps the mode of the
+    trace, which is logged as a warning.
 
-    Raises ``CaptureError`` if there is nothing to train. The new module's forward raises it, naming
-    the user's line, where the value of a tensor decides or an operator has no counterpart.
+    Raises ``CaptureError`` if there is nothing to train. The new module's forward raises it, with the
+    user's line, if control flow depends on the value of a tensor or an operator is not supported.
     """
     _check(module)
     value = mirror_of(module)
     graph = value.graph("forward")
     _warn_of_baked_mode(module, graph)
+    # The mirror and its forward refer to each other, so they cannot both be constructor arguments.
     value.mirror._script_value = value
     value.mirror.forward = _forward(value, graph)
     return value.mirror
@@ -47,18 +48,18 @@ def _check(module: torch.jit.ScriptModule) -> None:
     if next(module.parameters(), None) is None:
         raise CaptureError(
             "the TorchScript module has no parameters, so there is nothing to train. "
-            "torch.jit.freeze makes constants of them: pass the module from before freezing"
+            "torch.jit.freeze turns them into constants: pass the module from before freezing"
         )
     script: Any = module._c
     if not script._has_method("forward"):
         raise CaptureError(
-            "the TorchScript module has no method forward (torch.jit.script loses that of a bare "
-            "nn.LSTM or nn.GRU): put it into a module whose forward calls it, and script that"
+            "the TorchScript module has no method forward (torch.jit.script drops the forward of a bare "
+            "nn.LSTM or nn.GRU): wrap it in a module whose forward calls it, and script that"
         )
     if script._get_forward_hooks() or script._get_forward_pre_hooks():
         raise CaptureError(
-            "the TorchScript module has forward hooks, which are no part of its graph: remove them "
-            "and do in forward what they do"
+            "the TorchScript module has forward hooks, which are not part of its graph: remove them "
+            "and move their code into forward"
         )
 
 
@@ -111,9 +112,9 @@ _MODE_DEPENDENT = tuple(
 
 
 def _warn_of_baked_mode(module: torch.jit.ScriptModule, graph: Any) -> None:
-    """Say so if train() and eval() will not switch everything, as in a traced module.
+    """Log a warning if train() and eval() do not switch everything, as in a traced module.
 
-    A module that was saved and loaded does not tell whether it was traced, but its graph does: the
+    A module that was loaded from a file does not say whether it was traced, but its graph does: the
     flags that a script reads from ``self.training`` are constants.
     """
     baked = dict(_baked_flags(graph))
@@ -123,14 +124,14 @@ def _warn_of_baked_mode(module: torch.jit.ScriptModule, graph: Any) -> None:
     logger.warning(
         "the mode of the TorchScript model is fixed in its graph, as torch.jit.trace does%s: "
         "train() and eval() do not switch it. Pass the Python model, or one made by "
-        "torch.jit.script, to train in the one mode and to evaluate in the other%s",
+        "torch.jit.script, to train in training mode and evaluate in evaluation mode%s",
         f" ({' and '.join(sorted(modes))} mode)" if modes else "",
         f". First found at {next(iter(baked))}" if baked else "",
     )
 
 
 def _baked_flags(graph: Any) -> Iterator[tuple[str, bool]]:
-    """Find the operators whose mode is a constant and matters: line, and whether it is training."""
+    """Yield line and mode (True for training) of operators with a constant mode that has an effect."""
     for kind in _MODE_DEPENDENT:
         for node in graph.findAllNodes(kind):
             names = [argument.name for argument in resolve(node.schema()).arguments]
@@ -142,5 +143,5 @@ def _baked_flags(graph: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _constant(value: torch._C.Value) -> Any:
-    """Return the constant that a value of the graph is, or else the value itself."""
+    """Return the constant of a value of the graph, or the value itself if it is not constant."""
     return value.toIValue() if value.node().kind() == "prim::Constant" else value

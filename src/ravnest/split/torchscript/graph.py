@@ -78,7 +78,7 @@ class TorchScriptProgram:
     def _operate(self, node: Node, args: list[Any]) -> Sequence[Any]:
         schema = node.schema()
         if schema == "(no schema)":
-            raise UnsupportedOperatorError(f"{node.kind()} has no counterpart that can be captured")
+            raise UnsupportedOperatorError(f"{node.kind()} cannot be captured")
         names = [value.debugName() for value in node.inputs()]
         constants = [self._numbers.get(*pair) for pair in zip(names, args, strict=True)]
         result = shape_arithmetic(schema, args, constants)
@@ -103,30 +103,30 @@ def where(node: Node) -> str:
     nodes = (node, *(value.node() for value in reversed(list(node.inputs()))))
     text = next(filter(None, (str(candidate.sourceRange()) for candidate in nodes)), "")
     frames = list(_FRAME.finditer(text.partition("Serialized ")[0]))
-    if frames:  # of a trace: the stack, innermost first
+    if frames:  # a trace records the stack, innermost first
         users = (frame for frame in frames if not Path(frame["path"]).is_relative_to(_TORCH))
         frame = next(users, frames[0])
         code = linecache.getline(frame["path"], int(frame["line"])).strip()
         return f"{frame['path']}:{frame['line']}: {code or frame['function']}"
     file = _FILE.search(text)
     if file is None:
-        return "a line that the TorchScript file does not record"
+        return "an unknown line (the TorchScript file does not record it)"
     marked = _MARKED.search(text)
     return f"{file['path']}:{file['line']}: {marked['code'].strip() if marked else ''}"
 
 
 @contextlib.contextmanager
 def _translated(node: Node) -> Iterator[None]:
-    """Turn what goes wrong at a node into a ``CaptureError`` that names the user's line."""
+    """Translate errors at a node to a ``CaptureError`` with the user's line."""
     try:
         yield
     except CaptureError:
         raise
     except _DATA_DEPENDENT as error:
         raise CaptureError(
-            f"{where(node)}\nthe TorchScript model asks for the value of a tensor here (if, while, "
-            "int(), float(), .item() or a size that depends on data), which a captured graph does "
-            "not have: use torch.where or masks, or decide outside the model"
+            f"{where(node)}\nthe TorchScript model uses the value of a tensor here (if, while, "
+            "int(), float(), .item() or a size that depends on data), which is unknown during "
+            "capture: use torch.where or masks, or decide outside the model"
         ) from error
     except UnsupportedOperatorError as error:
         raise CaptureError(
@@ -150,14 +150,14 @@ def _loop(program: TorchScriptProgram, node: Node, args: list[Any], values: Valu
     limit, condition, *carried = args
     body = next(iter(node.blocks()))
     step = 0
-    while _goes_on(node, step, limit, condition):
+    while _continues(node, step, limit, condition):
         _bind(values, body.inputs(), [step, *carried])
         condition, *carried = program.run(body, values)
         step += 1
     return carried
 
 
-def _goes_on(node: Node, step: int, limit: Any, condition: Any) -> bool:
+def _continues(node: Node, step: int, limit: Any, condition: Any) -> bool:
     with _translated(node):
         return bool(condition) and step < int(limit)
 
@@ -178,11 +178,13 @@ def _call_method(
 def _call_function(
     _program: TorchScriptProgram, node: Node, args: list[Any], _values: Values
 ) -> Sequence[Any]:
-    """A function that torch did not put into the graph, as happens once another script has run it."""
+    """Run a function that torch did not inline, which happens after another script has run it."""
     name = str(next(iter(node.inputs())).type())
     function = torch.jit._state._python_cu.find_function(name)
     if function is None:
-        raise CaptureError(f"{where(node)}\nthe script calls {name}, which is not at hand")
+        raise CaptureError(
+            f"{where(node)}\nthe script calls {name}, which does not exist in this process"
+        )
     return [TorchScriptProgram(function.inlined_graph)(*args[1:])]
 
 
@@ -207,8 +209,8 @@ def _set_attribute(node: Node, args: list[Any]) -> Sequence[Any]:
         setattr(target, name, value)
     elif not target.assign(name, value):
         raise CaptureError(
-            f"{where(node)}\nforward assigns self.{name}, which a captured graph would forget: only "
-            "buffers last, if they keep shape and dtype. Use register_buffer, or return the value"
+            f"{where(node)}\nforward assigns self.{name}, which a captured graph would lose: only "
+            "buffers persist, if they keep shape and dtype. Use register_buffer, or return the value"
         )
     return []
 
@@ -234,7 +236,7 @@ def _enter(node: Node, args: list[Any]) -> Sequence[Any]:
     if isinstance(context, contextlib.AbstractContextManager):
         context.__enter__()
     elif not hasattr(context, "run_callbacks_on_exit"):  # the profiler's record_function
-        raise UnsupportedOperatorError(f"{node.input().type()} is an unknown context manager")
+        raise UnsupportedOperatorError(f"the context manager {node.input().type()} is not supported")
     return [context]
 
 
@@ -268,7 +270,7 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
 
 @cache
 def field_names(description: str) -> tuple[str, ...]:
-    """Return the fields of ``NamedTuple(a : Tensor, b : (int, Tensor))``; none of a plain tuple."""
+    """Return the fields of ``NamedTuple(a : Tensor, b : (int, Tensor))``; () for a plain tuple."""
     if not description.startswith("NamedTuple("):
         return ()
     depth, names, word = 0, [], ""
@@ -296,7 +298,7 @@ def _has_type(value: Any, kind: Any) -> bool:
         element = kind.getElementType()
         return isinstance(value, list) and all(_has_type(item, element) for item in value)
     if kind.kind() not in _TYPES:
-        raise UnsupportedOperatorError(f"isinstance with {kind} is unknown")
+        raise UnsupportedOperatorError(f"isinstance with {kind} is not supported")
     return isinstance(value, _TYPES[kind.kind()]) and not (
         isinstance(value, bool) and kind.kind() == "IntType"
     )

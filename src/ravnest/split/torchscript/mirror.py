@@ -17,11 +17,11 @@ from ravnest.errors import CaptureError
 class ScriptMirror(nn.Module):
     """A module with the tensors and the children of a ``ScriptModule``, under the same names.
 
-    It has no public name of its own, for any name may belong to the user's module.
+    Its own attributes are private, because any public name may belong to the user's module.
     """
 
     _script_value: ModuleValue
-    """Of the outermost module: what its forward works on."""
+    """The value that forward runs on; set for the outermost module only."""
 
     def __init__(self, original_name: str) -> None:
         super().__init__()
@@ -33,18 +33,18 @@ class ScriptMirror(nn.Module):
 
 @dataclass(eq=False)
 class ModuleValue:
-    """A module as a value of the graph: what ``self`` and ``self.layer`` are while it runs."""
+    """A module as a value of the graph, such as ``self`` and ``self.layer``."""
 
     mirror: ScriptMirror
     children: dict[str, ModuleValue]
     script: Any
-    """The module in C++: the graphs of its methods."""
+    """The C++ module, which has the graphs of the methods."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """What is neither parameter, buffer nor module; tensors that are one of these by reference."""
+    """Other attributes; parameters and buffers inside them are stored as references."""
     assigned: dict[str, Tensor] = field(default_factory=dict)
-    """Buffers that this run of forward has assigned, ``self.mean = ...``, and not yet written."""
+    """Buffers that this run of forward has assigned (``self.mean = ...``) but not yet written."""
     lent: list[tuple[str, Any, Any]] = field(default_factory=list)
-    """Lists and dicts that this run has read: name, the container, and a copy to compare with."""
+    """Lists and dicts that this run has read: name, container, and a copy to compare with."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleValue:
         mirror = copy.deepcopy(self.mirror, memo)
@@ -52,7 +52,7 @@ class ModuleValue:
         return ModuleValue(mirror, children, self.script, copy.deepcopy(self.attributes, memo))
 
     def read(self, name: str) -> Any:
-        """Return what ``self.name`` is."""
+        """Return the value of ``self.name``."""
         if name in self.children:
             return self.children[name]
         if name in self.attributes:
@@ -63,7 +63,7 @@ class ModuleValue:
         return self.assigned[name] if name in self.assigned else getattr(self.mirror, name)
 
     def assign(self, name: str, value: Any) -> bool:
-        """Do ``self.name = value`` if that is a buffer and stays like it; say whether it is."""
+        """Assign a buffer and return True; return False if no such buffer has this shape and dtype."""
         buffer = self.mirror._buffers.get(name)
         if buffer is None or not isinstance(value, Tensor):
             return False
@@ -75,20 +75,20 @@ class ModuleValue:
     def finish_run(self) -> None:
         """Write the buffers that a run of forward has assigned, and check that no list changed.
 
-        ``torch.export`` follows an assignment in the outermost module, but loses it in the others.
+        ``torch.export`` records assignments in the outermost module, but loses them in the others.
         """
         modules = list(self._tree())
         for module in modules:
             module._check_lent()
         pairs = [pair for module in modules for pair in module._assignments()]
-        # A buffer may have been assigned to another one: take all values before writing any.
+        # One buffer may have been assigned to another: read all values before writing any.
         several = len(pairs) > 1
         values = [value.detach().clone() if several else value.detach() for _, value in pairs]
         for (buffer, _), value in zip(pairs, values, strict=True):
             buffer.copy_(value)
 
     def forget_run(self) -> None:
-        """Be ready for another run of forward, whether this one succeeded or not."""
+        """Reset the state of this run of forward, whether it succeeded or not."""
         for module in self._tree():
             module.assigned.clear()
             module.lent.clear()
@@ -107,21 +107,21 @@ class ModuleValue:
             if not _is_same(value, before):
                 raise CaptureError(
                     f"forward changes the {type(value).__name__} self.{name} of "
-                    f"{self.mirror._get_name()} in place, which a captured graph would forget: use "
+                    f"{self.mirror._get_name()} in place, which a captured graph would lose: use "
                     "a buffer (register_buffer), or return the values"
                 )
 
     def item(self, key: int | str) -> ModuleValue:
-        """Return a module out of a ModuleList or a ModuleDict."""
+        """Return a module of a ModuleList or a ModuleDict."""
         return self.children[key] if isinstance(key, str) else [*self.children.values()][key]
 
     def graph(self, method: str) -> Any:
-        """Return the graph of a method, with the methods that it calls put into it."""
+        """Return the graph of a method, with the methods that it calls inlined."""
         return self.script._get_method(method).inlined_graph
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Whether a list or dict holds the very objects that it held before."""
+    """Return True if a list or dict holds the same objects as before."""
     keys = list(value) if isinstance(value, dict) else range(len(value))
     others = list(before) if isinstance(before, dict) else range(len(before))
     return list(keys) == list(others) and all(value[key] is before[key] for key in keys)
@@ -129,7 +129,7 @@ def _is_same(value: Any, before: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Reference:
-    """A tensor by its place in the mirror, because export swaps what is there."""
+    """A tensor by owner and name: export replaces the tensors of modules while it traces."""
 
     owner: nn.Module
     name: str
@@ -140,7 +140,7 @@ def _dereferenced(value: Any) -> Any:
 
 
 def mirror_of(module: torch.jit.ScriptModule) -> ModuleValue:
-    """Mirror ``module``: nothing is copied, and what is tied there is tied in the mirror."""
+    """Mirror ``module`` without copying tensors; tied weights stay tied."""
     builder = _Builder()
     value = builder.mirrored(module)
     builder.read_attributes(value)
@@ -148,7 +148,7 @@ def mirror_of(module: torch.jit.ScriptModule) -> ModuleValue:
 
 
 class _Builder:
-    """Finds tensors again by the memory they lie in: a loaded module does not tie by identity."""
+    """Builds mirrors. Identifies tensors by memory: a loaded module does not tie weights by identity."""
 
     def __init__(self) -> None:
         self._parameters: dict[Hashable, nn.Parameter] = {}
@@ -171,13 +171,13 @@ class _Builder:
         return ModuleValue(mirror, children, module._c)
 
     def read_attributes(self, value: ModuleValue) -> None:
-        """Keep the other attributes: ``nn.LSTM``, for one, has a list of its weights."""
+        """Read the other attributes; ``nn.LSTM``, for example, has a list of its weights."""
         mirror = value.mirror
         known = {"training", *mirror._parameters, *mirror._buffers}
         kind: Any = torch._C.ConcreteModuleType.from_jit_type(value.script._type())
         for name in kind.get_attributes().keys() - known:
             attribute = tree_map(self._referenced, value.script.getattr(name))
-            if isinstance(attribute, Tensor):  # where export looks for the name of a constant
+            if isinstance(attribute, Tensor):  # export looks for constants there
                 setattr(mirror, name, attribute)
             else:
                 value.attributes[name] = attribute
@@ -189,7 +189,7 @@ class _Builder:
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """Return the parameter itself, or, of a loaded module, one that shares its memory."""
+    """Return the parameter itself, or one that shares its memory if the module was loaded."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor.detach(), tensor.requires_grad)

@@ -1,8 +1,8 @@
-"""What an operator of a TorchScript graph computes, in terms that ``torch.export`` can trace.
+"""Evaluate operators of a TorchScript graph with functions that ``torch.export`` can trace.
 
-An operator of the dispatcher is called as it stands. The others exist in TorchScript alone: those
-on numbers run natively unless a number is symbolic, those on lists and dicts are Python's, and
-those on tensors have a Python twin in a table below.
+Operators of torch's dispatcher are called directly. The others exist in TorchScript only: those on
+numbers run natively unless a number is symbolic; those on lists and dicts map to Python's own; those
+on tensors have a Python equivalent in a table below.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class DataDependentError(Exception):
-    """The graph asks for the value of a tensor, which does not exist while it is captured."""
+    """The graph needs the value of a tensor, which is unknown during capture."""
 
 
 def evaluate(schema: str, args: Sequence[Any]) -> Any:
-    """Compute what the operator with ``schema`` returns for ``args``.
+    """Return the result of the operator with ``schema`` for ``args``.
 
     Raises:
-        DataDependentError: it would need the value of a tensor.
-        UnsupportedOperatorError: it has no counterpart here.
+        DataDependentError: it needs the value of a tensor.
+        UnsupportedOperatorError: it has no equivalent here.
     """
     op = resolve(schema)
     if op.kind in _ANYTHING:
@@ -63,21 +63,21 @@ def _on_tensor(op: Operator, args: Sequence[Any]) -> Any:
         return _QUERIES[op.kind](*args)
     if op.kind.startswith("prim::is_"):
         return getattr(args[0], op.kind.removeprefix("prim::"))
-    if op.name in _TENSOR_TWINS:
-        return _TENSOR_TWINS[op.name](*args)
+    if op.name in _TENSOR_EQUIVALENTS:
+        return _TENSOR_EQUIVALENTS[op.name](*args)
     if op.dispatched:
         return op.call(args)
-    raise UnsupportedOperatorError(f"{op.name} has no counterpart that can be captured")
+    raise UnsupportedOperatorError(f"{op.name} cannot be captured")
 
 
 def _on_numbers(op: Operator, args: Sequence[Any]) -> Any:
     if op.kind in _SIDE_EFFECTS:
-        raise UnsupportedOperatorError(f"{op.name} acts outside the model")
+        raise UnsupportedOperatorError(f"{op.name} has side effects outside the model")
     if not _has_symbol(args):
         return op.overload(*args)
     if op.kind in _SYMBOLIC:
         return _SYMBOLIC[op.kind](*args)
-    raise UnsupportedOperatorError(f"{op.name} cannot compute with the size of the batch")
+    raise UnsupportedOperatorError(f"{op.name} is not supported for sizes that depend on the batch size")
 
 
 def _has_symbol(value: Any) -> bool:
@@ -90,11 +90,11 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def shape_arithmetic(schema: str, args: Sequence[Any], constants: Sequence[Any]) -> Any:
-    """Compute on sizes what a trace wrote as tensor arithmetic, or ``NotImplemented``.
+    """Evaluate arithmetic on sizes that a trace recorded as tensor operators, or ``NotImplemented``.
 
-    ``torch.jit.trace`` turns ``x.size(0) // 2`` into operators on tensors without dimensions. As
-    numbers they stay symbolic; as tensors their values would be unknown while exporting.
-    ``constants`` are the ``args`` with numbers in place of tensors that are constants.
+    ``torch.jit.trace`` turns ``x.size(0) // 2`` into operators on zero-dimensional tensors. As numbers
+    they stay symbolic; as tensors their values would be unknown during export. ``constants`` are the
+    ``args`` with numbers in place of constant tensors.
     """
     op = resolve(schema)
     function = _CASTS.get(op.kind)
@@ -192,7 +192,7 @@ def _to_device(
     return tensor.to(device or tensor.device, target, non_blocking, copy)
 
 
-_TENSOR_TWINS: Mapping[str, Function] = {
+_TENSOR_EQUIVALENTS: Mapping[str, Function] = {
     "aten::split": lambda tensor, sizes, dim=0: list(tensor.split(sizes, dim)),
     "aten::copy_.Tensor": Tensor.copy_,
     "aten::copy_.int": Tensor.fill_,

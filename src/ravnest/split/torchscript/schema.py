@@ -14,10 +14,10 @@ Function = Callable[..., Any]
 
 
 class UnsupportedOperatorError(Exception):
-    """There is no counterpart of this operator that could be captured."""
+    """The operator cannot be captured."""
 
 
-# TorchScript passes the enums of c10 as integers, in the order of their declarations there.
+# TorchScript passes the enums of c10 as integers, in the order of their declaration.
 DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64),
@@ -36,7 +36,7 @@ def _decode(enum: Sequence[Any]) -> Function:
         if not isinstance(code, int):
             return code
         if code >= len(enum):
-            raise UnsupportedOperatorError(f"code {code} is none of {', '.join(map(str, enum))}")
+            raise UnsupportedOperatorError(f"the code {code} is not one of {', '.join(map(str, enum))}")
         return enum[code]
 
     return decode
@@ -47,7 +47,7 @@ as_memory_format = _decode(MEMORY_FORMATS)
 
 
 def _as_tensor(value: Any) -> Any:
-    """Make a tensor of a size that a trace took for one (``prim::NumToTensor``)."""
+    """Return a tensor for a size that a trace recorded as one (``prim::NumToTensor``)."""
     if isinstance(value, int | torch.SymInt):
         return torch.ops.aten.scalar_tensor.default(value, dtype=torch.int64)
     if isinstance(value, float | torch.SymFloat):
@@ -69,8 +69,8 @@ _DECODERS: Mapping[str, Function] = {
 
 
 @dataclass(frozen=True)
-class Argument:
-    """How one argument of an operator is passed."""
+class OperatorArgument:
+    """Name, passing convention and decoder of an operator's argument."""
 
     name: str
     keyword_only: bool
@@ -79,16 +79,16 @@ class Argument:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the graph: its kind (``aten::add``), its overload, and its arguments."""
+    """An operator of the graph with its kind (``aten::add``), overload and arguments."""
 
     kind: str
     name: str
     overload: OpOverload
     dispatched: bool
-    arguments: tuple[Argument, ...]
+    arguments: tuple[OperatorArgument, ...]
 
     def call(self, args: Sequence[Any]) -> Any:
-        """Call the overload itself, with integers turned back into dtypes and the like."""
+        """Call the overload, with integers decoded to dtypes, layouts and memory formats."""
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         for argument, value in zip(self.arguments, args, strict=False):
@@ -106,7 +106,7 @@ class Operator:
 
 @functools.cache
 def resolve(schema: str) -> Operator:
-    """Return the operator with this schema, as ``torch._C.Node.schema`` writes it."""
+    """Return the operator with this schema, in the notation of ``torch._C.Node.schema``."""
     name = schema.partition("(")[0]
     kind, _, overload_name = name.partition(".")
     namespace, _, packet = kind.partition("::")
@@ -115,7 +115,7 @@ def resolve(schema: str) -> Operator:
     except (AttributeError, RuntimeError):
         raise UnsupportedOperatorError(f"{name} is not registered in this process") from None
     arguments = tuple(
-        Argument(argument.name, argument.kwarg_only, _decoder(argument))
+        OperatorArgument(argument.name, argument.kwarg_only, _decoder(argument))
         for argument in overload._schema.arguments
     )
     return Operator(kind, name, overload, _is_dispatched(kind, overload_name), arguments)
