@@ -130,7 +130,7 @@ def test_status_lists_and_shows(ravnest: Callable[..., Ended], server: FakeServe
         provider="p", provider_name="pc", node=0, cluster=1, role="Root", phase="training"
     )
     shown = view(JobState.TRAINING, "all train", updates=7, loss=0.5, validation=0.9)
-    server.views = [shown.model_copy(update={"places": (place,), "plan": "The plan [in words]."})]
+    server.views = [shown.model_copy(update={"assignments": (place,), "plan": "The plan [in words]."})]
     ended = ravnest("status")
     assert ended.code == ExitCode.FINE, ended.err
     line = ended.out.splitlines()[1]

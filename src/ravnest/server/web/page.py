@@ -69,7 +69,7 @@ def login(
     try:
         secret = JoinToken.parse(token).secret
         expires = server.clock.wall() + lifetime
-        joined = server.auth.join(secret, "a browser", source_of(request), expires=expires)
+        joined = server.auth.join(secret, "browser", source_of(request), expires=expires)
     except (ValueError, ServerRefusedError) as error:
         return _rendered("login.html", 401, problem=str(error))
     answer = _rendered("welcome.html")
