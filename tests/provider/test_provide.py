@@ -116,7 +116,7 @@ def at_work(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int, list[str
             yield process, watched, lines
             gone, _, _ = select.select([watched], [], [], SECONDS)
             os.close(watched)
-            assert gone, "the worker lives on"
+            assert gone, "the worker still runs"
         finally:
             process.kill()
 

@@ -26,7 +26,7 @@ _DIGESTS = 1000
 """Most digests of a request for the missing ones."""
 
 
-class UploadStatus(Schema):
+class ReceivedBytes(Schema):
     """Bytes of an artifact that the server has."""
 
     received: int
@@ -99,7 +99,7 @@ class _Upload:
 
     def _received(self) -> int:
         """Return the bytes that the server has; all of them if it has the artifact."""
-        return min(self.size, self._api.get(self._route, UploadStatus).received)
+        return min(self.size, self._api.get(self._route, ReceivedBytes).received)
 
     def _send(self, offset: int, report: Callable[[int], None]) -> int:
         stop = min(self.size, offset + _PART)

@@ -13,6 +13,8 @@ from ravnest.telemetry import WorkerRecord
 FIRST_PAUSE = 1.0
 KEPT_RECORDS = 20_000
 """Acknowledged records that are kept, in case the server restarts with an older state."""
+MOST_KEPT_RECORDS = 200_000
+"""Records that are kept at most, some 50 MB; beyond that the oldest are lost."""
 MOST_SAMPLES_WAITING = 20_000
 """Unacknowledged records before further timings and queue lengths are dropped."""
 _LONGEST_REASON = 4000
@@ -21,8 +23,8 @@ _LONGEST_REASON = 4000
 class RecordLog:
     """Records of a worker by position, from the oldest that is kept.
 
-    Records that the server has not acknowledged are kept; timings and queue lengths are dropped on
-    arrival, before they get a position, while too many wait.
+    Records that the server has not acknowledged are kept for as long as there is room. Timings and queue
+    lengths are dropped on arrival, before they get a position, while too many records wait.
     """
 
     def __init__(self) -> None:
@@ -48,6 +50,7 @@ class RecordLog:
         for record in records:
             if not is_sample(record) or self.waiting < MOST_SAMPLES_WAITING:
                 self._records.append(record)
+        self._forget(len(self._records) - MOST_KEPT_RECORDS)
 
     def acknowledge(self, known: int) -> None:
         """Note that the server has the first ``known`` records, fewer than before if it lost some."""
@@ -55,8 +58,13 @@ class RecordLog:
         self.is_progressing = self._acknowledged > before
         dispensable = self._acknowledged - KEPT_RECORDS - self._first
         if dispensable > KEPT_RECORDS:  # rarely: a list moves all that remains
-            del self._records[:dispensable]
-            self._first += dispensable
+            self._forget(dispensable)
+
+    def _forget(self, count: int) -> None:
+        if count > 0:
+            del self._records[:count]
+            self._first += count
+            self._acknowledged = max(self._acknowledged, self._first)
 
     def next(self) -> tuple[int, tuple[WorkerRecord, ...]]:
         """Return the records to report next, with the position of the first."""
