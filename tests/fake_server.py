@@ -85,7 +85,12 @@ class FakeServer:
                 return _json([event for event in self.events if event.sequence > int(params["after"])])
             case "GET JOB/losses":
                 first = int(params["first"])
-                shown = {"first": first, "losses": [2.0, 1.0][first:], "figures": [0.5]}
+                shown = {
+                    "first": first,
+                    "updates": [0, 1][first:],
+                    "losses": [2.0, 1.0][first:],
+                    "validations": [],
+                }
                 return httpx.Response(200, json=shown)
             case "POST JOB/cancel":
                 return httpx.Response(204)

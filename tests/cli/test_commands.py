@@ -129,7 +129,7 @@ def test_status_lists_and_shows(ravnest: Callable[..., Ended], server: FakeServe
     place = AssignmentView(
         provider="p", provider_name="pc", node=0, cluster=1, role="Root", phase="training"
     )
-    shown = view(JobState.TRAINING, "all train", updates=7, loss=0.5, figure=0.9)
+    shown = view(JobState.TRAINING, "all train", updates=7, loss=0.5, validation=0.9)
     server.views = [shown.model_copy(update={"places": (place,), "plan": "The plan [in words]."})]
     ended = ravnest("status")
     assert ended.code == ExitCode.FINE, ended.err
@@ -263,7 +263,7 @@ def test_submit_and_go(ravnest: Callable[..., Ended], server: FakeServer) -> Non
 def test_submit_and_wait_for_one_that_fails(ravnest: Callable[..., Ended], server: FakeServer) -> None:
     server.views = [
         view(JobState.TRAINING, "all train", updates=1),
-        view(JobState.TRAINING, "all train", updates=2, loss=0.25, figure=0.75),
+        view(JobState.TRAINING, "all train", updates=2, loss=0.25, validation=0.75),
         view(JobState.FAILED, "node_1 is lost"),
     ]
     ended = ravnest("submit", "targets:job")

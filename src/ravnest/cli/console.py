@@ -49,8 +49,8 @@ def figures(progress: Training) -> str:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.diverged:
         parts.append("the loss is not a number any more")
-    if progress.figure is not None:
-        parts.append(f"validation {progress.figure:.4f}")
+    if progress.validation is not None:
+        parts.append(f"validation {progress.validation:.4f}")
     return ", ".join(parts)
 
 
@@ -113,8 +113,8 @@ class JobLine:
         if (view.state, view.reason) != self._said:
             self._said = (view.state, view.reason)
             self._console.print(f"{view.state:>20} {view.reason}")
-        if view.progress.figure is not None and f"{view.progress.figure:.4f}" != self._validated:
-            self._validated = f"{view.progress.figure:.4f}"
+        if view.progress.validation is not None and f"{view.progress.validation:.4f}" != self._validated:
+            self._validated = f"{view.progress.validation:.4f}"
             self._console.print(f"{'':>20} {figures(view.progress)}")
         self._status.update(f"{view.state} {figures(view.progress)}")
 

@@ -49,7 +49,7 @@ def _show(view: JobView) -> None:
     console.print(f"submitted {moment(view.created)}, last change {moment(view.changed)}")
     if figures(view.progress):
         console.print(f"{figures(view.progress)}; {view.progress.epochs} epochs are asked for")
-    for place in view.places:
+    for place in view.assignments:
         console.print(
             f"  cluster {place.cluster}, node {place.node} ({place.role}) by {place.provider_name}: "
             f"{place.phase}"
