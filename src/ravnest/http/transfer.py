@@ -10,8 +10,8 @@ from pathlib import Path
 from ravnest.errors import ServerError, ServerRefusedError
 from ravnest.http.api import ApiClient, is_temporary
 from ravnest.http.retry import RetryPolicy
-from ravnest.schemas.base import Artifact, Schema
-from ravnest.schemas.jobs import MissingArtifacts
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import MissingArtifacts, UploadStatus
 from ravnest.store.files import sha256_of
 
 Progress = Callable[[int, int], None]
@@ -24,12 +24,6 @@ TRANSFER_RETRY = RetryPolicy(tries=10)
 """Enough tries for a server that takes seconds to notice a broken connection and to accept a new one."""
 _DIGESTS = 1000
 """Most digests of a request for the missing ones."""
-
-
-class ReceivedBytes(Schema):
-    """Bytes of an artifact that the server has."""
-
-    received: int
 
 
 def upload(
@@ -99,7 +93,7 @@ class _Upload:
 
     def _received(self) -> int:
         """Return the bytes that the server has; all of them if it has the artifact."""
-        return min(self.size, self._api.get(self._route, ReceivedBytes).received)
+        return min(self.size, self._api.get(self._route, UploadStatus).received)
 
     def _send(self, offset: int, report: Callable[[int], None]) -> int:
         stop = min(self.size, offset + _PART)
