@@ -37,7 +37,7 @@ class Wire(httpx.BaseTransport):
         self.requests: list[str] = []
         """``METHOD path`` of each request, also of those that failed."""
         self.alter: dict[str, Callable[[bytes], httpx.Response | bytes]] = {}
-        """Changes of responses by ``METHOD`` and the start of the path; of POST, made from the request."""
+        """Changes of responses by ``METHOD`` and start of the path; for POST they get the request."""
         self._changed = threading.Condition()
         self._network = httpx.HTTPTransport()
 

@@ -63,10 +63,13 @@ class Member:
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
     wire = Wire()
-    with loopback_server(tmp_path_factory.mktemp("server")) as server:
-        with server.api(ApiRole.PROVIDER, "attic", wire) as api, server.submit():
-            provider = api.post("/api/providers", offer_of(address=ADDRESS), ProviderView).id
-            yield Member(server, api, wire, next_assignment(api, provider))
+    with (
+        loopback_server(tmp_path_factory.mktemp("server")) as server,
+        server.api(ApiRole.PROVIDER, "attic", wire) as api,
+        server.submit(),
+    ):
+        provider = api.post("/api/providers", offer_of(address=ADDRESS), ProviderView).id
+        yield Member(server, api, wire, next_assignment(api, provider))
 
 
 @pytest.fixture

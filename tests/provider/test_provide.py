@@ -106,7 +106,7 @@ def test_a_refused_credential_raises(server: LoopbackServer) -> None:
 
 @contextmanager
 def at_work(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
-    """Run a provider in a process of its own; yield it once it trains, with its worker and its output."""
+    """Run a provider in a process of its own; yield it with its worker and output once it trains."""
     paths = [path for path in sys.path if path]
     environment = {
         **os.environ,
