@@ -71,11 +71,11 @@ def test_a_server_of_another_authority_gets_no_secret(
     other = Authority("test", NOW)
     text = token(server)
     auth = type(server.running.server.auth)
-    with pytest.raises(ServerUnreachableError, match="does not match the token"):
+    with pytest.raises(ServerUnreachableError, match="is not the one that the token names"):
         join(server.url, forged(text, other), "me", retry=NO_PAUSE)
     # It may show the certificate of the expected authority, but it does not have its key.
     monkeypatch.setattr(auth, "authority", property(lambda _: other.certificate.decode()))
-    with pytest.raises(ServerUnreachableError, match="does not match the token"):
+    with pytest.raises(ServerUnreachableError, match="is not the one that the token names"):
         join(server.url, forged(text, other), "me", retry=NO_PAUSE)
     monkeypatch.setattr(auth, "authority", property(lambda _: "no certificate"))
     with pytest.raises(ServerError, match="is not a certificate"):
@@ -99,7 +99,7 @@ def test_only_the_pinned_authority_is_trusted(server: LoopbackServer) -> None:
     for trusted in (None, Authority("test", NOW).certificate.decode()):
         with (
             ApiClient(server.url, authority=trusted, retry=NO_PAUSE) as api,
-            pytest.raises(ServerUnreachableError, match="does not match the token"),
+            pytest.raises(ServerUnreachableError, match="is not the one that the token names"),
         ):
             api.get("/api/health", object)
 

@@ -279,7 +279,7 @@ def _distrusted(url: str, reason: ssl.SSLCertVerificationError) -> str:
             f"the certificate of {url} is not valid now ({reason.verify_message}); check the clocks of "
             "both machines"
         )
-    return f"the certificate of {url} does not match the token: it is another server"
+    return f"the certificate of {url} is not the one that the token names: it is another server"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
