@@ -142,8 +142,8 @@ def _authority(url: str, fingerprint: str, transport: httpx.BaseTransport | None
         raise ServerError(f"the authority that {url} shows is not a certificate") from error
     if not secrets.compare_digest(hashlib.sha256(der).hexdigest(), fingerprint):
         raise NotAServerError(
-            f"the certificate of {url} is not the one that the token names: it is another server, or the token is "
-            "older than the server's folder"
+            f"the certificate of {url} is not the one that the token names: it is another server, or "
+            "the token is older than the server's folder"
         )
     return ssl.DER_cert_to_PEM_cert(der)
 
