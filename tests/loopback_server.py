@@ -20,6 +20,7 @@ from ravnest.http.api import ApiClient
 from ravnest.http.credentials import HOME_VARIABLE, join
 from ravnest.http.retry import RetryPolicy
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobView
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply, ProviderOffer, ProviderView
 from ravnest.server.http.runner import RunningServer, serve
 from ravnest.server.settings import ServerSettings
@@ -149,3 +150,14 @@ def next_assignment(api: ApiClient, provider: str) -> str:
         if reply.assignment is not None:
             return reply.assignment
     raise AssertionError("no assignment came")
+
+
+def wait_for_updates(handle: JobHandle) -> None:
+    """Wait for the first loss."""
+
+    def on_change(view: JobView) -> None:
+        if view.progress.updates:
+            raise StopIteration
+
+    with pytest.raises(StopIteration):
+        handle.wait(SECONDS, on_change)

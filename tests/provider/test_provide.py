@@ -11,8 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
-from loopback_server import SECONDS, LoopbackServer, loopback_server, offer_of
+from loopback_server import (
+    SECONDS,
+    LoopbackServer,
+    loopback_server,
+    offer_of,
+    wait_for_updates,
+)
 
 from ravnest.errors import ServerError, ServerRefusedError, SettingsError
 from ravnest.http.api import ApiClient
@@ -22,7 +29,6 @@ from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
 
 URL = "http://127.0.0.1:1"
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -105,34 +111,26 @@ def test_a_refused_credential_raises(server: LoopbackServer) -> None:
 
 
 @contextmanager
-def at_work(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
-    """Run a provider in a process of its own; yield it with its worker and output once it trains."""
-    paths = [path for path in sys.path if path]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), *paths]),
-        "RAVNEST_HOME": str(folder),
-    }
-    with subprocess.Popen(
-        [sys.executable, str(HERE / "provide_script.py"), str(folder)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        lines: list[str] = []
+def training_provider(
+    server: LoopbackServer, name: str, folder: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """Run ``ravnest provide`` as a process; yield it once it trains, and check that its worker ends."""
+    command = [sys.executable, "-P", "-m", "ravnest.cli.app", "provide", f"--server={server.url}"]
+    options = [f"--name={name}", "--ram=0.5", "--cores=1", f"--folder={folder}"]
+    with (
+        server.submit(epochs=10**6) as handle,
+        subprocess.Popen(
+            [*command, f"--token={server.running.token(ApiRole.PROVIDER)}", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
         try:
-            for line in process.stdout:
-                lines.append(line.strip())
-                if line.startswith("worker "):
-                    break
-            else:
-                assert process.stderr is not None
-                raise AssertionError("\n".join([*lines, process.stderr.read()]))
-            pid = int(lines[-1].split()[1])
-            watched = os.pidfd_open(pid)
-            yield process, watched, lines
+            wait_for_updates(handle)
+            (worker,) = psutil.Process(process.pid).children()
+            watched = os.pidfd_open(worker.pid)
+            yield process
             gone, _, _ = select.select([watched], [], [], SECONDS)
             os.close(watched)
             assert gone, "the worker still runs"
@@ -140,22 +138,22 @@ def at_work(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int, list[str
             process.kill()
 
 
-def test_an_interrupt_stops_the_worker_and_leaves(tmp_path: Path) -> None:
-    with at_work(tmp_path) as (process, _, lines):
+def test_an_interrupt_stops_the_worker_and_leaves(server: LoopbackServer, tmp_path: Path) -> None:
+    with training_provider(server, "stopped", tmp_path) as process:
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
-        assert output.count("its owner stopped it") == 2, "announced, and known to the server"
+        assert "its owner stopped it" in output
+        assert "stopped offers 0.45 GB of RAM and 1 core" in output
         assert not errors
-    assert any(line.startswith("attic offers 0.45 GB of RAM and 1 core") for line in lines)
+    assert "its owner stopped it" in server.provider("stopped").reason
+    assert not list((tmp_path / "jobs").iterdir())
 
 
 def test_a_worker_ends_when_its_agent_is_killed_and_leaves_its_folder(
-    tmp_path: Path,
+    server: LoopbackServer, tmp_path: Path
 ) -> None:
-    with at_work(tmp_path) as (process, _, _):
+    with training_provider(server, "killed", tmp_path) as process:
         process.kill()
         process.wait(SECONDS)
-    assert len(list((tmp_path / "provider" / "jobs").iterdir())) == 1, (
-        "the next process reports it as lost"
-    )
+    assert len(list((tmp_path / "jobs").iterdir())) == 1, "the next process reports it as lost"

@@ -16,16 +16,15 @@ from loopback_server import (
     Wire,
     loopback_server,
     offer_of,
+    wait_for_updates,
 )
 from workloads import free_ports
 
-from ravnest.client.handle import JobHandle
 from ravnest.errors import JobEndedError
 from ravnest.provider.agent import Agent
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
 from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
-from ravnest.schemas.jobs import JobView
 from ravnest.schemas.providers import ProviderState, ProviderView
 
 
@@ -94,17 +93,6 @@ def providers(
 def workers() -> list[psutil.Process]:
     """Return the worker processes that this process started."""
     return [p for p in psutil.Process().children() if "provider.worker" in " ".join(p.cmdline())]
-
-
-def wait_for_updates(handle: JobHandle) -> None:
-    """Wait for the first loss."""
-
-    def on_change(view: JobView) -> None:
-        if view.progress.updates:
-            raise StopIteration
-
-    with pytest.raises(StopIteration):
-        handle.wait(SECONDS, on_change)
 
 
 def test_two_providers_train_and_the_root_uploads_the_model(
