@@ -53,7 +53,8 @@ class BreakingWire(httpx.BaseTransport):
     def _cut_upload(self, request: httpx.Request, left: int) -> httpx.Response:
         """Send the first bytes of the body, as if the rest had not arrived."""
         body = b"".join(request.stream)[:left]  # type: ignore[arg-type]
-        headers = {**request.headers, "Content-Length": str(len(body))}
+        headers = httpx.Headers(request.headers)
+        headers["Content-Length"] = str(len(body))
         sent = httpx.Request(request.method, request.url, headers=headers, content=body)
         self._network.handle_request(sent).close()
         raise httpx.WriteError("broken pipe")
