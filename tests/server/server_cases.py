@@ -90,7 +90,7 @@ class Time:
 
 @dataclass
 class FakePlanner:
-    """Planner that makes clusters of two nodes, in the order of the providers; it needs ``needs`` of them."""
+    """Planner that makes clusters of two nodes in the given order; it needs ``needs`` providers."""
 
     needs: int = 1
     tls: bool = False

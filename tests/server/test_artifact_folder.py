@@ -1,4 +1,4 @@
-"""Files are whole and right, or not there."""
+"""Artifacts are complete and verified, or absent."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ def refused(status: int, folder: ArtifactFolder, *args: object, **more: object) 
     assert caught.value.status == status
 
 
-def test_a_file_comes_in_parts(folder: ArtifactFolder) -> None:
+def test_a_file_is_uploaded_in_several_requests(folder: ArtifactFolder) -> None:
     assert not folder.append(SHA, len(CONTENT), 0, [CONTENT[:100], CONTENT[100:1000]])
     assert folder.received(SHA) == 1000
     assert not folder.has(SHA)
@@ -33,33 +33,31 @@ def test_a_file_comes_in_parts(folder: ArtifactFolder) -> None:
     assert folder.received(SHA) == 0
 
 
-def test_another_process_goes_on_where_the_first_was_killed(
-    folder: ArtifactFolder, tmp_path: Path
-) -> None:
+def test_an_upload_continues_after_a_restart(folder: ArtifactFolder, tmp_path: Path) -> None:
     folder.append(SHA, len(CONTENT), 0, [CONTENT[:1000]])
     restarted = ArtifactFolder(tmp_path / "artifacts")
     assert restarted.received(SHA) == 1000
     assert restarted.append(SHA, len(CONTENT), 1000, [CONTENT[1000:]])
 
 
-def test_without_a_size_the_digest_says_when_it_is_whole(folder: ArtifactFolder) -> None:
+def test_without_a_size_the_digest_marks_the_end(folder: ArtifactFolder) -> None:
     assert not folder.append(SHA, None, 0, [CONTENT[:5000]])
     assert folder.append(SHA, None, 5000, [CONTENT[5000:]])
 
 
-def test_wrong_bytes_are_thrown_away(folder: ArtifactFolder) -> None:
+def test_wrong_bytes_are_discarded(folder: ArtifactFolder) -> None:
     refused(422, folder, SHA, len(CONTENT), 0, [CONTENT[:-1] + b"?"])
     assert folder.received(SHA) == 0
     assert folder.append(SHA, len(CONTENT), 0, [CONTENT])
 
 
-def test_an_upload_at_another_place_than_the_end_is_refused(folder: ArtifactFolder) -> None:
+def test_an_upload_at_a_wrong_offset_is_refused(folder: ArtifactFolder) -> None:
     folder.append(SHA, len(CONTENT), 0, [CONTENT[:1000]])
     refused(409, folder, SHA, len(CONTENT), 0, [CONTENT])
     refused(409, folder, SHA, len(CONTENT), 2000, [CONTENT])
 
 
-def test_more_than_was_announced_or_is_allowed_is_refused(tmp_path: Path) -> None:
+def test_an_upload_beyond_its_size_or_the_limit_is_refused(tmp_path: Path) -> None:
     folder = ArtifactFolder(tmp_path, largest=1000)
     refused(413, folder, SHA, 500, 0, [CONTENT[:501]])
     refused(413, folder, SHA, 1001, 0, [CONTENT])
@@ -67,7 +65,7 @@ def test_more_than_was_announced_or_is_allowed_is_refused(tmp_path: Path) -> Non
     refused(507, ArtifactFolder(tmp_path, reserve=1 << 60), SHA, 10, 0, [b""])
 
 
-def test_what_came_before_the_connection_broke_is_kept(folder: ArtifactFolder) -> None:
+def test_received_bytes_are_kept_after_a_broken_connection(folder: ArtifactFolder) -> None:
     def broken() -> object:
         yield CONTENT[:700]
         raise ConnectionError
@@ -77,7 +75,7 @@ def test_what_came_before_the_connection_broke_is_kept(folder: ArtifactFolder) -
     assert folder.append(SHA, len(CONTENT), 700, [CONTENT[700:]])
 
 
-def test_two_at_once_do_not_mix(folder: ArtifactFolder) -> None:
+def test_concurrent_uploads_do_not_mix(folder: ArtifactFolder) -> None:
     with folder.upload(SHA, len(CONTENT), 0) as first:
         first.write(CONTENT[:10])
         refused(409, folder, SHA, len(CONTENT), 0, [CONTENT])
@@ -87,16 +85,16 @@ def test_two_at_once_do_not_mix(folder: ArtifactFolder) -> None:
     assert folder.path(SHA).read_bytes() == CONTENT
 
 
-def test_nobody_completes_the_upload_of_another(folder: ArtifactFolder) -> None:
+def test_an_owner_cannot_complete_the_upload_of_another(folder: ArtifactFolder) -> None:
     folder.append(SHA, len(CONTENT), 0, [CONTENT[:-1]], owner="one")
     assert folder.received(SHA, "another") == 0
     refused(409, folder, SHA, len(CONTENT), len(CONTENT) - 1, [CONTENT[-1:]], owner="another")
 
 
-def test_many_owners_upload_one_digest_at_once(folder: ArtifactFolder) -> None:
+def test_many_owners_upload_one_digest_concurrently(folder: ArtifactFolder) -> None:
     def send(number: int) -> bool:
         halves = [(0, CONTENT[:5000]), (5000, CONTENT[5000:])]
-        done = [folder.append(SHA, len(CONTENT), at, [part], owner=str(number)) for at, part in halves]
+        done = [folder.append(SHA, len(CONTENT), at, [half], owner=str(number)) for at, half in halves]
         return done[-1]
 
     with ThreadPoolExecutor(8) as pool:
@@ -110,7 +108,7 @@ def test_an_empty_file(folder: ArtifactFolder) -> None:
     assert folder.has(empty)
 
 
-def test_a_file_is_moved_in(folder: ArtifactFolder, tmp_path: Path) -> None:
+def test_a_local_file_is_moved_into_the_folder(folder: ArtifactFolder, tmp_path: Path) -> None:
     (tmp_path / "stage").write_bytes(CONTENT)
     assert folder.add(tmp_path / "stage").model_dump() == {"sha256": SHA, "size": len(CONTENT)}
     assert folder.has(SHA)
@@ -118,12 +116,12 @@ def test_a_file_is_moved_in(folder: ArtifactFolder, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
-def test_a_name_that_is_no_digest_leads_nowhere(folder: ArtifactFolder, name: str) -> None:
+def test_a_name_that_is_not_a_digest_is_refused(folder: ArtifactFolder, name: str) -> None:
     with pytest.raises(ServerRefusedError):
         folder.path(name)
 
 
-def test_what_nobody_has_is_swept(folder: ArtifactFolder) -> None:
+def test_artifacts_without_an_owner_are_swept(folder: ArtifactFolder) -> None:
     folder.append(SHA, len(CONTENT), 0, [CONTENT])
     folder.append(SHA, len(CONTENT), 0, [CONTENT[:10]], owner="another")
     assert folder.sweep({SHA}, begun_before=0.0) == 0

@@ -1,19 +1,37 @@
-"""The books: everything is there after the process is gone."""
+"""The database: transactions, persistence, upgrades, and bounds of what it stores."""
 
+import json
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from node_files import node_file
 from server_cases import artifact, offer, spec
 from sqlalchemy.exc import IntegrityError
 
 from ravnest.errors import ServerError
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobState
-from ravnest.schemas.providers import Assignment, DataShare, ProviderState
+from ravnest.schemas.providers import Assignment, DataShare, ProviderState, TlsRejections
 from ravnest.server.db.database import Database, Transaction
-from ravnest.server.db.records import MemberRecord
+from ravnest.server.db.records import AssignmentRecord, MemberRecord
+from ravnest.server.db.telemetry import NEWEST_KEPT
 from ravnest.server.lifecycle import TransitionError
+from ravnest.telemetry import (
+    LossRecord,
+    QueueRecord,
+    TimingRecord,
+    ValidationRecord,
+    WarningRecord,
+)
+
+VALIDATION = ValidationRecord(0, epoch=0, name="accuracy", value=0.5, samples=8)
+
+
+def losses(*values: float, first: int = 0) -> list[LossRecord]:
+    """Loss records of consecutive updates."""
+    return [LossRecord(update, 0, value, 1, 0) for update, value in enumerate(values, first)]
 
 
 @pytest.fixture
@@ -22,10 +40,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(path: Path) -> Database:
-    store = Database(path)
-    store.open()
-    return store
+def db(path: Path) -> Database:
+    db = Database(path)
+    db.open()
+    return db
 
 
 def assignment(job: str = "j") -> Assignment:
@@ -33,7 +51,7 @@ def assignment(job: str = "j") -> Assignment:
         id=f"{job}-0",
         job=job,
         node=0,
-        node_file={"cluster": 0, "role": "Root"},
+        node_spec=node_file(0),
         stage=artifact("units"),
         weights=artifact("weights"),
         train=DataShare(samples=8),
@@ -42,88 +60,86 @@ def assignment(job: str = "j") -> Assignment:
     )
 
 
-def fill(books: Transaction) -> None:
-    books.members.add(MemberRecord("r", ApiRole.REQUESTER, "rita"), "secret-r")
-    books.members.add(MemberRecord("p", ApiRole.PROVIDER, "alice"), "secret-p")
-    books.members.add_token("secret-t", ApiRole.VIEWER, uses=3, expires=None)
-    books.jobs.add("j", "r", spec(), "submitted")
-    books.providers.add("p", offer(), "joined")
-    books.parts.add(assignment(), "p")
-    books.holdings.give("r", [artifact("units"), artifact("units"), artifact("weights")])
+def fill(tx: Transaction) -> None:
+    tx.members.add(MemberRecord("r", ApiRole.REQUESTER, "rita"), "secret-r")
+    tx.members.add(MemberRecord("p", ApiRole.PROVIDER, "alice"), "secret-p")
+    tx.members.add_token("secret-t", ApiRole.VIEWER, uses=3, expires=None)
+    tx.jobs.add("j", "r", spec(), "submitted")
+    tx.providers.add("p", offer(), "joined")
+    tx.assignments.add(assignment(), "p")
+    tx.artifact_grants.grant("r", [artifact("units"), artifact("units"), artifact("weights")])
 
 
-def test_a_second_store_finds_what_the_first_wrote(store: Database, path: Path) -> None:
-    with store.change(5.0) as books:
-        fill(books)
-        part = books.parts.get("j-0")
-        assert part is not None
-        books.parts.keep_losses(part, 0, [3.0, 2.0])
-        books.parts.keep_figures(part, [0.5])
-        provider = books.providers.get("p")
+def test_a_second_process_reads_what_the_first_wrote(db: Database, path: Path) -> None:
+    with db.write(5.0) as tx:
+        fill(tx)
+        tx.telemetry.add(current(tx), 0, [*losses(3.0, 2.0), VALIDATION])
+        provider = tx.providers.get("p")
         assert provider is not None
-        books.providers.move(provider, ProviderState.RESERVED, "for j", job="j")
-    with store.look() as books:
-        before = state_of(books)
-    second = Database(path)  # the first is not closed: its process was killed
+        tx.providers.move(provider, ProviderState.RESERVED, "for j", job="j")
+    with db.read() as tx:
+        before = state_of(tx)
+    second = Database(path)  # the first is not closed, as after a kill
     second.open()
-    with second.look() as books:
-        assert state_of(books) == before
-        assert books.members.known_by("secret-p", 0.0) == MemberRecord("p", ApiRole.PROVIDER, "alice")
-        assert books.parts.losses("j-0") == (3.0, 2.0)
-        assert books.jobs.spec("j") == spec()
-        assert books.parts.body("j-0") == assignment()
+    with second.read() as tx:
+        assert state_of(tx) == before
+        assert tx.members.by_credential("secret-p", 0.0) == MemberRecord("p", ApiRole.PROVIDER, "alice")
+        assert tx.telemetry.losses("j-0") == losses(3.0, 2.0)
+        assert tx.telemetry.validations("j-0") == (VALIDATION,)
+        assert tx.jobs.spec("j") == spec()
+        assert tx.assignments.body("j-0") == assignment()
 
 
-def state_of(books: Transaction) -> object:
+def state_of(tx: Transaction) -> object:
     return (
-        books.providers.present(),
-        books.jobs.listed(),
-        books.parts.of_job("j"),
-        books.events.after(0),
-        books.holdings.sizes("r"),
-        books.members.token("secret-t"),
+        tx.providers.present(),
+        tx.jobs.listed(),
+        tx.assignments.of_job("j"),
+        tx.events.after(0),
+        tx.artifact_grants.sizes("r"),
+        tx.members.token("secret-t"),
     )
 
 
-def test_a_state_and_its_event_are_written_together_or_not_at_all(store: Database) -> None:
-    with store.change(1.0) as books:
-        fill(books)
+def test_a_state_and_its_event_are_written_together_or_not_at_all(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
 
     def fail_halfway() -> None:
-        with store.change(2.0) as books:
-            provider = books.providers.get("p")
+        with db.write(2.0) as tx:
+            provider = tx.providers.get("p")
             assert provider is not None
-            books.providers.move(provider, ProviderState.LOST, "gone")
+            tx.providers.move(provider, ProviderState.LOST, "gone")
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail_halfway()
-    with store.look() as books:
-        provider = books.providers.get("p")
+    with db.read() as tx:
+        provider = tx.providers.get("p")
         assert provider is not None
         assert provider.state is ProviderState.OFFERED
-        assert [event.after for event in books.events.after(0)] == ["submitted", "offered"]
+        assert [event.after for event in tx.events.after(0)] == ["submitted", "offered"]
 
 
-def test_only_transitions_of_the_lifecycle_are_written(store: Database) -> None:
-    with store.change(1.0) as books:
-        fill(books)
-    with store.change(2.0) as books:
-        job = books.jobs.get("j")
+def test_other_transitions_than_those_of_the_lifecycle_are_refused(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+    with db.write(2.0) as tx:
+        job = tx.jobs.get("j")
         assert job is not None
         with pytest.raises(TransitionError):
-            books.jobs.move(job, JobState.DONE, "no")
+            tx.jobs.move(job, JobState.DONE, "no")
 
 
-def test_each_transition_is_an_event_with_its_reason(store: Database) -> None:
-    with store.change(1.0) as books:
-        fill(books)
-    with store.change(2.0) as books:
-        provider = books.providers.get("p")
+def test_each_transition_is_an_event_with_its_reason(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+    with db.write(2.0) as tx:
+        provider = tx.providers.get("p")
         assert provider is not None
-        books.providers.move(provider, ProviderState.RESERVED, "reserved for digits", job="j")
-    with store.look() as books:
-        (event,) = books.events.after(2)
+        tx.providers.move(provider, ProviderState.RESERVED, "reserved for digits", job="j")
+    with db.read() as tx:
+        (event,) = tx.events.after(2)
         assert (event.kind, event.subject, event.before, event.after, event.reason, event.time) == (
             "provider",
             "p",
@@ -132,110 +148,194 @@ def test_each_transition_is_an_event_with_its_reason(store: Database) -> None:
             "reserved for digits",
             2.0,
         )
-        assert event in books.events.after(0, job="j")
+        assert event in tx.events.after(0, job="j")
 
 
-def test_changes_of_a_job_never_have_the_same_time(store: Database) -> None:
-    with store.change(1.0) as books:
-        fill(books)
+def test_changes_of_a_job_have_different_times(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
     times = []
     for _ in range(3):
-        with store.change(1.0) as books:
-            books.jobs.touch("j")
-            job = books.jobs.get("j")
+        with db.write(1.0) as tx:
+            tx.jobs.touch("j")
+            job = tx.jobs.get("j")
             assert job is not None
             times.append(job.changed)
     assert times == sorted(set(times))
 
 
-def test_losses_that_come_again_are_kept_once_and_gaps_are_not_taken(store: Database) -> None:
-    with store.change(1.0) as books:
-        fill(books)
-        for first, values, known in [
-            (0, [5.0, 4.0], 2),
-            (0, [5.0, 4.0, 3.0], 3),
-            (1, [4.0], 3),
-            (4, [1.0], 3),
-            (3, [2.0], 4),
+def current(tx: Transaction) -> AssignmentRecord:
+    record = tx.assignments.get("j-0")
+    assert record is not None
+    return record
+
+
+def test_records_that_are_sent_again_are_stored_once(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+        for first, records, new, known in [
+            (0, losses(5.0, 4.0), 2, 2),
+            (0, [*losses(5.0, 4.0), WarningRecord("w")], 1, 3),
+            (1, [*losses(4.0, first=1), WarningRecord("w")], 0, 3),
+            (3, losses(3.0, first=2), 1, 4),
         ]:
-            part = books.parts.get("j-0")
-            assert part is not None
-            assert books.parts.keep_losses(part, first, values) == known
-        assert books.parts.losses("j-0", 1) == (4.0, 3.0, 2.0)
-        assert books.parts.losses("j-0", 9) == ()
+            assert len(tx.telemetry.add(current(tx), first, records)) == new
+            assert current(tx).records == known
+        assert tx.telemetry.losses("j-0", 1) == losses(4.0, 3.0, first=1)
+        assert tx.telemetry.losses("j-0", 9) == []
+        assert tx.telemetry.newest("j-0", WarningRecord, 9) == [WarningRecord("w")]
 
 
-def test_sampled_losses_end_with_the_last(store: Database) -> None:
-    with store.change(1.0) as books:
-        fill(books)
-        part = books.parts.get("j-0")
-        assert part is not None
-        books.parts.keep_losses(part, 0, [float(i) for i in range(1003)])
-        part = books.parts.get("j-0")
-        assert part is not None
-        sampled = books.parts.sampled_losses(part, 100)
+def test_old_losses_are_thinned_out(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+        for first in range(0, 1000, 50):
+            values = [float(i) for i in range(first, first + 50)]
+            tx.telemetry.add(current(tx), first, losses(*values, first=first), most_losses=100)
+            found = tx.telemetry.losses("j-0")
+            assert len(found) == current(tx).losses <= 100
+            assert found[-1].update == first + 49, "the last loss is kept"
+        updates = [record.update for record in found]
+        assert updates[0] == 0
+        assert max(after - before for before, after in pairwise(updates)) <= 32
+        assert current(tx).records == 1000
+        assert tx.telemetry.last_loss("j-0") == losses(999.0, first=999)[0]
+
+
+def test_of_other_records_the_newest_are_kept(db: Database) -> None:
+    queues = [QueueRecord(in_flight=number, window=4, inbox=0) for number in range(500)]
+    with db.write(1.0) as tx:
+        fill(tx)
+        tx.telemetry.add(current(tx), 0, [VALIDATION, *queues])
+        kept = tx.telemetry.newest("j-0", QueueRecord, 1000)
+        assert kept == list(reversed(queues))[: NEWEST_KEPT["queue"]]
+        assert tx.telemetry.validations("j-0") == (VALIDATION,)
+
+
+def test_the_newest_timing_of_each_stage_and_recent_warnings(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+        old, new = ([TimingRecord(stage, 9, cost, 0, 0, 0, 0) for stage in range(3)] for cost in (2, 1))
+        tx.telemetry.add(current(tx), 0, [*old, WarningRecord("first"), *new[:2]])
+    with db.write(2.0) as tx:
+        tx.telemetry.add(current(tx), 6, [WarningRecord("second")])
+        assert tx.telemetry.timings("j-0") == (*new[:2], old[2])
+        warnings = tx.telemetry.warnings(["j-0"], 9)
+        assert [(each.time, each.message) for each in warnings] == [(2.0, "second"), (1.0, "first")]
+        assert len(tx.telemetry.warnings(["j-0"], 1)) == 1
+
+
+def test_sampled_losses_are_evenly_spread_and_end_with_the_last(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+        tx.telemetry.add(current(tx), 0, losses(*(float(i) for i in range(1003))))
+        sampled = tx.telemetry.sampled_losses(current(tx), 100)
     assert 90 <= len(sampled) <= 110
     assert sampled[-1] == (1002, 1002.0)
 
 
-def test_what_belongs_to_nobody_cannot_be_written(store: Database) -> None:
-    with pytest.raises(IntegrityError), store.change(1.0) as books:
-        books.parts.add(assignment("no such job"), "nobody")
+def test_an_assignment_without_a_job_cannot_be_written(db: Database) -> None:
+    with pytest.raises(IntegrityError), db.write(1.0) as tx:
+        tx.assignments.add(assignment("no such job"), "nobody")
 
 
-def test_writers_take_turns_and_none_is_lost(store: Database, path: Path) -> None:
-    with store.change(1.0) as books:
-        books.members.add_token("t", ApiRole.VIEWER, uses=1000, expires=None)
-    others = [store, Database(path)]
+def test_concurrent_writes_are_serialised(db: Database, path: Path) -> None:
+    with db.write(1.0) as tx:
+        tx.members.add_token("t", ApiRole.VIEWER, uses=1000, expires=None)
+    others = [db, Database(path)]
 
     def use(chosen: Database) -> None:
         for _ in range(20):
-            with chosen.change(1.0) as books:
-                token = books.members.token("t")
+            with chosen.write(1.0) as tx:
+                token = tx.members.token("t")
                 assert token is not None
-                books.members.use_token(token)
+                tx.members.use_token(token)
 
     threads = [threading.Thread(target=use, args=(others[i % 2],)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    with store.look() as books:
-        token = books.members.token("t")
+    with db.read() as tx:
+        token = tx.members.token("t")
     assert token is not None
     assert token.uses_left == 920
 
 
-def test_a_database_of_a_later_version_is_refused(store: Database, path: Path) -> None:
-    with store._engine.begin() as connection:
+def test_a_database_of_a_later_version_is_refused(db: Database, path: Path) -> None:
+    with db._engine.begin() as connection:
         connection.exec_driver_sql("PRAGMA user_version=99")
     with pytest.raises(ServerError, match="later version"):
         Database(path).open()
 
 
-def test_a_database_of_the_first_version_is_brought_up_to_date(store: Database, path: Path) -> None:
-    with store.change(1.0) as books:
-        books.events.add("server", "server", "started")
-    with store._engine.begin() as connection:
-        connection.exec_driver_sql("ALTER TABLE assignments DROP COLUMN strangers")
-        connection.exec_driver_sql("PRAGMA user_version=1")
-    later = Database(path)
-    later.open()
-    with later.look() as books:
-        assert [event.reason for event in books.events.after(0)] == ["started"]
-        assert books.parts.of_job("job") == []
+OLD_ASSIGNMENTS = """CREATE TABLE assignments (id VARCHAR PRIMARY KEY, job VARCHAR, provider VARCHAR,
+    node INTEGER, cluster INTEGER, role VARCHAR, body TEXT, phase VARCHAR, reason TEXT, figures TEXT,
+    losses INTEGER, result TEXT)"""
+OLD_LOSSES = """CREATE TABLE losses (assignment VARCHAR, position INTEGER, value FLOAT,
+    PRIMARY KEY (assignment, position)) WITHOUT ROWID"""
 
 
-def test_of_refusals_the_newest_are_kept(store: Database) -> None:
-    with store.change(1.0) as books:
-        books.events.add("server", "server", "started")
+def make_old(db: Database, version: int) -> None:
+    """Turn a filled database into one of an earlier layout."""
+    with db._engine.begin() as connection:
+        body = json.loads(assignment().model_dump_json())
+        node = {"format": "ravnest-node", "version": 1, **body.pop("node_spec")}
+        old_spec = json.loads(spec().model_dump_json())
+        old_spec["if_short"] = old_spec.pop("on_insufficient")
+        for table in ("records", "losses", "assignments"):
+            connection.exec_driver_sql(f"DROP TABLE {table}")
+        connection.exec_driver_sql(OLD_ASSIGNMENTS)
+        connection.exec_driver_sql(OLD_LOSSES)
+        connection.exec_driver_sql(
+            "INSERT INTO assignments VALUES "
+            "('j-0', 'j', 'p', 0, 0, 'Root', ?, 'training', '', '[0.25, null]', 2, NULL)",
+            (json.dumps({**body, "node_file": node}),),
+        )
+        connection.exec_driver_sql("INSERT INTO losses VALUES ('j-0', 0, 3.0), ('j-0', 1, NULL)")
+        connection.exec_driver_sql("UPDATE jobs SET spec = ?", (json.dumps(old_spec),))
+        if version == 2:
+            connection.exec_driver_sql(
+                "ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{\"bare\": 4}'"
+            )
+        connection.exec_driver_sql(f"PRAGMA user_version={version}")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_database_of_an_earlier_version_is_upgraded(db: Database, path: Path, version: int) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+    make_old(db, version)
+    upgraded = Database(path)
+    upgraded.open()
+    with upgraded.write(2.0) as tx:
+        assert [event.after for event in tx.events.after(0)] == ["submitted", "offered"]
+        assert tx.jobs.spec("j") == spec()
+        assert tx.assignments.body("j-0") == assignment()
+        record = current(tx)
+        assert record.tls_rejections == TlsRejections(bare=4 if version == 2 else 0)
+        assert (record.losses, record.records) == (2, 0)
+        assert [each.loss for each in tx.telemetry.losses("j-0")] == [3.0, None]
+        assert [each.value for each in tx.telemetry.validations("j-0")] == [0.25, None]
+        assert tx.telemetry.add(record, 0, losses(1.0, first=2))
+        assert current(tx).losses == 3
+    again = Database(path)
+    again.open()
+    with again.read() as tx:
+        assert len(tx.telemetry.losses("j-0")) == 3
+
+
+def test_the_newest_refusals_and_warnings_are_kept(db: Database) -> None:
+    with db.write(1.0) as tx:
+        tx.events.add("server", "server", "started")
         for number in range(10):
-            books.events.add("refusal", "token", f"{number}")
-        books.events.forget_refusals(keep=3)
-        assert [event.reason for event in books.events.after(0)] == ["started", "7", "8", "9"]
+            tx.events.add("refusal", "token", f"r{number}")
+            tx.events.add("warning", "p", f"w{number}")
+        tx.events.forget(keep=2)
+        assert [event.reason for event in tx.events.after(0)] == ["started", "r8", "w8", "r9", "w9"]
 
 
-def test_a_long_reason_is_cut(store: Database) -> None:
-    with store.change(1.0) as books:
-        books.events.add("server", "server", "x" * 9000)
-        assert len(books.events.after(0)[0].reason) <= 4000
+def test_a_long_reason_is_clipped(db: Database) -> None:
+    with db.write(1.0) as tx:
+        tx.events.add("server", "server", "x" * 9000)
+        assert len(tx.events.after(0)[0].reason) <= 4000

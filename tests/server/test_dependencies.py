@@ -1,4 +1,4 @@
-"""Every route refuses those whom it is not for."""
+"""Permissions: every route refuses members without the right role."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ def filled(path: str) -> str:
     return re.sub(r"\{[^}]*\}", "0" * 64, path)
 
 
-def test_all_routes_refuse_who_shows_no_credential_or_a_wrong_one(case: Case) -> None:
+def test_all_routes_refuse_a_missing_or_wrong_credential(case: Case) -> None:
     found = routes(case)
     assert len(found) > 20
     assert set(OPEN) < {path for _, path in found}
@@ -54,12 +54,12 @@ def test_all_routes_refuse_who_shows_no_credential_or_a_wrong_one(case: Case) ->
                 assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_nothing_is_served_beside_the_routes(case: Case) -> None:
+def test_no_other_paths_are_served(case: Case) -> None:
     for path in ("/docs", "/redoc", "/openapi.json", "/api/nothing"):
         assert case.client.get(path).status_code == 404
 
 
-MAY = {
+ALLOWED = {
     ("GET", "/api/providers"): {*ApiRole},
     ("GET", "/api/events"): {ApiRole.VIEWER},
     ("GET", "/api/jobs"): {ApiRole.REQUESTER, ApiRole.VIEWER},
@@ -78,13 +78,11 @@ MAY = {
 
 
 @pytest.mark.parametrize("role", [ApiRole.PROVIDER, ApiRole.REQUESTER, ApiRole.VIEWER])
-def test_a_role_is_refused_where_it_has_no_business_and_that_is_recorded(
-    case: Case, role: ApiRole
-) -> None:
+def test_a_route_refuses_other_roles_and_records_it(case: Case, role: ApiRole) -> None:
     member = case.member(role, "mallory")
     headers = {"Authorization": f"Bearer {member.credential}"}
     expected = []
-    for (method, path), roles in MAY.items():
+    for (method, path), roles in ALLOWED.items():
         answer = case.client.request(method, filled(path), headers=headers)
         refused_for_role = answer.status_code == 403 and "may not" in answer.json()["detail"]
         assert refused_for_role == (role not in roles), (method, path, answer.text)
@@ -95,7 +93,7 @@ def test_a_role_is_refused_where_it_has_no_business_and_that_is_recorded(
     assert all(f"mallory is a {role}" in reason for reason in found)
 
 
-def test_a_provider_gets_nothing_of_anothers_part(case: Case) -> None:
+def test_a_provider_has_no_access_to_another_assignment(case: Case) -> None:
     requester = case.requester()
     alice, bob = case.provider("alice"), case.provider("bob", address="127.0.0.1:9001")
     case.submit(requester, max_providers=1)
@@ -115,12 +113,12 @@ def test_a_provider_gets_nothing_of_anothers_part(case: Case) -> None:
     other.heartbeat(403, report={"assignment": assignment, "phase": "failed"})
     other.post(f"/api/providers/{owner.id}/heartbeat", {"wait": 0}, 403)
     other.call("DELETE", f"/api/providers/{owner.id}", 403)
-    owner.get("/api/assignments/no-such-part", 404)
+    owner.get("/api/assignments/unknown", 404)
     assert len(case.refusals()) == 6
     assert owner.heartbeat()["assignment"] == assignment
 
 
-def test_a_requester_gets_nothing_of_anothers_job(case: Case) -> None:
+def test_a_requester_has_no_access_to_the_jobs_of_others(case: Case) -> None:
     rita, mallory = case.requester("rita"), case.member(ApiRole.REQUESTER, "mallory")
     job = case.submit(rita)
     for path in ("", "/wait?timeout=0", "/losses", "/events", "/result"):
@@ -134,7 +132,7 @@ def test_a_requester_gets_nothing_of_anothers_job(case: Case) -> None:
     rita.get("/api/jobs/job-none", 404)
 
 
-def test_to_know_a_digest_is_not_enough_to_get_the_file(case: Case) -> None:
+def test_knowing_a_digest_gives_no_access_to_the_file(case: Case) -> None:
     case.requester("rita")
     mallory = case.member(ApiRole.REQUESTER, "mallory")
     sha = artifact("weights").sha256
@@ -144,38 +142,38 @@ def test_to_know_a_digest_is_not_enough_to_get_the_file(case: Case) -> None:
     assert "not uploaded" in answer["detail"]
 
 
-def test_the_description_of_the_api_is_for_members(case: Case) -> None:
+def test_members_get_the_description_of_the_api(case: Case) -> None:
     document = case.member(ApiRole.VIEWER).get("/api/openapi.json")
     assert "/api/jobs/{job}/wait" in document["paths"]
     assert "Assignment" in document["components"]["schemas"]
 
 
-def test_bodies_have_a_limit(tmp_path: Path) -> None:
+def test_bodies_have_a_size_limit(tmp_path: Path) -> None:
     with opened(tmp_path, settings=ServerSettings(largest_message=100_000)) as case:
         member = case.member(ApiRole.PROVIDER)
         headers = {"Content-Type": "application/json"}
-        pieces = (b"x" * 1000 for _ in range(101))  # without a length in the header
+        chunks = (b"x" * 1000 for _ in range(101))  # without a length in the header
         member.call("POST", "/api/providers", 413, content=b"x" * 100_001, headers=headers)
-        member.call("POST", "/api/providers", 413, content=pieces, headers=headers)
+        member.call("POST", "/api/providers", 413, content=chunks, headers=headers)
         answer = case.client.post("/api/join", content=b"x" * 70_000, headers=headers)
         assert answer.status_code == 413
 
 
-def test_errors_are_sentences_and_do_not_repeat_what_was_sent(case: Case) -> None:
+def test_errors_are_sentences_and_do_not_repeat_the_input(case: Case) -> None:
     answer = case.client.post("/api/join", json={"secret": ["a-secret"], "name": "x"})
     assert answer.status_code == 422
     assert "secret" in answer.json()["detail"]
     assert "a-secret" not in answer.text
 
 
-def test_the_probe_sends_and_swallows(case: Case) -> None:
+def test_the_probe_sends_and_discards_bytes(case: Case) -> None:
     member = case.member(ApiRole.PROVIDER)
     assert len(member.get("/api/probe?bytes=1000")) == 1000
     member.get("/api/probe?bytes=99999999999", 422)
     assert member.call("POST", "/api/probe", content=b"x" * 5000) == {"received": 5000}
 
 
-def test_a_certificate_authority_is_for_everybody(tmp_path: Path) -> None:
+def test_the_authority_is_public(tmp_path: Path) -> None:
     with opened(tmp_path) as case:
         assert case.client.get("/api/authority").text == case.server.auth.authority
         assert case.client.get("/api/health").json()["status"] == "ok"

@@ -1,9 +1,9 @@
-"""Where a server listens, and under which names."""
+"""Listening socket, names and URL of a server."""
 
 import pytest
 
 from ravnest.errors import ServerError
-from ravnest.server.http.listener import public_host, listen, certificate_names, needs_tls, url_of
+from ravnest.server.http.listener import certificate_names, listen, needs_tls, public_host, url_of
 
 
 @pytest.mark.parametrize(
@@ -17,24 +17,24 @@ from ravnest.server.http.listener import public_host, listen, certificate_names,
         ("a.example", True),
     ],
 )
-def test_others_are_served_over_tls(host: str, expected: bool) -> None:
+def test_other_machines_are_served_over_tls(host: str, expected: bool) -> None:
     assert needs_tls(host) == expected
 
 
-def test_the_name_that_is_shown_is_the_one_that_was_given() -> None:
+def test_the_public_host_is_the_first_public_name_or_an_own_address() -> None:
     assert public_host("0.0.0.0", ["ravnest.example", "10.0.0.1"]) == "ravnest.example"
     assert public_host("127.0.0.1", []) == "127.0.0.1"
     assert public_host("0.0.0.0", []) not in ("", "0.0.0.0")
 
 
-def test_the_certificate_is_good_for_all_names() -> None:
+def test_the_certificate_has_all_names() -> None:
     names = certificate_names("0.0.0.0", ["ravnest.example"])
     assert {"ravnest.example", "127.0.0.1"} <= set(names)
     assert "0.0.0.0" not in names
     assert "10.0.0.1" in certificate_names("10.0.0.1", [])
 
 
-def test_addresses() -> None:
+def test_urls_and_sockets() -> None:
     assert url_of("::1", 80, tls=False) == "http://[::1]:80"
     assert url_of("a.example", 443, tls=True) == "https://a.example:443"
     with listen("127.0.0.1", 0) as listener:

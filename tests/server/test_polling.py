@@ -1,4 +1,4 @@
-"""Long polls: who waits for news gets it when it comes."""
+"""Long polling: a waiting request is answered as soon as there is news."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ LONG = 60
 def run(
     case: Case, ask: Callable[[httpx.AsyncClient], Awaitable[httpx.Response]], act: Callable[[], object]
 ) -> Any:
-    """Ask; once the server listens for news on behalf of who asked, act; the answer."""
+    """Send a request; act once the server has subscribed for it; return the answer."""
     listening = threading.Event()
     listen = case.server.notifications.subscribe
 
@@ -47,13 +47,13 @@ def poll(
     )
 
 
-def test_orders_reach_a_provider_that_waits(case: Case) -> None:
+def test_a_waiting_provider_receives_its_assignment(case: Case) -> None:
     rita, alice = case.requester(), case.provider()
     job = case.submit(rita)
     assert run(case, poll(alice, None), case.match)["assignment"] == f"{job}-0"
 
 
-def test_a_provider_that_waits_hears_that_its_job_is_cancelled(case: Case) -> None:
+def test_a_waiting_provider_is_told_that_its_job_is_cancelled(case: Case) -> None:
     rita, alice = case.requester(), case.provider()
     job = case.submit(rita)
     case.match()
@@ -61,13 +61,13 @@ def test_a_provider_that_waits_hears_that_its_job_is_cancelled(case: Case) -> No
     assert run(case, poll(alice, f"{job}-0"), cancel)["assignment"] is None
 
 
-def test_who_has_something_else_than_it_should_is_told_at_once(case: Case) -> None:
+def test_a_provider_with_the_wrong_assignment_is_told_at_once(case: Case) -> None:
     alice = case.provider()
     answer = run(case, poll(alice, "of an earlier life"), lambda: None)
     assert answer["assignment"] is None
 
 
-def test_who_waits_for_a_job_hears_of_each_change(case: Case) -> None:
+def test_each_change_of_a_job_answers_a_waiting_request(case: Case) -> None:
     rita, alice = case.requester(), case.provider()
     job = case.submit(rita)
     case.match()
@@ -91,7 +91,7 @@ def test_who_waits_for_a_job_hears_of_each_change(case: Case) -> None:
         assert (view["state"], view["progress"]["updates"]) == (state, updates)
 
 
-def test_a_wait_for_nothing_ends_with_things_as_they_are(case: Case) -> None:
+def test_a_wait_without_a_change_returns_the_current_state(case: Case) -> None:
     rita = case.requester()
     job = case.submit(rita)
     view = rita.get(f"/api/jobs/{job}")

@@ -1,4 +1,4 @@
-"""The queue: who goes next, with whom, why, and that nobody waits for ever."""
+"""The job queue: order, providers, reasons, and that no job starves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ravnest.server.scheduling.queue import (
     PATIENCE,
-    QueueDecision,
     IdleProvider,
+    QueueDecision,
     Refusal,
     WaitingJob,
     decide,
@@ -30,14 +30,14 @@ def started(decisions: tuple[QueueDecision, ...]) -> dict[str, tuple[str, ...]]:
     return {each.job: each.providers for each in decisions if each.providers}
 
 
-def test_a_job_gets_all_that_is_idle_unless_it_says_less() -> None:
+def test_a_job_gets_all_idle_providers_up_to_its_maximum() -> None:
     job = WaitingJob("j", "ann", 1.0)
     assert started(decide([job], {}, pool(3))) == {"j": ("p0", "p1", "p2")}
     job = replace(job, max_providers=2)
     assert started(decide([job], {}, pool(3))) == {"j": ("p0", "p1")}
 
 
-def test_strong_is_compute_times_ram_then_the_id() -> None:
+def test_providers_are_ordered_by_compute_times_ram_then_id() -> None:
     providers = [
         IdleProvider("fast", compute=100, ram=1),
         IdleProvider("b", compute=20, ram=8),
@@ -48,7 +48,7 @@ def test_strong_is_compute_times_ram_then_the_id() -> None:
     assert decision.providers == ("large", "a", "b", "fast")
 
 
-def test_an_owner_with_fewer_running_jobs_goes_first_then_who_came_first() -> None:
+def test_owners_with_fewer_running_jobs_go_first_then_older_jobs() -> None:
     jobs = [
         WaitingJob("a2", "ann", 2.0, max_providers=1),
         WaitingJob("a1", "ann", 1.0, max_providers=1),
@@ -56,10 +56,10 @@ def test_an_owner_with_fewer_running_jobs_goes_first_then_who_came_first() -> No
         WaitingJob("c1", "cid", 4.0, max_providers=1),
     ]
     order = [each.job for each in decide(jobs, {"cid": 2}, pool(9))]
-    assert order == ["a1", "b1", "a2", "c1"], "starts of the same round count"
+    assert order == ["a1", "b1", "a2", "c1"], "jobs started in the same pass count"
 
 
-def test_what_does_not_fit_lets_others_pass_until_it_holds_the_line() -> None:
+def test_a_job_that_does_not_fit_is_passed_over_until_it_blocks_the_queue() -> None:
     large = WaitingJob("large", "ann", 1.0, min_providers=3)
     small = [WaitingJob(f"s{n}", f"owner{n}", 2.0 + n, max_providers=1) for n in range(5)]
     decisions = decide([large, *small], {}, pool(2), busy=4)
@@ -77,14 +77,14 @@ def test_what_does_not_fit_lets_others_pass_until_it_holds_the_line() -> None:
     assert started(decide([large, *small], {}, pool(3), busy=3)) == {"large": ("p0", "p1", "p2")}
 
 
-def test_who_is_ahead_in_the_line_does_not_wait_for_who_holds_it() -> None:
+def test_a_job_ahead_of_a_blocking_job_does_not_wait() -> None:
     held = WaitingJob("held", "ann", 1.0, min_providers=5, passed_over=3)
     ahead = WaitingJob("ahead", "bob", 2.0, max_providers=1)
     behind = WaitingJob("behind", "ann", 3.0, max_providers=1)
     assert list(started(decide([held, ahead, behind], {"ann": 1}, pool(2), busy=4))) == ["ahead"]
 
 
-def test_a_job_that_wants_more_than_there_is_holds_up_nobody() -> None:
+def test_a_job_that_wants_too_many_providers_blocks_no_other() -> None:
     huge = WaitingJob("huge", "ann", 1.0, min_providers=10, passed_over=3)
     small = WaitingJob("small", "bob", 2.0)
     decisions = decide([huge, small], {}, pool(2), busy=3)
@@ -93,7 +93,7 @@ def test_a_job_that_wants_more_than_there_is_holds_up_nobody() -> None:
     assert decisions[0].passed_over == 3
 
 
-def test_a_job_that_the_planner_refuses_waits_with_the_planners_reason() -> None:
+def test_a_job_that_the_planner_refuses_waits_with_its_reason() -> None:
     jobs = [WaitingJob("heavy", "ann", 1.0, passed_over=2), WaitingJob("light", "bob", 2.0)]
 
     def fit(job: WaitingJob, providers: tuple[str, ...]) -> tuple[str, ...] | Refusal:
@@ -107,7 +107,7 @@ def test_a_job_that_the_planner_refuses_waits_with_the_planners_reason() -> None
 
 
 @pytest.mark.parametrize(("hopeless", "busy", "starts"), [(False, 1, 0), (True, 1, 1), (False, 0, 1)])
-def test_a_refused_job_holds_the_line_only_where_something_that_ends_could_help(
+def test_a_refused_job_blocks_the_queue_only_if_more_providers_could_help(
     hopeless: bool, busy: int, starts: int
 ) -> None:
     held = WaitingJob("held", "ann", 1.0, passed_over=3)
@@ -128,7 +128,7 @@ def test_a_refused_job_holds_the_line_only_where_something_that_ends_could_help(
         (2, 0, 3, "waits for 2 providers: it wants 2, none is idle, 3 are at work"),
     ],
 )
-def test_the_reason_names_both_figures(wanted: int, idle: int, busy: int, reason: str) -> None:
+def test_the_reason_has_both_numbers(wanted: int, idle: int, busy: int, reason: str) -> None:
     (decision,) = decide([WaitingJob("j", "ann", 1.0, min_providers=wanted)], {}, pool(idle), busy)
     assert decision == QueueDecision("j", (), reason, 0)
 
@@ -155,7 +155,7 @@ owners = st.dictionaries(st.sampled_from(["ann", "bob", "cid"]), st.integers(0, 
 
 @steady
 @given(waiting_lists, owners, pools, st.integers(0, 4), st.randoms(use_true_random=False))
-def test_every_round_is_sound(
+def test_every_pass_is_valid(
     waiting: list[WaitingJob],
     running: dict[str, int],
     idle: list[IdleProvider],
@@ -186,17 +186,17 @@ def test_every_round_is_sound(
     st.integers(1, 5),
     st.lists(
         st.tuples(
-            st.integers(0, 6),  # comes so many rounds after the one before
+            st.integers(0, 6),  # passes since the previous job
             st.sampled_from(["ann", "bob", "cid"]),
-            st.integers(1, 5),  # wants at least
-            st.none() | st.integers(1, 5),  # and at most
-            st.integers(1, 6),  # trains for so many rounds
+            st.integers(1, 5),  # min_providers
+            st.none() | st.integers(1, 5),  # max_providers
+            st.integers(1, 6),  # passes that the training takes
         ),
         max_size=25,
     ),
 )
 def test_no_job_starves(size: int, arrivals: list[tuple[int, str, int, int | None, int]]) -> None:
-    """Every job that the pool can hold starts, and in time: all are done when the rounds are over."""
+    """Every job that the pool can hold starts in time: all are done after the last pass."""
     coming: list[tuple[int, WaitingJob, int]] = []
     moment = 0
     for number, (gap, owner, least, most, rounds) in enumerate(arrivals):
@@ -225,8 +225,8 @@ def test_no_job_starves(size: int, arrivals: list[tuple[int, str, int, int | Non
     assert not waiting
 
 
-def test_a_large_job_is_passed_over_three_times_at_most_however_many_come() -> None:
-    """One provider of three is always at work on a small job, until the large one holds the line."""
+def test_a_large_job_is_passed_over_three_times_at_most() -> None:
+    """One of three providers always has a small job, until the large job blocks the queue."""
     large = WaitingJob("large", "ann", 0.0, min_providers=3)
     passes = 0
     for number in range(50):

@@ -16,7 +16,7 @@ from ravnest.schemas.auth import JoinToken
 from ravnest.server.http.runner import serve
 
 
-def test_a_token_is_all_that_goes_to_the_output(tmp_path: Path) -> None:
+def test_only_the_token_is_written_to_stdout(tmp_path: Path) -> None:
     with serve(tmp_path) as running:
         made = CliRunner().invoke(token.app, ["create", "--role", "provider", "--folder", str(tmp_path)])
         assert made.exit_code == 0
@@ -25,7 +25,7 @@ def test_a_token_is_all_that_goes_to_the_output(tmp_path: Path) -> None:
         assert running.server.auth.join(JoinToken.parse(text).secret, "alice", "x").role == "provider"
 
 
-def test_a_login_link_is_made_for_viewers_and_json_for_programs(tmp_path: Path) -> None:
+def test_viewers_get_a_login_link_and_programs_json(tmp_path: Path) -> None:
     with serve(tmp_path, tls=True) as running:
         arguments = ["create", "--role", "viewer", "--folder", str(tmp_path)]
         made = CliRunner().invoke(token.app, arguments)
@@ -38,18 +38,18 @@ def test_a_login_link_is_made_for_viewers_and_json_for_programs(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("role", ["admin", "nobody"])
-def test_some_roles_cannot_be_had_for_a_token(tmp_path: Path, role: str) -> None:
+def test_tokens_for_other_roles_are_refused(tmp_path: Path, role: str) -> None:
     assert CliRunner().invoke(token.app, ["create", "--role", role]).exit_code == 2
 
 
-def test_without_a_server_it_says_where_to_start_one(tmp_path: Path) -> None:
+def test_without_a_server_the_error_says_how_to_start_one(tmp_path: Path) -> None:
     made = CliRunner().invoke(token.app, ["create", "--role", "viewer", "--folder", str(tmp_path / "x")])
     assert isinstance(made.exception, ServerError)
     assert "ravnest serve --folder" in str(made.exception)
     assert not (tmp_path / "x").exists()
 
 
-def test_serve_says_how_to_join_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+def test_serve_prints_how_to_join_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     code = "from ravnest.cli.serve import serve; import typer; typer.run(serve)"
     command = [sys.executable, "-c", code, "--port", "0", "--folder", str(tmp_path), "--tls"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))

@@ -1,4 +1,4 @@
-"""A real server over real sockets."""
+"""A server over real sockets, in a thread and as a process."""
 
 import datetime
 import hashlib
@@ -41,14 +41,14 @@ def joined(running: RunningServer, role: str, **client: Any) -> tuple[httpx.Clie
     return http, answer["id"]
 
 
-def test_it_answers_on_loopback_without_tls(running: RunningServer) -> None:
+def test_loopback_uses_plain_http(running: RunningServer) -> None:
     assert running.url.startswith("http://127.0.0.1:")
     assert running.fingerprint == ""
     assert running.token("viewer").startswith("rvn..")
     assert httpx.get(f"{running.url}/api/health", trust_env=False).json()["status"] == "ok"
 
 
-def test_who_waits_is_answered_when_the_server_stops(tmp_path: Path) -> None:
+def test_waiting_requests_are_answered_when_the_server_stops(tmp_path: Path) -> None:
     with serve(tmp_path) as running:
         provider, name = joined(running, "provider")
         provider.post("/api/providers", json=offer().model_dump())
@@ -68,7 +68,7 @@ def test_who_waits_is_answered_when_the_server_stops(tmp_path: Path) -> None:
     assert answers == [200]
 
 
-def test_off_loopback_the_token_says_by_which_authority_to_know_it(tmp_path: Path) -> None:
+def test_with_tls_the_token_has_the_fingerprint_of_the_authority(tmp_path: Path) -> None:
     with serve(tmp_path, tls=True) as running:
         assert running.url.startswith("https://127.0.0.1:")
         token = JoinToken.parse(running.token("viewer"))
@@ -89,18 +89,18 @@ def test_off_loopback_the_token_says_by_which_authority_to_know_it(tmp_path: Pat
             httpx.get(f"http{running.url.removeprefix('https')}/api/health", trust_env=False)
 
 
-def test_nobody_serves_others_without_tls(tmp_path: Path) -> None:
+def test_serving_other_machines_without_tls_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="without TLS"), serve(tmp_path, host="0.0.0.0", tls=False):
         pass
 
 
-def test_a_port_that_is_taken_is_an_error_that_says_so(running: RunningServer, tmp_path: Path) -> None:
+def test_a_port_in_use_raises_an_error_with_the_reason(running: RunningServer, tmp_path: Path) -> None:
     port = int(running.url.rpartition(":")[2])
     with pytest.raises(ServerError, match="is in use"), serve(tmp_path / "other", port=port):
         pass
 
 
-def test_the_log_has_no_secrets(running: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_contains_no_secrets(running: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         token = running.token("viewer")
         browser = httpx.Client(base_url=running.url, trust_env=False)
@@ -112,9 +112,7 @@ def test_the_log_has_no_secrets(running: RunningServer, caplog: pytest.LogCaptur
         assert not any(secret in line for line in ours)
 
 
-def test_a_token_is_made_in_the_folder_while_the_server_runs(
-    running: RunningServer, tmp_path: Path
-) -> None:
+def test_a_token_can_be_created_while_the_server_runs(running: RunningServer, tmp_path: Path) -> None:
     url, text = create_token(tmp_path / "server", ApiRole.PROVIDER, uses=None)
     assert url == running.url
     body = {"secret": JoinToken.parse(text).secret, "name": "alice"}
@@ -125,7 +123,7 @@ def test_a_token_is_made_in_the_folder_while_the_server_runs(
 
 
 class Process:
-    """``ravnest serve`` as a process of its own."""
+    """``ravnest serve`` as a process."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         code = "import sys; from ravnest.cli.serve import serve; import typer; typer.run(serve)"
@@ -150,7 +148,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_killed_and_started_again_it_is_the_same_server(tmp_path: Path) -> None:
+def test_a_killed_server_continues_after_a_restart(tmp_path: Path) -> None:
     port = free_port()
     process = Process(tmp_path, port)
     url, text = create_token(tmp_path, ApiRole.PROVIDER)
@@ -167,6 +165,6 @@ def test_killed_and_started_again_it_is_the_same_server(tmp_path: Path) -> None:
     with httpx.Client(base_url=url, timeout=LONG, trust_env=False, headers=http.headers) as again:
         after = again.get("/api/providers").json()
         assert [each | {"seen": 0} for each in after] == [each | {"seen": 0} for each in before]
-        beat = again.post(f"/api/providers/{answer['id']}/heartbeat", json={"wait": 0})
-        assert beat.json()["assignment"] is None
+        reply = again.post(f"/api/providers/{answer['id']}/heartbeat", json={"wait": 0})
+        assert reply.json()["assignment"] is None
     assert process.end(signal.SIGINT) == 0

@@ -1,4 +1,4 @@
-"""Planning and shipping: who gets which stage and rows, as ``clusterize`` would write it."""
+"""Planning and shipping: stages and rows of each provider, compared with ``clusterize``."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from ravnest.store.bundle import load_module, load_stage
 from ravnest.store.files import sha256_of
 from ravnest.store.node_spec import node_to_json, read_node, write_node
 
-steady = settings(deadline=None, derandomize=True, max_examples=60)
+steady = settings(deadline=None, derandomize=True, max_examples=30)
 
 
 class Tied(nn.Module):
-    """Embedding and output layer are one parameter."""
+    """Model whose embedding and output layer share a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def artifact(name: str) -> Artifact:
 
 
 def data(name: str, rows: list[int], label_rows: list[int] | None = None) -> DatasetFiles:
-    """Data in pieces of so many rows."""
+    """Data in files with these row counts."""
 
     def pieces(kind: str, cut: list[int]) -> tuple[DataFile, ...]:
         return tuple(
@@ -129,8 +129,8 @@ def offer(address: str, ram: float = 1.0, compute: float = 50.0) -> ProviderOffe
     )
 
 
-def local(count: int, **figures: float) -> list[tuple[str, ProviderOffer]]:
-    return [(f"p{n}", offer(f"127.0.0.1:{9000 + n}", **figures)) for n in range(count)]
+def local(count: int, **measured: float) -> list[tuple[str, ProviderOffer]]:
+    return [(f"p{n}", offer(f"127.0.0.1:{9000 + n}", **measured)) for n in range(count)]
 
 
 def planned_for(spec: JobSpec, packed: Packed, providers: list[tuple[str, ProviderOffer]]) -> PlannedJob:
@@ -140,7 +140,7 @@ def planned_for(spec: JobSpec, packed: Packed, providers: list[tuple[str, Provid
 
 
 def adder(folder: Path) -> Callable[[Path], Artifact]:
-    """Artifacts in a folder, by digest."""
+    """Function that moves files into a folder, by digest."""
 
     def add(file: Path) -> Artifact:
         found = Artifact(sha256=sha256_of(file), size=file.stat().st_size)
@@ -155,7 +155,7 @@ def shipped(planned: PlannedJob, packed: Packed, folder: Path) -> tuple[Assignme
 
 
 def rows(share: tuple[RowRange, ...], pieces: tuple[DataFile, ...]) -> list[int]:
-    """Numbers of the samples in slices."""
+    """Numbers of the samples in row ranges."""
     begins = accumulate((piece.rows for piece in pieces), initial=0)
     begin_of = {piece.artifact: begin for piece, begin in zip(pieces, begins, strict=False)}
     return [begin_of[s.artifact] + row for s in share for row in range(s.start, s.stop)]
@@ -164,7 +164,7 @@ def rows(share: tuple[RowRange, ...], pieces: tuple[DataFile, ...]) -> list[int]
 # --- planning ------------------------------------------------------------------------------------
 
 
-def test_nodes_are_the_providers_in_the_order_given(packed: Packed) -> None:
+def test_nodes_are_the_providers_in_the_given_order(packed: Packed) -> None:
     planned = planned_for(job(), packed, local(3))
     assert planned.providers == ("p0", "p1", "p2")
     assert [str(s.node.address) for s in planned.plan.stages] == [
@@ -173,13 +173,13 @@ def test_nodes_are_the_providers_in_the_order_given(packed: Packed) -> None:
     assert (planned.plan.seed, planned.plan.update_frequency) == (11, 1)
 
 
-def test_clusters_and_update_frequency_are_the_jobs(packed: Packed) -> None:
+def test_the_job_sets_clusters_and_update_frequency(packed: Packed) -> None:
     planned = planned_for(job(clusters=2, training={"update_frequency": 3}), packed, local(4))
     assert len(planned.plan.clusters) == 2
     assert planned.plan.update_frequency == 3
 
 
-def test_the_words_name_the_users_layers(packed: Packed) -> None:
+def test_the_explanation_names_the_layers_of_the_model(packed: Packed) -> None:
     words = planned_for(job(), packed, local(2)).explanation
     assert words.startswith("2 nodes in 1 cluster train about ")
     assert "Node(0) at 127.0.0.1:9000 is the Root: layer" in words
@@ -187,7 +187,7 @@ def test_the_words_name_the_users_layers(packed: Packed) -> None:
     assert "second" in words
 
 
-def test_a_job_that_cannot_fit_says_what_it_needs_and_what_is_there(packed: Packed) -> None:
+def test_an_infeasible_job_names_what_it_needs_and_what_is_offered(packed: Packed) -> None:
     found = plan_job(job(), packed.units.profile, local(2, ram=1e-9))
     assert isinstance(found, Infeasible)
     assert found.reason.startswith("the model needs ")
@@ -201,7 +201,7 @@ def test_a_provider_that_is_too_small_is_left_out(packed: Packed) -> None:
     assert [stage.node.id for stage in planned.plan.stages] == [0, 1, 2]
 
 
-def test_the_reason_is_that_of_all_who_could_help(packed: Packed) -> None:
+def test_the_reason_considers_all_useful_providers(packed: Packed) -> None:
     need = ModelCosts.of(packed.units.profile).smallest_total / 1e9
     providers = [*local(4, ram=need * 0.3), ("small", offer("127.0.0.1:9100", ram=1e-9))]
     found = plan_job(job(), packed.units.profile, providers)
@@ -212,7 +212,7 @@ def test_the_reason_is_that_of_all_who_could_help(packed: Packed) -> None:
     assert "node 4 (0 kB) is too small for any stage" in found.reason
 
 
-def test_as_many_are_left_out_as_cannot_be_used(packed: Packed) -> None:
+def test_surplus_providers_are_left_out(packed: Packed) -> None:
     units = len(packed.units.profile.units)
     planned = planned_for(job(clusters=1), packed, local(units + 2))
     assert planned.providers == tuple(f"p{n}" for n in range(units))
@@ -221,7 +221,7 @@ def test_as_many_are_left_out_as_cannot_be_used(packed: Packed) -> None:
     assert f"can be cut into at most {units} stages" in found.reason
 
 
-def test_of_two_providers_at_one_address_one_is_used(packed: Packed) -> None:
+def test_one_provider_per_address_is_used(packed: Packed) -> None:
     same = [
         ("a", offer("127.0.0.1:9000")),
         ("b", offer("127.0.0.1:9000")),
@@ -238,7 +238,7 @@ def test_of_two_providers_at_one_address_one_is_used(packed: Packed) -> None:
     assert "on at least 3 providers" in few.reason
 
 
-def test_no_cluster_is_without_a_sample(packed: Packed) -> None:
+def test_every_cluster_has_a_sample(packed: Packed) -> None:
     small = job(train=data("train", [2]), clusters=3)
     assert plan_job(small, packed.units.profile, local(4)) == Infeasible(
         "clusters=3 is too many: 2 samples are enough for 2"
@@ -251,7 +251,7 @@ def test_no_cluster_is_without_a_sample(packed: Packed) -> None:
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 3])
-def test_node_files_and_stages_are_those_of_clusterize(
+def test_node_specs_and_stages_equal_those_of_clusterize(
     packed: Packed, clusters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     providers = [(str(n), offer(f"10.0.0.{n}:8080", ram=1 + n, compute=40 + n)) for n in range(4)]
@@ -278,7 +278,7 @@ def test_node_files_and_stages_are_those_of_clusterize(
     for each in assignments:
         expected = json.loads((folder / "nodes" / f"node_{each.node}.json").read_bytes())
         theirs, ours = dict(expected), json.loads(json.dumps(node_to_json(each.node_spec)))
-        assert theirs.pop("plan") != ours.pop("plan"), "it names the job too"
+        assert theirs.pop("plan") != ours.pop("plan"), "the digest covers the job id"
         stage = load_stage(folder / f"cluster_{ours['cluster']}" / f"node_{each.node}")
         assert ours.pop("sha256") == each.stage.sha256
         theirs.pop("sha256")
@@ -309,7 +309,7 @@ def test_a_shipped_node_spec_can_be_written_and_read(packed: Packed, tmp_path: P
         assert read_node(tmp_path, f"node_{each.node}") == each.node_spec
 
 
-def test_assignments_are_named_and_of_one_plan_a_job(packed: Packed, tmp_path: Path) -> None:
+def test_assignments_of_a_job_share_a_plan_digest(packed: Packed, tmp_path: Path) -> None:
     planned = planned_for(job(), packed, local(2))
     assignments = shipped(planned, packed, tmp_path)
     assert [(each.id, each.job, each.node) for each in assignments] == [
@@ -320,10 +320,10 @@ def test_assignments_are_named_and_of_one_plan_a_job(packed: Packed, tmp_path: P
     other = ship("j2", planned, packed.units, packed.weights, adder(tmp_path), tmp_path)
     plans = {each.node_spec.plan for each in assignments}
     assert len(plans) == 1
-    assert plans != {each.node_spec.plan for each in other}, "nodes of two jobs are no peers"
+    assert plans != {each.node_spec.plan for each in other}, "nodes of two jobs must not connect"
 
 
-def test_clusters_that_are_cut_alike_share_their_files(packed: Packed, tmp_path: Path) -> None:
+def test_clusters_with_equal_cuts_share_their_files(packed: Packed, tmp_path: Path) -> None:
     calls: list[str] = []
 
     def add(file: Path) -> Artifact:
@@ -334,7 +334,7 @@ def test_clusters_that_are_cut_alike_share_their_files(packed: Packed, tmp_path:
     assignments = ship("j1", planned, packed.units, packed.weights, add, tmp_path)
     assert calls == ["stage.json", "weights.safetensors"]
     assert len({(each.stage.sha256, each.weights.sha256) for each in assignments}) == 1
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "nothing is left behind"
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "no temporary folder is left"
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ pieces = st.lists(st.integers(1, 9), min_size=1, max_size=6).filter(lambda cut: 
 
 
 def recut(rows: list[int], at: list[int]) -> list[int]:
-    """Pieces of the same samples with other bounds."""
+    """Row counts for the same samples with other bounds."""
     bounds = sorted({0, sum(rows), *(each % sum(rows) for each in at)})
     return [after - before for before, after in pairwise(bounds)]
 
@@ -369,7 +369,7 @@ def recut(rows: list[int], at: list[int]) -> list[int]:
 @given(
     pieces, st.lists(st.integers(0, 60), max_size=4), st.sampled_from([(1, 1), (3, 1), (4, 2), (4, 4)])
 )
-def test_clusters_share_all_samples_and_each_is_somewhere_once(
+def test_each_sample_goes_to_exactly_one_cluster(
     packed: Packed,
     tmp_path_factory: pytest.TempPathFactory,
     cut: list[int],
@@ -380,10 +380,10 @@ def test_clusters_share_all_samples_and_each_is_somewhere_once(
     train, validation = data("train", cut, recut(cut, at)), data("validation", recut(cut, at))
     spec = job(train=train, validation=validation, clusters=clusters)
     planned = planned_for(spec, packed, local(count))
-    parts = {e.node: e for e in shipped(planned, packed, tmp_path_factory.mktemp("shipped"))}
+    by_node = {e.node: e for e in shipped(planned, packed, tmp_path_factory.mktemp("shipped"))}
     everything = []
     for cluster in planned.plan.clusters:
-        nodes = [parts[stage.node.id] for stage in cluster.stages]
+        nodes = [by_node[stage.node.id] for stage in cluster.stages]
         own = rows(nodes[0].train.inputs, train.inputs)
         everything += own
         assert own
@@ -405,7 +405,7 @@ def test_clusters_share_all_samples_and_each_is_somewhere_once(
 
 
 @pytest.mark.parametrize("name", ["train", "validation"])
-def test_data_that_does_not_add_up_is_refused(packed: Packed, name: str) -> None:
+def test_inconsistent_row_counts_are_refused(packed: Packed, name: str) -> None:
     wrong = data(name, [5, 5]).model_copy(update={"samples": 11})
     with pytest.raises(JobError, match=f"the inputs of its {name} data have 10 rows, not 11"):
         plan_job(job(**{name: wrong}), packed.units.profile, local(2))
@@ -414,15 +414,13 @@ def test_data_that_does_not_add_up_is_refused(packed: Packed, name: str) -> None
         plan_job(job(**{name: wrong}), packed.units.profile, local(2))
 
 
-def test_shares_are_as_equal_as_whole_samples_allow(packed: Packed, tmp_path: Path) -> None:
+def test_equal_clusters_get_equal_shares(packed: Packed, tmp_path: Path) -> None:
     planned = planned_for(job(train=data("train", [11]), clusters=4), packed, local(4))
     counts = [each.train.samples for each in shipped(planned, packed, tmp_path)]
     assert sorted(counts) == [2, 3, 3, 3]
 
 
-def test_a_cluster_that_is_three_times_as_fast_gets_three_times_the_samples(
-    packed: Packed, tmp_path: Path
-) -> None:
+def test_shares_are_proportional_to_predicted_rates(packed: Packed, tmp_path: Path) -> None:
     unequal = [*local(1, compute=150.0), *local(2, compute=50.0)[1:]]
     planned = planned_for(job(train=data("train", [400]), clusters=2), packed, unequal)
     fast, slow = (each.train.samples for each in shipped(planned, packed, tmp_path))
@@ -430,7 +428,7 @@ def test_a_cluster_that_is_three_times_as_fast_gets_three_times_the_samples(
     assert fast == pytest.approx(300, abs=2)
 
 
-def test_every_cluster_has_a_batch_however_slow(packed: Packed, tmp_path: Path) -> None:
+def test_a_slow_cluster_gets_at_least_one_batch(packed: Packed, tmp_path: Path) -> None:
     unequal = [*local(1), *local(2, compute=1e-3)[1:]]
     spec = job(train=data("train", [40]), clusters=2, training={"batch_size": 8, "drop_last": True})
     counts = [
@@ -439,6 +437,6 @@ def test_every_cluster_has_a_batch_however_slow(packed: Packed, tmp_path: Path) 
     assert counts == [32, 8]
 
 
-def test_without_validation_data_there_is_none(packed: Packed, tmp_path: Path) -> None:
+def test_a_job_without_validation_data(packed: Packed, tmp_path: Path) -> None:
     planned = planned_for(job(), packed, local(2))
     assert {each.validation for each in shipped(planned, packed, tmp_path)} == {None}

@@ -1,4 +1,4 @@
-"""Who is let in, and what is written down about those who are not."""
+"""Authentication: tokens, credentials, certificates, and the record of refusals."""
 
 import stat
 from pathlib import Path
@@ -37,7 +37,7 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-def test_a_token_becomes_a_credential(scene: Scene) -> None:
+def test_a_token_is_exchanged_for_a_credential(scene: Scene) -> None:
     token = scene.auth.create_token(ApiRole.PROVIDER, "ab12")
     assert str(token).startswith("rvn.ab12.")
     joined = scene.auth.join(token.secret, "alice", "127.0.0.1")
@@ -45,7 +45,7 @@ def test_a_token_becomes_a_credential(scene: Scene) -> None:
     assert scene.auth.member(joined.credential, "127.0.0.1").id == joined.id
 
 
-def test_a_token_works_once_unless_it_says_otherwise(scene: Scene) -> None:
+def test_a_token_works_as_often_as_its_uses_allow(scene: Scene) -> None:
     once = scene.auth.create_token(ApiRole.PROVIDER, "").secret
     twice = scene.auth.create_token(ApiRole.PROVIDER, "", uses=2).secret
     often = scene.auth.create_token(ApiRole.PROVIDER, "", uses=None).secret
@@ -57,13 +57,8 @@ def test_a_token_works_once_unless_it_says_otherwise(scene: Scene) -> None:
         assert caught.value.status == 401
     ids = {scene.auth.join(often, "alice", "10.0.0.1").id for _ in range(5)}
     assert len(ids) == 5
-    assert (
-        scene.refusals()
-        == [
-            "mallory wanted to join from 10.0.0.1: the token has been used already",
-        ]
-        * 2
-    )
+    assert len(scene.refusals()) == 2
+    assert all("mallory" in each and "10.0.0.1" in each for each in scene.refusals())
 
 
 def test_expired_and_unknown_tokens_are_refused_and_recorded(scene: Scene) -> None:
@@ -75,7 +70,7 @@ def test_expired_and_unknown_tokens_are_refused_and_recorded(scene: Scene) -> No
     assert len(scene.refusals()) == 2
 
 
-def test_an_unknown_or_expired_credential_is_nobody(scene: Scene) -> None:
+def test_an_unknown_or_expired_credential_is_refused(scene: Scene) -> None:
     token = scene.auth.create_token(ApiRole.VIEWER, "")
     joined = scene.auth.join(token.secret, "a browser", "x", expires=scene.time.now + 10)
     scene.auth.member(joined.credential, "x")
@@ -87,7 +82,7 @@ def test_an_unknown_or_expired_credential_is_nobody(scene: Scene) -> None:
     assert len(scene.refusals()) == 2
 
 
-def test_no_secret_is_in_the_folder(scene: Scene, tmp_path: Path) -> None:
+def test_the_folder_contains_no_secret(scene: Scene, tmp_path: Path) -> None:
     token = scene.auth.create_token(ApiRole.PROVIDER, "")
     joined = scene.auth.join(token.secret, "alice", "x")
     with pytest.raises(ServerRefusedError) as caught:
@@ -101,7 +96,7 @@ def test_no_secret_is_in_the_folder(scene: Scene, tmp_path: Path) -> None:
     assert hashed(joined.credential).encode() in everything
 
 
-def test_keys_and_the_admin_credential_are_their_owners_only(scene: Scene) -> None:
+def test_only_the_owner_can_read_keys_and_the_admin_credential(scene: Scene) -> None:
     scene.auth.sign("job-1", 0, [], signing_request("x")[0].decode())
     secret = [
         scene.folder.admin,
@@ -113,7 +108,7 @@ def test_keys_and_the_admin_credential_are_their_owners_only(scene: Scene) -> No
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_the_authority_and_the_admin_stay_the_same(scene: Scene) -> None:
+def test_the_authority_and_the_admin_credential_are_kept(scene: Scene) -> None:
     fingerprint, admin = scene.auth.fingerprint, scene.folder.admin.read_text()
     again = AuthService(scene.db, scene.folder, scene.time.clock())
     again.open()
@@ -122,7 +117,7 @@ def test_the_authority_and_the_admin_stay_the_same(scene: Scene) -> None:
     assert again.member(admin, "x").role is ApiRole.ADMIN
 
 
-def test_an_admin_whose_file_was_deleted_gets_another_credential(scene: Scene) -> None:
+def test_a_deleted_admin_credential_is_replaced(scene: Scene) -> None:
     old = scene.folder.admin.read_text()
     scene.folder.admin.unlink()
     scene.auth.open()
@@ -131,7 +126,7 @@ def test_an_admin_whose_file_was_deleted_gets_another_credential(scene: Scene) -
         scene.auth.member(old, "x")
 
 
-def test_a_node_gets_the_name_and_addresses_of_the_plan_and_no_others(scene: Scene) -> None:
+def test_a_node_certificate_has_only_the_name_and_addresses_of_the_plan(scene: Scene) -> None:
     request, _key = signing_request("node_7")
     signed = scene.auth.sign("job-1", 2, ["10.0.0.5", "node_0", "NODE_1"], request.decode())
     certificate = x509.load_pem_x509_certificate(signed.certificate.encode())
@@ -145,7 +140,7 @@ def test_a_node_gets_the_name_and_addresses_of_the_plan_and_no_others(scene: Sce
     assert not constraints.ca
 
 
-def test_each_job_has_an_authority_of_its_own_until_it_ends(scene: Scene) -> None:
+def test_each_job_has_its_own_authority_until_it_ends(scene: Scene) -> None:
     request = signing_request("x")[0].decode()
     first, again, other = (scene.auth.sign(job, 0, [], request) for job in ("a", "a", "b"))
     assert first.authority == again.authority
@@ -174,12 +169,12 @@ def pem(request: x509.CertificateSigningRequest) -> str:
 
 
 @pytest.mark.parametrize("request_of", [lambda: "nonsense", weak_request, tampered_request])
-def test_a_request_that_is_not_in_order_is_refused(scene: Scene, request_of: object) -> None:
+def test_an_invalid_signing_request_is_refused(scene: Scene, request_of: object) -> None:
     with pytest.raises(ServerRefusedError, match="cannot be signed") as caught:
         scene.auth.sign("job-1", 0, [], request_of())  # type: ignore[operator]
     assert caught.value.status == 422
 
 
-def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
     with opened(tmp_path), pytest.raises(Exception, match="another server uses"), opened(tmp_path):
         pass

@@ -41,7 +41,7 @@ class Infeasible:
     """No plan exists for the job and these providers."""
 
     reason: str
-    """What the job needs and what the providers offer, with numbers."""
+    """Needs of the job and offers of the providers, with numbers."""
 
 
 class JobPlanner(Protocol):
