@@ -85,14 +85,15 @@ class _Watching(Racing):
         """Epochs are those of the demo's clusters."""
         while True:
             yield from itertools.islice(self.train_loader, EPOCH)
-            self.node.end_epoch()
+            self.node._end_epoch()
 
     def _run(self, seconds: float) -> Taken:
-        rounds, stopped, computed = self.node.session.rounds, _Stopped.seconds, self._computed()
+        rounds = self.node._ensure_started().rounds
+        stopped, computed = _Stopped.seconds, self._computed()
         averaged, cpu, begin = rounds["averaged"], time.process_time(), time.perf_counter()
-        done = self.node.session.line.state.done
+        done = self.node._ensure_started().progress.state.done
         rate = super()._run(seconds)
-        samples = (self.node.session.line.state.done - done) * self._samples
+        samples = (self.node._ensure_started().progress.state.done - done) * self._samples
         return Taken(
             **asdict(rate),
             seconds=time.perf_counter() - begin,
@@ -105,7 +106,7 @@ class _Watching(Racing):
     def _computed(self) -> float:
         """Seconds that the thread that computes has had of the processor."""
         answers: SimpleQueue[float] = SimpleQueue()
-        self.node.session._worker.post(lambda: answers.put(time.thread_time()))
+        self.node._ensure_started()._worker.post(lambda: answers.put(time.thread_time()))
         return answers.get(timeout=60)
 
 

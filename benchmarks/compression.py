@@ -40,7 +40,7 @@ from ravnest.split import split
 from ravnest.split.module import StageModule
 from ravnest.transport.base import Link
 from ravnest.transport.memory import MemoryNetwork
-from ravnest.types import Address
+from ravnest.types import Address, MicrobatchId
 from ravnest.wire.codecs import CODECS, Codec
 from ravnest.wire.layout import TensorLayout
 from ravnest.wire.messages import (
@@ -51,7 +51,6 @@ from ravnest.wire.messages import (
     Goodbye,
     Hello,
     Message,
-    MicrobatchId,
 )
 
 SEEDS = int(os.environ.get("RAVNEST_BENCH_COMPRESSION_SEEDS", "12"))
@@ -133,8 +132,9 @@ class Wires:
 
     def carry(self, source: int, target: int, values: dict[str, Any]) -> dict[str, Any]:
         """As ``virtual.Carry``."""
-        batch = MicrobatchId(_RUN, 0, 0, 0)
-        head: AnyHead = Forward(batch, 1) if target > source else Backward(batch)
+        microbatch = MicrobatchId(0, 0)
+        forward = target > source
+        head: AnyHead = Forward(_RUN, microbatch, 1) if forward else Backward(_RUN, microbatch)
         self._links[source, target].send(Message(head, values))
         return dict(self._inboxes[target].messages.get(timeout=10).values)
 

@@ -128,7 +128,7 @@ class Racing(Trainer):
         yield from self.train_loader
 
     def _run(self, seconds: float) -> Rate:
-        state, clock = self.node.session.line.state, Clock(seconds)
+        state, clock = self.node._ensure_started().progress.state, Clock(seconds)
         begin, staleness = state.done, []
         for batch in self.batches():
             self.node.forward_compute(batch[0])

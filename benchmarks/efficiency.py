@@ -32,12 +32,12 @@ from workloads import NODE_DATA, Workload, free_addresses, loss_of
 
 from ravnest import Node, Trainer
 from ravnest.runtime.control import metrics, node_runtime
-from ravnest.runtime.schedule.events import Batch
 from ravnest.runtime.schedule.window import WindowChoice, choose_window
 from ravnest.runtime.stage.execution import Gradients, StageExecution
 from ravnest.runtime.stage.updates import UpdateRule, Updates
 from ravnest.split.module import StageModule
 from ravnest.transport.memory import MemoryNetwork
+from ravnest.types import MicrobatchId
 
 FORWARD, BACKWARD = 0.010, 0.020
 """Seconds that each stage computes for a micro-batch."""
@@ -86,7 +86,7 @@ class _Sleeping(Trainer):
         self.prelim_checks()
         if not self.node.is_root:
             return
-        state = self.node.session.line.state
+        state = self.node._ensure_started().progress.state
         alone = _sleep_alone()
         clock, begin, staleness = Clock(SECONDS, SETTLING), state.done, []
         for batch in self.train_loader:
@@ -151,7 +151,7 @@ class SleepingStage(StageExecution):
         self.updates = _NoUpdates(rule, {})
 
     def forward(
-        self, batch: Batch, version: int, values: Mapping[str, Any], loss_of: Any = None
+        self, batch: MicrobatchId, version: int, values: Mapping[str, Any], loss_of: Any = None
     ) -> tuple[dict[str, Any], float | None]:
         """Anything of the right shape."""
         del batch, version, values
@@ -160,7 +160,7 @@ class SleepingStage(StageExecution):
         return outputs, None if loss_of is None else 0.0
 
     def backward(
-        self, batch: Batch, gradients: Mapping[str, Any], shared: Mapping[str, Any]
+        self, batch: MicrobatchId, gradients: Mapping[str, Any], shared: Mapping[str, Any]
     ) -> Gradients:
         """Anything of the right shape."""
         del batch, gradients, shared

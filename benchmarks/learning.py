@@ -111,7 +111,7 @@ def cluster_accuracy(folder: Path, names: Sequence[str], seed: int) -> Learned:
                 val_freq=EPOCHS + 1,
             )
             trainer.train()
-            state = node.session.line.state
+            state = node._ensure_started().progress.state
             window, staleness = state.window, state.staleness
             accuracy = trainer.evaluate()
             if node.is_root:
@@ -223,7 +223,7 @@ def learn_to_sort(stages: int, schedule: Schedule, window: int, seed: int, **rul
 
 def _windows(stages: int) -> tuple[int, int]:
     chosen = choose_window(
-        [COST] * stages, [LINK] * (stages - 1), update_frequency=1, schedule="async", cap=64
+        [COST] * stages, [LINK] * (stages - 1), update_frequency=1, schedule="async", max_window=64
     )
     return chosen.window, 3 * stages
 

@@ -59,7 +59,7 @@ def train(lesson: Lesson, data: TensorDataset, sizes: tuple[int, int], **setting
                 **settings,
             ) as node:
                 Trainer(node, train_loader=loader, save=True, batch_size=lesson.batch).train()
-                rounds.update(node.session.rounds)
+                rounds.update(node._ensure_started().rounds)
 
         threads = [
             threading.Thread(target=provide, args=(name,), daemon=True)

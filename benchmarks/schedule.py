@@ -57,7 +57,7 @@ def _least_window(pipeline: Pipeline) -> int:
     costs, links = pipeline
     slowest = max(cost.forward + cost.backward for cost in costs)
     for window in range(1, LONGEST):
-        scenario = Scenario(costs, links, window, batches=15 * window)
+        scenario = Scenario(costs, links, window, microbatches=15 * window)
         if simulate(scenario).rate * slowest >= 0.98:
             return window
     return LONGEST
@@ -81,10 +81,10 @@ def _backwards_first(call: Callable[[], int]) -> int:
 def _speed() -> str:
     costs, links = (StageCost(0.01, 0.02),) * 8, (LinkCost(0.02, 0.02),) * 7
     began = time.process_time()
-    events = simulate(Scenario(costs, links, window=21, batches=1000)).events
+    events = simulate(Scenario(costs, links, window=21, microbatches=1000)).events
     rate = events / (time.process_time() - began)
     began = time.process_time()
-    choice = choose_window(costs, links, update_frequency=1, schedule="async", cap=64)
+    choice = choose_window(costs, links, update_frequency=1, schedule="async", max_window=64)
     spent = time.process_time() - began
     return (
         f"The simulator handles {rate / 1000:.0f} thousand events a second of processor time; the "

@@ -24,8 +24,8 @@ import torch
 from ravnest.transport.base import Link
 from ravnest.transport.grpc_settings import options
 from ravnest.transport.grpc_transport import GrpcTransport
-from ravnest.types import Address
-from ravnest.wire.messages import PROTOCOL, Forward, Goodbye, Hello, Message, MicrobatchId, SaveStage
+from ravnest.types import Address, MicrobatchId
+from ravnest.wire.messages import PROTOCOL, Forward, Goodbye, Hello, Message, SaveStage
 
 ROUNDS = 9
 TENSOR_BYTES = 4 << 20
@@ -42,7 +42,7 @@ def _hello(node: int) -> Hello:
 
 
 def _message(run: str, tensor: torch.Tensor) -> Message:
-    return Message(Forward(MicrobatchId(run, 0, 0, 0), 1), {"x": tensor})
+    return Message(Forward(run, MicrobatchId(0, 0), 1), {"x": tensor})
 
 
 class _Far:
@@ -50,9 +50,9 @@ class _Far:
 
     def on_message(self, link: Link, message: Message) -> None:
         match message.head:
-            case Forward(batch=MicrobatchId(run="echo")):
+            case Forward(run="echo"):
                 link.send(message)
-            case Forward(batch=MicrobatchId(run="last")):
+            case Forward(run="last"):
                 link.send(Message(SaveStage("benchmark")))
 
     def on_lost(self, link: Link, reason: str) -> None:

@@ -17,7 +17,6 @@ from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
-    Batch,
     Done,
     Event,
     Fail,
@@ -31,15 +30,16 @@ from ravnest.runtime.schedule.events import (
     RunPhaseEnd,
     RunStep,
     SendBackward,
-    SendBegin,
-    SendEnd,
     SendForward,
+    SendPhaseBegin,
+    SendPhaseEnd,
 )
 from ravnest.runtime.schedule.machine import Schedule, ScheduleMachine
 from ravnest.runtime.schedule.simulator import LinkCost, StageCost
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split.module import StageModule
+from ravnest.types import MicrobatchId
 
 Samples = Iterable[tuple[torch.Tensor, Any]]
 LossOf = Callable[[Any, Any], torch.Tensor]
@@ -86,8 +86,8 @@ class VirtualPipeline:
         self._now = 0.0
         self._heap: list[tuple[float, int, int, Event]] = []
         self._pushed = 0
-        self._values: dict[tuple[int, Batch], dict[str, Any]] = {}
-        self._targets: dict[Batch, Any] = {}
+        self._values: dict[tuple[int, MicrobatchId], dict[str, Any]] = {}
+        self._targets: dict[MicrobatchId, Any] = {}
         self._samples: Iterator[tuple[torch.Tensor, Any]] = iter(())
         self._submitted = 0
         self._ended = False
@@ -128,9 +128,9 @@ class VirtualPipeline:
                 self._push(link.forward, position + 1, ForwardArrived(batch))
             case SendBackward(batch):
                 self._push(link.backward, position - 1, BackwardArrived(batch))
-            case SendBegin(phase, trains):
+            case SendPhaseBegin(phase, trains):
                 self._push(link.forward, position + 1, PhaseBegun(phase, trains))
-            case SendEnd(phase, count):
+            case SendPhaseEnd(phase, count):
                 self._push(link.forward, position + 1, PhaseEnded(phase, count))
             case FreeVersion(version):
                 self._executions[position].free(version)
@@ -150,14 +150,14 @@ class VirtualPipeline:
                 self._ended = True
                 self._push(0.0, 0, PhaseEnded(0, self._submitted))
                 return
-            batch = Batch(0, self._submitted)
+            batch = MicrobatchId(0, self._submitted)
             (spec,) = self._executions[0].module.graph.inputs
             self._values[0, batch] = {spec.name: item[0]}
             self._targets[batch] = item[1]
             self._push(0.0, 0, ForwardArrived(batch))
             self._submitted += 1
 
-    def _forward(self, position: int, batch: Batch, version: int) -> None:
+    def _forward(self, position: int, batch: MicrobatchId, version: int) -> None:
         execution = self._executions[position]
         last = position == len(self._executions) - 1
         targets = self._targets.pop(batch) if last else None
@@ -172,7 +172,7 @@ class VirtualPipeline:
         else:
             self.losses.append(loss)
 
-    def _backward(self, position: int, batch: Batch, version: int) -> None:
+    def _backward(self, position: int, batch: MicrobatchId, version: int) -> None:
         if position == 0:
             self.stalenesses.append(self._machines[0].version - version)
         gradients = self._values.pop((position, batch), {})

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
 _DOTTED_NUMBER = re.compile(r"[0-9.]+")
 _BARE_IPV6 = re.compile(r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*")
@@ -27,6 +29,18 @@ class Role(StrEnum):
         if position == 0:
             return cls.ROOT
         return cls.LEAF if position == count - 1 else cls.STEM
+
+
+class MicrobatchId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Identifier of a micro-batch within a run, used by the schedule and on the wire."""
+
+    phase: int
+    """Number of the phase in the run; each epoch, validation and prediction is a phase."""
+    index: int
+    """Position of the micro-batch in the phase."""
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.index} of phase {self.phase}"
 
 
 @dataclass(frozen=True, order=True)

@@ -10,30 +10,30 @@ from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
-    Batch,
-    ClipArrived,
+    ClipNormArrived,
     Done,
     Event,
     Fail,
     Finished,
     ForwardArrived,
     GatherNorms,
-    OutcomeArrived,
     PhaseBegun,
     PhaseEnded,
+    ResultArrived,
     RunBackward,
     RunForward,
     RunPhaseEnd,
     RunStep,
     SendBackward,
-    SendBegin,
-    SendClip,
-    SendEnd,
+    SendClipNorm,
     SendForward,
-    SendOutcome,
+    SendPhaseBegin,
+    SendPhaseEnd,
+    SendResult,
     WindowSet,
 )
 from ravnest.runtime.schedule.machine import Schedule, ScheduleMachine
+from ravnest.types import MicrobatchId
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Pipeline:
     windows: tuple[int, ...] = ()
     """Sizes to which the window changes on the way."""
 
-    holds: tuple[int | None, ...] = ()
+    activation_limits: tuple[int | None, ...] = ()
     """Of each stage; none where there are too few."""
 
     machines: list[ScheduleMachine] = field(init=False)
@@ -73,7 +73,9 @@ class Pipeline:
                 window=self.window,
                 update_frequency=self.update_frequency,
                 clip=self.clip,
-                hold=self.holds[position] if position < len(self.holds) else None,
+                activation_limit=self.activation_limits[position]
+                if position < len(self.activation_limits)
+                else None,
             )
             for position in range(self.count)
         ]
@@ -90,7 +92,7 @@ class Pipeline:
         script: list[Event] = []
         for number, phase in enumerate(self.phases):
             script.append(PhaseBegun(number, phase.trains))
-            script += [ForwardArrived(Batch(number, index)) for index in range(phase.count)]
+            script += [ForwardArrived(MicrobatchId(number, index)) for index in range(phase.count)]
             script.append(PhaseEnded(number, phase.count))
         return script
 
@@ -128,7 +130,7 @@ class Pipeline:
                 self._send("done", position, Done())
             case GatherNorms(update):
                 assert position == 0, "only the Root gathers norms"
-                self._send("done", position, ClipArrived(update))
+                self._send("done", position, ClipNormArrived(update))
             case Admit(total):
                 assert position == 0, "only the Root admits"
                 assert total > self.admitted
@@ -140,18 +142,18 @@ class Pipeline:
 
     def _carry(self, position: int, action: Action) -> None:
         match action:
-            case SendForward(batch):
-                self._send("forward", position + 1, ForwardArrived(batch))
-            case SendBegin(phase, trains):
+            case SendForward(microbatch):
+                self._send("forward", position + 1, ForwardArrived(microbatch))
+            case SendPhaseBegin(phase, trains):
                 self._send("forward", position + 1, PhaseBegun(phase, trains))
-            case SendEnd(phase, count):
+            case SendPhaseEnd(phase, count):
                 self._send("forward", position + 1, PhaseEnded(phase, count))
-            case SendClip(update):
-                self._send("forward", position + 1, ClipArrived(update))
-            case SendBackward(batch):
-                self._send("backward", position - 1, BackwardArrived(batch))
-            case SendOutcome(batch):
-                self._send("backward", position - 1, OutcomeArrived(batch))
+            case SendClipNorm(update):
+                self._send("forward", position + 1, ClipNormArrived(update))
+            case SendBackward(microbatch):
+                self._send("backward", position - 1, BackwardArrived(microbatch))
+            case SendResult(microbatch):
+                self._send("backward", position - 1, ResultArrived(microbatch))
 
-    def finished(self) -> list[Batch]:
-        return [action.batch for action in self.logs[0] if isinstance(action, Finished)]
+    def finished(self) -> list[MicrobatchId]:
+        return [action.microbatch for action in self.logs[0] if isinstance(action, Finished)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ravnest.runtime.schedule.machine import show
+from ravnest.runtime.schedule.machine import format_runs
 from ravnest.runtime.schedule.simulator import LinkCost, Scenario, Simulation, StageCost, grid, simulate
 
 BLOCK = re.compile(r"<!-- (grid|line): (.*?) -->\n```\n.*?```", re.DOTALL)
@@ -34,7 +34,7 @@ def _block(found: re.Match[str]) -> str:
     if kind == "grid":
         body = grid(simulation.timeline, tick=1)
     else:
-        body = show(span.run for span in simulation.timeline if span.stage == 0)
+        body = format_runs(span.run for span in simulation.timeline if span.stage == 0)
     return f"<!-- {kind}: {text} -->\n```\n{body}\n```"
 
 

@@ -14,7 +14,6 @@ from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
-    Batch,
     Done,
     Event,
     Fail,
@@ -28,12 +27,13 @@ from ravnest.runtime.schedule.events import (
     RunForward,
     RunStep,
     SendBackward,
-    SendBegin,
-    SendEnd,
     SendForward,
+    SendPhaseBegin,
+    SendPhaseEnd,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.stage.execution import StageExecution
+from ravnest.types import MicrobatchId
 
 
 @dataclass
@@ -42,9 +42,9 @@ class _Stage:
     execution: StageExecution
     inbox: deque[Event] = field(default_factory=deque)
     running: Run | None = None
-    values: dict[Batch, Mapping[str, Any]] = field(default_factory=dict)
+    values: dict[MicrobatchId, Mapping[str, Any]] = field(default_factory=dict)
     """Inputs that arrived, then outputs to send."""
-    gradients: dict[Batch, Mapping[str, Any]] = field(default_factory=dict)
+    gradients: dict[MicrobatchId, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class ScriptedPipeline:
@@ -91,15 +91,15 @@ class ScriptedPipeline:
     def _perform(self, at: int, action: Action) -> None:
         stage = self._stages[at]
         match action:
-            case SendForward(batch):
-                self._stages[at + 1].values[batch] = stage.values.pop(batch)
-                self._stages[at + 1].inbox.append(ForwardArrived(batch))
-            case SendBackward(batch):
-                self._stages[at - 1].gradients[batch] = stage.gradients.pop(batch)
-                self._stages[at - 1].inbox.append(BackwardArrived(batch))
-            case SendBegin(phase, trains):
+            case SendForward(microbatch):
+                self._stages[at + 1].values[microbatch] = stage.values.pop(microbatch)
+                self._stages[at + 1].inbox.append(ForwardArrived(microbatch))
+            case SendBackward(microbatch):
+                self._stages[at - 1].gradients[microbatch] = stage.gradients.pop(microbatch)
+                self._stages[at - 1].inbox.append(BackwardArrived(microbatch))
+            case SendPhaseBegin(phase, trains):
                 self._stages[at + 1].inbox.append(PhaseBegun(phase, trains))
-            case SendEnd(phase, count):
+            case SendPhaseEnd(phase, count):
                 self._stages[at + 1].inbox.append(PhaseEnded(phase, count))
             case FreeVersion(version):
                 stage.execution.free(version)
@@ -115,8 +115,8 @@ class ScriptedPipeline:
     def _submit(self, total: int) -> None:
         root = self._stages[0]
         for number in range(self._submitted, min(total, len(self._data))):
-            root.values[Batch(0, number)] = self._data[number][0]
-            root.inbox.append(ForwardArrived(Batch(0, number)))
+            root.values[MicrobatchId(0, number)] = self._data[number][0]
+            root.inbox.append(ForwardArrived(MicrobatchId(0, number)))
             if number + 1 == len(self._data):
                 root.inbox.append(PhaseEnded(0, len(self._data)))
         self._submitted = max(self._submitted, min(total, len(self._data)))
@@ -128,18 +128,20 @@ class ScriptedPipeline:
         self.runs.append((at, run))
         execution = stage.execution
         match run:
-            case RunForward(batch, version):
-                targets = self._data[batch.index][1]
+            case RunForward(microbatch, version):
+                targets = self._data[microbatch.index][1]
                 last = at == len(self._stages) - 1
                 loss_of = (lambda outputs: self._loss(outputs[0], targets)) if last else None
-                outputs, _ = execution.forward(batch, version, stage.values.pop(batch), loss_of)
+                outputs, _ = execution.forward(
+                    microbatch, version, stage.values.pop(microbatch), loss_of
+                )
                 if not last:
-                    stage.values[batch] = outputs
-            case RunBackward(batch, version):
+                    stage.values[microbatch] = outputs
+            case RunBackward(microbatch, version):
                 self.stale += version != stage.machine.version
-                back = execution.backward(batch, stage.gradients.pop(batch, {}), {})
+                back = execution.backward(microbatch, stage.gradients.pop(microbatch, {}), {})
                 if at:
-                    stage.gradients[batch] = back.inputs
+                    stage.gradients[microbatch] = back.inputs
             case RunStep(_, count):
                 execution.updates.step(count)
         self.versions[at] = max(self.versions[at], execution.versions)

@@ -17,15 +17,16 @@ from torch import nn
 from training_cases import TiedGPT, points, token_loaders, token_loss
 
 from ravnest import Trainer
-from ravnest.runtime.schedule.events import Batch, RunBackward, RunForward, RunStep
+from ravnest.runtime.schedule.events import RunBackward, RunForward, RunStep
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.stage.execution import StageExecution
-from ravnest.runtime.stage.randomness import batch_seed, seeded
+from ravnest.runtime.stage.randomness import microbatch_seed, seeded
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split.chain import Chain
 from ravnest.split.module import StageModule
 from ravnest.store.bundle import load_module
 from ravnest.store.node_spec import read_node
+from ravnest.types import MicrobatchId
 
 SEED = 11
 CPU = torch.device("cpu")
@@ -58,37 +59,39 @@ def _replay(  # noqa: C901 - one case a computation
     weights = [m.parameters_by_key() for m in modules]
     optimizers = [torch.optim.SGD(w.values(), lr=0.5, momentum=0.9) for w in weights]
     gathered: list[list[dict[str, torch.Tensor]]] = [[] for _ in modules]
-    copies: dict[tuple[int, Batch], dict[str, torch.Tensor]] = {}
-    inputs: dict[tuple[int, Batch], torch.Tensor] = {}
-    arrived: dict[tuple[int, Batch], torch.Tensor] = {}
+    copies: dict[tuple[int, MicrobatchId], dict[str, torch.Tensor]] = {}
+    inputs: dict[tuple[int, MicrobatchId], torch.Tensor] = {}
+    arrived: dict[tuple[int, MicrobatchId], torch.Tensor] = {}
     last = len(modules) - 1
 
-    def compute(at: int, batch: Batch, with_weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        with seeded(batch_seed(SEED, batch, at), CPU):
-            (output,) = modules[at](inputs[at, batch], parameters=with_weights)
-            return _loss(output, data[batch.index][1]) if at == last else output
+    def compute(
+        at: int, microbatch: MicrobatchId, with_weights: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        with seeded(microbatch_seed(SEED, microbatch, at), CPU):
+            (output,) = modules[at](inputs[at, microbatch], parameters=with_weights)
+            return _loss(output, data[microbatch.index][1]) if at == last else output
 
     for at, run in runs:
         match run:
-            case RunForward(batch):
+            case RunForward(microbatch):
                 if at == 0:
-                    (inputs[at, batch],) = data[batch.index][0].values()
+                    (inputs[at, microbatch],) = data[microbatch.index][0].values()
                 now = {k: w.detach().clone().requires_grad_() for k, w in weights[at].items()}
-                copies[at, batch] = now
+                copies[at, microbatch] = now
                 if at < last:
-                    output = compute(at, batch, now).detach()
-                    inputs[at + 1, batch] = output.requires_grad_()
-            case RunBackward(batch):
-                used = copies.pop((at, batch))
+                    output = compute(at, microbatch, now).detach()
+                    inputs[at + 1, microbatch] = output.requires_grad_()
+            case RunBackward(microbatch):
+                used = copies.pop((at, microbatch))
                 if not stash:
                     used = {k: w.detach().clone().requires_grad_() for k, w in weights[at].items()}
-                wanted = [*used.values(), *([inputs[at, batch]] if at else [])]
+                wanted = [*used.values(), *([inputs[at, microbatch]] if at else [])]
                 found = torch.autograd.grad(
-                    compute(at, batch, used), wanted, arrived.pop((at, batch), None)
+                    compute(at, microbatch, used), wanted, arrived.pop((at, microbatch), None)
                 )
                 gathered[at].append(dict(zip(used, found, strict=False)))
                 if at:
-                    arrived[at - 1, batch] = found[-1]
+                    arrived[at - 1, microbatch] = found[-1]
             case RunStep(_, count):
                 assert count == len(gathered[at])
                 for key, weight in weights[at].items():
@@ -129,7 +132,7 @@ def test_a_backward_uses_the_version_that_its_forward_used(
         assert all(torch.equal(trained[stage][k], w) for k, w in expected[stage].items())
     assert not all(torch.equal(expected[0][k], w) for k, w in naive[0].items())
     assert pipeline.stale > 5, "or the test shows nothing"
-    assert [e.under_way for e in executions] == [0] * stages
+    assert [e.awaiting_backward for e in executions] == [0] * stages
     assert max(pipeline.versions) <= math.ceil(window / every) + 1
     assert executions[-1].versions == 0, "the last stage needs no copies"
 
@@ -159,8 +162,8 @@ def test_memory_is_flat_over_5000_micro_batches(cluster: Formed) -> None:
     def script(name: str) -> tuple[int, int]:
         with local.node(name, labels=Many(watch=False)) as own:
             Trainer(own, train_loader=Many(watch=True)).train()
-            execution = own.session.execution
-            return execution.under_way, execution.versions
+            execution = own._ensure_started().execution
+            return execution.awaiting_backward, execution.versions
 
     (root, root_versions), (leaf, leaf_versions) = local.results(script)
     assert (root, leaf, leaf_versions) == (0, 0, 0)
@@ -199,12 +202,12 @@ def test_dropout_equals_the_chained_stages_with_the_same_seeds(
     local = cluster("dropout", nodes, schedule="sync", recompute=recompute, seed=SEED)
     local.train(lambda: (points(), None), node={}, epochs=2, save=True)
 
-    now = Batch(0, 0)
+    now = MicrobatchId(0, 0)
     modules = _modules(splits, "dropout", nodes)
     for at, module in enumerate(modules):
 
         def forward(*inputs: Any, at: int = at, run: Any = module.forward) -> Any:
-            with seeded(batch_seed(SEED, now, at), CPU):
+            with seeded(microbatch_seed(SEED, now, at), CPU):
                 return run(*inputs)
 
         module.forward = forward  # type: ignore[method-assign]
@@ -212,7 +215,7 @@ def test_dropout_equals_the_chained_stages_with_the_same_seeds(
     optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
     for epoch in range(2):
         for number, (x, y) in enumerate(points()):
-            now = Batch(epoch, number)
+            now = MicrobatchId(epoch, number)
             chain.backward(_loss(chain(x), y))
             optimizer.step()
             optimizer.zero_grad()

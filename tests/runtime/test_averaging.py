@@ -132,7 +132,7 @@ def test_optimizer_state_is_averaged_if_asked(tmp_path: Path) -> None:
     states: dict[str, dict[str, Any]] = {}
 
     def then(name: str, trainer: Any) -> None:
-        optimizer = trainer.node.session.execution.updates.optimizer
+        optimizer = trainer.node._ensure_started().execution.updates.optimizer
         states[name] = next(iter(optimizer.state.values()))
 
     clusters = mlp_clusters(tmp_path, (1, 1), average_optim=True, reduce_factor=4, **adam)
@@ -206,7 +206,7 @@ def test_a_slow_cluster_holds_up_nobody_and_weighs_less(tmp_path: Path) -> None:
 
     def then(name: str, trainer: Any) -> None:
         if name == "node_0":
-            weights.extend(dict(outcome.weights) for outcome in trainer.node.session.outcomes)
+            weights.extend(dict(outcome.weights) for outcome in trainer.node._ensure_started().outcomes)
 
     raise_errors(clusters.train(loaders, node=node, epochs=1, then=then, save=True))
     assert same(clusters.fused(0), clusters.fused(1))
@@ -227,7 +227,7 @@ def test_compressed_rounds_end_with_the_same_model(tmp_path: Path, codec: str) -
 
         def then(name: str, trainer: Any) -> None:
             if name == "node_0":
-                sent[str(compression)] = [o.sent_bytes for o in trainer.node.session.outcomes]
+                sent[str(compression)] = [o.sent_bytes for o in trainer.node._ensure_started().outcomes]
 
         raise_errors(clusters.train(shards(data, folder), epochs=1, save=True, then=then))
         first, second = clusters.fused(0), clusters.fused(1)

@@ -53,25 +53,25 @@ def test_compressed_asynchronous_training_learns(cluster: Formed, codec: str) ->
 def test_shared_weights_stay_the_same_on_all_stages(
     cluster: Formed, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lent: list[torch.Tensor] = []
-    borrowed: list[torch.Tensor] = []
-    lend, borrow = StageExecution.lend, StageExecution.borrow
+    sent: list[torch.Tensor] = []
+    received: list[torch.Tensor] = []
+    shared_weights, update_replicas = StageExecution.shared_weights, StageExecution.update_replicas
 
-    def lending(self: StageExecution) -> Any:
-        values = lend(self)
-        lent.extend(values.values())
+    def sending(self: StageExecution) -> Any:
+        values = shared_weights(self)
+        sent.extend(values.values())
         return values
 
-    def borrowing(self: StageExecution, values: Mapping[str, torch.Tensor]) -> None:
-        borrowed.extend(values.values())
-        borrow(self, values)
+    def receiving(self: StageExecution, values: Mapping[str, torch.Tensor]) -> None:
+        received.extend(values.values())
+        update_replicas(self, values)
 
-    monkeypatch.setattr(StageExecution, "lend", lending)
-    monkeypatch.setattr(StageExecution, "borrow", borrowing)
+    monkeypatch.setattr(StageExecution, "shared_weights", sending)
+    monkeypatch.setattr(StageExecution, "update_replicas", receiving)
     local = cluster("tied-gpt", 3, schedule="sync", compression=codec, criterion=token_loss)
     local.train(token_loaders, node={}, save=True)
-    assert borrowed
-    assert all(any(one.equal(other) for other in lent) for one in borrowed)
+    assert received
+    assert all(any(one.equal(other) for other in sent) for one in received)
     fused = local.fused()
     assert fused["embed.weight"].equal(fused["head.weight"])
 

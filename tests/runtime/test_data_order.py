@@ -84,7 +84,7 @@ def test_a_loop_that_stops_early_stays_in_step(cluster: Formed) -> None:
 
 
 DIFFERENT: dict[str, tuple[Callable[[], Loaders], Callable[[], Loaders], str]] = {
-    "another seed": (_shuffled, lambda: _shuffled(seed=4), "micro-batch 0 has other targets"),
+    "another seed": (_shuffled, lambda: _shuffled(seed=4), "micro-batch 0 has different targets"),
     "another batch size": (
         _shuffled,
         lambda: _shuffled(size=4),
@@ -93,42 +93,42 @@ DIFFERENT: dict[str, tuple[Callable[[], Loaders], Callable[[], Loaders], str]] =
     "a shuffle without generator": (
         lambda: (points(shuffle=True), None),
         lambda: (points(shuffle=True), None),
-        "micro-batch 0 has other targets",
+        "micro-batch 0 has different targets",
     ),
     "a shorter loader": (
         lambda: (points(20), None),
         lambda: (list(points(20))[:3], None),
-        "the Root sent micro-batch 3, but labels of the Leaf ends before it",
+        "the Root sent micro-batch 3, but labels at the Leaf ends before it",
     ),
     "a longer loader": (
         lambda: (list(points(20))[:3], None),
         lambda: (points(20), None),
-        "the Root's loader has ended after 3 micro-batches, labels of the Leaf has more",
+        "the Root's loader has ended after 3 micro-batches, but labels at the Leaf has more",
     ),
     "shorter labels in a tensor": (
         lambda: (points(20), None),
         lambda: (torch.cat([y for _, y in points(20)])[:10], None),
-        "the Root sent micro-batch 2, but labels of the Leaf ends before it",
+        "the Root sent micro-batch 2, but labels at the Leaf ends before it",
     ),
     "another order later on": (
         lambda: (points(20), None),
         lambda: ([b for i in (0, 1, 3, 2) for b in [list(points(20))[i]]], None),
-        "micro-batch 2 has other targets",
+        "micro-batch 2 has different targets",
     ),
     "another validation": (
         lambda: (points(), points()),
         lambda: (points(), points(seed=2)),
-        "micro-batch 0 has other targets",
+        "micro-batch 0 has different targets",
     ),
     "shorter validation": (
         lambda: (points(), points()),
         lambda: (points(), list(points())[:2]),
-        "the Root sent micro-batch 2, but test_labels of the Leaf ends before it",
+        "the Root sent micro-batch 2, but test_labels at the Leaf ends before it",
     ),
     "labels of another type": (
         lambda: (points(), None),
         lambda: ([(x, y.int()) for x, y in points()], None),
-        "micro-batch 0 has other targets",
+        "micro-batch 0 has different targets",
     ),
 }
 
@@ -155,7 +155,7 @@ def test_inputs_are_compared_where_the_root_has_no_targets(cluster: Formed) -> N
 
     for found in _run(cluster(), lambda: (inputs_only(), None), lambda: (reversed_(), None)):
         assert isinstance(found, RunError)
-        assert "micro-batch 0 has other inputs at the Root than at the Leaf" in str(found)
+        assert "micro-batch 0 has different inputs" in str(found)
 
 
 def test_where_nothing_can_be_compared_it_is_said_once(

@@ -23,7 +23,7 @@ def _one_line(error: pytest.ExceptionInfo[BaseException] | BaseException) -> str
 
 
 def _parameters(node: Node) -> dict[str, torch.Tensor]:
-    return node.session.execution.module.state_dict()
+    return node._ensure_started().execution.module.state_dict()
 
 
 # What the constructor and the start refuse
@@ -36,7 +36,7 @@ def _parameters(node: Node) -> dict[str, torch.Tensor]:
         ({"update_frequency": True}, "update_frequency"),
         ({"in_fligth": 3}, "did you mean in_flight?"),
         ({"optimiser": torch.optim.SGD}, "did you mean optimizer?"),
-        ({"zzz": 1}, "Node does not know 'zzz': there are schedule, in_flight"),
+        ({"zzz": 1}, "Node has no keyword 'zzz': known keywords are schedule, in_flight"),
         ({"schedule": "gpipe"}, "schedule must be 'async' or 'sync'"),
         ({"in_flight": 0}, "in_flight must be a whole number from 1"),
         ({"connect_timeout": 0}, "connect_timeout must be a positive number"),
@@ -71,10 +71,10 @@ def test_a_node_needs_a_name_that_the_plan_knows(cluster: Formed, tmp_path: Path
     ("given", "said"),
     [
         ({"optimizer": None}, "Node needs an optimizer to train: Node(optimizer=torch.optim.AdamW"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS calls the loss again and again within a step"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the loss several times per step"),
         (
             {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)},
-            "optimizer is an instance of SGD: give the class",
+            "optimizer is an instance of SGD: pass the class",
         ),
         ({"optimizer": "SGD"}, "optimizer must be a class of torch.optim"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm must be a positive number"),
@@ -138,7 +138,7 @@ def test_model_initialises_the_stage(cluster: Formed) -> None:
 
 def test_a_model_that_does_not_fit_is_refused(cluster: Formed) -> None:
     local = cluster(nodes=1)
-    with pytest.raises(SettingsError, match=r"model lacks first\.(bias|weight), which the stage has"):
+    with pytest.raises(SettingsError, match=r"model has no first\.(bias|weight), which the stage needs"):
         local.node("node_0", model=nn.Linear(4, 3)).start()
     wide = small_model("mlp")
     wide.last = nn.Linear(8, 5)
@@ -164,7 +164,7 @@ def test_optimizer_params_may_be_a_function_of_named_parameters(cluster: Formed)
 
     with cluster(nodes=1).node("node_0", optimizer_params=groups) as node:
         node.start()
-        optimizer = node.session.execution.updates.optimizer
+        optimizer = node._ensure_started().execution.updates.optimizer
     assert seen == [name for name, _ in small_model("mlp").named_parameters()]
     assert optimizer is not None
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.25, 0.1), (0.5, 0)]
@@ -284,7 +284,7 @@ def test_forward_compute_takes_inputs_by_position_and_by_name(cluster: Formed, c
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (((torch.rand(5, 4), torch.rand(5, 4)), {}), "forward_compute got 2 tensors for the inputs x"),
+        (((torch.rand(5, 4), torch.rand(5, 4)), {}), "forward_compute got 2 tensors for 1 inputs: x"),
         ((None, {"y": torch.rand(5, 4)}), "the model has no input 'y'"),
         ((None, {}), "input 'x' is missing"),
     ],
@@ -341,7 +341,7 @@ def test_wait_for_backwards_applies_the_epoch_and_its_rest(cluster: Formed) -> N
                 node.forward_compute(x)
             node.wait_for_backwards()
             counts.append(len(Path("losses.txt").read_text().split()))
-            assert node.session.execution.under_way == 0
+            assert node._ensure_started().execution.awaiting_backward == 0
         node.wait_for_backwards()
 
     _train_by_hand(cluster, "mlp", points, steps, update_frequency=2)
@@ -368,7 +368,7 @@ def test_reset_starts_afresh_and_keeps_files(cluster: Formed) -> None:
     assert node.epoch == 0
     assert torch.equal(_parameters(node)["first.weight"], small_model("mlp").first.weight)
     node.close()
-    with pytest.raises(RunError, match="node_0 is closed: make a new Node"):
+    with pytest.raises(RunError, match="node_0 is closed: create a new Node"):
         node.start()
 
 
@@ -380,10 +380,10 @@ def test_old_server_methods(cluster: Formed, caplog: pytest.LogCaptureFixture) -
             node.init_server(load_forward_buffer=[], reduce_lock=object())
         assert "['load_forward_buffer', 'reduce_lock']" in caplog.text
         node.start_grpc_server()
-        session = node.session
+        session = node._ensure_started()
         node.check_load_forward_buffer()
         node.start()
-        assert node.session is session, "one start is enough"
+        assert node._ensure_started() is session, "one start is enough"
 
 
 def test_the_context_manager_closes_and_tells_the_others(cluster: Formed) -> None:

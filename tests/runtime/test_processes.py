@@ -178,7 +178,7 @@ def test_a_node_that_ends_ends_the_others_with_its_name(
     for name in set(names) - {names[victim]}:
         said = providers[name].output
         assert names[victim] in _message(providers[name]), said
-        expected = "was interrupted" if how == signal.SIGINT else "is gone"
+        expected = "was interrupted" if how == signal.SIGINT else "lost"
         assert expected in _message(providers[name]), said
         assert said.count("Traceback") <= 1, "no chain of errors"
 
@@ -234,7 +234,7 @@ def test_nodes_of_two_plans_refuse_each_other(tmp_path: Path, form: Form, start:
     leaf = start(first, names[1:], connect_timeout=20.0)
     root = start(second, names[:1], connect_timeout=20.0)
     assert root[names[0]].wait() == 1
-    assert "its node_data is of another clusterize() call" in _message(root[names[0]])
+    assert "its node_data comes from another clusterize() call" in _message(root[names[0]])
     assert "copy the same node_data to all nodes" in _message(root[names[0]])
     assert root[names[0]].output.count("Traceback") <= 1
     leaf[names[1]].kill(signal.SIGINT)

@@ -15,8 +15,7 @@ from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
-    Batch,
-    ClipArrived,
+    ClipNormArrived,
     Done,
     Event,
     Fail,
@@ -24,26 +23,27 @@ from ravnest.runtime.schedule.events import (
     ForwardArrived,
     FreeVersion,
     GatherNorms,
-    OutcomeArrived,
     PhaseBegun,
     PhaseEnded,
+    ResultArrived,
     RunBackward,
     RunForward,
     RunPhaseEnd,
     RunStep,
     SendBackward,
-    SendBegin,
-    SendClip,
-    SendEnd,
+    SendClipNorm,
     SendForward,
-    SendOutcome,
+    SendPhaseBegin,
+    SendPhaseEnd,
+    SendResult,
     WindowSet,
 )
-from ravnest.runtime.schedule.machine import AHEAD, Schedule, ScheduleMachine, show
+from ravnest.runtime.schedule.machine import READ_AHEAD, Schedule, ScheduleMachine, format_runs
+from ravnest.types import MicrobatchId
 
 
-def B(index: int, phase: int = 0) -> Batch:  # noqa: N802 - short, as it prints
-    return Batch(phase, index)
+def B(index: int, phase: int = 0) -> MicrobatchId:  # noqa: N802 - short, as it prints
+    return MicrobatchId(phase, index)
 
 
 def machine(
@@ -123,7 +123,7 @@ class TestPasses:
         for event in (ForwardArrived(B(4)), BackwardArrived(B(0)), BackwardArrived(B(1))):
             feed(stem, event)
         order = [feed(stem, Done()) for _ in range(4)]
-        assert show(action for actions in order for action in actions) == "0B 4F 1B"
+        assert format_runs(action for actions in order for action in actions) == "0B 4F 1B"
 
     def test_the_leaf_turns_round_at_once(self) -> None:
         leaf = machine(2)
@@ -136,18 +136,20 @@ class TestPasses:
     def test_a_node_alone_is_root_and_leaf(self) -> None:
         alone = machine(0, 1)
         actions = run(alone, ForwardArrived(B(0)), PhaseEnded(0, 1))
-        assert show(actions) == "0F 0B s0 e0"
+        assert format_runs(actions) == "0F 0B s0 e0"
         assert Finished(B(0)) in actions
-        assert not any(isinstance(action, SendBegin | SendForward | SendBackward) for action in actions)
+        assert not any(
+            isinstance(action, SendPhaseBegin | SendForward | SendBackward) for action in actions
+        )
 
     def test_a_node_alone_validates(self) -> None:
         alone = machine(0, 1, begun=False)
         actions = run(alone, PhaseBegun(0, False), ForwardArrived(B(0)), PhaseEnded(0, 1))
         assert actions == [
-            Admit(4 + AHEAD),
+            Admit(4 + READ_AHEAD),
             RunForward(B(0), 0, trains=False),
             Finished(B(0)),
-            Admit(5 + AHEAD),
+            Admit(5 + READ_AHEAD),
             RunPhaseEnd(0, trains=False),
         ]
 
@@ -174,7 +176,7 @@ class TestUpdates:
     def test_an_update_takes_as_many_backwards_as_it_should(self) -> None:
         leaf = machine(2, every=3)
         actions = run(leaf, *(ForwardArrived(B(index)) for index in range(6)))
-        assert show(actions) == "0F 0B 1F 1B 2F 2B s0 3F 3B 4F 4B 5F 5B s1"
+        assert format_runs(actions) == "0F 0B 1F 1B 2F 2B s0 3F 3B 4F 4B 5F 5B s1"
         assert [a.count for a in actions if isinstance(a, RunStep)] == [3, 3]
 
     def test_the_rest_is_applied_with_its_own_count(self) -> None:
@@ -190,7 +192,7 @@ class TestUpdates:
         leaf = machine(2, every=2)
         run(leaf, ForwardArrived(B(0)), PhaseEnded(0, 1), PhaseBegun(1, True))
         actions = run(leaf, *(ForwardArrived(B(index, 1)) for index in range(2)))
-        assert show(actions) == "0F 0B 1F 1B s1"
+        assert format_runs(actions) == "0F 0B 1F 1B s1"
 
     def test_the_last_backward_is_known_when_the_update_is_full(self) -> None:
         stem = machine(1, every=2)
@@ -219,20 +221,20 @@ class TestClip:
         run(root, ForwardArrived(B(0)), ForwardArrived(B(1)), BackwardArrived(B(0)))
         actions = run(root, BackwardArrived(B(1)))
         assert actions[-1] == GatherNorms(update=0, count=2)
-        assert feed(root, ClipArrived(0)) == [SendClip(0), RunStep(0, 2)]
+        assert feed(root, ClipNormArrived(0)) == [SendClipNorm(0), RunStep(0, 2)]
 
     def test_the_rest_of_a_phase_is_gathered_too_and_once(self) -> None:
         root = machine(0, 2, schedule="sync", every=2, clip=True)
         assert GatherNorms(0, 1) not in run(root, ForwardArrived(B(0)), BackwardArrived(B(0)))
-        assert run(root, PhaseEnded(0, 1)) == [SendEnd(0, 1), GatherNorms(0, 1)]
+        assert run(root, PhaseEnded(0, 1)) == [SendPhaseEnd(0, 1), GatherNorms(0, 1)]
         assert run(root, WindowSet(2)) == []
-        assert show(run(root, ClipArrived(0))) == "s0 e0"
+        assert format_runs(run(root, ClipNormArrived(0))) == "s0 e0"
 
     def test_a_stem_passes_the_clip_on_and_the_next_forward_waits_for_it(self) -> None:
         stem = machine(1, schedule="sync", clip=True)
         run(stem, ForwardArrived(B(0)), BackwardArrived(B(0)))
         assert run(stem, ForwardArrived(B(1))) == []
-        assert feed(stem, ClipArrived(0)) == [SendClip(0), RunStep(0, 1)]
+        assert feed(stem, ClipNormArrived(0)) == [SendClipNorm(0), RunStep(0, 1)]
         assert feed(stem, Done()) == [FreeVersion(0), RunForward(B(1), 1, True)]
 
     def test_async_waits_for_no_clip(self) -> None:
@@ -242,149 +244,161 @@ class TestClip:
 class TestPhases:
     def test_begin_and_end_travel_in_order_with_the_forwards(self) -> None:
         stem = machine(1, begun=False)
-        assert feed(stem, PhaseBegun(0, True)) == [SendBegin(0, True)]
+        assert feed(stem, PhaseBegun(0, True)) == [SendPhaseBegin(0, True)]
         feed(stem, ForwardArrived(B(0)))
         assert feed(stem, PhaseEnded(0, 1)) == []
         assert feed(stem, PhaseBegun(1, False)) == []
-        assert feed(stem, Done()) == [SendForward(B(0)), SendEnd(0, 1), SendBegin(1, False)]
+        assert feed(stem, Done()) == [SendForward(B(0)), SendPhaseEnd(0, 1), SendPhaseBegin(1, False)]
 
     def test_forwards_of_the_next_epoch_run_while_gradients_are_out(self) -> None:
         stem = machine(1)
         run(stem, ForwardArrived(B(0)), PhaseEnded(0, 1), PhaseBegun(1, True))
-        assert show(run(stem, ForwardArrived(B(0, 1)))) == "0F"
-        assert show(run(stem, BackwardArrived(B(0)))) == "0B s0 e0"
+        assert format_runs(run(stem, ForwardArrived(B(0, 1)))) == "0F"
+        assert format_runs(run(stem, BackwardArrived(B(0)))) == "0B s0 e0"
 
     def test_validation_waits_until_training_is_over_here(self) -> None:
         stem = machine(1, every=2)
         run(stem, ForwardArrived(B(0)), PhaseEnded(0, 1), PhaseBegun(1, False))
         assert run(stem, ForwardArrived(B(0, 1))) == []
         actions = run(stem, BackwardArrived(B(0)), PhaseEnded(1, 1))
-        assert show(actions) == "0.0B s0 e0 1.0V e1"
+        assert format_runs(actions) == "0.0B s0 e0 1.0V e1"
         assert RunForward(B(0, 1), version=1, trains=False) in actions
 
     def test_training_goes_on_after_the_forwards_of_a_validation(self) -> None:
         stem = machine(1, begun=False)
         run(stem, PhaseBegun(0, False), ForwardArrived(B(0)), PhaseEnded(0, 1), PhaseBegun(1, True))
-        assert show(run(stem, ForwardArrived(B(0, 1)))) == "0F"
-        assert run(stem, OutcomeArrived(B(0))) == [SendOutcome(B(0))]
+        assert format_runs(run(stem, ForwardArrived(B(0, 1)))) == "0F"
+        assert run(stem, ResultArrived(B(0))) == [SendResult(B(0))]
 
     def test_the_leaf_ends_a_validation_after_its_last_outcome(self) -> None:
         leaf = machine(2, begun=False)
         feed(leaf, PhaseBegun(0, False))
         feed(leaf, ForwardArrived(B(0)))
         assert feed(leaf, PhaseEnded(0, 1)) == []
-        assert feed(leaf, Done()) == [SendOutcome(B(0)), RunPhaseEnd(0, trains=False)]
+        assert feed(leaf, Done()) == [SendResult(B(0)), RunPhaseEnd(0, trains=False)]
 
     def test_the_root_ends_a_validation_when_the_last_outcome_is_back(self) -> None:
         root = machine(0, begun=False)
-        assert "e0" not in show(run(root, PhaseBegun(0, False), ForwardArrived(B(0)), PhaseEnded(0, 1)))
-        assert run(root, OutcomeArrived(B(0)))[-1] == RunPhaseEnd(0, trains=False)
+        assert "e0" not in format_runs(
+            run(root, PhaseBegun(0, False), ForwardArrived(B(0)), PhaseEnded(0, 1))
+        )
+        assert run(root, ResultArrived(B(0)))[-1] == RunPhaseEnd(0, trains=False)
 
     @pytest.mark.parametrize("position", [0, 1, 2])
     @pytest.mark.parametrize("trains", [True, False])
     def test_a_phase_may_be_empty(self, position: int, trains: bool) -> None:
         node = machine(position, begun=False)
-        assert show(run(node, PhaseBegun(0, trains), PhaseEnded(0, 0))) == "e0"
+        assert format_runs(run(node, PhaseBegun(0, trains), PhaseEnded(0, 0))) == "e0"
 
 
 class TestRoot:
     def test_the_first_phase_admits_the_window_and_some_ahead(self) -> None:
         root = machine(0, begun=False, window=3)
-        assert feed(root, PhaseBegun(0, True)) == [SendBegin(0, True), Admit(3 + AHEAD)]
+        assert feed(root, PhaseBegun(0, True)) == [SendPhaseBegin(0, True), Admit(3 + READ_AHEAD)]
 
     def test_a_window_set_first_admits(self) -> None:
-        assert feed(machine(0, begun=False, window=3), WindowSet(5)) == [Admit(5 + AHEAD)]
+        assert feed(machine(0, begun=False, window=3), WindowSet(5)) == [Admit(5 + READ_AHEAD)]
 
     def test_no_more_in_flight_than_the_window(self) -> None:
         root = machine(0, window=2)
-        assert show(run(root, *(ForwardArrived(B(index)) for index in range(4)))) == "0F 1F"
-        assert run(root, BackwardArrived(B(0)))[1:3] == [Finished(B(0)), Admit(3 + AHEAD)]
+        assert format_runs(run(root, *(ForwardArrived(B(index)) for index in range(4)))) == "0F 1F"
+        assert run(root, BackwardArrived(B(0)))[1:3] == [Finished(B(0)), Admit(3 + READ_AHEAD)]
         assert root.in_flight == 2
 
     def test_the_window_grows_at_once(self) -> None:
         root = machine(0, window=1)
         run(root, ForwardArrived(B(0)), ForwardArrived(B(1)))
-        assert feed(root, WindowSet(2)) == [Admit(2 + AHEAD), RunForward(B(1), 0, True)]
+        assert feed(root, WindowSet(2)) == [Admit(2 + READ_AHEAD), RunForward(B(1), 0, True)]
 
     def test_a_window_that_shrinks_takes_nothing_back(self) -> None:
         root = machine(0, window=3)
         run(root, *(ForwardArrived(B(index)) for index in range(5)))
         assert run(root, WindowSet(1)) == []
         first = run(root, BackwardArrived(B(0)), BackwardArrived(B(1)))
-        assert show(first) == "0B s0 1B s1"
+        assert format_runs(first) == "0B s0 1B s1"
         assert not any(isinstance(action, Admit) for action in first)
-        assert show(run(root, BackwardArrived(B(2)))) == "2B s2 3F"
+        assert format_runs(run(root, BackwardArrived(B(2)))) == "2B s2 3F"
 
     def test_sync_waits_for_the_update(self) -> None:
         root = machine(0, schedule="sync", every=2, window=4)
-        assert show(run(root, *(ForwardArrived(B(index)) for index in range(4)))) == "0F 1F"
-        assert show(run(root, BackwardArrived(B(0)))) == "0B"
-        assert show(run(root, BackwardArrived(B(1)))) == "1B s0 2F 3F"
+        assert format_runs(run(root, *(ForwardArrived(B(index)) for index in range(4)))) == "0F 1F"
+        assert format_runs(run(root, BackwardArrived(B(0)))) == "0B"
+        assert format_runs(run(root, BackwardArrived(B(1)))) == "1B s0 2F 3F"
 
     def test_sync_keeps_to_the_window_within_an_update(self) -> None:
         root = machine(0, schedule="sync", every=3, window=1)
-        assert show(run(root, ForwardArrived(B(0)), ForwardArrived(B(1)))) == "0F"
-        assert show(run(root, BackwardArrived(B(0)))) == "0B 1F"
+        assert format_runs(run(root, ForwardArrived(B(0)), ForwardArrived(B(1)))) == "0F"
+        assert format_runs(run(root, BackwardArrived(B(0)))) == "0B 1F"
 
     def test_sync_admits_no_more_than_an_update_can_use(self) -> None:
         root = machine(0, begun=False, schedule="sync", every=2, window=8)
-        assert Admit(2 + AHEAD) in feed(root, PhaseBegun(0, True))
+        assert Admit(2 + READ_AHEAD) in feed(root, PhaseBegun(0, True))
 
     def test_outcomes_free_places_too(self) -> None:
         root = machine(0, begun=False, window=1)
         run(root, PhaseBegun(0, False), ForwardArrived(B(0)), ForwardArrived(B(1)))
-        assert run(root, OutcomeArrived(B(0)))[:3] == [
+        assert run(root, ResultArrived(B(0)))[:3] == [
             Finished(B(0)),
-            Admit(2 + AHEAD),
+            Admit(2 + READ_AHEAD),
             RunForward(B(1), 0, trains=False),
         ]
 
 
 class TestHold:
     def test_a_stage_keeps_activations_of_no_more_than_it_may(self) -> None:
-        stem = ScheduleMachine(1, 3, schedule="async", window=4, update_frequency=1, hold=2)
+        stem = ScheduleMachine(1, 3, schedule="async", window=4, update_frequency=1, activation_limit=2)
         run(stem, PhaseBegun(0, True))
-        assert show(run(stem, *(ForwardArrived(B(index)) for index in range(4)))) == "0F 1F"
-        assert show(run(stem, BackwardArrived(B(0)))) == "0B s0 2F"
+        assert format_runs(run(stem, *(ForwardArrived(B(index)) for index in range(4)))) == "0F 1F"
+        assert format_runs(run(stem, BackwardArrived(B(0)))) == "0B s0 2F"
 
     def test_without_gradients_there_is_nothing_to_keep(self) -> None:
-        stem = ScheduleMachine(1, 3, schedule="async", window=4, update_frequency=1, hold=1)
+        stem = ScheduleMachine(1, 3, schedule="async", window=4, update_frequency=1, activation_limit=1)
         run(stem, PhaseBegun(0, False))
-        assert show(run(stem, *(ForwardArrived(B(index)) for index in range(3)))) == "0V 1V 2V"
+        assert format_runs(run(stem, *(ForwardArrived(B(index)) for index in range(3)))) == "0V 1V 2V"
 
 
 class TestFailures:
     @pytest.mark.parametrize(
         ("position", "before", "event", "words"),
         [
-            (1, [], ForwardArrived(B(1)), "the forward of micro-batch 1 of phase 0 arrived, 0 was"),
-            (1, [ForwardArrived(B(0))], ForwardArrived(B(0)), "micro-batch 0 of phase 0 arrived, 1 was"),
-            (1, [], ForwardArrived(B(0, 1)), "phase 1 has a micro-batch 0, but it has not begun"),
+            (
+                1,
+                [],
+                ForwardArrived(B(1)),
+                "forward of micro-batch 1 of phase 0 arrived, expected micro-batch 0",
+            ),
+            (
+                1,
+                [ForwardArrived(B(0))],
+                ForwardArrived(B(0)),
+                "micro-batch 0 of phase 0 arrived, expected micro-batch 1",
+            ),
+            (1, [], ForwardArrived(B(0, 1)), "but phase 1 has not begun"),
             (
                 1,
                 [PhaseEnded(0, 0)],
                 ForwardArrived(B(0)),
-                "phase 0 has a micro-batch 0, but it is closed",
+                "but phase 0 has already ended",
             ),
             (1, [], BackwardArrived(B(3)), "backward of micro-batch 3 of phase 0 arrived, but no"),
             (
                 1,
                 [ForwardArrived(B(0)), ForwardArrived(B(1))],
                 BackwardArrived(B(1)),
-                "backward of micro-batch 1 of phase 0 arrived, micro-batch 0 of phase 0 was to be next",
+                "backward of micro-batch 1 of phase 0 arrived, expected micro-batch 0 of phase 0",
             ),
-            (1, [ForwardArrived(B(0))], OutcomeArrived(B(0)), "but phase 0 has none"),
-            (2, [ForwardArrived(B(0))], BackwardArrived(B(0)), "no micro-batch is out"),
-            (1, [], Done(), "none was asked for"),
+            (1, [ForwardArrived(B(0))], ResultArrived(B(0)), "but phase 0 trains"),
+            (2, [ForwardArrived(B(0))], BackwardArrived(B(0)), "no micro-batch was sent"),
+            (1, [], Done(), "none was requested"),
             (1, [], PhaseBegun(1, True), "phase 1 began before phase 0 had ended"),
-            (1, [PhaseEnded(0, 0)], PhaseBegun(2, True), "phase 2 began after phase 0, not 1"),
+            (1, [PhaseEnded(0, 0)], PhaseBegun(2, True), "expected phase 1 to begin, but phase 2 began"),
             (1, [], PhaseEnded(0, 2), "phase 0 ended with 2 micro-batches, but 0 have arrived"),
-            (1, [], PhaseEnded(1, 0), "phase 1 ended, but it has not begun"),
-            (1, [], ClipArrived(0), "none was to come"),
+            (1, [], PhaseEnded(1, 0), "but phase 1 has not begun"),
+            (1, [], ClipNormArrived(0), "none is expected"),
             (0, [], WindowSet(0), "a window of 0"),
             (
                 0,
-                [ForwardArrived(B(index)) for index in range(4 + AHEAD)],
+                [ForwardArrived(B(index)) for index in range(4 + READ_AHEAD)],
                 ForwardArrived(B(6)),
                 "admitted",
             ),
@@ -400,8 +414,8 @@ class TestFailures:
         assert words in failure.reason
 
     def test_a_clip_for_another_update_fails(self) -> None:
-        for update, words in ((1, "update 0 is under way"), (0, "before all its gradients")):
-            (failure,) = machine(1, schedule="sync", clip=True).handle(ClipArrived(update), 0.0)
+        for update, words in ((1, "update 0 is next"), (0, "before all its gradients")):
+            (failure,) = machine(1, schedule="sync", clip=True).handle(ClipNormArrived(update), 0.0)
             assert isinstance(failure, Fail)
             assert words in failure.reason
 
@@ -421,8 +435,11 @@ class TestFailures:
 
 def test_a_schedule_prints_with_phases_only_where_needed() -> None:
     one = [RunForward(B(0), 0, True), Finished(B(0)), RunBackward(B(0), 0, True), RunStep(0, 1)]
-    assert show(one) == "0F 0B s0"
-    assert show([*one, RunForward(B(0, 1), 0, False), RunPhaseEnd(1, False)]) == "0.0F 0.0B s0 1.0V e1"
+    assert format_runs(one) == "0F 0B s0"
+    assert (
+        format_runs([*one, RunForward(B(0, 1), 0, False), RunPhaseEnd(1, False)])
+        == "0.0F 0.0B s0 1.0V e1"
+    )
 
 
 # What always holds
@@ -441,7 +458,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         update_frequency=draw(st.integers(1, 4)),
         clip=draw(st.booleans()),
         windows=tuple(draw(st.lists(window, max_size=3))),
-        holds=tuple(draw(st.lists(st.none() | st.integers(1, 3), max_size=4))),
+        activation_limits=tuple(draw(st.lists(st.none() | st.integers(1, 3), max_size=4))),
     )
 
 
@@ -458,8 +475,8 @@ def test_every_order_ends_and_loses_nothing(pipeline: Pipeline, data: st.DataObj
     assert all(node.idle for node in pipeline.machines)
     assert pipeline.peak <= max(pipeline.window, *pipeline.windows, 1)
     for log in pipeline.logs:
-        assert [a.batch for a in log if isinstance(a, RunForward)] == every
-        assert [a.batch for a in log if isinstance(a, RunBackward)] == trained
+        assert [a.microbatch for a in log if isinstance(a, RunForward)] == every
+        assert [a.microbatch for a in log if isinstance(a, RunBackward)] == trained
         assert [a.phase for a in log if isinstance(a, RunPhaseEnd)] == list(range(len(pipeline.phases)))
         _check_versions(log)
         _check_updates(pipeline, log)
@@ -468,15 +485,15 @@ def test_every_order_ends_and_loses_nothing(pipeline: Pipeline, data: st.DataObj
 
 def _check_versions(log: list[Action]) -> None:
     newest, held = 0, {0}
-    used: dict[Batch, int] = {}
+    used: dict[MicrobatchId, int] = {}
     for action in log:
         match action:
-            case RunForward(batch, version, trains):
+            case RunForward(microbatch, version, trains):
                 assert version == newest, "a forward uses the newest weights"
                 if trains:
-                    used[batch] = version
-            case RunBackward(batch, version):
-                assert version == used[batch]
+                    used[microbatch] = version
+            case RunBackward(microbatch, version):
+                assert version == used[microbatch]
                 assert version in held
             case RunStep(update):
                 assert update == newest
@@ -515,8 +532,8 @@ def _check_phase_order(pipeline: Pipeline, log: list[Action]) -> None:
         match action:
             case RunPhaseEnd(phase):
                 over.add(phase)
-            case RunForward(batch, _, False):
-                earlier = {p for p in range(batch.phase) if pipeline.phases[p].trains}
+            case RunForward(microbatch, _, False):
+                earlier = {p for p in range(microbatch.phase) if pipeline.phases[p].trains}
                 assert earlier <= over, "validation sees the weights that the phases before it made"
 
 
@@ -525,7 +542,7 @@ def _check_phase_order(pipeline: Pipeline, log: list[Action]) -> None:
 def test_async_with_a_window_of_one_is_sync_with_updates_of_one(pipeline: Pipeline, seed: int) -> None:
     def scheduled(schedule: Schedule) -> list[str]:
         made = Pipeline(pipeline.count, pipeline.phases, schedule, window=1, update_frequency=1)
-        return [show(log) for log in made.run(Random(seed).choice).logs]
+        return [format_runs(log) for log in made.run(Random(seed).choice).logs]
 
     assert scheduled("async") == scheduled("sync")
 

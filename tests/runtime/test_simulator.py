@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.runtime.schedule.events import RunBackward, RunForward
-from ravnest.runtime.schedule.machine import Schedule, show
+from ravnest.runtime.schedule.machine import Schedule, format_runs
 from ravnest.runtime.schedule.simulator import LinkCost, Scenario, StageCost, grid, simulate, steady_rate
 
 
@@ -92,7 +92,7 @@ def test_a_slow_root_still_feeds_the_stages_behind_it() -> None:
     """Were backwards always first, its own would queue and this would reach 71%."""
     costs = (StageCost(12, 24), StageCost(7, 14), StageCost(5.5, 11))
     links = (LinkCost(24.4, 24.4), LinkCost(2.2, 2.2))
-    assert simulate(Scenario(costs, links, window=4, batches=200)).rate * 36 > 0.98
+    assert simulate(Scenario(costs, links, window=4, microbatches=200)).rate * 36 > 0.98
 
 
 def test_steady_rate_is_that_of_a_long_phase() -> None:
@@ -106,7 +106,7 @@ def test_the_timeline_is_kept_only_where_asked_for() -> None:
     scenario = equal_stages(2, 2, batches=2)
     assert simulate(scenario).timeline == ()
     timeline = simulate(scenario, record=True).timeline
-    assert show(span.run for span in timeline if span.stage == 1) == "0F 0B s0 1F 1B s1 e0"
+    assert format_runs(span.run for span in timeline if span.stage == 1) == "0F 0B s0 1F 1B s1 e0"
     assert grid(timeline, 10) == (
         "Root  0F 1F .  .  0B 0B .  1B 1B\n"  # a cell is ten ticks
         "Leaf  .  0F 0B 0B 1F 1B 1B .  ."

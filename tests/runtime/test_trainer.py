@@ -26,7 +26,7 @@ def _lines(name: str) -> list[float]:
 
 
 def _rates(node: Node) -> list[float]:
-    return node.session.execution.updates.learning_rates
+    return node._ensure_started().execution.updates.learning_rates
 
 
 def _accuracy(model: nn.Module, loader: Any) -> float:
@@ -64,7 +64,7 @@ def test_val_freq(cluster: Formed, val_freq: int, validations: int) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"batch_size": 4}, "batch_size=4, but train_loader gives batches of 5"),
+        ({"batch_size": 4}, "batch_size=4, but train_loader has batches of 5"),
         ({"batch_size": 0}, "batch_size must be a whole number from 1"),
         ({"epochs": 0}, "epochs must be a whole number from 1"),
         ({"val_freq": 1.5}, "val_freq must be a whole number from 1"),
@@ -259,7 +259,9 @@ def test_a_node_whose_script_ends_early_is_named(cluster: Formed) -> None:
             trainer = Trainer(own, train_loader=points(), val_loader=points(), val_freq=9)
             trainer.train()
             if own.is_root:
-                own.session.board.wait(lambda: own.session.board.left is not None, stall=30)
+                own._ensure_started().status.wait(
+                    lambda: own._ensure_started().status.departed is not None, stall=30
+                )
                 trainer.evaluate()
 
     root, leaf = local.errors(script)

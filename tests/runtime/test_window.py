@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from ravnest.runtime.schedule.machine import Schedule
 from ravnest.runtime.schedule.simulator import LinkCost, Scenario, StageCost, simulate, steady_rate
-from ravnest.runtime.schedule.window import TARGET, WindowChoice, choose_window, unexplained_after
+from ravnest.runtime.schedule.window import TARGET, WindowChoice, choose_window, estimate_overhead
 
 
 def choose(
-    stages: int, *, link: float = 20, every: int = 1, schedule: Schedule = "async", cap: int = 64
+    stages: int, *, link: float = 20, every: int = 1, schedule: Schedule = "async", max_window: int = 64
 ) -> WindowChoice:
     return choose_window(
         [StageCost(10, 20)] * stages,
         [LinkCost(link, link)] * (stages - 1),
         update_frequency=every,
         schedule=schedule,
-        cap=cap,
+        max_window=max_window,
     )
 
 
@@ -30,8 +30,10 @@ def test_costs_that_vary_need_more_under_way_than_their_mean() -> None:
     drawn = random.Random(1)
     varying = [tuple(StageCost(drawn.uniform(5, 15), 20) for _ in range(64)) for _ in range(8)]
     links = [LinkCost(0, 0)] * 7
-    choice = choose_window(varying, links, update_frequency=1, schedule="async", cap=64)
-    even = choose_window([StageCost(10, 20)] * 8, links, update_frequency=1, schedule="async", cap=64)
+    choice = choose_window(varying, links, update_frequency=1, schedule="async", max_window=64)
+    even = choose_window(
+        [StageCost(10, 20)] * 8, links, update_frequency=1, schedule="async", max_window=64
+    )
     assert even.window == 8
     assert even.window < choice.window <= 2 * even.window
     assert choice.predicted_rate >= TARGET * choice.slowest_rate
@@ -41,23 +43,21 @@ def test_costs_that_vary_need_more_under_way_than_their_mean() -> None:
 def test_what_costs_do_not_explain_is_found_and_stays_found(hidden: float) -> None:
     costs, links = [StageCost(10, 20)] * 4, [LinkCost(5, 5)] * 3
     slower = [LinkCost(5 + hidden / 6, 5 + hidden / 6)] * 3
-    truth = choose_window(costs, slower, update_frequency=1, schedule="async", cap=64)
-    unexplained, window = 0.0, 1
+    truth = choose_window(costs, slower, update_frequency=1, schedule="async", max_window=64)
+    overhead, window = 0.0, 1
     for _ in range(4):
         rate = steady_rate(Scenario(tuple(costs), tuple(slower), window))
-        unexplained = unexplained_after(
-            unexplained, [window / rate], window, costs, links, update_frequency=1
-        )
+        overhead = estimate_overhead(overhead, [window / rate], window, costs, links, update_frequency=1)
         window = choose_window(
-            costs, links, update_frequency=1, schedule="async", cap=64, unexplained=unexplained
+            costs, links, update_frequency=1, schedule="async", max_window=64, overhead=overhead
         ).window
-        assert unexplained == pytest.approx(hidden, abs=0.5)
+        assert overhead == pytest.approx(hidden, abs=0.5)
         assert window == truth.window
 
 
 def test_a_user_who_is_late_is_no_reason_for_more_under_way() -> None:
     costs, links = [StageCost(10, 20)] * 4, [LinkCost(5, 5)] * 3
-    assert unexplained_after(0.0, [150.0] * 8, 12, costs, links, update_frequency=1) == 0.0
+    assert estimate_overhead(0.0, [150.0] * 8, 12, costs, links, update_frequency=1) == 0.0
 
 
 @pytest.mark.parametrize(("stages", "window"), [(1, 1), (2, 4), (3, 7), (8, 22)])
@@ -73,7 +73,7 @@ def test_without_delays_a_place_for_each_stage_will_do() -> None:
 
 
 def test_memory_caps_it_and_the_reason_says_so() -> None:
-    choice = choose(3, cap=3)
+    choice = choose(3, max_window=3)
     assert choice.window == 3
     assert choice.predicted_rate == pytest.approx(3 / 170)
     assert choice.reason == (
@@ -89,7 +89,7 @@ def test_the_reason_names_what_is_reached() -> None:
 def test_time_of_updates_counts_by_their_number() -> None:
     for every in (1, 4):
         choice = choose_window(
-            [StageCost(10, 20, 8)], [], update_frequency=every, schedule="async", cap=9
+            [StageCost(10, 20, 8)], [], update_frequency=every, schedule="async", max_window=9
         )
         assert choice.slowest_rate == pytest.approx(1 / (30 + 8 / every))
         assert choice.window == 1
@@ -109,7 +109,7 @@ def test_sync_takes_fewer_where_they_do_as_well() -> None:
 
 
 def test_sync_is_capped_too() -> None:
-    choice = choose(3, every=32, schedule="sync", cap=2)
+    choice = choose(3, every=32, schedule="sync", max_window=2)
     assert choice.window == 2
     assert choice.reason.endswith("memory allows 2 in flight")
 
@@ -117,13 +117,15 @@ def test_sync_is_capped_too() -> None:
 def test_stages_that_take_no_time_get_a_place_each() -> None:
     free = StageCost(0, 0)
     links = [LinkCost(1, 1)] * 2
-    assert choose_window([free] * 3, links, update_frequency=1, schedule="async", cap=9).window == 3
+    assert (
+        choose_window([free] * 3, links, update_frequency=1, schedule="async", max_window=9).window == 3
+    )
 
 
 def test_stages_hold_their_share_of_the_window() -> None:
-    assert choose(3).holds == (7, 6, 1)
-    assert choose(8, link=0, cap=8).holds == (8, 8, 7, 6, 5, 4, 3, 1)
-    assert choose(3, every=4, schedule="sync").holds == (4, 4, 1)
+    assert choose(3).activation_limits == (7, 6, 1)
+    assert choose(8, link=0, max_window=8).activation_limits == (8, 8, 7, 6, 5, 4, 3, 1)
+    assert choose(3, every=4, schedule="sync").activation_limits == (4, 4, 1)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -138,11 +140,14 @@ def test_to_hold_no_more_costs_no_time(
 ) -> None:
     costs = tuple(StageCost(forward, 2 * forward) for forward in forwards)
     links = tuple(LinkCost(delay, delay) for delay in delays[: len(costs) - 1])
-    choice = choose_window(costs, links, update_frequency=every, schedule=schedule, cap=100)
+    choice = choose_window(costs, links, update_frequency=every, schedule=schedule, max_window=100)
     free = Scenario(costs, links, choice.window, every, schedule, 15 * max(choice.window, every))
-    held = simulate(replace(free, holds=choice.holds))
+    held = simulate(replace(free, activation_limits=choice.activation_limits))
     assert held.rate >= 0.98 * simulate(free).rate
-    assert all(use.peak_in_flight <= most for use, most in zip(held.stages, choice.holds, strict=True))
+    assert all(
+        use.peak_in_flight <= most
+        for use, most in zip(held.stages, choice.activation_limits, strict=True)
+    )
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -154,7 +159,7 @@ def test_to_hold_no_more_costs_no_time(
 def test_it_is_the_smallest_that_will_do(forwards: list[int], delays: list[int], every: int) -> None:
     costs = tuple(StageCost(forward, 2 * forward) for forward in forwards)
     links = tuple(LinkCost(delay, delay) for delay in delays[: len(costs) - 1])
-    choice = choose_window(costs, links, update_frequency=every, schedule="async", cap=100)
+    choice = choose_window(costs, links, update_frequency=every, schedule="async", max_window=100)
     goal = TARGET * choice.slowest_rate
     assert choice.predicted_rate >= goal
     if choice.window > 1:
@@ -167,19 +172,21 @@ def test_a_slow_link_sets_the_rate_and_is_not_flooded() -> None:
     """More in flight than the link can take would only wait before it."""
     costs = [StageCost(1, 2)] * 3
     links = [LinkCost(10, 10, 10, 10)] * 2
-    choice = choose_window(costs, links, update_frequency=1, schedule="async", cap=100)
+    choice = choose_window(costs, links, update_frequency=1, schedule="async", max_window=100)
     assert choice.slowest_rate == pytest.approx(0.1)
     assert choice.window <= 7
     assert "link from stage 0 to 1" in choice.reason
 
 
-@pytest.mark.parametrize(("cap", "expected"), [(100, 28), (24, 24), (5, 5)])
+@pytest.mark.parametrize(("max_window", "expected"), [(100, 28), (24, 24), (5, 5)])
 def test_some_are_kept_under_way_for_what_nobody_can_predict_within_memory(
-    cap: int, expected: int
+    max_window: int, expected: int
 ) -> None:
     costs, links = [StageCost(10, 20)] * 8, [LinkCost(20, 20)] * 7
-    plain = choose_window(costs, links, update_frequency=1, schedule="async", cap=cap)
-    choice = choose_window(costs, links, update_frequency=1, schedule="async", cap=cap, spare=0.25)
-    assert plain.window == min(cap, 22)
+    plain = choose_window(costs, links, update_frequency=1, schedule="async", max_window=max_window)
+    choice = choose_window(
+        costs, links, update_frequency=1, schedule="async", max_window=max_window, margin=0.25
+    )
+    assert plain.window == min(max_window, 22)
     assert choice.window == expected
     assert plain.predicted_rate <= choice.predicted_rate <= choice.slowest_rate

@@ -1,4 +1,4 @@
-"""Authorities that are kept, and keys that they never see."""
+"""Saved authorities and signing requests."""
 
 import datetime
 import hashlib
@@ -18,7 +18,7 @@ def parsed(pem: bytes) -> x509.Certificate:
     return x509.load_pem_x509_certificate(pem)
 
 
-def test_a_saved_authority_signs_as_before() -> None:
+def test_a_saved_authority_can_sign() -> None:
     first = Authority("plan", NOW, lifetime=100 * DAY)
     again = Authority("ignored", NOW + DAY, saved=first.identity)
     assert again.certificate == first.certificate
@@ -33,7 +33,7 @@ def test_the_fingerprint_is_that_of_the_certificate() -> None:
     assert authority.fingerprint == hashlib.sha256(der).hexdigest()
 
 
-def test_nothing_that_it_signs_outlives_a_saved_authority() -> None:
+def test_certificates_do_not_outlive_a_saved_authority() -> None:
     first = Authority("plan", NOW, lifetime=100 * DAY)
     again = Authority("plan", NOW + 99 * DAY, saved=first.identity)
     issued = parsed(again.issue("node_0", []).certificate)
@@ -47,13 +47,13 @@ def test_an_authority_that_is_not_valid_now_is_refused(late: datetime.timedelta)
         Authority("plan", NOW + late, saved=first.identity)
 
 
-def test_a_certificate_with_the_key_of_another_is_refused() -> None:
+def test_a_certificate_with_another_key_is_refused() -> None:
     first, other = Authority("plan", NOW), Authority("plan", NOW)
     with pytest.raises(ValueError, match="do not belong together"):
         Authority("plan", NOW, saved=Identity(first.certificate, other.identity.key))
 
 
-def test_of_a_signing_request_only_the_key_counts() -> None:
+def test_only_the_key_of_a_signing_request_is_used() -> None:
     authority = Authority("job", NOW)
     request, key = signing_request("node_9")
     signed = parsed(authority.sign(request, "node_1", ["10.0.0.1"]))

@@ -1,4 +1,4 @@
-"""Neighbours compress what both ask for, and only what may lose; on gRPC and on the in-memory twin."""
+"""Codec of a link: used only if both ends prefer it, and only for messages that may be lossy."""
 
 import logging
 
@@ -7,6 +7,7 @@ import torch
 from transport_nodes import SECONDS, Opener, Pair, connect
 
 from ravnest.transport.link import agreed_codec
+from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
     PROTOCOL,
     AnyHead,
@@ -15,15 +16,18 @@ from ravnest.wire.messages import (
     ForwardResult,
     Hello,
     Message,
-    MicrobatchId,
     RingChunk,
     RoundId,
     StageSaved,
 )
 
-BATCH = MicrobatchId("run", 0, 0, 0)
-LOSSY: list[AnyHead] = [Forward(BATCH, 1), Backward(BATCH), RingChunk(RoundId(0), 0, 0, 0, 0)]
-EXACT: list[AnyHead] = [StageSaved("run", 0, "{}"), ForwardResult(BATCH)]
+MICROBATCH = MicrobatchId(0, 0)
+LOSSY: list[AnyHead] = [
+    Forward("run", MICROBATCH, 1),
+    Backward("run", MICROBATCH),
+    RingChunk(RoundId(0), 0, 0, 0, 0),
+]
+EXACT: list[AnyHead] = [StageSaved("run", 0, "{}"), ForwardResult("run", MICROBATCH)]
 NUMBERS = torch.linspace(-1, 1, 1 << 14)
 
 
@@ -36,7 +40,7 @@ def received(pair: Pair, head: AnyHead, *, exact: frozenset[str] = frozenset()) 
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
-def test_what_both_ask_for_is_used(transport: Opener, codec: str) -> None:
+def test_a_codec_that_both_ends_prefer_is_used(transport: Opener, codec: str) -> None:
     pair = connect(transport(), transport(), codecs=(codec, codec))
     for head in LOSSY:
         assert not received(pair, head).equal(NUMBERS)
@@ -46,31 +50,31 @@ def test_what_both_ask_for_is_used(transport: Opener, codec: str) -> None:
 
 
 @pytest.mark.parametrize("codecs", [("int8", "raw"), ("raw", "fp16"), ("fp16", "int8")])
-def test_what_one_asks_for_is_not(
+def test_different_codecs_mean_no_compression(
     transport: Opener, codecs: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = connect(transport(), transport(), codecs=codecs)
     for _ in range(3):
         assert received(pair, LOSSY[0]).equal(NUMBERS)
-    said = [record.getMessage() for record in caplog.records if "travel as they are" in record.message]
-    ours = f"node_0 asks for {codecs[0]} and node_1 for {codecs[1]}"
-    assert sum(ours in line for line in said) == 1
-    assert len(said) == 2, "each end says it once"
+    logged = [record.getMessage() for record in caplog.records if "sent uncompressed" in record.message]
+    ours = f"node_0 prefers codec {codecs[0]} and node_1 {codecs[1]}"
+    assert sum(ours in line for line in logged) == 1
+    assert len(logged) == 2, "each end logs it once"
 
 
-def test_nothing_is_said_where_nobody_asks(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_without_compression(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     assert received(pair, LOSSY[0]).equal(NUMBERS)
     assert not caplog.records
 
 
-def test_a_codec_that_we_do_not_know_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_codec_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         ours, theirs = (Hello(PROTOCOL, "plan", n, 0, n, codec="zip" * 1000) for n in (0, 1))
         assert agreed_codec(ours, theirs).name == "raw"
     assert all(len(record.getMessage()) < 200 for record in caplog.records)
 
 
-def test_fewer_bytes_travel_and_clamped_values_are_counted(transport: Opener) -> None:
+def test_fewer_bytes_are_sent_and_clamped_values_are_counted(transport: Opener) -> None:
     sent = {}
     for codec in ("raw", "fp16", "int8"):
         pair = connect(transport(), transport(), codecs=(codec, codec))

@@ -1,4 +1,4 @@
-"""What every transport promises; each test runs on gRPC and on the in-memory twin."""
+"""Contract of every transport; each test runs on gRPC and on the in-memory transport."""
 
 import contextlib
 import gc
@@ -13,17 +13,17 @@ from transport_nodes import LOOPBACK, SECONDS, Inbox, Opener, Pair, connect, hel
 
 from ravnest.errors import AddressInUseError, LinkClosedError, RefusedError, UnreachableError
 from ravnest.transport.base import Link
-from ravnest.types import Address
-from ravnest.wire.messages import Forward, Goodbye, Hello, HelloRefused, Message, MicrobatchId, SaveStage
+from ravnest.types import Address, MicrobatchId
+from ravnest.wire.messages import Forward, Goodbye, Hello, HelloRefused, Message, SaveStage
 
 
 def numbered(index: int, **values: torch.Tensor) -> Message:
-    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), values)
+    return Message(Forward("run", MicrobatchId(0, index), 1), values)
 
 
 def index_of(message: Message) -> int:
     assert isinstance(message.head, Forward)
-    return message.head.batch.index
+    return message.head.microbatch.index
 
 
 def nothing_more(inbox: Inbox) -> bool:
@@ -44,7 +44,7 @@ def test_messages_arrive_in_order_both_ways(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 65_536, 65_537, 3_000_000])
-def test_tensors_arrive_as_they_were(pair: Pair, count: int) -> None:
+def test_tensors_arrive_unchanged(pair: Pair, count: int) -> None:
     tensor = torch.randn(count)
     image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     pair.near.send(numbered(0, tensor=tensor, image=image))
@@ -111,7 +111,7 @@ def test_flush_waits_for_arrival(pair: Pair) -> None:
     assert pair.far_inbox.messages.qsize() == 20
 
 
-def test_flush_gives_up_in_time(transport: Opener) -> None:
+def test_flush_times_out(transport: Opener) -> None:
     stalled, entered = threading.Event(), threading.Event()
 
     def stall(link: Link, message: Message) -> None:
@@ -126,10 +126,10 @@ def test_flush_gives_up_in_time(transport: Opener) -> None:
     assert pair.near.flush(SECONDS)
 
 
-# How links end.
+# End of links
 
 
-def test_closing_flushes_and_wakes_the_other_side(pair: Pair) -> None:
+def test_closing_flushes_and_notifies_the_other_side(pair: Pair) -> None:
     for index in range(50):
         pair.near.send(numbered(index, x=torch.zeros(50_000)))
     pair.near.close()
@@ -149,7 +149,7 @@ def test_the_listening_side_can_close_too(pair: Pair) -> None:
     assert nothing_more(pair.far_inbox)
 
 
-def test_nothing_is_lost_after_a_goodbye(pair: Pair) -> None:
+def test_a_close_after_a_goodbye_is_not_a_loss(pair: Pair) -> None:
     pair.near.send(Message(Goodbye(0)))
     pair.near.close()
     assert pair.far_inbox.next() == Message(Goodbye(0), {})
@@ -159,7 +159,7 @@ def test_nothing_is_lost_after_a_goodbye(pair: Pair) -> None:
     assert nothing_more(pair.far_inbox)
 
 
-def test_close_may_be_called_again_and_by_both(pair: Pair) -> None:
+def test_close_may_be_called_repeatedly_and_by_both_sides(pair: Pair) -> None:
     threads = [
         threading.Thread(target=link.close) for link in (pair.near, pair.far, pair.near, pair.far)
     ]
@@ -170,7 +170,7 @@ def test_close_may_be_called_again_and_by_both(pair: Pair) -> None:
     assert not any(thread.is_alive() for thread in threads)
     pair.near.close()
     losses = [inbox.lost.qsize() for inbox in (pair.near_inbox, pair.far_inbox)]
-    assert losses in ([0, 0], [0, 1], [1, 0])  # one may have been gone before the other began
+    assert losses in ([0, 0], [0, 1], [1, 0])  # one side may have closed before the other began
 
 
 def test_sending_on_a_closed_link_is_an_error(pair: Pair) -> None:
@@ -217,9 +217,9 @@ def test_a_handler_that_fails_loses_the_link(transport: Opener) -> None:
     assert pair.near_inbox.loss()
 
 
-def test_a_value_that_cannot_travel_loses_the_link(pair: Pair) -> None:
+def test_an_unsupported_value_loses_the_link(pair: Pair) -> None:
     pair.near.send(numbered(0, x=torch.eye(2).to_sparse()))
-    assert "only plain dense" in pair.near_inbox.loss()
+    assert "only dense tensors" in pair.near_inbox.loss()
     assert pair.far_inbox.loss()
 
 
@@ -231,7 +231,7 @@ def test_closing_a_transport_closes_its_links(pair: Pair) -> None:
     pair.far_transport.close()
 
 
-def test_a_closed_transport_listens_no_more(transport: Opener) -> None:
+def test_a_closed_transport_does_not_listen(transport: Opener) -> None:
     far = transport()
     address = far.serve(LOOPBACK, lambda peer: hello(1), Inbox(), lambda link: None)
     far.close()
@@ -260,7 +260,7 @@ def test_an_idle_link_keeps_no_tensors(pair: Pair) -> None:
     assert gone.wait(SECONDS)
 
 
-# Who is let in.
+# Admission
 
 
 def test_a_refusal_reaches_the_caller_at_once(transport: Opener) -> None:
@@ -284,10 +284,10 @@ def test_another_protocol_is_refused(transport: Opener) -> None:
     assert not asked
 
 
-def test_the_wrong_node_is_noticed(transport: Opener) -> None:
+def test_the_wrong_node_is_refused(transport: Opener) -> None:
     far, inbox = transport(), Inbox()
     address = far.serve(LOOPBACK, lambda peer: hello(1), inbox, lambda link: None)
-    with pytest.raises(RefusedError, match=r"node_1 answers at .* where node_2 should be"):
+    with pytest.raises(RefusedError, match=r"node_1 answers at .* expected node_2"):
         transport().dial(address, hello(0), Inbox(), deadline=SECONDS, expect=2)
     inbox2 = Inbox()
     transport().dial(address, hello(0), inbox2, deadline=SECONDS, expect=1).send(
@@ -296,7 +296,7 @@ def test_the_wrong_node_is_noticed(transport: Opener) -> None:
     assert inbox.next().head == SaveStage("run")
 
 
-def test_admit_that_fails_refuses(transport: Opener) -> None:
+def test_an_error_in_admit_refuses_the_peer(transport: Opener) -> None:
     def admit(peer: Hello) -> Hello | HelloRefused:
         raise ValueError("no such plan")
 
@@ -305,7 +305,7 @@ def test_admit_that_fails_refuses(transport: Opener) -> None:
         transport().dial(address, hello(0), Inbox(), deadline=SECONDS)
 
 
-def test_a_server_that_fails_to_take_a_link_loses_it(transport: Opener) -> None:
+def test_an_error_in_on_link_loses_the_link(transport: Opener) -> None:
     def fail(link: Link) -> None:
         raise ValueError("too many links")
 
@@ -316,7 +316,7 @@ def test_a_server_that_fails_to_take_a_link_loses_it(transport: Opener) -> None:
     assert "too many links" in inbox.loss()
 
 
-# Dialling.
+# Dialling
 
 
 def free_address(transport: Opener) -> Address:
@@ -326,7 +326,7 @@ def free_address(transport: Opener) -> Address:
     return address
 
 
-def test_nobody_there_is_said_with_address_and_reason(transport: Opener) -> None:
+def test_an_unreachable_peer_is_reported_with_address_and_reason(transport: Opener) -> None:
     address = free_address(transport)
     with pytest.raises(UnreachableError, match=rf"{address} in 0.3 s: .*listens"):
         transport().dial(address, hello(0), Inbox(), deadline=0.3)
@@ -352,7 +352,7 @@ def test_a_port_in_use_says_what_to_do(transport: Opener) -> None:
         transport().serve(address, lambda peer: hello(1), Inbox(), lambda link: None)
 
 
-# Delay.
+# Delays
 
 
 def test_delay_is_measured(pair: Pair) -> None:

@@ -1,14 +1,14 @@
-"""Delays from times that are given, not taken."""
+"""Delay measurement with given times."""
 
 from ravnest.transport.base import LinkDelay
 from ravnest.transport.delay_meter import DelayMeter
 
 
-def test_nothing_measured_is_zero() -> None:
+def test_delays_are_zero_before_any_measurement() -> None:
     assert DelayMeter().delay() == LinkDelay(0.0, 0.0)
 
 
-def test_three_probes_at_the_start_and_the_smallest_counts() -> None:
+def test_the_minimum_of_three_probes_at_the_start_counts() -> None:
     meter = DelayMeter()
     token: int | None = meter.start(0.0)
     seconds = [0.5, 0.25, 0.75]
@@ -29,7 +29,7 @@ def test_a_probe_every_few_seconds_of_traffic() -> None:
     assert due == [3, 6, 9, 12, 15, 18]
 
 
-def test_an_answer_to_no_question_is_ignored() -> None:
+def test_unexpected_answers_are_ignored() -> None:
     meter = DelayMeter()
     meter.probe_left(meter.start(0.0), 0.0)
     assert meter.echo_arrived(99, 1.0) is None
@@ -37,7 +37,7 @@ def test_an_answer_to_no_question_is_ignored() -> None:
     assert meter.delay() == LinkDelay(0.0, 0.0)
 
 
-def test_acks_are_spaced_and_say_how_many_came() -> None:
+def test_acks_are_spaced_and_contain_the_count() -> None:
     meter = DelayMeter()
     times = [0.0, 0.001, 0.002, 0.011, 0.012, 0.5]
     assert [meter.message_arrived(now) for now in times] == [1, None, None, 4, None, 6]
@@ -51,14 +51,14 @@ def _meter_with_round_trip(seconds: float) -> DelayMeter:
     return meter
 
 
-def test_a_message_keeps_the_link_busy_beyond_the_round_trip_of_a_probe() -> None:
+def test_time_beyond_the_round_trip_is_busy_time() -> None:
     meter = _meter_with_round_trip(0.5)
     meter.message_sent(1.0)
     meter.ack_arrived(1, 2.0)
     assert meter.delay() == LinkDelay(0.5, 0.75, 0.5)
 
 
-def test_the_wait_behind_other_messages_does_not_count() -> None:
+def test_queueing_does_not_count() -> None:
     meter = _meter_with_round_trip(0.5)
     for _ in range(10):
         meter.message_sent(1.0)
@@ -67,7 +67,7 @@ def test_the_wait_behind_other_messages_does_not_count() -> None:
     assert meter.delay() == LinkDelay(0.5, 0.5, 0.25)
 
 
-def test_messages_close_behind_each_other_on_a_long_way_do_not_wait() -> None:
+def test_messages_in_a_row_on_a_slow_link_are_not_queued() -> None:
     meter = _meter_with_round_trip(0.5)
     for number in range(1, 11):
         meter.message_sent(0.125 * number)
@@ -76,7 +76,7 @@ def test_messages_close_behind_each_other_on_a_long_way_do_not_wait() -> None:
     assert meter.delay() == LinkDelay(0.5, 0.25, 0.0)
 
 
-def test_messages_that_one_ack_answers_share_the_time() -> None:
+def test_messages_of_one_ack_share_the_time() -> None:
     meter = _meter_with_round_trip(0.5)
     for _ in range(4):
         meter.message_sent(1.0)

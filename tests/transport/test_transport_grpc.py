@@ -1,4 +1,4 @@
-"""What only the real network can do: TLS, dead processes, strangers."""
+"""gRPC transport only: TLS, killed processes, clients that do not follow the protocol."""
 
 import multiprocessing
 import os
@@ -24,11 +24,11 @@ from ravnest.transport.certificates import Authority
 from ravnest.transport.grpc_settings import METHOD
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.handshake import hello_frame
-from ravnest.transport.tls import Credentials, dialled, is_loopback
-from ravnest.types import Address
+from ravnest.transport.tls import Credentials, dial_address, is_loopback
+from ravnest.types import Address, MicrobatchId
 from ravnest.wire.frames import encode
 from ravnest.wire.header import Limits
-from ravnest.wire.messages import Forward, Goodbye, HelloRefused, Message, MicrobatchId, SaveStage
+from ravnest.wire.messages import Forward, Goodbye, HelloRefused, Message, SaveStage
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def open_transport(made: list[GrpcTransport], identity: Credentials | None = Non
 
 
 def message(index: int = 0, count: int = 10) -> Message:
-    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), {"x": torch.randn(count)})
+    return Message(Forward("run", MicrobatchId(0, index), 1), {"x": torch.randn(count)})
 
 
 def assert_works(pair: Pair) -> None:
@@ -55,7 +55,7 @@ def assert_works(pair: Pair) -> None:
     assert isinstance(pair.near_inbox.next().head, Forward)
 
 
-# Trust.
+# TLS
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def assert_works(pair: Pair) -> None:
         ("127.0.0.1.example.org", False),
     ],
 )
-def test_only_loopback_is_in_the_clear(host: str, loopback: bool) -> None:
+def test_only_loopback_is_unencrypted(host: str, loopback: bool) -> None:
     assert is_loopback(Address(host, 1)) is loopback
 
 
-def test_everywhere_is_dialled_by_loopback() -> None:
-    assert dialled(Address("0.0.0.0", 5)) == Address("127.0.0.1", 5)
-    assert dialled(Address("::", 5)) == Address("127.0.0.1", 5)
-    assert dialled(Address("10.0.0.1", 5)) == Address("10.0.0.1", 5)
+def test_a_wildcard_address_is_dialled_by_loopback() -> None:
+    assert dial_address(Address("0.0.0.0", 5)) == Address("127.0.0.1", 5)
+    assert dial_address(Address("::", 5)) == Address("127.0.0.1", 5)
+    assert dial_address(Address("10.0.0.1", 5)) == Address("10.0.0.1", 5)
 
 
 @pytest.mark.parametrize("expect", [None, 1])
@@ -93,7 +93,7 @@ def test_nodes_of_a_plan_talk_over_tls(
     assert_works(connect(near, far, address=EVERYWHERE, expect=expect))
 
 
-def test_without_certificates_only_loopback_will_do(made: list[GrpcTransport]) -> None:
+def test_without_certificates_only_loopback_is_possible(made: list[GrpcTransport]) -> None:
     transport = open_transport(made)
     with pytest.raises(TransportError, match="needs certificates"):
         transport.serve(EVERYWHERE, lambda peer: hello(1), Inbox(), lambda link: None)
@@ -101,7 +101,7 @@ def test_without_certificates_only_loopback_will_do(made: list[GrpcTransport]) -
         transport.dial(Address("10.0.0.1", 80), hello(0), Inbox(), deadline=1)
 
 
-def test_who_is_known_by_an_open_address_needs_certificates_wherever_it_listens(
+def test_a_public_address_needs_certificates_even_if_the_node_listens_at_loopback(
     made: list[GrpcTransport], authority: Authority
 ) -> None:
     public = Address("192.0.2.1", 8080)
@@ -118,7 +118,7 @@ def test_who_is_known_by_an_open_address_needs_certificates_wherever_it_listens(
 
 @pytest.fixture
 def guarded(made: list[GrpcTransport], authority: Authority) -> Iterator[tuple[Address, Inbox]]:
-    """node_1 with TLS; at the end it still serves its own."""
+    """node_1 with TLS; at the end it must still accept nodes of its plan."""
     far, inbox = open_transport(made, credentials(authority, 1)), Inbox()
     address = far.serve(EVERYWHERE, lambda peer: hello(1), inbox, lambda link: None)
     yield address, inbox
@@ -128,19 +128,21 @@ def guarded(made: list[GrpcTransport], authority: Authority) -> Iterator[tuple[A
     inbox.next()
 
 
-def test_a_strangers_certificate_is_refused(
+def test_a_certificate_of_another_authority_is_refused(
     made: list[GrpcTransport], guarded: tuple[Address, Inbox], authority: Authority
 ) -> None:
-    stranger = credentials(Authority("plan", authority._now), 0)
-    liar = replace(stranger, authority=authority.certificate)  # trusts us; we do not trust it
-    for identity, error in [(stranger, RefusedError), (liar, UnreachableError)]:
+    foreign = credentials(Authority("plan", authority._now), 0)
+    pretender = replace(
+        foreign, authority=authority.certificate
+    )  # trusts the plan's authority, but is not signed by it
+    for identity, error in [(foreign, RefusedError), (pretender, UnreachableError)]:
         with pytest.raises(error):
             open_transport(made, identity).dial(guarded[0], hello(0), Inbox(), deadline=0.5)
 
 
 def test_no_certificate_is_refused(guarded: tuple[Address, Inbox], authority: Authority) -> None:
     trusting = grpc.ssl_channel_credentials(authority.certificate)
-    with grpc.secure_channel(str(dialled(guarded[0])), trusting) as channel:
+    with grpc.secure_channel(str(dial_address(guarded[0])), trusting) as channel:
         stream = channel.stream_stream(METHOD)(iter([hello_frame(hello(0))]), timeout=SECONDS)
         with pytest.raises(grpc.RpcError):
             next(stream)
@@ -148,18 +150,22 @@ def test_no_certificate_is_refused(guarded: tuple[Address, Inbox], authority: Au
 
 def test_plaintext_is_refused(made: list[GrpcTransport], guarded: tuple[Address, Inbox]) -> None:
     with pytest.raises(UnreachableError):
-        open_transport(made).dial(dialled(guarded[0]), hello(0), Inbox(), deadline=0.5)
+        open_transport(made).dial(dial_address(guarded[0]), hello(0), Inbox(), deadline=0.5)
 
 
-def test_a_node_cannot_be_another(
+def test_a_client_cannot_claim_to_be_another_node(
     made: list[GrpcTransport], guarded: tuple[Address, Inbox], authority: Authority
 ) -> None:
     two = open_transport(made, credentials(authority, 2))
-    with pytest.raises(RefusedError, match=r"say that you are node_0, your certificate is node_2's"):
+    with pytest.raises(
+        RefusedError, match=r"claim to be node_0, but your certificate belongs to node_2"
+    ):
         two.dial(guarded[0], hello(0), Inbox(), deadline=SECONDS)
 
 
-def test_a_server_cannot_be_another_node(made: list[GrpcTransport], authority: Authority) -> None:
+def test_a_server_cannot_claim_to_be_another_node(
+    made: list[GrpcTransport], authority: Authority
+) -> None:
     impostor = open_transport(made, credentials(authority, 2))
     address = impostor.serve(EVERYWHERE, lambda peer: hello(1), Inbox(), lambda link: None)
     caller = open_transport(made, credentials(authority, 0))
@@ -167,7 +173,9 @@ def test_a_server_cannot_be_another_node(made: list[GrpcTransport], authority: A
         caller.dial(address, hello(0), Inbox(), deadline=SECONDS, expect=1)
 
 
-def test_tls_caller_at_a_plain_port(made: list[GrpcTransport], authority: Authority) -> None:
+def test_a_tls_client_cannot_use_an_unencrypted_port(
+    made: list[GrpcTransport], authority: Authority
+) -> None:
     far = open_transport(made)
     port = far.serve(LOOPBACK, lambda peer: hello(1), Inbox(), lambda link: None).port
     caller = open_transport(made, credentials(authority, 0))
@@ -175,7 +183,7 @@ def test_tls_caller_at_a_plain_port(made: list[GrpcTransport], authority: Author
         caller.dial(Address("0.0.0.0", port), hello(0), Inbox(), deadline=0.5)
 
 
-# Strangers who follow no protocol.
+# Clients that do not follow the protocol
 
 
 @pytest.fixture
@@ -199,13 +207,13 @@ def raw_stream(
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (b"hello", "cut short"),
-        (hello_frame(hello(0))[:-1], "says that it has"),
+        (b"hello", "truncated"),
+        (hello_frame(hello(0))[:-1], "announces"),
         (next(iter(encode(Message(Goodbye(0))))), "begins with a Hello, not with Goodbye"),
-        (next(iter(encode(message()))), "over the limit"),
+        (next(iter(encode(message()))), "exceed the limit"),
     ],
 )
-def test_a_first_frame_that_is_no_hello_is_refused(
+def test_a_first_frame_other_than_hello_is_refused(
     plain: tuple[Address, Inbox, SimpleQueue[Link]], first: bytes, reason: str
 ) -> None:
     channel, stream, outgoing = raw_stream(plain[0], first)
@@ -216,23 +224,23 @@ def test_a_first_frame_that_is_no_hello_is_refused(
     channel.close()
 
 
-def test_who_says_nothing_is_sent_away(
+def test_a_client_without_a_hello_is_refused(
     plain: tuple[Address, Inbox, SimpleQueue[Link]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_server, "HELLO_SECONDS", 0.1)
     channel, stream, outgoing = raw_stream(plain[0])
-    assert b"no Hello came" in b"".join(stream)
+    assert b"no Hello arrived" in b"".join(stream)
     outgoing.put(None)
     channel.close()
 
 
-def test_garbage_on_a_link_loses_it_with_the_reason(
+def test_invalid_data_loses_the_link_with_the_reason(
     plain: tuple[Address, Inbox, SimpleQueue[Link]], made: list[GrpcTransport]
 ) -> None:
     address, inbox, _ = plain
     for garbage, reason in [
-        (b"garbage", "node_5 sent something unreadable: a frame of 7 bytes is cut short"),
-        (bytes(1000), "no frame of Ravnest"),
+        (b"garbage", "node_5 sent an invalid frame: a frame of 7 bytes is truncated"),
+        (bytes(1000), "not a Ravnest frame"),
         (next(iter(encode(message())))[:-3] + b"abc", "checksum"),
     ]:
         channel, stream, outgoing = raw_stream(address, hello_frame(hello(5)), garbage)
@@ -250,22 +258,22 @@ def test_a_message_over_the_limits_loses_the_link() -> None:
     near, far = GrpcTransport(), GrpcTransport(limits=Limits(max_message_bytes=1000))
     pair = connect(near, far)
     pair.near.send(message(0, 1000))
-    assert "4000 bytes of tensors are over 1000" in pair.far_inbox.loss()
+    assert "4000 bytes of tensors exceed the limit of 1000" in pair.far_inbox.loss()
     assert pair.near_inbox.loss()
     near.close()
     far.close()
 
 
-def test_another_service_is_no_node(made: list[GrpcTransport]) -> None:
+def test_another_grpc_service_is_not_a_node(made: list[GrpcTransport]) -> None:
     server = grpc.server(grpc_server.DaemonThreads())
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with pytest.raises(UnreachableError, match="no node of Ravnest"):
+    with pytest.raises(UnreachableError, match="not a Ravnest node"):
         open_transport(made).dial(Address("127.0.0.1", port), hello(0), Inbox(), deadline=0.3)
     server.stop(None)
 
 
-def test_a_listener_that_never_answers_is_given_up(made: list[GrpcTransport]) -> None:
+def test_a_listener_that_never_answers_is_unreachable(made: list[GrpcTransport]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("127.0.0.1", silent.getsockname()[1])
         with pytest.raises(UnreachableError, match="no answer within"):
@@ -308,11 +316,11 @@ def test_a_name_that_does_not_resolve(made: list[GrpcTransport], authority: Auth
         transport.dial(Address("no-such-host.invalid", 80), hello(0), Inbox(), deadline=0.5)
 
 
-# Processes that die.
+# Killed processes
 
 
 def _child(control: Connection, port: int | None) -> None:
-    """Serves or dials, and sends without end, so that it dies in the middle of a message."""
+    """Serve or dial, and send endlessly, so that the process is killed during a message."""
     transport = GrpcTransport()
     if port is None:
         links: SimpleQueue[Link] = SimpleQueue()
@@ -326,8 +334,8 @@ def _child(control: Connection, port: int | None) -> None:
         link.flush(SECONDS)
 
 
-@pytest.mark.parametrize("dials", [False, True], ids=["the server dies", "the caller dies"])
-def test_a_killed_peer_is_noticed(made: list[GrpcTransport], dials: bool) -> None:
+@pytest.mark.parametrize("dials", [False, True], ids=["server killed", "client killed"])
+def test_a_killed_peer_is_detected(made: list[GrpcTransport], dials: bool) -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     inbox, transport = Inbox(), open_transport(made)
@@ -341,11 +349,11 @@ def test_a_killed_peer_is_noticed(made: list[GrpcTransport], dials: bool) -> Non
     inbox.messages.get(timeout=60)
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
-    assert "lost node_1: " in inbox.lost.get(timeout=9)  # before keep-alive would have noticed
+    assert "lost node_1: " in inbox.lost.get(timeout=9)  # before keep-alive would detect it
     child.join(SECONDS)
 
 
-FORGETFUL = """
+NEVER_CLOSES = """
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.wire.messages import Message, SaveStage
 from transport_nodes import connect
@@ -355,10 +363,10 @@ pair.far_inbox.next()
 """
 
 
-def test_a_program_that_forgets_to_close_ends() -> None:
+def test_a_program_ends_without_closing_its_links() -> None:
     folder = os.path.dirname(__file__)  # noqa: PTH120
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])}
-    subprocess.run([sys.executable, "-c", FORGETFUL], env=environment, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", NEVER_CLOSES], env=environment, timeout=60, check=True)
 
 
 def test_a_forked_child_does_not_disturb_the_link(made: list[GrpcTransport]) -> None:
@@ -371,5 +379,5 @@ def test_a_forked_child_does_not_disturb_the_link(made: list[GrpcTransport]) -> 
     assert_works(pair)
 
 
-def test_refusals_have_a_size() -> None:
+def test_refusals_are_small() -> None:
     assert len(hello_frame(HelloRefused("x" * 1000))) < 1200

@@ -1,4 +1,4 @@
-"""A link without a network: what it sends, and what it makes of what arrives."""
+"""FrameLink without a network: sent batches and received frames."""
 
 import itertools
 import math
@@ -10,14 +10,15 @@ from transport_nodes import SECONDS, Inbox, hello
 
 from ravnest.errors import LinkClosedError
 from ravnest.transport.link import FrameLink
+from ravnest.types import MicrobatchId
 from ravnest.wire.control import Closing, Echo, Probe, decode_control, encode_control
 from ravnest.wire.envelope import Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, Assembler, encode
-from ravnest.wire.messages import Forward, Message, MicrobatchId
+from ravnest.wire.messages import Forward, Message
 
 
 class Bench:
-    """A link, and whether it hung up."""
+    """Link whose stream is replaced by events."""
 
     def __init__(self) -> None:
         self.inbox = Inbox()
@@ -31,7 +32,7 @@ def bench() -> Bench:
 
 
 def message(index: int, count: int = 10) -> Message:
-    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
+    return Message(Forward("run", MicrobatchId(0, index), 1), {"x": torch.zeros(count)})
 
 
 def frame(index: int) -> bytes:
@@ -46,7 +47,7 @@ def kinds(batch: bytes) -> list[Kind]:
     return [unseal(part, len(batch)).kind for part in split(batch)]
 
 
-def test_what_is_queued_travels_together_and_probes_go_first(bench: Bench) -> None:
+def test_queued_messages_form_one_batch_and_probes_go_first(bench: Bench) -> None:
     for index in range(10):
         bench.link.send(message(index))
     batch = next(bench.link.batches())
@@ -63,7 +64,7 @@ def test_batches_have_about_the_size_of_a_chunk(bench: Bench) -> None:
     assembler = Assembler()
     frames = [unseal(part, len(batch)) for batch in batches for part in split(batch)]
     messages = [assembler.take(each) for each in frames if each.kind is not Kind.CONTROL]
-    assert [m.head.batch.index for m in messages if m and isinstance(m.head, Forward)] == list(
+    assert [m.head.microbatch.index for m in messages if m and isinstance(m.head, Forward)] == list(
         range(count)
     )
 
@@ -99,19 +100,19 @@ def test_a_lost_link_sends_nothing_more(bench: Bench) -> None:
     assert list(bench.link.batches()) == []
 
 
-def test_a_loss_is_said_once(bench: Bench) -> None:
+def test_a_loss_is_reported_once(bench: Bench) -> None:
     bench.link.ended("gone")
     bench.link.ended("gone again")
     assert bench.inbox.lost.qsize() == 1
 
 
-def test_a_peer_that_says_so_has_closed(bench: Bench) -> None:
+def test_a_closing_frame_means_that_the_peer_closed(bench: Bench) -> None:
     bench.link.received(control(Closing()))
     bench.link.ended("whatever")
     assert bench.inbox.loss() == "node_1 closed the link"
 
 
-def test_what_came_before_the_damage_counts_and_nothing_after(bench: Bench) -> None:
+def test_frames_before_a_damaged_one_are_delivered_and_none_after(bench: Bench) -> None:
     damaged = bytearray(frame(1))
     damaged[-1] ^= 1
     bench.link.received(frame(0) + bytes(damaged) + frame(2))
@@ -122,24 +123,24 @@ def test_what_came_before_the_damage_counts_and_nothing_after(bench: Bench) -> N
     assert bench.inbox.messages.qsize() == 1
 
 
-def test_more_probes_than_can_be_answered(bench: Bench) -> None:
+def test_too_many_probes_lose_the_link(bench: Bench) -> None:
     bench.link.received(control(*map(Probe, range(10_000))))
     assert bench.hung_up.is_set()
     bench.link.ended("cancelled")
     assert "more probes than can be answered" in bench.inbox.loss()
 
 
-def test_echoes_nobody_asked_for_are_ignored(bench: Bench) -> None:
+def test_unexpected_echoes_are_ignored(bench: Bench) -> None:
     bench.link.received(control(Echo(3), Echo(2**40), Echo(-1)))
     assert not bench.hung_up.is_set()
     assert bench.link.delay().round_trip == 0.0
 
 
-def test_flush_in_a_handler_is_our_bug(bench: Bench) -> None:
+def test_flush_in_a_handler_is_an_assertion_error(bench: Bench) -> None:
     failed: list[bool] = []
 
     def flush(link: object, message: Message) -> None:
-        with pytest.raises(AssertionError, match="would wait for itself"):
+        with pytest.raises(AssertionError, match="must not be called in a handler"):
             bench.link.flush(1)
         failed.append(True)
 

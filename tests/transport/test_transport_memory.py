@@ -1,4 +1,4 @@
-"""What the in-memory network can do besides the contract."""
+"""Delay and cuts of the in-memory transport."""
 
 import time
 
@@ -6,11 +6,12 @@ import torch
 from transport_nodes import LOOPBACK, SECONDS, Inbox, connect, hello
 
 from ravnest.transport.memory import MemoryNetwork
-from ravnest.wire.messages import Forward, Message, MicrobatchId
+from ravnest.types import MicrobatchId
+from ravnest.wire.messages import Forward, Message
 
 
 def message(index: int, count: int = 10) -> Message:
-    return Message(Forward(MicrobatchId("run", 0, 0, index), 1), {"x": torch.zeros(count)})
+    return Message(Forward("run", MicrobatchId(0, index), 1), {"x": torch.zeros(count)})
 
 
 def test_delay_delays_messages_and_does_not_limit_their_number() -> None:
@@ -24,7 +25,7 @@ def test_delay_delays_messages_and_does_not_limit_their_number() -> None:
     assert pair.far_inbox.messages.qsize() == 40
 
 
-def test_delay_is_found_out_by_measuring() -> None:
+def test_delay_is_measured() -> None:
     network = MemoryNetwork(delay=0.05)
     pair = connect(network.transport(), network.transport())
     pair.near.send(message(0))
@@ -33,7 +34,7 @@ def test_delay_is_found_out_by_measuring() -> None:
     assert pair.near.delay().message >= 0.05
 
 
-def test_a_cut_loses_that_link_on_both_sides_and_no_other() -> None:
+def test_a_cut_loses_one_link_on_both_sides() -> None:
     network = MemoryNetwork()
     server, inbox = network.transport(), Inbox()
     address = server.serve(LOOPBACK, lambda peer: hello(1), inbox, lambda link: None)

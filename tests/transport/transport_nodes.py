@@ -1,4 +1,4 @@
-"""Nodes that talk to each other, over either transport."""
+"""Pairs of linked nodes over either transport."""
 
 import datetime
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, Message
 
 SECONDS = 20.0
-"""No wait of a test is longer; all that succeed are far shorter."""
+"""Maximum wait in a test; successful waits are far shorter."""
 LOOPBACK = Address("127.0.0.1", 0)
 EVERYWHERE = Address("0.0.0.0", 0)
 
@@ -29,7 +29,7 @@ def hello(node: int, codec: str = "raw") -> Hello:
 
 @dataclass
 class Inbox:
-    """A handler that keeps what comes."""
+    """Handler that keeps messages and losses."""
 
     messages: SimpleQueue[Message] = field(default_factory=SimpleQueue)
     lost: SimpleQueue[str] = field(default_factory=SimpleQueue)
@@ -52,7 +52,7 @@ class Inbox:
 
 @dataclass
 class Pair:
-    """node_0 has dialled node_1."""
+    """Two linked nodes; node_0 has dialled node_1."""
 
     near: Link
     far: Link
@@ -75,7 +75,7 @@ def network() -> MemoryNetwork:
 
 @pytest.fixture
 def transport(kind: str, network: MemoryNetwork) -> Iterator[Opener]:
-    """Makes transports, and closes them."""
+    """Factory of transports, which are closed at the end."""
     made: list[Transport] = []
 
     def make() -> Transport:

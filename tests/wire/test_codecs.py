@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import WireError
+from ravnest.types import MicrobatchId
 from ravnest.wire.codecs import BF16, CODECS, FP16, INT8, RAW, Codec, Encoded, ErrorFeedback, codec_named
 from ravnest.wire.frames import Assembler, encode
 from ravnest.wire.layout import DTYPES, TensorLayout, dense
-from ravnest.wire.messages import Forward, Message, MicrobatchId
+from ravnest.wire.messages import Forward, Message
 
 LOSSY: list[Codec] = [FP16, BF16, INT8]
 BLOCK = 32
 SMALLEST = 128
-HEAD = Forward(MicrobatchId("run", 0, 0, 0), 1)
+HEAD = Forward("run", MicrobatchId(0, 0), 1)
 SIZES = st.one_of(st.integers(0, 5 * SMALLEST), st.sampled_from([127, 128, 129, 32_736, 32_737, 70_000]))
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 lossy = pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)

@@ -1,4 +1,4 @@
-"""Messages survive the wire exactly, and nothing but messages gets through."""
+"""Encoding of messages as frames: exact round trips, and rejection of invalid data."""
 
 import contextlib
 import math
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import WireError
-from ravnest.types import is_dense
+from ravnest.types import MicrobatchId, is_dense
 from ravnest.wire import envelope
 from ravnest.wire.codecs import CODECS
 from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
@@ -34,7 +34,6 @@ from ravnest.wire.messages import (
     Hello,
     HelloRefused,
     Message,
-    MicrobatchId,
     PhaseBegin,
     PhaseEnd,
     RunEnd,
@@ -45,18 +44,24 @@ from ravnest.wire.messages import (
     Value,
 )
 
-BATCH = MicrobatchId("run", 3, 1, 7, 2)
-HEAD = Forward(BATCH, 32, {"targets": "abc"})
+MICROBATCH = MicrobatchId(3, 7)
+HEAD = Forward("run", MICROBATCH, 32, {"targets": "abc"})
 HEADS: list[AnyHead] = [
     Hello(PROTOCOL, "plan", 3, 1, 2, "run", {"schedule": "sync"}, "fp16"),
     HelloRefused("another plan"),
     HEAD,
-    Backward(BATCH, (StageTiming(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),), 0.25, ((0, 1.0), (3, math.inf))),
-    Backward(BATCH),
+    Backward(
+        "run",
+        MICROBATCH,
+        (StageTiming(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),),
+        0.25,
+        ((0, 1.0), (3, math.inf)),
+    ),
+    Backward("run", MICROBATCH),
     ClipNorm(5, 1.5),
     PhaseBegin("run", 1, "validate", 0),
     PhaseEnd("run", 1, 12, True),
-    ForwardResult(BATCH),
+    ForwardResult("run", MICROBATCH),
     ValidationResult("run", 1, "accuracy", 0.5, 100),
     SaveStage("run"),
     StageSaved("run", 1, '{"a": 1}'),
@@ -81,7 +86,7 @@ def sent(**values: Value) -> dict[str, Value]:
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
-    """NaNs differ from themselves, and not every dtype can be compared."""
+    """Return the bytes of a tensor; NaN != NaN, and not every dtype can be compared."""
     flat = tensor.contiguous().clone(memory_format=torch.contiguous_format).view(-1)
     return flat.view(torch.uint8).tolist() if flat.numel() else []
 
@@ -97,13 +102,13 @@ def assert_same(left: Value, right: Value) -> None:
 
 
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: type(head).__name__)
-def test_every_head_comes_back_as_it_was(head: AnyHead) -> None:
+def test_every_head_round_trips(head: AnyHead) -> None:
     assert through(Message(head)) == Message(head, {})
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_every_dtype_travels(dtype: torch.dtype) -> None:
+def test_every_dtype_round_trips(dtype: torch.dtype) -> None:
     raw = torch.randint(0, 256, (48 * dtype.itemsize,), dtype=torch.uint8)
     tensor = raw.view(dtype).view(3, 16) if dtype != torch.bool else (raw % 2).bool().view(3, 16)
     assert_same(sent(x=tensor)["x"], tensor)
@@ -146,12 +151,12 @@ def test_tensors_with_gaps_arrive_contiguous(tensor: torch.Tensor) -> None:
     assert_same(sent(x=tensor)["x"], tensor.contiguous())
 
 
-def test_a_slice_carries_its_own_bytes_only() -> None:
+def test_a_slice_sends_only_its_own_bytes() -> None:
     (frame,) = encode(Message(HEAD, {"x": torch.randn(1000, 100)[10:12]}))
     assert len(frame) < 1500
 
 
-def test_history_stays_behind() -> None:
+def test_autograd_history_is_not_sent() -> None:
     weight = torch.nn.Parameter(torch.randn(3))
     values = sent(
         parameter=weight, result=weight * 2, conjugate=torch.randn(3, dtype=torch.cfloat).conj()
@@ -165,7 +170,7 @@ def test_history_stays_behind() -> None:
         assert not value.is_conj()
 
 
-def test_what_arrives_is_aligned_and_owned() -> None:
+def test_received_tensors_are_aligned_and_writable() -> None:
     values = sent(a=torch.randn(3), b=torch.randn(5, dtype=torch.float64), c=torch.randn(400_000))
     for value in values.values():
         assert isinstance(value, torch.Tensor)
@@ -190,7 +195,7 @@ def test_many_values_share_chunks() -> None:
         assert_same(result.values[name], value)
 
 
-def test_chunks_are_of_the_size_asked_for() -> None:
+def test_chunks_have_the_given_size() -> None:
     opening, *chunks = encode(Message(HEAD, {"x": torch.randn(100_000)}), chunk=100_000)
     assert len(opening) < 300
     assert [len(chunk) - envelope.SIZE for chunk in chunks] == [100_000] * 4
@@ -219,7 +224,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     ),
     st.integers(1, 500),
 )
-def test_any_message_comes_back(values: dict[str, Value], chunk: int) -> None:
+def test_any_message_round_trips(values: dict[str, Value], chunk: int) -> None:
     result = through(Message(HEAD, values), chunk=chunk)
     assert list(result.values) == list(values)
     for name, value in values.items():
@@ -228,7 +233,7 @@ def test_any_message_comes_back(values: dict[str, Value], chunk: int) -> None:
         assert_same(result.values[name], value)
 
 
-# What must not get through.
+# Invalid data
 
 FRAMES = list(
     encode(
@@ -239,13 +244,13 @@ SMALL = next(iter(encode(Message(HEAD, {"x": torch.randn(3, 4), "n": 3}))))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 15, 23, 24, 40, len(SMALL) - 1])
-def test_a_frame_that_is_cut_short_is_refused(cut: int) -> None:
-    with pytest.raises(WireError, match=r"cut short|says that it has"):
+def test_a_truncated_frame_is_refused(cut: int) -> None:
+    with pytest.raises(WireError, match=r"truncated|announces"):
         Assembler().feed(SMALL[:cut])
 
 
-def test_a_longer_frame_is_refused() -> None:
-    with pytest.raises(WireError, match="says that it has"):
+def test_a_frame_with_extra_bytes_is_refused() -> None:
+    with pytest.raises(WireError, match="announces"):
         Assembler().feed(SMALL + b"\0")
 
 
@@ -257,25 +262,25 @@ def test_a_flipped_bit_anywhere_is_refused() -> None:
             Assembler().feed(bytes(damaged))
 
 
-def test_another_version_says_so() -> None:
+def test_another_format_version_is_named() -> None:
     damaged = SMALL[:4] + bytes([envelope.VERSION + 1]) + SMALL[5:]
-    with pytest.raises(WireError, match=f"format {envelope.VERSION + 1}; this node understands"):
+    with pytest.raises(WireError, match=f"format version {envelope.VERSION + 1}"):
         Assembler().feed(damaged)
 
 
-def test_other_bytes_are_no_frame() -> None:
-    with pytest.raises(WireError, match="no frame of Ravnest"):
+def test_other_data_is_not_a_frame() -> None:
+    with pytest.raises(WireError, match="not a Ravnest frame"):
         Assembler().feed(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
 
 
 def test_chunks_out_of_order_are_refused() -> None:
     opening, first, second, *_ = FRAMES
     for wrong, message in [
-        ([first], "belongs to no message"),
-        ([opening, second], "chunk 1 came where chunk 0 was due"),
-        ([opening, first, first], "chunk 0 came where chunk 1 was due"),
-        ([opening, opening], "before the one before is complete"),
-        ([opening, first, opening], "before the one before is complete"),
+        ([first], "outside a message"),
+        ([opening, second], "chunk 1 arrived, expected chunk 0"),
+        ([opening, first, first], "chunk 0 arrived, expected chunk 1"),
+        ([opening, opening], "before the previous one is complete"),
+        ([opening, first, opening], "before the previous one is complete"),
     ]:
         assembler = Assembler()
         for frame in wrong[:-1]:
@@ -288,19 +293,19 @@ def test_a_chunk_too_long_is_refused() -> None:
     assembler = Assembler()
     for frame in FRAMES[:-1]:
         assembler.feed(frame)
-    with pytest.raises(WireError, match=r"bytes, and .* are missing"):
+    with pytest.raises(WireError, match=r"bytes arrived, but .* are missing"):
         assembler.feed(b"".join(seal(Kind.CHUNK, len(FRAMES) - 2, [b"x" * 200_000])))
 
 
-def test_a_control_frame_is_no_message() -> None:
-    with pytest.raises(WireError, match="no part of a message"):
+def test_a_control_frame_is_not_part_of_a_message() -> None:
+    with pytest.raises(WireError, match="cannot be part of a message"):
         Assembler().feed(b"".join(encode_control(Probe(1))))
 
 
 def forged(
     table: list[Any], nbytes: int, inline: bool = True, payload: bytes = b"", head: Any = None
 ) -> bytes:
-    """A frame of a peer that follows the format and lies in its table."""
+    """Return a frame with a valid format and an arbitrary table."""
     head = head or {"type": "Goodbye", "node": 1}
     opening = msgspec.msgpack.encode([head, table, nbytes, inline])
     return b"".join(seal(Kind.OPENING, 0, [struct.pack("<I", len(opening)), opening, payload]))
@@ -320,7 +325,7 @@ def tensor(**changes: Any) -> list[Any]:
     return list((entry | changes).values())
 
 
-def test_the_forger_can_tell_the_truth() -> None:
+def test_a_forged_frame_with_a_valid_table_is_accepted() -> None:
     message = Assembler().feed(forged([tensor()], 16, payload=bytes(16)))
     assert message is not None
     assert message.head == Goodbye(1)
@@ -330,29 +335,29 @@ def test_the_forger_can_tell_the_truth() -> None:
     ("frame", "reason"),
     [
         (forged([tensor(nbytes=12)], 12, payload=bytes(12)), "its shape needs 16"),
-        (forged([tensor(shape=[2**40, 2**40])], 16), "impossible shape"),
-        (forged([tensor(shape=[2**40, 2**40], nbytes=2**63 - 1)], 2**63 - 1, False), "impossible shape"),
-        (forged([tensor(shape=[-2, -2])], 16), "impossible shape"),
-        (forged([tensor(shape=[2**33], nbytes=2**35)], 2**35, False), "are over"),
-        (forged([tensor(shape=[2**40, 2**40, 0], nbytes=0)], 0), "impossible shape"),
+        (forged([tensor(shape=[2**40, 2**40])], 16), "invalid shape"),
+        (forged([tensor(shape=[2**40, 2**40], nbytes=2**63 - 1)], 2**63 - 1, False), "invalid shape"),
+        (forged([tensor(shape=[-2, -2])], 16), "invalid shape"),
+        (forged([tensor(shape=[2**33], nbytes=2**35)], 2**35, False), "exceed the limit"),
+        (forged([tensor(shape=[2**40, 2**40, 0], nbytes=0)], 0), "invalid shape"),
         (forged([tensor(shape=[1] * 65, nbytes=4)], 4), "65 dimensions"),
         (forged([tensor(strides=[0, 1])], 16), "do not fit"),
         (forged([tensor(strides=[-2, 1])], 16), "do not fit"),
         (forged([tensor(strides=[1, 1])], 16), "do not fit"),
         (forged([tensor(strides=[2])], 16), "do not fit"),
-        (forged([tensor(shape=[1, 4], strides=[2**60, 1])], 16), "impossible strides"),
-        (forged([tensor(shape=[0, 4], strides=[-1, 1], nbytes=0)], 0), "impossible strides"),
+        (forged([tensor(shape=[1, 4], strides=[2**60, 1])], 16), "invalid strides"),
+        (forged([tensor(shape=[0, 4], strides=[-1, 1], nbytes=0)], 0), "invalid strides"),
         (forged([tensor(dtype="object")], 16), "unknown dtype"),
         (forged([tensor(dtype="qint8")], 16), "unknown dtype"),
         (forged([tensor(codec="zip")], 16), "unknown codec"),
-        (forged([tensor(offset=4)], 16), "lies at 4"),
-        (forged([tensor(), tensor(offset=16)], 32), "two values are called"),
+        (forged([tensor(offset=4)], 16), "has offset 4"),
+        (forged([tensor(), tensor(offset=16)], 32), "two values have the name"),
         (forged([tensor(name="n" * 2000)], 16), "a name of 2000 characters"),
-        (forged([tensor()], 20, payload=bytes(20)), "announces 20 bytes, its tensors have 16"),
-        (forged([tensor()], 16, payload=bytes(15)), "15 bytes came where 16"),
-        (forged([tensor()], 16, payload=bytes(17)), "17 bytes came where 16"),
-        (forged([tensor()], 16, False, payload=bytes(16)), "comes in chunks, and it does not"),
-        (forged([], 0, False), "comes in chunks, and it does not"),
+        (forged([tensor()], 20, payload=bytes(20)), "announces 20 bytes, but its tensors have 16"),
+        (forged([tensor()], 16, payload=bytes(15)), "15 bytes arrived, but 16"),
+        (forged([tensor()], 16, payload=bytes(17)), "17 bytes arrived, but 16"),
+        (forged([tensor()], 16, False, payload=bytes(16)), "announces chunks"),
+        (forged([], 0, False), "announces chunks"),
         (forged([[1, "n", "text"]], 0), "malformed"),
         (forged([[2, "n", 1]], 0), "malformed"),
         (forged([[1, "n", 1, 1]], 0), "malformed"),
@@ -360,15 +365,15 @@ def test_the_forger_can_tell_the_truth() -> None:
         (forged([], 0, head={"type": "Goodbye"}), "malformed"),
         (forged([], 0, head={"type": "Goodbye", "node": "1"}), "malformed"),
         (forged([], 0, head={"type": "Goodbye", "node": 1, "more": 1}), "malformed"),
-        (b"".join(seal(Kind.OPENING, 0, [b"\1"])), "cut short"),
+        (b"".join(seal(Kind.OPENING, 0, [b"\1"])), "truncated"),
         (
             b"".join(seal(Kind.OPENING, 0, [struct.pack("<I", 2**31), b"x"])),
-            "over the limit or cut short",
+            "exceeds the limit or is truncated",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_lie_in_the_table_is_refused(frame: bytes, reason: str) -> None:
+def test_an_invalid_table_is_refused(frame: bytes, reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         Assembler().feed(frame)
 
@@ -380,11 +385,11 @@ def test_limits_are_checked_before_memory_is_allocated(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "empty", refuse)
     limits = Limits(max_message_bytes=1000, max_values=2, max_opening_bytes=500)
     for table, nbytes, reason in [
-        ([tensor(shape=[251], nbytes=1004)], 1004, "are over 1000"),
+        ([tensor(shape=[251], nbytes=1004)], 1004, "exceed the limit of 1000"),
         (
             [tensor(shape=[200], nbytes=800), tensor(name="y", shape=[51], nbytes=204, offset=800)],
             1004,
-            "over 1000",
+            "exceed the limit of 1000",
         ),
         ([[1, str(i), i] for i in range(3)], 0, "3 values"),
         ([tensor(name="n" * 600)], 16, "a head of"),
@@ -398,13 +403,13 @@ def test_limits_are_checked_before_memory_is_allocated(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (torch.eye(3).to_sparse(), "only plain dense"),
+        (torch.eye(3).to_sparse(), "only dense tensors"),
         (torch.empty(3, device="meta"), "no values"),
-        (2**64, "cannot travel"),
-        ("text", "cannot travel|malformed"),
+        (2**64, "cannot be encoded"),
+        ("text", "cannot be encoded|malformed"),
     ],
 )
-def test_what_cannot_travel_is_not_sent(value: Any, reason: str) -> None:
+def test_unsupported_values_are_not_sent(value: Any, reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         through(Message(HEAD, {"x": value}))
 
@@ -412,7 +417,7 @@ def test_what_cannot_travel_is_not_sent(value: Any, reason: str) -> None:
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_random_damage_is_a_wire_error_or_harmless(data: st.DataObject) -> None:
-    """With the checksum made right again: what a hostile peer could send."""
+    """The checksum is valid again, as a hostile peer could send it."""
     frames = [bytearray(frame) for frame in FRAMES]
     frame = frames[data.draw(st.integers(0, len(frames) - 1))]
     for _ in range(data.draw(st.integers(1, 6))):
@@ -441,22 +446,22 @@ def test_noise_is_a_wire_error(noise: bytes) -> None:
             Assembler().feed(data)
 
 
-# Runs of frames, and what links say to each other.
+# Batches of frames and control frames
 
 
-def test_a_run_of_frames_splits_into_them() -> None:
+def test_a_batch_splits_into_its_frames() -> None:
     assert [bytes(part) for part in split(b"".join(FRAMES))] == FRAMES
     assert list(split(b"")) == []
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
-def test_splitting_ends_and_loses_nothing(noise: bytes) -> None:
+def test_splitting_terminates_and_keeps_every_byte(noise: bytes) -> None:
     assert b"".join(split(noise)) == noise
 
 
 @pytest.mark.parametrize("control", [Probe(3), Echo(2**40), Ack(7, 0.25), Closing()])
-def test_controls_come_back(control: Control) -> None:
+def test_control_frames_round_trip(control: Control) -> None:
     assert decode_control(unseal(b"".join(encode_control(control)), 100)) == control
 
 
@@ -467,5 +472,5 @@ def test_a_malformed_control_is_a_wire_error(noise: bytes) -> None:
         decode_control(unseal(b"".join(seal(Kind.CONTROL, 0, [noise])), 100))
 
 
-def test_codecs_are_named_as_on_the_wire() -> None:
+def test_codecs_have_their_names_on_the_wire() -> None:
     assert all(codec.name == name for name, codec in CODECS.items())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ravnest.errors import RavnestError, UnreachableError
 from ravnest.store.node_spec import NeighbourSpec, NodeSpec
 from ravnest.transport.base import Link, LinkHandler, Transport
-from ravnest.transport.link import part
+from ravnest.transport.link import send_and_close
 from ravnest.types import Address
 from ravnest.wire.messages import AnyHead, Hello
 
@@ -164,7 +164,7 @@ class Peers:
             self._links.clear()
             self._changed.notify_all()
         for link in links:
-            part(link, last)
+            send_and_close(link, last)
 
     @property
     def closed(self) -> bool:

@@ -19,7 +19,7 @@ from ravnest.host import usable_cores
 from ravnest.provider.child_process import ChildProcess, run_together
 from ravnest.provider.supervision import Supervision
 from ravnest.store.node_spec import NodeSpec, read_nodes
-from ravnest.transport.tls import dialled, is_loopback
+from ravnest.transport.tls import dial_address, is_loopback
 from ravnest.types import Address
 
 _THREADS = "OMP_NUM_THREADS"
@@ -80,7 +80,7 @@ def nodes_here(nodes: Sequence[NodeSpec], hosts: frozenset[str]) -> list[NodeSpe
 
 
 def _is_here(address: Address, hosts: frozenset[str]) -> bool:
-    address = dialled(address)
+    address = dial_address(address)
     if is_loopback(address) or address.host in hosts:
         return True
     try:

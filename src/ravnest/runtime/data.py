@@ -1,4 +1,4 @@
-"""Batches as users load them: what the loss gets, and whether Root and Leaf see the same."""
+"""Batches of the user's loaders: targets, the criterion, and the comparison of Root and Leaf."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABELS = "labels"
 
 
 def targets_of(batch: Any) -> Any:
-    """The targets in a batch: ``["labels"]`` of a mapping, the last element of a sequence."""
+    """Return the targets of a batch: ``["labels"]`` of a mapping, the last element of a sequence."""
     if isinstance(batch, Mapping):
         return batch.get(LABELS)
     if isinstance(batch, Sequence) and not isinstance(batch, str):
@@ -29,7 +29,7 @@ def targets_of(batch: Any) -> Any:
 
 
 def inputs_of(batch: Any) -> Any:
-    """What is not a target in a batch; None where a batch has nothing else."""
+    """Return the part of a batch that is not targets; None if there is no other part."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != LABELS}
     if isinstance(batch, Sequence) and len(batch) > 1:
@@ -38,19 +38,19 @@ def inputs_of(batch: Any) -> Any:
 
 
 def has_targets(batch: Any) -> bool:
-    """Whether a batch of a loader holds targets beside the inputs."""
+    """Return whether a batch of a loader contains targets besides the inputs."""
     return (
         LABELS in batch if isinstance(batch, Mapping) else isinstance(batch, Sequence) and len(batch) > 1
     )
 
 
 def size_of(values: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor that has one; else 1."""
+    """Return the number of samples: the first dimension of the first tensor that has one, else 1."""
     return next((t.shape[0] for t in tensors_in(values) if t.dim()), 1)
 
 
 def digest_of(values: Any) -> str | None:
-    """A cheap digest of the tensors in a value; None where there are none."""
+    """Return a fast digest of the tensors in a value; None if it has no tensors."""
     tensors = tensors_in(values)
     if not tensors:
         return None
@@ -64,7 +64,7 @@ def digest_of(values: Any) -> str | None:
 
 
 def digests_of(batch: Any) -> dict[str, str]:
-    """The digest by which the Leaf knows a batch of the Root: of its targets, else of its inputs."""
+    """Return the digest that the Leaf compares: of the targets or, if there are none, of the inputs."""
     for name, part in (
         ("targets", targets_of(batch) if has_targets(batch) else None),
         ("inputs", batch),
@@ -75,18 +75,18 @@ def digests_of(batch: Any) -> dict[str, str]:
 
 
 class WatchedLoader:
-    """A user's loader at the Root; it remembers the batch that was taken last.
+    """Wrapper of a user's loader that remembers the last batch.
 
-    On other nodes it is empty, so that loops written for the Root do no work there.
+    On nodes other than the Root it is empty, so that loops written for the Root do nothing there.
     """
 
     def __init__(self, loader: Iterable[Any], *, active: bool) -> None:
         self._loader = loader
         self._active = active
         self.last: Any = None
-        """The batch that was taken last and not yet asked for by ``take``."""
+        """Last batch, until ``take`` returns it."""
         self.exhausted = False
-        """The last iteration went to its end."""
+        """True if the last iteration reached the end."""
 
     def __iter__(self) -> Iterator[Any]:
         if not self._active:
@@ -112,33 +112,33 @@ class WatchedLoader:
         return getattr(self._loader, name)
 
     def take(self) -> Any:
-        """The batch that was taken last, once."""
+        """Return the last batch and forget it."""
         batch, self.last = self.last, None
         return batch
 
     def was_exhausted(self) -> bool:
-        """Whether the last iteration went to its end; once."""
+        """Return whether the last iteration reached the end, and reset the flag."""
         exhausted, self.exhausted = self.exhausted, False
         return exhausted
 
 
 class Targets:
-    """The Leaf's side of the data: what its labels give, in step with the Root's micro-batches."""
+    """Labels at the Leaf, iterated in step with the Root's micro-batches."""
 
     def __init__(self, labels: Any, parameter: str) -> None:
-        """``parameter``: how the user calls the labels, for messages."""
+        """``parameter``: name of the labels' parameter, for messages."""
         self._labels = labels
         self._parameter = parameter
         self._iterator: Iterator[Any] | None = None
         self._at = 0
-        self._said = False
+        self._warned = False
 
     def begin(self) -> None:
-        """A phase starts: a new iteration of the loader."""
+        """Begin a phase with a new iteration of the labels."""
         if self._labels is None:
             raise DataError(
-                f"the Leaf needs the labels of this phase: Node({self._parameter}=...), the same loader "
-                "as the Root's"
+                f"the Leaf needs the labels of this phase: Node({self._parameter}=...) with the same "
+                "loader as at the Root"
             )
         self._at = 0
         if isinstance(self._labels, torch.Tensor):
@@ -148,7 +148,7 @@ class Targets:
             self._iterator = iter(self._labels)
 
     def take(self, index: int, size: int, digests: Mapping[str, str]) -> Any:
-        """The item of a micro-batch; ``DataError`` if it is not the one that the Root sent."""
+        """Return the labels of a micro-batch; ``DataError`` if they do not match the Root's batch."""
         item: Any
         if isinstance(self._labels, torch.Tensor):
             item = self._labels[self._at : self._at + size]
@@ -159,23 +159,23 @@ class Targets:
                 item = next(self._iterator, _END)
         if item is _END or (isinstance(item, torch.Tensor) and not item.shape[:1].numel()):
             raise DataError(
-                f"the Root sent micro-batch {index}, but {self._parameter} of the Leaf ends before it; "
+                f"the Root sent micro-batch {index}, but {self._parameter} at the Leaf ends before it; "
                 f"{_CHECK}"
             )
         self._compare(index, size, digests, item)
         return item
 
     def end(self, count: int, *, exhausted: bool) -> None:
-        """The phase is over after ``count`` micro-batches; ``exhausted``: so is the Root's loader."""
+        """End a phase after ``count`` micro-batches; ``exhausted``: the Root's loader has ended too."""
         iterator, self._iterator = self._iterator, None
         if iterator is None or not exhausted:
             return
-        # Samplers may draw once more when they find their end: both sides must.
+        # Samplers may draw a random number at their end, so the Leaf must reach the end as well.
         with generator_lock:
             if next(iterator, _END) is not _END:
                 raise DataError(
-                    f"the Root's loader has ended after {count} micro-batches, {self._parameter} of the "
-                    f"Leaf has more; {_CHECK}"
+                    f"the Root's loader has ended after {count} micro-batches, but {self._parameter} at "
+                    f"the Leaf has more; {_CHECK}"
                 )
 
     def _compare(self, index: int, size: int, digests: Mapping[str, str], item: Any) -> None:
@@ -189,13 +189,13 @@ class Targets:
             if found is not None:
                 if found != digest:
                     raise DataError(
-                        f"micro-batch {index} has other {part} at the Root than at the Leaf; {_CHECK}"
+                        f"micro-batch {index} has different {part} at Root and Leaf; {_CHECK}"
                     )
                 return
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             logger.warning(
-                "Root and Leaf have no part of a batch in common: only the number and size of "
+                "Root and Leaf load no common part of a batch: only the number and size of "
                 "micro-batches are compared"
             )
 
@@ -209,12 +209,12 @@ _CHECK = (
 
 @dataclass(frozen=True)
 class Criterion:
-    """The user's loss, and what it is given."""
+    """The user's loss function."""
 
     function: Callable[..., Any]
 
     def __call__(self, output: Any, item: Any) -> torch.Tensor:
-        """The loss of an output, with what the labels loader gave."""
+        """Return the loss of an output, given an item of the labels loader."""
         if _is_torch_loss(self.function):
             loss = self.function(prediction_of(output), targets_of(item))
         else:
@@ -225,7 +225,7 @@ class Criterion:
 
 
 def prediction_of(output: Any) -> Any:
-    """The tensor in an output that a loss of torch looks at: ``logits``, or the first."""
+    """Return the tensor of an output for a loss of torch: ``logits``, or the first tensor."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and "logits" in output:
@@ -233,8 +233,8 @@ def prediction_of(output: Any) -> Any:
     return next(iter(tensors_in(output)), output)
 
 
-def hits(output: Any, item: Any) -> tuple[int, int] | None:
-    """Right answers and answers in all; None where accuracy makes no sense."""
+def count_correct(output: Any, item: Any) -> tuple[int, int] | None:
+    """Return the numbers of correct answers and of all answers; None if accuracy is undefined."""
     prediction, targets = prediction_of(output), targets_of(item)
     if not isinstance(prediction, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return None

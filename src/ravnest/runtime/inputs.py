@@ -1,4 +1,4 @@
-"""Which tensor is which input of the model."""
+"""Assignment of tensors to the model's inputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _GRAPH_NAME = re.compile(r"l_(\w+)_")
 
 
 def bind(signature: Sequence[InputEntry], tensors: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the first stage from the arguments of ``forward_compute``.
+    """Return the values of the first stage from the arguments of ``forward_compute``.
 
-    ``tensors``, one or several, fill in the order of forward's signature the inputs that are not
-    given by name. ``l_<name>_`` stands for ``<name>``.
+    ``tensors``, one or several, are assigned in the order of the signature to the inputs that are not
+    given by name. ``l_<name>_`` is an alias of ``<name>``.
     """
     names = {entry.name for entry in signature}
     given = {_plain(name, names): value for name, value in named.items()}
@@ -27,18 +27,18 @@ def bind(signature: Sequence[InputEntry], tensors: Any, named: Mapping[str, Any]
     several = _several(tensors, open_)
     if len(several) > len(open_):
         raise StageInputError(
-            f"forward_compute got {len(several)} tensors for the inputs "
-            f"{', '.join(entry.name for entry in open_) or 'none'}"
+            f"forward_compute got {len(several)} tensors for {len(open_)} inputs: "
+            f"{', '.join(entry.name for entry in open_) or 'all inputs are given by name'}"
         )
     given |= {entry.name: value for entry, value in zip(open_, several, strict=False)}
     return bind_inputs(signature, (), given)
 
 
 def inputs_in(batch: Any, signature: Sequence[InputEntry]) -> tuple[Any, dict[str, Any]]:
-    """The model's inputs in a batch of a loader, by position and by name; targets are left out.
+    """Return the model's inputs in a loader's batch, by position and by name, without targets.
 
-    A mapping gives the inputs that the model knows by name; a sequence gives all but its last
-    element, the targets; anything else is the input.
+    From a mapping: the entries that are inputs of the model. From a sequence: all elements but the last,
+    which are the targets. Anything else is the input.
     """
     if isinstance(batch, Mapping):
         known = {entry.name for entry in signature}

@@ -1,4 +1,4 @@
-"""A provider's node, as users know it."""
+"""Public class ``Node``: one stage of the model on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ravnest.runtime.control.node_runtime import NodeRuntime, RuntimeConfig
 from ravnest.runtime.control.root_controller import RootController
 from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, has_targets, size_of
 from ravnest.runtime.inputs import bind
-from ravnest.runtime.schedule.events import Batch
 from ravnest.runtime.settings import NodeSettings, codec_for, is_count
 from ravnest.runtime.stage.updates import OptimizerParams, UpdateRule
 from ravnest.split.graph import InputEntry
@@ -31,22 +30,22 @@ from ravnest.store.node_spec import read_node
 from ravnest.transport.base import Transport
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.tls import Credentials
-from ravnest.types import Role
+from ravnest.types import MicrobatchId, Role
 from ravnest.wire.messages import Call, ValidationResult
 
 logger = logging.getLogger(__name__)
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _IGNORED = frozenset({"data_id"})
-"""Accepted and not needed: the node numbers micro-batches itself."""
+"""Accepted keywords that are not needed: the node numbers micro-batches itself."""
 
 
 class Node:
-    """One stage of the model at work on this machine; its role follows from its name.
+    """One stage of the model on this machine; its role follows from its name.
 
-    The further keywords are those of ``NodeSettings``. Nothing happens before ``start``, which
-    ``Trainer`` calls. Use it as a context manager, or ``close`` it; at the end of the script it
-    closes itself.
+    Further keywords are the fields of ``NodeSettings``. The node does nothing before ``start``, which
+    ``Trainer`` calls. Use it as a context manager or call ``close``; at the end of the script it closes
+    by itself.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the documented signature
@@ -69,15 +68,16 @@ class Node:
         average_optim: bool = False,
         **kwargs: Any,
     ) -> None:
-        """``name`` is ``node_<i>`` of ``node_configs.json``.
+        """Check the arguments and read the node's file; nothing is started.
 
-        ``model`` initialises the stage from a module with the same parameter names. ``optimizer`` is
-        a class, ``optimizer_params`` its settings or a function that makes parameter groups from the
-        stage's named parameters. ``criterion`` and the labels are needed at the Leaf.
-        ``update_frequency`` micro-batches make an update. ``compression`` is how tensors travel to
-        neighbours that ask for the same: ``True`` or ``"fp16"``, ``"bf16"``, ``"int8"``.
-        Clusters average their parameters every ``reduce_factor`` updates, or once an epoch, and at
-        the end of training; with ``average_optim`` the optimizer's state too.
+        ``name`` is ``node_<i>`` of ``node_configs.json``. ``model`` initialises the stage from a module
+        with the same parameter names. ``optimizer`` is a class; ``optimizer_params`` are its settings,
+        or a function that creates parameter groups from the stage's named parameters. The Leaf needs
+        ``criterion`` and the labels. An update consists of ``update_frequency`` micro-batches.
+        ``compression`` is the codec for tensors sent to neighbours with the same setting: ``True`` or
+        ``"fp16"``, ``"bf16"``, ``"int8"``. Clusters average their parameters every ``reduce_factor``
+        updates, or once per epoch, and at the end of training; with ``average_optim`` also the
+        optimizer's state.
         """
         if not isinstance(name, str):
             given = "" if name is None else f", not {name!r}"
@@ -93,8 +93,8 @@ class Node:
             )
         settings = NodeSettings.of(kwargs)
         self._folder = Path(settings.folder)
-        self._assignment = RuntimeConfig(
-            place=read_node(self._folder, name),
+        self._config = RuntimeConfig(
+            spec=read_node(self._folder, name),
             rule=UpdateRule(
                 optimizer,
                 optimizer_params,
@@ -116,18 +116,18 @@ class Node:
         )
         self._model = model
         self._device = _device(device)
-        self._session: NodeRuntime | None = None
+        self._runtime: NodeRuntime | None = None
         self._closed = False
         self._watched: list[weakref.ref[WatchedLoader]] = []
         self.epoch = 0
-        """The epoch that ``forward_compute`` adds to; counted from 0."""
+        """Epoch that ``forward_compute`` submits to, from 0."""
         self.reduce_factor = reduce_factor
         self.compression = compression
         self.average_optim = average_optim
 
     def __repr__(self) -> str:
-        place = self._assignment.place
-        return f"Node({place.name}, {place.role} of cluster {place.cluster})"
+        spec = self._config.spec
+        return f"Node({spec.name}, {spec.role} of cluster {spec.cluster})"
 
     def __enter__(self) -> Self:
         return self
@@ -139,65 +139,53 @@ class Node:
 
     @property
     def name(self) -> str:
-        """``node_<i>``."""
-        return self._assignment.place.name
+        """Name of the node, ``node_<i>``."""
+        return self._config.spec.name
 
     @property
     def cluster(self) -> int:
-        """The cluster that the node is in."""
-        return self._assignment.place.cluster
+        """Number of the node's cluster."""
+        return self._config.spec.cluster
 
     @property
     def role(self) -> Role:
-        """Root, Stem or Leaf."""
-        return self._assignment.place.role
+        """Role of the node: Root, Stem or Leaf."""
+        return self._config.spec.role
 
     @property
     def is_root(self) -> bool:
-        """Whether data enters the cluster here."""
-        return self._assignment.place.stage == 0
+        """True if the node is the Root, where data enters the cluster."""
+        return self._config.spec.stage == 0
 
     @property
     def clusters(self) -> int:
-        """How many there are, this one included."""
-        return len(self._assignment.place.roots)
-
-    @property
-    def started(self) -> bool:
-        """Whether it works already."""
-        return self._session is not None
-
-    @property
-    def session(self) -> NodeRuntime:
-        """The node at work; starts it."""
-        self.start()
-        assert self._session is not None
-        return self._session
+        """Number of clusters, including this one."""
+        return len(self._config.spec.roots)
 
     # Start and end
 
     def start(self) -> None:
-        """Load the stage, meet the neighbours and begin to work; once is enough."""
-        if self._session is not None:
+        """Load the stage, connect to the neighbours and start; a second call does nothing."""
+        if self._runtime is not None:
             return
         if self._closed:
-            raise RunError(f"{self.name} is closed: make a new Node for another run")
-        self._assignment.rule.check()
-        session = NodeRuntime(self._assignment, self._load_stage(), self._transport())
-        session.open()
-        self._session = session
+            raise RunError(f"{self.name} is closed: create a new Node for another run")
+        self._config.rule.check()
+        runtime = NodeRuntime(self._config, self._load_stage(), self._transport())
+        runtime.open()
+        self._runtime = runtime
         atexit.register(self._close_at_exit)
 
     def close(self, reason: str | None = None) -> None:
-        """Say goodbye to the neighbours and stop; with a ``reason``, end the run on all nodes."""
-        session, self._session = self._session, None
+        """Leave the run and stop; with a ``reason``, end the run on all nodes."""
+        runtime, self._runtime = self._runtime, None
         self._closed = True
         atexit.unregister(self._close_at_exit)
-        if session is not None:
-            session.close(reason)
+        if runtime is not None:
+            runtime.close(reason)
 
     def reset(self) -> None:
-        """Close the node, so that it can be started afresh; no file is touched."""
+        """Close the node, so that it can be started again; files are not touched."""
         self.close()
         self._closed = False
         self.epoch = 0
@@ -217,172 +205,184 @@ class Node:
         reduce_iteration: Any = None,
         gather_iteration: Any = None,
     ) -> None:
-        """Accepted for older scripts: a node needs no shared buffers; given ones are not used."""
+        """Do nothing; kept for older scripts. A node needs no shared buffers and ignores them."""
         given = {name for name, value in locals().items() if name != "self" and value is not None}
         if given:
-            logger.warning("init_server does not use %s: the node keeps its own", sorted(given))
+            logger.warning("init_server ignores %s: the node has its own buffers", sorted(given))
 
     def start_grpc_server(self) -> None:
-        """Start the node; its gRPC server is part of it."""
+        """Start the node, including its gRPC server."""
         self.start()
 
     def check_load_forward_buffer(self) -> None:
-        """Start the node; from then on it takes what arrives by itself."""
+        """Start the node; it then receives messages by itself."""
         self.start()
 
     # Computing
 
     def forward_compute(self, tensors: Any = None, **kwargs: Any) -> None:
-        """Give a micro-batch to the pipeline; waits only for a place in it.
+        """Submit a micro-batch to the pipeline; waits only for a free place in it.
 
-        ``tensors``, one or several, fill in the order of the model's forward the inputs that are not
-        given by name. On other nodes than the Root there is nothing to do.
+        ``tensors``, one or several, are assigned in the order of the model's ``forward`` to the inputs
+        that are not given by name. On nodes other than the Root, do nothing.
         """
         if not self.is_root:
             return
-        conductor = self._conducting()
-        if conductor.open is None:
-            conductor.begin("train", self.epoch)
-        elif conductor.open.kind != "train":
+        controller = self._controller()
+        if controller.open is None:
+            controller.begin("train", self.epoch)
+        elif controller.open.kind != "train":
             raise RunError("forward_compute was called in the middle of a validation")
-        self._submit(conductor, tensors, kwargs)
+        self._submit(controller, tensors, kwargs)
 
     def no_grad_forward_compute(
         self, tensors: Any = None, output_type: str | None = None, **kwargs: Any
     ) -> Any:
-        """The model's output for a batch, without gradients, at the Root; None on other nodes.
+        """Return the model's output for a batch, without gradients, at the Root; None elsewhere.
 
-        With an ``output_type`` (such as ``"val_accuracy"``), the Leaf compares with the next item of
-        ``test_labels`` instead, and the accuracy of the batch (or its loss) is returned.
+        With an ``output_type`` (such as ``"val_accuracy"``), return the accuracy of the batch (or its
+        loss) instead, which the Leaf computes with the next item of ``test_labels``.
         """
         if not self.is_root:
             return None
-        conductor = self._conducting()
+        controller = self._controller()
         if output_type is None:
-            self.end_phase()
-            conductor.begin("predict", self.epoch)
-            batch = self._submit(conductor, tensors, kwargs)
-            conductor.end(exhausted=False)
-            conductor.settle()
-            return conductor.answer(batch).output
-        if conductor.open is None or conductor.open.kind != "validate":
-            self.end_phase()
-            conductor.begin("validate", self.epoch)
-        return conductor.answer(self._submit(conductor, tensors, kwargs)).value
+            self._end_phase()
+            controller.begin("predict", self.epoch)
+            microbatch = self._submit(controller, tensors, kwargs)
+            controller.end(exhausted=False)
+            controller.settle()
+            return controller.result(microbatch).output
+        if controller.open is None or controller.open.kind != "validate":
+            self._end_phase()
+            controller.begin("validate", self.epoch)
+        return controller.result(self._submit(controller, tensors, kwargs)).value
 
     def wait_for_backwards(self) -> None:
-        """End the epoch: wait until all its micro-batches have come back and are applied."""
+        """End the epoch: wait until all its micro-batches have returned and are applied."""
         if not self.is_root:
             return
-        self.end_epoch()
-        self._conducting().settle()
+        self._end_epoch()
+        self._controller().settle()
 
-    # For Trainer
+    # Used by Trainer
 
-    def end_epoch(self) -> None:
+    def _ensure_started(self) -> NodeRuntime:
+        """Start the node if necessary and return its runtime."""
+        self.start()
+        assert self._runtime is not None
+        return self._runtime
+
+    def _end_epoch(self) -> None:
         """End the epoch without waiting for its last micro-batches."""
-        conductor = self._conducting()
-        if conductor.open is not None and conductor.open.kind == "train":
+        controller = self._controller()
+        if controller.open is not None and controller.open.kind == "train":
             self.epoch += 1
-            conductor.end(exhausted=self._exhausted())
+            controller.end(exhausted=self._exhausted())
 
-    def end_phase(self) -> ValidationResult | None:
-        """End whatever phase is open and wait for it; the figure of a validation."""
-        conductor = self._conducting()
-        if conductor.open is None or conductor.open.kind == "train":
+    def _end_phase(self) -> ValidationResult | None:
+        """End the open phase and wait for it; return the result of a validation."""
+        controller = self._controller()
+        if controller.open is None or controller.open.kind == "train":
             self.wait_for_backwards()
             return None
-        phase = conductor.end(exhausted=self._exhausted())
-        conductor.settle()
-        return conductor.figure(phase)
+        phase = controller.end(exhausted=self._exhausted())
+        controller.settle()
+        return controller.validation(phase)
 
-    def validate(self, batches: Iterator[tuple[Any, Mapping[str, Any]]]) -> ValidationResult | None:
-        """The figure of a validation; inputs by position and by name, as the pipeline takes them."""
-        self.end_phase()
-        conductor = self._conducting()
-        conductor.begin("validate", self.epoch)
+    def _validate(self, batches: Iterator[tuple[Any, Mapping[str, Any]]]) -> ValidationResult:
+        """Run a validation and return its result; ``batches`` are inputs by position and by name."""
+        self._end_phase()
+        controller = self._controller()
+        controller.begin("validate", self.epoch)
         for tensors, named in batches:
-            self._submit(conductor, tensors, named)
-        return self.end_phase()
+            self._submit(controller, tensors, named)
+        result = self._end_phase()
+        assert result is not None
+        return result
 
-    def watch(self, loader: Any) -> WatchedLoader:
-        """A loader whose batches the node may compare with the Leaf's; empty on other nodes."""
+    def _watch(self, loader: Any) -> WatchedLoader:
+        """Wrap a loader, so that its batches can be compared with the Leaf's; empty at other nodes."""
         watched = WatchedLoader(loader, active=self.is_root)
         self._watched.append(weakref.ref(watched))
         return watched
 
-    def use_scheduler(self, scheduler: Callable[..., Any], params: Mapping[str, Any]) -> None:
-        """Take the Trainer's learning rate scheduler; before the start."""
-        if self._session is not None:
-            raise SettingsError("the node has started already: make the Trainer first")
-        rule = replace(self._assignment.rule, scheduler=scheduler, scheduler_params=params)
-        self._assignment = replace(self._assignment, rule=rule)
+    def _use_scheduler(self, scheduler: Callable[..., Any], params: Mapping[str, Any]) -> None:
+        """Use the Trainer's learning rate scheduler; only before the start."""
+        if self._runtime is not None:
+            raise SettingsError("the node has already started: create the Trainer first")
+        rule = replace(self._config.rule, scheduler=scheduler, scheduler_params=params)
+        self._config = replace(self._config, rule=rule)
 
     @property
-    def rule(self) -> UpdateRule:
-        """How the weights are updated."""
-        return self._assignment.rule
+    def _started(self) -> bool:
+        return self._runtime is not None
 
     @property
-    def signature(self) -> tuple[InputEntry, ...]:
-        """The model's inputs."""
-        return self.session.execution.module.spec.signature
+    def _rule(self) -> UpdateRule:
+        return self._config.rule
+
+    @property
+    def _signature(self) -> tuple[InputEntry, ...]:
+        """Inputs of the model."""
+        return self._ensure_started().execution.module.spec.signature
 
     @contextmanager
-    def guarding(self) -> Iterator[None]:
-        """Whatever goes wrong inside ends the run on all nodes, and this node with it."""
+    def _guarding(self) -> Iterator[None]:
+        """End the run on all nodes, and close this one, if an error occurs inside the context."""
         try:
             yield
         except BaseException as error:
             self.close(self._blame(error))
             raise
 
-    def finish_call(self, call: Call) -> None:
-        """At the Root, end a call of the user's everywhere; elsewhere, work until the Root does."""
+    def _finish_call(self, call: Call) -> None:
+        """End a call of the user on all nodes; on nodes other than the Root, wait for that."""
         if not self.is_root:
-            self.session.serve(call)
+            self._ensure_started().serve(call)
             return
-        self.end_phase()
-        self._conducting().returns(call)
+        self._end_phase()
+        self._controller().end_call(call)
 
-    def average(self) -> None:
-        """At the Root: wait for the other clusters and take the average of all, bit for bit the same.
+    def _average(self) -> None:
+        """Wait for the other clusters and average with them for the last time (Root only).
 
-        ``Trainer`` does so at the end of training. With a single cluster there is nothing to do.
+        Afterwards all clusters have bit-identical parameters. Does nothing with a single cluster.
         """
-        if self.is_root:
-            self.end_phase()
-            if self.clusters > 1:
-                self.session.telemetry.phase("average")
-            self._conducting().average(final=True)
+        if self.is_root and self.clusters > 1:
+            self._end_phase()
+            self._ensure_started().telemetry.phase("average")
+            self._controller().average(final=True)
 
-    def save(self) -> None:
-        """At the Root: have every node write its trained stage, and collect them here."""
-        self.end_phase()
-        self._conducting().save()
+    def _save(self) -> None:
+        """Make every node write its trained stage, and collect the stages here (Root only)."""
+        self._end_phase()
+        self._controller().save()
 
-    # Inside
+    # Private
 
-    def _conducting(self) -> RootController:
-        conductor = self.session.conductor
-        assert conductor is not None, "only the Root conducts"
-        return conductor
+    def _controller(self) -> RootController:
+        controller = self._ensure_started().controller
+        assert controller is not None, "only the Root has a controller"
+        return controller
 
-    def _submit(self, conductor: RootController, tensors: Any, named: Mapping[str, Any]) -> Batch:
+    def _submit(
+        self, controller: RootController, tensors: Any, named: Mapping[str, Any]
+    ) -> MicrobatchId:
         named = {name: value for name, value in named.items() if name not in _IGNORED}
-        values = bind(self.signature, tensors, named)
+        values = bind(self._signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
-        item = self._own_item(conductor, loaded)
-        compared = loaded is not None and item is None  # else there is no other side to compare with
+        item = self._own_item(controller, loaded)
+        compared = loaded is not None and item is None  # otherwise the Leaf loads no batch to compare
         digests = digests_of(loaded) if compared else {}
-        return conductor.submit(values, size_of(values), digests, item)
+        return controller.submit(values, size_of(values), digests, item)
 
-    def _own_item(self, conductor: RootController, loaded: Any) -> Any:
-        """The loaded batch, where Root and Leaf are one node and its labels are not elsewhere."""
-        if self._assignment.place.stages > 1 or conductor.open is None:
+    def _own_item(self, controller: RootController, loaded: Any) -> Any:
+        """Return the loaded batch if this node is Root and Leaf and the batch has the labels."""
+        if self._config.spec.stages > 1 or controller.open is None:
             return None
-        validates = conductor.open.kind == "validate"
-        labels = self._assignment.test_labels if validates else self._assignment.labels
+        validates = controller.open.kind == "validate"
+        labels = self._config.test_labels if validates else self._config.labels
         return loaded if labels is None or has_targets(loaded) else None
 
     def _loaders(self) -> Iterator[WatchedLoader]:
@@ -390,29 +390,29 @@ class Node:
         return (loader for loader in loaders if loader is not None)
 
     def _exhausted(self) -> bool:
-        """Whether a watched loader has just come to its end."""
+        """Return whether a watched loader has reached its end since the last call."""
         ended = [loader.was_exhausted() for loader in self._loaders()]
         return any(ended)
 
     def _load_stage(self) -> StageModule:
-        place = self._assignment.place
-        module = load_module(self._folder / place.bundle, place.sha256, self._device)
+        spec = self._config.spec
+        module = load_module(self._folder / spec.bundle, spec.sha256, self._device)
         if self._model is not None:
             _initialise(module, self._model)
         return module
 
     def _transport(self) -> Transport:
-        given = self._assignment.settings.transport
+        given = self._config.settings.transport
         if given is not None:
             return given
-        files = self._assignment.place.certificates
+        files = self._config.spec.certificates
         paths = [self._folder / name for name in (files.authority, files.certificate, files.key)]
         if not all(path.exists() for path in paths):
             return GrpcTransport()
         return GrpcTransport(Credentials(*(path.read_bytes() for path in paths)))
 
     def _close_at_exit(self) -> None:
-        """The script has ended; Python keeps the error that ended it, if there was one."""
+        """Close at the end of the script; Python keeps the error that ended it, if there was one."""
         error = getattr(sys, "last_value", None)
         self.close(None if error is None else self._blame(error))
 
@@ -423,27 +423,27 @@ class Node:
 
 
 def _initialise(module: StageModule, model: nn.Module) -> None:
-    """Give a stage the values of a module with the same names."""
+    """Initialise a stage from a module with the same parameter names."""
     values = model.state_dict()
     wanted = module.state_dict()
     missing = sorted(name for name in wanted if name not in values)
     if missing:
         raise SettingsError(
-            f"model lacks {missing[0]}, which the stage has: give the model that clusterize() split, "
+            f"model has no {missing[0]}, which the stage needs: pass the model that clusterize() split, "
             "or None to use the weights that it had then"
         )
     wrong = [name for name, tensor in wanted.items() if values[name].shape != tensor.shape]
     if wrong:
         name = wrong[0]
         raise SettingsError(
-            f"{name} of model has shape {list(values[name].shape)}, the stage's has "
+            f"{name} of model has shape {list(values[name].shape)}, but the stage's has "
             f"{list(wanted[name].shape)}"
         )
     module.load_state_dict({name: values[name] for name in wanted})
 
 
 def _device(device: Any) -> torch.device:
-    """The documented default is the class ``torch.device`` itself, which means the CPU."""
+    """Return the device; the documented default is the class ``torch.device``, which means the CPU."""
     if device is None or device is torch.device:
         return torch.device("cpu")
     try:

@@ -1,4 +1,4 @@
-"""The further settings that ``Node(**kwargs)`` takes."""
+"""Further settings of ``Node``, passed as keywords."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from ravnest.wire.codecs import CODECS, FP16, RAW
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """Each field is a keyword of ``Node``."""
+    """Settings of a node; each field is a keyword of ``Node``."""
 
     schedule: Schedule = "async"
-    """``async``: no bubbles, gradients may be a few updates old. ``sync``: flush at each update, the
-    result of a single process."""
+    """``async``: no idle time, gradients may be a few updates old. ``sync``: flush at each update, same
+    result as a single process."""
     in_flight: int | None = None
-    """Micro-batches under way in the pipeline; None lets Ravnest choose and adapt."""
+    """Number of micro-batches in flight in the pipeline; None: chosen and adapted automatically."""
     recompute: bool = False
-    """Keep only the inputs of a stage and compute its activations again for the backward."""
+    """Keep only the inputs of a stage and recompute its activations in the backward pass."""
     clip_grad_norm: float | None = None
     """Clip gradients to this norm: over the whole model in ``sync``, per stage in ``async``."""
     look_ahead: bool = False
-    """In ``async``, run forwards on the weights that are expected when the gradient comes back; takes
-    memory for one more copy of them. Helps where gradients are many updates old."""
+    """In ``async``, run forwards on the weights expected when the gradient returns; needs memory for one
+    more copy of the weights. Helps if gradients are many updates old."""
     averaging: Mode = "background"
-    """Between clusters. ``background``: training goes on meanwhile. ``blocking``: all stand still."""
+    """Averaging between clusters. ``background``: training continues. ``blocking``: training pauses."""
     listen: str | None = None
-    """``host:port`` to listen at, where it differs from the address in ``node_configs.json``."""
+    """``host:port`` to listen at, if it differs from the address in ``node_configs.json``."""
     connect_timeout: float = 300.0
     """Seconds to wait for the neighbours at the start."""
     stall_timeout: float = 900.0
-    """Seconds without any progress after which the Root ends the run."""
+    """Seconds without progress after which the Root ends the run."""
     seed: int | None = None
-    """Of dropout and the like; None takes that of the plan."""
+    """Seed of dropout and similar operations; None: the seed of the plan."""
     folder: str | Path = "node_data"
-    """Where ``clusterize`` wrote its files."""
+    """Folder in which ``clusterize`` wrote its files."""
     trained_folder: str | Path = "trained"
-    """Where trained stages are written."""
+    """Folder for trained stages."""
     progress: bool = True
-    """Show a progress line; validation figures and what the node waits for are always printed."""
+    """Show a progress line; validation results and waiting messages are always printed."""
     transport: Transport | None = None
-    """Another way to reach the neighbours than gRPC."""
+    """Transport to use instead of gRPC."""
     record_sink: RecordSink | None = None
-    """Receiver of telemetry records; the provider's worker process passes one."""
+    """Receiver of telemetry records (``ravnest.telemetry``); set by the provider's worker process."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> NodeSettings:
-        """Settings from keywords; an unknown one is refused with the nearest that exists."""
+        """Return settings from keywords; the error for an unknown one names the closest known one."""
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(name, [*known, *_NAMED], n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-                raise SettingsError(f"Node does not know {name!r}: {hint}")
+                hint = f"did you mean {near[0]}?" if near else f"known keywords are {', '.join(known)}"
+                raise SettingsError(f"Node has no keyword {name!r}: {hint}")
         settings = cls(**given)
         settings._check()
         return settings
@@ -79,7 +79,7 @@ class NodeSettings:
 
 
 def codec_for(compression: object) -> str:
-    """The codec that ``Node(compression=...)`` asks for."""
+    """Return the codec for the argument ``compression`` of ``Node``."""
     if isinstance(compression, bool):
         return FP16.name if compression else RAW.name
     if isinstance(compression, str) and compression in CODECS and compression != RAW.name:
@@ -111,5 +111,5 @@ _NAMED = (
 
 
 def is_count(value: object) -> bool:
-    """Whether a value counts something: a whole number from 1."""
+    """Return whether ``value`` is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,4 +1,4 @@
-"""The training loop, as users know it, to be used as it is or with methods of their own."""
+"""Public class ``Trainer``: the training loop, usable as it is or with overridden methods."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _DEFAULT_BATCH_SIZE = 64
 
 
 def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A method that the script calls on every node, and that ends on all of them together.
+    """Decorate a method that the script calls on every node and that returns on all of them together.
 
-    The Root runs it; other nodes work for the Root until it is done there, and only ``train`` is run
-    on them too: what an ``evaluate`` makes of results that only the Root has would fail there. A call
-    from within another one (validation while training, ``super().train()``) is part of that.
+    The Root runs the method. Other nodes serve the Root until it is done there; only ``train`` runs on
+    them too, since an ``evaluate`` may use results that only the Root has. A call from within another
+    one (validation while training, ``super().train()``) is part of the outer call.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,14 +40,14 @@ def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., A
                 return method(self, *args, **kwargs)
             self._call = call
             try:
-                with self.node.guarding():
+                with self.node._guarding():
                     self.node.start()
                     runs = self.node.is_root or call == "train"
                     result = method(self, *args, **kwargs) if runs else None
                     self._finish_call()
-                    return result if runs else self._told(call)
+                    return result if runs else self._result_elsewhere(call)
             except (RavnestError, KeyboardInterrupt) as error:
-                logger.debug("%s ends", call, exc_info=True)
+                logger.debug("%s failed", call, exc_info=True)
                 raise _shortened(error) from None
             finally:
                 self._call, self._ended = None, False
@@ -58,7 +58,7 @@ def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def _shortened(error: BaseException) -> BaseException:
-    """Without our frames below the user's last line: the message says what happened."""
+    """Remove our own frames below the user's last line from the traceback; the message suffices."""
     last, entry = None, error.__traceback__
     while entry is not None:
         if not entry.tb_frame.f_globals.get("__name__", "").startswith("ravnest."):
@@ -71,11 +71,11 @@ def _shortened(error: BaseException) -> BaseException:
 
 
 class Trainer:
-    """Trains the model that a node is part of.
+    """Training loop of a node.
 
-    Subclasses may override ``train``, ``evaluate`` and ``pred``. Write them for the Root: on other
-    nodes ``prelim_checks`` works until the Root is done, and loaders are empty; ``evaluate`` gives the
-    Root's figure there.
+    Subclasses may override ``train``, ``evaluate`` and ``pred``. Write them for the Root: on other nodes
+    ``prelim_checks`` returns when the Root is done, loaders are empty, and ``evaluate`` returns the
+    Root's result.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the documented signature
@@ -92,11 +92,12 @@ class Trainer:
         step_size: int = 1,
         inputs_dtype: torch.dtype | None = None,
     ) -> None:
-        """``val_freq``: validate after every so many epochs. ``save``: write the trained stages.
+        """Check the arguments and wrap the loaders.
 
-        ``batch_size`` must be the loader's. ``step_size`` is for a scheduler that takes one.
-        ``inputs_dtype`` is what inputs are converted to: those with a floating point, or all where
-        there is none.
+        ``val_freq`` is the number of epochs between validations. ``save``: write the trained stages.
+        ``batch_size`` must be equal to the loader's. ``step_size`` is passed to a scheduler that takes
+        one. ``inputs_dtype``: convert inputs to this type; if some inputs are floating point, only
+        those, otherwise all.
         """
         if node is None:
             raise SettingsError("Trainer needs the node: Trainer(node=Node(...), ...)")
@@ -104,8 +105,8 @@ class Trainer:
             if not is_count(value):
                 raise SettingsError(f"{name} must be a whole number from 1, not {value!r}")
         self.node = node
-        self.train_loader = None if train_loader is None else node.watch(train_loader)
-        self.val_loader = None if val_loader is None else node.watch(val_loader)
+        self.train_loader = None if train_loader is None else node._watch(train_loader)
+        self.val_loader = None if val_loader is None else node._watch(val_loader)
         self.val_freq = val_freq
         self.save = save
         self.epochs = epochs
@@ -127,7 +128,7 @@ class Trainer:
 
     @_on_every_node("train")
     def train(self) -> None:
-        """Train for ``epochs`` epochs, validating in between; returns on every node together."""
+        """Train for ``epochs`` epochs with validations; returns on all nodes at the same time."""
         self.prelim_checks()
         if not self.node.is_root:
             return
@@ -137,28 +138,28 @@ class Trainer:
                 tensors, named = self._inputs(batch)
                 self.node.forward_compute(tensors, **named)
                 self.n_forwards += 1
-            self.node.end_epoch()
+            self.node._end_epoch()
             if self.val_loader is not None and (epoch + 1) % self.val_freq == 0:
                 self._report(self._validate(), f"epoch {epoch + 1}, validation ")
 
     @_on_every_node("evaluate")
     def evaluate(self) -> float | None:
-        """The accuracy on the validation data (or its loss), on every node; the Root prints it."""
+        """Return the accuracy (or loss) on the validation data, on every node; the Root prints it."""
         if self.val_loader is None:
             raise SettingsError("evaluate needs validation data: Trainer(val_loader=...)")
-        figure = self._validate()
-        self._report(figure, "")
-        return figure.value
+        result = self._validate()
+        self._report(result, "")
+        return result.value
 
     @_on_every_node("pred")
     def pred(self, input: Any) -> Any:  # noqa: A002 - the documented name
-        """The model's output for a batch of inputs, at the Root; None on other nodes."""
+        """Return the model's output for a batch of inputs at the Root; None on other nodes."""
         tensors, named = (None, dict(input)) if isinstance(input, Mapping) else (input, {})
         tensors, named = self._cast((tensors, named))
         return self.node.no_grad_forward_compute(tensors, **named)
 
     def prelim_checks(self) -> None:
-        """Check what training needs; on other nodes than the Root, work until the Root is done."""
+        """Check what training needs; on nodes other than the Root, wait until the Root is done."""
         if not self.node.is_root:
             self._finish_call()
             return
@@ -168,45 +169,43 @@ class Trainer:
             batches = self.epochs * len(self.train_loader)
         except TypeError:
             batches = None
-        line = self.node.session.line
-        line.state.expect(self.node.epoch + self.epochs, batches)
+        progress = self.node._ensure_started().progress
+        progress.state.expect(self.node.epoch + self.epochs, batches)
         shared = isinstance(getattr(self.train_loader, "dataset", None), Shard)
         if self.node.clusters > 1 and self.node.cluster == 0 and not shared:
-            line.say(
+            progress.say(
                 f"{self.node.role}: each of {self.node.clusters} clusters trains on all data; "
-                "ravnest.shard(dataset, name) would give each its share"
+                "use ravnest.shard(dataset, name) to give each cluster its share"
             )
 
     def _finish_call(self) -> None:
-        """The end of a call on all nodes; at the Root after all that it asked for is done."""
+        """End the call on all nodes; at the Root after everything that it requested is done."""
         call = self._call
         if call is None or self._ended:
             return
         self._ended = True
         if self.node.is_root and call == "train":
-            self.node.average()
+            self.node._average()
             if self.save:
-                self.node.save()
-        self.node.finish_call(call)
+                self.node._save()
+        self.node._finish_call(call)
         if call == "train":
-            self.node.session.line.sum_up()
+            self.node._ensure_started().progress.sum_up()
 
-    def _told(self, call: Call) -> float | None:
-        """What a call gives on other nodes than the Root."""
-        figure = self.node.session.last_figure() if call == "evaluate" else None
-        return None if figure is None else figure.value
+    def _result_elsewhere(self, call: Call) -> float | None:
+        """Return the result of a call on nodes other than the Root."""
+        result = self.node._ensure_started().last_validation() if call == "evaluate" else None
+        return None if result is None else result.value
 
     def _validate(self) -> ValidationResult:
         assert self.val_loader is not None
-        figure = self.node.validate(self._inputs(batch) for batch in self.val_loader)
-        assert figure is not None
-        return figure
+        return self.node._validate(self._inputs(batch) for batch in self.val_loader)
 
-    def _report(self, figure: ValidationResult, what: str) -> None:
-        self.node.session.report_validation(figure, self.node.epoch, what)
+    def _report(self, result: ValidationResult, title: str) -> None:
+        self.node._ensure_started().report_validation(result, self.node.epoch, title)
 
     def _inputs(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        inputs: tuple[Any, dict[str, Any]] = self._cast(inputs_in(batch, self.node.signature))
+        inputs: tuple[Any, dict[str, Any]] = self._cast(inputs_in(batch, self.node._signature))
         return inputs
 
     def _cast(self, inputs: tuple[Any, dict[str, Any]]) -> Any:
@@ -220,21 +219,21 @@ class Trainer:
         found = getattr(loader, "batch_size", None)
         if found is not None and self.batch_size not in (found, _DEFAULT_BATCH_SIZE):
             raise SettingsError(
-                f"Trainer has batch_size={self.batch_size}, but train_loader gives batches of {found}: "
+                f"Trainer has batch_size={self.batch_size}, but train_loader has batches of {found}: "
                 "use the same number for both"
             )
 
     def _set_scheduler(self, scheduler: Callable[..., Any] | None, params: Mapping[str, Any]) -> None:
-        rule = self.node.rule
+        rule = self.node._rule
         if scheduler is not None and rule.scheduler is not None:
             raise SettingsError(
-                "Node and Trainer both have an lr_scheduler: give it to one of them, or the learning "
-                "rate would be changed twice"
+                "Node and Trainer both have an lr_scheduler: pass it to only one of them, otherwise the "
+                "learning rate would be changed twice"
             )
         chosen = rule.scheduler if scheduler is None else scheduler
         settings = dict(rule.scheduler_params if scheduler is None else params)
-        if chosen is None or (scheduler is None and self.node.started):
+        if chosen is None or (scheduler is None and self.node._started):
             return
         if "step_size" in inspect.signature(chosen).parameters:
             settings.setdefault("step_size", self.step_size)
-        self.node.use_scheduler(chosen, settings)
+        self.node._use_scheduler(chosen, settings)

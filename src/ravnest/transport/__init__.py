@@ -1,7 +1,7 @@
-"""How nodes reach each other, and how they know whom they reached."""
+"""Links between nodes: gRPC, an in-memory implementation, and certificates."""
 
 import os
 
-# gRPC writes to stderr whenever a connection closes, as all do at the end of a run. It reads this
-# when it is loaded, and only this package loads it.
+# gRPC writes to stderr when a connection closes, which happens at the end of every run. It reads this
+# variable when it is imported, and only this package imports it.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

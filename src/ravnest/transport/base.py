@@ -1,7 +1,7 @@
-"""The seam between nodes: links that carry messages in order, and how they come about.
+"""Protocols of the transport: links that carry messages in order, and how they are opened.
 
-Two transports implement it, gRPC and an in-memory twin, and one suite of tests runs on both. Errors
-that leave a transport are those of ``ravnest.errors``, never those of the library below.
+Two transports implement them, gRPC and an in-memory one, and one test suite runs on both. Transports
+raise only the errors of ``ravnest.errors``, never those of the library below.
 """
 
 from __future__ import annotations
@@ -14,82 +14,82 @@ from ravnest.types import Address
 from ravnest.wire.messages import Hello, HelloRefused, Message
 
 Admit = Callable[[Hello], Hello | HelloRefused]
-"""Our answer to a peer's Hello; called in a transport thread."""
+"""Function that answers a peer's Hello; called in a transport thread."""
 
 
 @dataclass(frozen=True)
 class LinkDelay:
-    """What a link was measured to cost lately, in seconds; 0 where nothing was measured yet."""
+    """Recently measured delays of a link, in seconds; 0 if not measured yet."""
 
     round_trip: float
-    """Of a small probe."""
+    """Round trip of a small probe."""
     message: float
-    """From ``send`` to the arrival at the peer, where no other message is in the way."""
+    """Delay from ``send`` to the arrival at the peer, without queueing."""
     busy: float = 0.0
-    """Of that, how long the link is taken: the least time between two messages."""
+    """Part of that delay during which the link is occupied: the minimum time between two messages."""
 
 
 class LinkHandler(Protocol):
-    """What a node does with what arrives; called from the link's own thread, so it must be quick.
+    """Receiver of a link's events. Called in the link's thread; must return quickly.
 
-    Both methods may be called before the ``dial`` or ``on_link`` that made the link has returned.
+    Both methods may be called before the ``dial`` or ``on_link`` that opened the link has returned.
     """
 
     def on_message(self, link: Link, message: Message) -> None:
-        """A message has arrived; those of one link come in the order in which they were sent."""
+        """Handle a message; messages of one link arrive in the order in which they were sent."""
 
     def on_lost(self, link: Link, reason: str) -> None:
-        """The link is gone, said once; not after ``close`` and not after a Goodbye had arrived."""
+        """Handle the loss of the link. Called once, but not after ``close`` or a received Goodbye."""
 
 
 class Link(Protocol):
-    """An open connection to one peer. All methods may be called from any thread."""
+    """Open connection to one peer. All methods may be called from any thread."""
 
     @property
     def local(self) -> Hello:
-        """What this node said of itself."""
+        """Hello of this node."""
 
     @property
     def peer(self) -> Hello:
-        """What the peer said of itself."""
+        """Hello of the peer."""
 
     @property
     def sent_bytes(self) -> int:
-        """Handed to the network so far, with frames and checksums."""
+        """Bytes sent so far, including frame headers."""
 
     @property
     def received_bytes(self) -> int:
-        """Taken from the network so far, with frames and checksums."""
+        """Bytes received so far, including frame headers."""
 
     @property
     def clamped(self) -> int:
-        """Values sent so far that were beyond the range of the codec that both ends agreed on."""
+        """Number of values sent so far that were outside the range of the codec."""
 
     def send(self, message: Message) -> None:
-        """Queue a message; never blocks, raises ``LinkClosedError`` after ``close`` or a loss.
+        """Queue a message; never blocks. ``LinkClosedError`` after ``close`` or a loss.
 
-        The tensors are read later, by the link's writer: the caller must not change them any more.
-        A value that cannot travel loses the link, with the reason.
+        The link's writer thread reads the tensors later: the caller must not change them. If a value
+        cannot be sent, the link is lost, with the reason.
         """
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the peer has got everything queued so far; False if it has not in time.
+        """Wait until the peer has received all queued messages; return False on a timeout.
 
-        Not to be called from a handler, which is where the answer would have to arrive.
+        Must not be called in a handler, since the handler's thread has to receive the answer.
         """
 
     def close(self) -> None:
-        """Close after flushing, within a few seconds; may be called again, and from a handler.
+        """Flush and close, within a few seconds; may be called repeatedly and in a handler.
 
-        The peer loses the link, so say Goodbye first where nothing is wrong.
+        The peer loses the link, so send a Goodbye first if nothing is wrong.
         """
 
     def delay(self) -> LinkDelay:
-        """What the link costs, as measured lately."""
+        """Return the recently measured delays."""
 
 
 class Transport(Protocol):
-    """Makes links; one for each node."""
+    """Factory of links; each node has one."""
 
     def serve(
         self,
@@ -100,13 +100,13 @@ class Transport(Protocol):
         *,
         known_as: Address | None = None,
     ) -> Address:
-        """Listen; returns the address with its port, which may be given as 0.
+        """Listen, and return the address with the actual port; a given port of 0 means any.
 
-        ``known_as`` is the address that others dial, where it differs: both sides decide by it
-        whether they talk in the clear.
+        ``known_as`` is the address that others dial, if it differs: both sides decide by it whether the
+        connection is encrypted.
 
-        Each peer that ``admit`` answers with a Hello becomes a link: ``on_link`` gets it, in a
-        transport thread, before its first message. ``AddressInUseError`` if another listens there.
+        Each peer that ``admit`` answers with a Hello becomes a link, which is passed to ``on_link`` in
+        a transport thread before its first message. ``AddressInUseError`` if the address is taken.
         """
 
     def dial(
@@ -119,12 +119,12 @@ class Transport(Protocol):
         waiting: Callable[[str], None] | None = None,
         expect: int | None = None,
     ) -> Link:
-        """Reach a peer, trying again until ``deadline`` seconds have passed.
+        """Connect to a peer, with retries until ``deadline`` seconds have passed.
 
-        ``waiting`` is told why it takes longer when the first attempt has failed, and every ten
-        seconds. ``expect`` is the node that should answer; with TLS its certificate must say so.
-        ``UnreachableError`` names the address and the last reason; ``RefusedError`` comes at once.
+        ``waiting`` is called with the reason after the first failed attempt and then every ten seconds.
+        ``expect`` is the node that should answer; with TLS its certificate must prove it.
+        ``UnreachableError`` names the address and the last reason; ``RefusedError`` is raised at once.
         """
 
     def close(self) -> None:
-        """Close all links and stop listening; may be called again."""
+        """Close all links and stop listening; may be called repeatedly."""

@@ -1,7 +1,8 @@
-"""A certificate authority, and certificates for those that it vouches for.
+"""Certificate authority and the certificates that it issues.
 
-``clusterize`` makes one for a plan and never writes its key: nobody can join the plan later. The
-intermediary server keeps its own, and one for each job, and signs keys that it never sees.
+``clusterize`` creates an authority for a plan and never writes its key, so no node can join the plan
+later. The intermediary server has its own authority and one for each job, and signs keys that it never
+sees.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Identity:
 
 
 class Authority:
-    """Signs certificates; lives in memory unless somebody writes its ``identity``."""
+    """Certificate authority; kept in memory unless the caller writes its ``identity``."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Authority:
         lifetime: datetime.timedelta = _LIFETIME,
         saved: Identity | None = None,
     ) -> None:
-        """A new authority, or the ``saved`` one: ``ValueError`` if that is none, or not valid now."""
+        """Create a new authority or load ``saved``; ``ValueError`` if that is invalid or expired."""
         self._now = now
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         if saved is None:
@@ -59,37 +60,37 @@ class Authority:
 
     @property
     def certificate(self) -> bytes:
-        """The authority's certificate as PEM, which every node trusts."""
+        """Certificate of the authority (PEM), which every node trusts."""
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
     @property
     def identity(self) -> Identity:
-        """The authority itself, key and all, to be kept where nobody else can read it."""
+        """Certificate and private key of the authority; must be stored where nobody else can read it."""
         return Identity(self.certificate, _private(self._key))
 
     @property
     def fingerprint(self) -> str:
-        """By which the authority is known: sha256 of its certificate (DER) in hexadecimal digits."""
+        """Fingerprint of the authority: SHA-256 of its certificate (DER), hexadecimal."""
         return self._certificate.fingerprint(hashes.SHA256()).hex()
 
     def issue(self, name: str, hosts: Iterable[str]) -> Identity:
-        """A certificate for a node that is reached at ``hosts``, as server and as client.
+        """Return a certificate and key for a node at ``hosts``, for use as server and client.
 
-        It is good for the node's own name too: who dials a node asks for that, not for an address.
+        The certificate is also valid for the node's own name: peers check the name, not the address.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         return Identity(self._issue(name, hosts, key.public_key()), _private(key))
 
     def sign(self, request: bytes, name: str, hosts: Iterable[str]) -> bytes:
-        """A certificate (PEM) for the key of a signing request (PEM), as ``issue`` makes it.
+        """Return a certificate (PEM) like that of ``issue`` for the key of a signing request (PEM).
 
-        Of the request only the key counts: whoever asks cannot choose a name. ``ValueError`` if it
-        is none, or if who sent it does not have the key.
+        Only the key of the request is used: the sender cannot choose a name. ``ValueError`` if the
+        request is invalid, or not signed with its key.
         """
-        asked = x509.load_pem_x509_csr(request)
-        if not asked.is_signature_valid:
+        parsed = x509.load_pem_x509_csr(request)
+        if not parsed.is_signature_valid:
             raise ValueError("the signing request is not signed with its own key")
-        match asked.public_key():
+        match parsed.public_key():
             case ec.EllipticCurvePublicKey(curve=ec.SECP256R1()) as key:
                 return self._issue(name, hosts, key)
             case _:
@@ -128,7 +129,7 @@ class Authority:
 
 
 def signing_request(name: str) -> tuple[bytes, bytes]:
-    """A request (PEM) for a new key, and the key (PEM), which stays with who asks."""
+    """Return a signing request (PEM) for a new key, and the key (PEM), which stays with the caller."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
@@ -145,7 +146,7 @@ def _loaded(
     if not certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc:
         raise ValueError(
             f"the certificate of the authority is valid from {certificate.not_valid_before_utc} to "
-            f"{certificate.not_valid_after_utc}, and not now"
+            f"{certificate.not_valid_after_utc}, but not now"
         )
     return key, certificate
 

@@ -1,8 +1,9 @@
-"""What a link costs, from the times at which things left and were answered. Pure: time is an argument.
+"""Measurement of a link's delays from the times of sends and answers. Pure: time is an argument.
 
-The round trip is the smallest of the last few: a probe that waited behind data says nothing about the
-network. What a message takes beyond that is how long the link was busy with it: from when it was sent,
-or from when the link was free of the one before, so that the wait in the queue does not count.
+The round trip is the minimum of the last few probes: a probe that waited behind data does not measure
+the network. The time that a message takes beyond the round trip is the time during which it occupied
+the link: since it was sent, or since the previous message had left the link, so that queueing does not
+count.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from collections import deque
 from ravnest.transport.base import LinkDelay
 
 _PROBES_AT_START = 3
-"""The first of a link finds cold caches and idle threads."""
+"""Number of probes at the start; the first one is slow because of cold caches and idle threads."""
 _PROBE_SECONDS = 3.0
 _ACK_SECONDS = 0.01
 _REMEMBERED = 16
 _UNANSWERED = 4096
-"""Messages under way that are timed; beyond, only the newest."""
+"""Maximum number of unacknowledged messages that are timed; beyond that, only the newest."""
 
 
 class DelayMeter:
-    """Decides when to probe and when to acknowledge, and keeps the figures."""
+    """Delays of one link, and the decisions when to probe and to acknowledge."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sent = 0
-        self._under_way: deque[tuple[int, float]] = deque(maxlen=_UNANSWERED)
+        self._unacknowledged: deque[tuple[int, float]] = deque(maxlen=_UNANSWERED)
         self._busy = deque[float](maxlen=_REMEMBERED)
         self._left = -math.inf
         self._round_trips = deque[float](maxlen=_REMEMBERED // 2)
@@ -39,27 +40,27 @@ class DelayMeter:
         self._arrived = 0
         self._next_ack = 0.0
         self._delay: LinkDelay | None = LinkDelay(0.0, 0.0)
-        """What ``delay`` found, until there are new figures."""
+        """Cached result of ``delay``; None after a new measurement."""
 
     def message_sent(self, now: float) -> int | None:
-        """A message was queued; the token of a probe if one is due."""
+        """Record a queued message; return the token of a probe if one is due."""
         with self._lock:
             self._sent += 1
-            self._under_way.append((self._sent, now))
+            self._unacknowledged.append((self._sent, now))
             return self._new_probe(now) if now >= self._next_probe else None
 
     def start(self, now: float) -> int:
-        """The token of the first probe."""
+        """Return the token of the first probe."""
         with self._lock:
             return self._new_probe(now)
 
     def probe_left(self, token: int, now: float) -> None:
-        """A probe was handed to the network."""
+        """Record that a probe was sent."""
         with self._lock:
             self._probe = (token, now)
 
     def echo_arrived(self, token: int, now: float) -> int | None:
-        """A probe was answered; the token of another if one is due."""
+        """Record the answer to a probe; return the token of another probe if one is due."""
         with self._lock:
             if self._probe is None or self._probe[0] != token:
                 return None
@@ -68,11 +69,11 @@ class DelayMeter:
             return self._new_probe(now) if self._probes < _PROBES_AT_START else None
 
     def ack_arrived(self, count: int, now: float) -> None:
-        """The peer has got ``count`` messages, the last of them half a round trip ago."""
+        """Record that the peer has received ``count`` messages, the last half a round trip ago."""
         with self._lock:
             sent = []
-            while self._under_way and self._under_way[0][0] <= count:
-                sent.append(self._under_way.popleft()[1])
+            while self._unacknowledged and self._unacknowledged[0][0] <= count:
+                sent.append(self._unacknowledged.popleft()[1])
             if not sent:
                 return
             left = now - min(self._round_trips, default=0.0)
@@ -81,7 +82,7 @@ class DelayMeter:
             self._delay = None
 
     def message_arrived(self, now: float) -> int | None:
-        """A message came; the count to acknowledge, if it is time to."""
+        """Record a received message; return the count to acknowledge if an Ack is due."""
         with self._lock:
             self._arrived += 1
             if now < self._next_ack:
@@ -90,7 +91,7 @@ class DelayMeter:
             return self._arrived
 
     def delay(self) -> LinkDelay:
-        """The figures so far."""
+        """Return the measured delays."""
         with self._lock:
             if self._delay is None:
                 round_trip = min(self._round_trips, default=0.0)

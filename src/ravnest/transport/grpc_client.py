@@ -1,4 +1,4 @@
-"""The dialling side of a gRPC link."""
+"""Dialling side of a gRPC link."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import grpc
 
 from ravnest.errors import RefusedError
 from ravnest.transport.base import LinkHandler
-from ravnest.transport.grpc_settings import METHOD, is_foreign, options, reason_of
+from ravnest.transport.grpc_settings import METHOD, is_certificate_error, options, reason_of
 from ravnest.transport.handshake import HELLO_SECONDS, hello_frame, read_answer
 from ravnest.transport.link import FrameLink, largest_batch
-from ravnest.transport.tls import Credentials, dialled
+from ravnest.transport.tls import Credentials, dial_address
 from ravnest.types import Address
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import Hello
 
 
 @dataclass(frozen=True)
-class Call:
-    """Whom to call, as whom."""
+class DialRequest:
+    """Parameters of a connection to a peer."""
 
     address: Address
     hello: Hello
@@ -32,22 +32,22 @@ class Call:
     limits: Limits
 
 
-def attempt(call: Call, seconds: float) -> FrameLink | str:
-    """One attempt to reach a peer: the link, or why there is none; ``RefusedError`` if it said no."""
-    channel = _channel(call)
+def try_dial(request: DialRequest, seconds: float) -> FrameLink | str:
+    """Try once to connect; return the link or the reason of the failure. ``RefusedError`` if refused."""
+    channel = _channel(request)
     accepted: SimpleQueue[FrameLink | None] = SimpleQueue()
     result: SimpleQueue[FrameLink | RefusedError | str] = SimpleQueue()
-    stream = channel.stream_stream(METHOD)(_requests(call.hello, accepted))
+    stream = channel.stream_stream(METHOD)(_requests(request.hello, accepted))
     threading.Thread(
         target=_read,
-        args=(call, channel, stream, accepted, result),
+        args=(request, channel, stream, accepted, result),
         name="ravnest link reader",
         daemon=True,
     ).start()
     try:
         outcome = result.get(timeout=seconds)
     except Empty:
-        stream.cancel()  # which ends the reader, with a result of its own
+        stream.cancel()  # ends the reader, which then puts its own result
         try:
             outcome = result.get(timeout=HELLO_SECONDS)
         except Empty:
@@ -61,27 +61,27 @@ def attempt(call: Call, seconds: float) -> FrameLink | str:
 
 def _requests(hello: Hello, accepted: SimpleQueue[FrameLink | None]) -> Iterator[bytes]:
     yield hello_frame(hello)
-    link = accepted.get()  # the reader always says, at the latest when the stream ends
+    link = accepted.get()  # the reader always answers, at the latest when the stream ends
     if link is not None:
         yield from link.batches()
 
 
 def _read(
-    call: Call,
+    request: DialRequest,
     channel: grpc.Channel,
     stream: grpc.Call,
     accepted: SimpleQueue[FrameLink | None],
     result: SimpleQueue[FrameLink | RefusedError | str],
 ) -> None:
     link = None
-    detail = "the connection ended without a word"
+    detail = "the connection ended without a reason"
     try:
         for frame in stream:
             if link is not None:
                 link.received(frame)
                 continue
-            peer = read_answer(frame, call.address, call.expect)
-            link = FrameLink(call.hello, peer, call.handler, stream.cancel, call.limits)
+            peer = read_answer(frame, request.address, request.expect)
+            link = FrameLink(request.hello, peer, request.handler, stream.cancel, request.limits)
             accepted.put(link)
             result.put(link)
     except RefusedError as error:
@@ -89,10 +89,10 @@ def _read(
         stream.cancel()
     except grpc.RpcError as error:
         detail = reason_of(error)
-        if link is None and is_foreign(detail):
-            whose = "a node" if call.expect is None else f"node_{call.expect}"
+        if link is None and is_certificate_error(detail):
+            whose = "a node" if request.expect is None else f"node_{request.expect}"
             result.put(
-                RefusedError(f"{call.address} shows no certificate of {whose} of this plan: {detail}")
+                RefusedError(f"{request.address} has no certificate of {whose} of this plan: {detail}")
             )
     finally:
         accepted.put(None)
@@ -102,18 +102,18 @@ def _read(
         channel.close()
 
 
-def _channel(call: Call) -> grpc.Channel:
-    target = str(dialled(call.address))
-    settings = options(largest_batch(call.limits))
-    if call.credentials is None:
+def _channel(request: DialRequest) -> grpc.Channel:
+    target = str(dial_address(request.address))
+    settings = options(largest_batch(request.limits))
+    if request.credentials is None:
         return grpc.insecure_channel(target, settings)
-    if call.expect is not None:
-        # Its certificate must be that node's, wherever it is: addresses change, names do not.
-        settings.append(("grpc.ssl_target_name_override", f"node_{call.expect}"))
+    if request.expect is not None:
+        # Check the certificate against the node's name: addresses change, names do not.
+        settings.append(("grpc.ssl_target_name_override", f"node_{request.expect}"))
     return grpc.secure_channel(
         target,
         grpc.ssl_channel_credentials(
-            call.credentials.authority, call.credentials.key, call.credentials.certificate
+            request.credentials.authority, request.credentials.key, request.credentials.certificate
         ),
         settings,
     )

@@ -1,4 +1,4 @@
-"""The listening side of a gRPC link: one stream for each peer."""
+"""Listening side of gRPC links: one stream for each peer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grpc
 from ravnest.errors import AddressInUseError, TransportError
 from ravnest.transport.base import Admit, LinkHandler
 from ravnest.transport.grpc_settings import (
-    MOST_LINKS,
+    MAX_LINKS,
     NAME,
     SERVICE,
     DaemonThreads,
@@ -29,7 +29,7 @@ from ravnest.wire.messages import Hello, HelloRefused
 
 
 class GrpcListener:
-    """Answers those who dial."""
+    """gRPC server that accepts links."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class GrpcListener:
         self._server: grpc.Server | None = None
 
     def start(self, address: Address, credentials: Credentials | None) -> int:
-        """Listen, with mutual TLS if there are credentials; returns the port."""
+        """Listen, with mutual TLS if credentials are given, and return the port."""
         _check_free(address)
         server = grpc.server(
             DaemonThreads(),
             options=options(largest_batch(self._limits)),
-            maximum_concurrent_rpcs=MOST_LINKS,
+            maximum_concurrent_rpcs=MAX_LINKS,
         )
         method = grpc.stream_stream_rpc_method_handler(self._open)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {NAME: method}),))
@@ -63,12 +63,12 @@ class GrpcListener:
         return port
 
     def stop(self) -> None:
-        """Stop listening; ends streams that are still open."""
+        """Stop listening and end open streams."""
         if self._server is not None:
             self._server.stop(None).wait(HELLO_SECONDS)
 
     def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The stream's frames to the peer; gRPC runs this in the thread that becomes the writer."""
+        """Yield the stream's frames for the peer; gRPC runs this in the writer thread."""
         opened: SimpleQueue[tuple[FrameLink, Hello] | HelloRefused | None] = SimpleQueue()
         threading.Thread(
             target=self._read, args=(requests, context, opened), name="ravnest link reader", daemon=True
@@ -76,7 +76,7 @@ class GrpcListener:
         try:
             result = opened.get(timeout=HELLO_SECONDS)
         except Empty:
-            result = HelloRefused(f"no Hello came within {HELLO_SECONDS:g} s")
+            result = HelloRefused(f"no Hello arrived within {HELLO_SECONDS:g} s")
         if isinstance(result, HelloRefused):
             yield hello_frame(result)
         elif result is not None:
@@ -91,7 +91,7 @@ class GrpcListener:
         opened: SimpleQueue[tuple[FrameLink, Hello] | HelloRefused | None],
     ) -> None:
         link = None
-        detail = "the connection ended without a word"
+        detail = "the connection ended without a reason"
         try:
             for frame in requests:
                 if link is not None:
@@ -114,7 +114,7 @@ class GrpcListener:
 
 
 def _common_name(context: grpc.ServicerContext) -> str | None:
-    """The name in the peer's certificate; the handshake has checked that the authority signed it."""
+    """Return the name in the peer's certificate, which the TLS handshake has verified."""
     auth = context.auth_context()
     if auth.get("transport_security_type") != [b"ssl"]:
         return None
@@ -138,7 +138,7 @@ def _bind(server: grpc.Server, address: Address, credentials: Credentials | None
 
 
 def _check_free(address: Address) -> None:
-    """Ask the system first: gRPC does not say why it cannot bind."""
+    """Check that the address can be bound; gRPC does not report why it cannot bind."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         family, _, _, _, target = found[0]
@@ -148,8 +148,8 @@ def _check_free(address: Address) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUseError(
-                f"{address} is in use: stop the process that listens there, or give this node"
-                " another port in node_configs.json"
+                f"{address} is in use: stop the process that listens there, or choose another port for"
+                " this node in node_configs.json"
             ) from error
         raise TransportError(
             f"cannot listen at {address}: {error.strerror or error}. It must be an address of this"

@@ -1,4 +1,4 @@
-"""How gRPC is set up, the same on both sides; and its errors in our words."""
+"""Settings of gRPC for both sides, and descriptions of its errors."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import grpc
 METHOD = "/ravnest.Link/Open"
 SERVICE, NAME = "ravnest.Link", "Open"
 
-MOST_LINKS = 256
-"""Streams that a server serves at once; more are turned away, so that nobody can exhaust it."""
+MAX_LINKS = 256
+"""Maximum number of concurrent streams of a server; protects it against exhaustion."""
 
 
 def options(largest: int) -> list[tuple[str, int | str]]:
-    """Of a channel and of a server."""
+    """Return the options of a channel and of a server."""
     return [
         ("grpc.max_send_message_length", largest),
         ("grpc.max_receive_message_length", largest),
-        # A peer that vanished without a word is noticed in 15 s.
+        # Detect a peer that vanished within 15 s.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server_handshake_timeout_ms", 10_000),
-        # Ours: a port in use is an error, each attempt to connect is a fresh one, no detours.
+        # A port in use is an error, each attempt opens a new connection, no retries, no proxies.
         ("grpc.so_reuseport", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
@@ -38,26 +38,26 @@ def options(largest: int) -> list[tuple[str, int | str]]:
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """What went wrong on a connection, for a human."""
+    """Return a readable reason for a failed connection."""
     code = error.code() if isinstance(error, grpc.Call) else None
     details = str(error.details() if isinstance(error, grpc.Call) else error)
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return "what listens there is no node of Ravnest"
+        return "the process that listens there is not a Ravnest node"
     if "Connection refused" in details:
         return "nothing listens there (connection refused)"
     last = re.sub(r"^.*last error: (UNKNOWN: |UNAVAILABLE: )?", "", details)
     return last[:500] or (str(code.name).lower() if code else "the connection broke")
 
 
-def is_foreign(reason: str) -> bool:
-    """Whether the certificate that was shown is not the one that the plan gave to that node."""
+def is_certificate_error(reason: str) -> bool:
+    """Return whether a connection failed because of the peer's certificate."""
     return "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason
 
 
 class DaemonThreads(futures.Executor):
-    """A thread for each stream, as each lasts as long as its link; they do not hold up the exit.
+    """Executor with one daemon thread per stream; a stream lasts as long as its link.
 
-    A ``ThreadPoolExecutor`` would: Python joins its threads before it ends the process.
+    With a ``ThreadPoolExecutor``, the threads would delay the exit: Python joins them at the end.
     """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
@@ -67,7 +67,7 @@ class DaemonThreads(futures.Executor):
         def run() -> None:
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # gRPC asks the future
+            except BaseException as error:  # gRPC reads it from the future
                 future.set_exception(error)
 
         threading.Thread(target=run, name="ravnest link writer", daemon=True).start()

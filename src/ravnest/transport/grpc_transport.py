@@ -1,8 +1,8 @@
 """Links over gRPC: one long-lived stream for each pair of neighbours, with raw frames both ways.
 
-One connection serves two directions, so that there is one thing to open, to authenticate and to lose.
-The earlier stage dials. gRPC brings TLS, flow control and keep-alive; the frames are our own, because
-bytes that pass through protobuf are copied and parsed, and tensors need neither.
+One connection serves both directions, so only one connection has to be opened, authenticated and
+watched. The earlier stage dials. gRPC provides TLS, flow control and keep-alive. Frames have their own
+format instead of protobuf, which would copy and parse the tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from ravnest.errors import TransportError, UnreachableError
 from ravnest.transport.base import Admit, Link, LinkHandler
-from ravnest.transport.grpc_client import Call, attempt
+from ravnest.transport.grpc_client import DialRequest, try_dial
 from ravnest.transport.grpc_server import GrpcListener
 from ravnest.transport.handshake import HELLO_SECONDS
 from ravnest.transport.link import CLOSE_SECONDS, FrameLink
@@ -36,10 +36,10 @@ _WAITING_SECONDS = 10.0
 
 
 class GrpcTransport:
-    """Implements ``base.Transport``."""
+    """Transport over gRPC; implements ``base.Transport``."""
 
     def __init__(self, credentials: Credentials | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
-        """``credentials`` are needed for all addresses that are not loopback."""
+        """``credentials`` are required for all addresses other than loopback."""
         self._credentials = credentials
         self._limits = limits
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class GrpcTransport:
         *,
         known_as: Address | None = None,
     ) -> Address:
-        """Listen; with mutual TLS off loopback."""
+        """Listen, with mutual TLS except on loopback."""
 
         def keep(link: FrameLink) -> None:
             self._keep(link)
@@ -79,29 +79,31 @@ class GrpcTransport:
         waiting: Callable[[str], None] | None = None,
         expect: int | None = None,
     ) -> Link:
-        """Reach a peer; pauses between attempts grow and are jittered, so that nodes do not march."""
+        """Connect to a peer; pauses between attempts grow and are jittered."""
         keep_freed_memory()
-        call = Call(address, hello, handler, expect, self._credentials_for(address), self._limits)
+        request = DialRequest(
+            address, hello, handler, expect, self._credentials_for(address), self._limits
+        )
         begin = time.monotonic()
-        pause, next_word = _FIRST_PAUSE, begin
+        pause, next_report = _FIRST_PAUSE, begin
         while True:
             left = begin + deadline - time.monotonic()
-            outcome = attempt(call, max(min(left, HELLO_SECONDS), _FIRST_PAUSE))
+            outcome = try_dial(request, max(min(left, HELLO_SECONDS), _FIRST_PAUSE))
             if isinstance(outcome, FrameLink):
                 self._keep(outcome)
                 return outcome
             now = time.monotonic()
             if now + pause >= begin + deadline:
                 raise UnreachableError(f"no answer from {address} in {deadline:g} s: {outcome}")
-            if waiting is not None and now >= next_word:
-                next_word = now + _WAITING_SECONDS
+            if waiting is not None and now >= next_report:
+                next_report = now + _WAITING_SECONDS
                 waiting(str(outcome))
             if self._closed.wait(pause * random.uniform(0.7, 1.3)):  # noqa: S311  # no secret
                 raise UnreachableError(f"gave up on {address}: this node is closing")
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def close(self) -> None:
-        """Close all links, side by side, and stop listening."""
+        """Close all links in parallel and stop listening."""
         self._closed.set()
         with self._lock:
             links, listeners = self._links, self._listeners
@@ -110,7 +112,7 @@ class GrpcTransport:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(4 * CLOSE_SECONDS)  # each gives up by itself before
+            thread.join(4 * CLOSE_SECONDS)  # each link gives up earlier by itself
         for listener in listeners:
             listener.stop()
 
@@ -123,30 +125,30 @@ class GrpcTransport:
             return None
         if self._credentials is None:
             raise TransportError(
-                f"{address} can be reached by others, so it needs certificates: use the ones that"
-                " clusterize() wrote, or an address like 127.0.0.1"
+                f"{address} can be reached from other machines, so it needs certificates: use those"
+                " that clusterize() wrote, or an address like 127.0.0.1"
             )
         return self._credentials
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _KEPT_BYTES = 32 << 20
-"""Free at the end of a heap before it shrinks; blocks from this size on have memory of their own. It is
-where glibc itself arrives once a program has freed a block of this size."""
+"""Free memory at the end of a heap before glibc returns it, and size from which blocks are mapped
+separately. glibc itself uses this value after a program has freed a block of this size."""
 
 _ARENAS = 2
-"""Heaps that the threads share. Each keeps that much: with glibc's eight a core, a node took 50 MB more
-when it was measured, and was no faster."""
+"""Number of heaps that the threads share; each keeps freed memory. With glibc's default of eight per
+core, a node used 50 MB more and was not faster."""
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Keep some memory that was freed; does nothing where the user has settings of their own."""
+    """Make malloc keep some freed memory; do nothing if the user has configured malloc."""
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
     if "GLIBC_TUNABLES" in os.environ:
         return
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_ARENA_MAX, _ARENAS)
         mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)

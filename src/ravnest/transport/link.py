@@ -1,7 +1,7 @@
-"""A link over anything that carries frames in order: what both transports have in common.
+"""Link over any stream that carries frames in order; used by both transports.
 
-The transport owns the pipe. One of its threads takes ``batches()`` and sends them, one feeds what
-arrives to ``received()`` and calls ``ended()`` when nothing more can come.
+The transport owns the stream. One of its threads sends the ``batches()``, another one passes received
+bytes to ``received()`` and calls ``ended()`` at the end of the stream.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from ravnest.wire.header import Limits
 from ravnest.wire.messages import LOSSY, AnyHead, Goodbye, Hello, Message, RingChunk
 
 CLOSE_SECONDS = 5.0
-"""A peer that takes longer to get the last messages is given up."""
-_MOST_CONTROLS = 4096
+"""Time for the peer to receive the last messages."""
+_MAX_CONTROLS = 4096
 _FIRST_FLUSH = 1 << 32
-"""Tokens of flushes; those of the meter are smaller."""
+"""First token of a flush; tokens of the delay meter are smaller."""
 
 
 def largest_batch(limits: Limits) -> int:
-    """Bytes that a link sends or takes at once, at most."""
+    """Return the maximum number of bytes that a link sends or receives at once."""
     return CHUNK_BYTES + largest_frame(limits)
 
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def agreed_codec(local: Hello, peer: Hello) -> Codec:
-    """What both ends asked for if that is the same, else raw, and said so."""
+    """Return the codec if both ends prefer the same one; otherwise log a warning and return raw."""
     if local.codec == peer.codec and local.codec in CODECS:
         return CODECS[local.codec]
-    _log.warning(
-        "node_%d asks for %.20s and node_%d for %.20s: between them tensors travel as they are",
+    logger.warning(
+        "node_%d prefers codec %.20s and node_%d %.20s: tensors between them are sent uncompressed",
         local.node,
         local.codec,
         peer.node,
@@ -56,12 +56,12 @@ def agreed_codec(local: Hello, peer: Hello) -> Codec:
 
 class _Mark(Enum):
     WAKE = 0
-    """There are control frames to send."""
+    """Control frames are waiting to be sent."""
     END = 1
 
 
 class FrameLink:
-    """Implements ``base.Link``; see there for the contract."""
+    """Link that encodes messages as frames; implements ``base.Link``."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class FrameLink:
         hang_up: Callable[[], None],
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """``hang_up`` ends the pipe at once, in both directions; ``ended`` must follow."""
+        """``hang_up`` ends the stream at once in both directions; ``ended`` must follow."""
         self.local = local
         self.peer = peer
         self.sent_bytes = 0
@@ -86,7 +86,7 @@ class FrameLink:
         self._queue: SimpleQueue[Message | Probe | _Mark] = SimpleQueue()
         self._controls: deque[Control] = deque()
         self._ack: tuple[int, float] | None = None
-        """Messages that have arrived, and when the last of them did; to be told."""
+        """Number of received messages to acknowledge, and the time of the last one."""
         self._lock = threading.Lock()
         self._closing = False
         self._ended = False
@@ -104,10 +104,10 @@ class FrameLink:
 
     @property
     def alive(self) -> bool:
-        """Whether anything can still arrive."""
+        """True until the end of the stream."""
         return not self._done.is_set()
 
-    # The contract of a link.
+    # Methods of base.Link
 
     def send(self, message: Message) -> None:
         """Queue a message."""
@@ -121,8 +121,8 @@ class FrameLink:
             self._control(Probe(token))
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the peer has got what is queued."""
-        assert threading.get_ident() != self._reader, "flush() in a handler would wait for itself"
+        """Wait until the peer has received all queued messages."""
+        assert threading.get_ident() != self._reader, "flush() must not be called in a handler"
         with self._lock:
             if self._ended:
                 return False
@@ -139,7 +139,7 @@ class FrameLink:
         with self._lock:
             first, self._closing = not self._closing, True
         if threading.get_ident() == self._reader:
-            if first:  # this thread would have to receive the answer that close() waits for
+            if first:  # this thread has to receive the answer that close() waits for
                 threading.Thread(target=self._close, name=f"close {self!r}", daemon=True).start()
         elif first:
             self._close()
@@ -147,25 +147,25 @@ class FrameLink:
             self._done.wait(2 * CLOSE_SECONDS)
 
     def delay(self) -> LinkDelay:
-        """What the link costs."""
+        """Return the measured delays."""
         return self._meter.delay()
 
-    # For the owner of the pipe.
+    # Called by the transport
 
     def introduce(self, on_link: Callable[[FrameLink], None]) -> None:
-        """Show the link to those who serve, before anything is received."""
+        """Pass the link to ``on_link`` before anything is received."""
         try:
             on_link(self)
         except Exception as error:
-            _log.exception("node_%d does not know what to do with %r", self.local.node, self)
-            self.fail(f"node_{self.local.node} failed to take the link: {error!r}")
+            logger.exception("node_%d failed to accept %r", self.local.node, self)
+            self.fail(f"node_{self.local.node} failed to accept the link: {error!r}")
 
     def batches(self) -> Iterator[bytes]:
-        """What is to be sent, in order: runs of whole frames, of about a chunk each.
+        """Yield the bytes to send: batches of whole frames, each of about one chunk.
 
-        Blocks while there is nothing, ends when the link closes. Whatever is queued already travels
-        together, as each message of the network costs several changes of thread; nothing waits for
-        company.
+        Blocks while the queue is empty and ends when the link closes. Frames that are already queued
+        are sent in one batch, since each network message costs several thread switches; no frame waits
+        for others.
         """
         batch: list[Buffer] = []
         size = 0
@@ -185,7 +185,7 @@ class FrameLink:
             yield joined
 
     def received(self, data: bytes) -> None:
-        """A batch has arrived."""
+        """Process a received batch."""
         self._reader = threading.get_ident()
         self.received_bytes += len(data)
         try:
@@ -198,12 +198,12 @@ class FrameLink:
                 elif (message := self._assembler.take(frame)) is not None:
                     self._deliver(message)
         except WireError as error:
-            self.fail(f"node_{self.peer.node} sent something unreadable: {error}")
+            self.fail(f"node_{self.peer.node} sent an invalid frame: {error}")
 
     def ended(self, detail: str) -> None:
-        """Nothing more can arrive; the handler hears of it unless the link was meant to end.
+        """Process the end of the stream; the handler is notified unless the end was intended.
 
-        ``detail`` is what the network says; it is of interest if the peer did not.
+        ``detail`` is the network's reason, used if the peer has not closed the link itself.
         """
         with self._lock:
             if self._ended:
@@ -218,9 +218,9 @@ class FrameLink:
             if lost:
                 self._handler.on_lost(self, self._failure or self._reason(detail))
         except Exception:
-            _log.exception("the handler of %r failed when it was lost", self)
+            logger.exception("the handler of %r failed to process the loss", self)
         finally:
-            self._reader = None  # identifiers of threads are used again
+            self._reader = None  # thread identifiers are reused
             self._done.set()
 
     def _reason(self, detail: str) -> str:
@@ -228,13 +228,13 @@ class FrameLink:
         return f"{name} closed the link" if self._peer_closed else f"lost {name}: {detail}"
 
     def fail(self, reason: str) -> None:
-        """Lose the link, for a reason on this side."""
+        """End the link with an error on this side."""
         with self._lock:
             self._failure = self._failure or reason
         self._hang_up()
 
     def _frames(self) -> Iterator[list[Buffer]]:
-        """Frames in parts; an empty one before it blocks."""
+        """Yield frames as parts; an empty list before the queue blocks."""
         while True:
             if self._queue.empty():
                 yield []
@@ -249,7 +249,7 @@ class FrameLink:
                 yield encode_control(item)
             elif isinstance(item, Message):
                 frames = self._encode(item)
-                del item  # or an idle link would keep the tensors of its last message alive
+                del item  # otherwise an idle link would keep the last message's tensors alive
                 try:
                     for parts in frames:
                         yield parts
@@ -286,7 +286,7 @@ class FrameLink:
         try:
             self._handler.on_message(self, message)
         except Exception as error:
-            _log.exception("the handler of %r failed", self)
+            logger.exception("the handler of %r failed", self)
             self.fail(f"node_{self.local.node} failed to handle a message: {error!r}")
 
     def _answer(self, control: Control) -> None:
@@ -309,15 +309,15 @@ class FrameLink:
                     self._control(Probe(following))
 
     def _control(self, control: Control) -> None:
-        if len(self._controls) >= _MOST_CONTROLS:
-            raise WireError("more probes than can be answered")
+        if len(self._controls) >= _MAX_CONTROLS:
+            raise WireError("the peer sends more probes than can be answered")
         self._controls.append(control)
         self._queue.put(_Mark.WAKE)
 
     def _control_frames(self) -> Iterator[list[Buffer]]:
-        """Between any two frames of messages: a probe behind a large tensor would measure that."""
+        """Yield control frames, between frames of messages so that probes do not wait for tensors."""
         ack, self._ack = self._ack, None
-        if ack is not None:  # not worth a message of its own
+        if ack is not None:  # sent only together with other frames
             count, arrived = ack
             yield encode_control(Ack(count, time.perf_counter() - arrived))
         while self._controls:
@@ -328,34 +328,32 @@ class FrameLink:
 
 
 def _unmetered(message: Message) -> bool:
-    """Pieces of a round come in bursts for one direction, and nobody plans with their delay.
+    """Return whether a message is excluded from the delay measurement.
 
-    Acknowledging them would cost a message the other way every few milliseconds.
+    Ring chunks come in bursts in one direction, and their delay is not used. Acknowledging them would
+    cost a message in the other direction every few milliseconds.
     """
     return isinstance(message.head, RingChunk)
 
 
 class _Flush:
-    """Someone waits for an Echo."""
+    """State of a ``flush`` that waits for an Echo."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self.answered = False
 
 
-logger = logging.getLogger(__name__)
-
-
 def try_send(link: Link, head: AnyHead) -> None:
-    """Send; whoever is gone misses nothing, and the loss is told by the link itself."""
+    """Send a message; ignore a closed link, whose loss the link reports itself."""
     try:
         link.send(Message(head))
     except RavnestError:
-        logger.debug("node_%d is gone already", link.peer.node)
+        logger.debug("the link to node_%d is already closed", link.peer.node)
 
 
-def part(link: Link, last: AnyHead | None) -> None:
-    """Close a link, with a last word if there is one."""
+def send_and_close(link: Link, last: AnyHead | None) -> None:
+    """Send a last message, if there is one, and close the link."""
     if last is not None:
         try_send(link, last)
     link.close()

@@ -1,4 +1,4 @@
-"""The in-memory twin of the network: nodes of one process, with delay and cuts on demand."""
+"""In-memory transport: links between nodes of one process, with optional delay and cuts."""
 
 from __future__ import annotations
 
@@ -27,61 +27,61 @@ class _Server:
 
 
 class MemoryNetwork:
-    """All addresses of the process that are listened at, and the wires between them."""
+    """Listening addresses of the process and the connections between them."""
 
     def __init__(self, delay: float = 0.0) -> None:
-        """``delay`` is what each frame takes one way; any number of them may be on the way."""
+        """``delay`` is the one-way delay of each frame; it does not limit the throughput."""
         self.delay = delay
         self._changed = threading.Condition()
         self._servers: dict[Address, _Server] = {}
-        self._wires: list[_Wire] = []
+        self._connections: list[_Connection] = []
         self._next_port = 1
 
     def transport(self) -> MemoryTransport:
-        """For one node."""
+        """Return the transport of one node."""
         return MemoryTransport(self)
 
     def cut(self, a: int, b: int) -> None:
-        """Lose the links between two nodes, as when a cable is pulled; both sides notice at once."""
+        """Cut the links between two nodes; both sides notice at once."""
         with self._changed:
-            wires = [wire for wire in self._wires if wire.joins(a, b)]
-        for wire in wires:
-            wire.cut(f"the link between node_{a} and node_{b} was cut")
+            connections = [connection for connection in self._connections if connection.joins(a, b)]
+        for connection in connections:
+            connection.cut(f"the link between node_{a} and node_{b} was cut")
 
     def register(self, address: Address, server: _Server) -> Address:
-        """Listen; wakes those who dial."""
+        """Register a listener and wake waiting dialers."""
         with self._changed:
             if address.port == 0:
                 address = replace(address, port=self._next_port)
                 self._next_port += 1
             if address in self._servers:
                 raise AddressInUseError(
-                    f"{address} is in use: stop the other node, or give another port"
+                    f"{address} is in use: stop the other node, or choose another port"
                 )
             self._servers[address] = server
             self._changed.notify_all()
         return address
 
-    def forget(self, owner: MemoryTransport) -> list[_Wire]:
-        """Stop listening; the wires that ``owner`` has an end of."""
+    def forget(self, owner: MemoryTransport) -> list[_Connection]:
+        """Remove the listeners of ``owner`` and return its connections."""
         with self._changed:
             self._servers = {a: s for a, s in self._servers.items() if s.owner is not owner}
-            return [wire for wire in self._wires if owner in wire.owners]
+            return [connection for connection in self._connections if owner in connection.owners]
 
     def server_at(self, address: Address, timeout: float) -> _Server | None:
-        """Who listens there, now or within ``timeout`` seconds."""
+        """Return the listener at ``address``; wait up to ``timeout`` seconds for it."""
         with self._changed:
             self._changed.wait_for(lambda: address in self._servers, timeout)
             return self._servers.get(address)
 
-    def keep(self, wire: _Wire) -> None:
-        """Remember a wire while it lasts."""
+    def keep(self, connection: _Connection) -> None:
+        """Register a connection until it ends."""
         with self._changed:
-            self._wires = [other for other in self._wires if not other.gone] + [wire]
+            self._connections = [other for other in self._connections if not other.gone] + [connection]
 
 
 class MemoryTransport:
-    """Implements ``base.Transport``."""
+    """In-memory transport of one node; implements ``base.Transport``."""
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
@@ -95,7 +95,7 @@ class MemoryTransport:
         *,
         known_as: Address | None = None,  # noqa: ARG002 - nothing is encrypted here
     ) -> Address:
-        """Listen on the network."""
+        """Listen at an address of the network."""
         return self._network.register(address, _Server(admit, handler, on_link, self))
 
     def dial(
@@ -108,7 +108,7 @@ class MemoryTransport:
         waiting: Callable[[str], None] | None = None,
         expect: int | None = None,
     ) -> Link:
-        """Reach whoever listens, or will."""
+        """Connect to the listener at ``address``; wait for it until the deadline."""
         until = time.monotonic() + deadline
         server = self._network.server_at(address, 0)
         while server is None:
@@ -124,21 +124,21 @@ class MemoryTransport:
             raise RefusedError(f"{address} refused: {reply.reason}")
         theirs, ours = reply
         peer = read_answer(hello_frame(ours), address, expect)
-        wire = _Wire(self._network.delay, (self, server.owner))
-        near = FrameLink(hello, peer, handler, lambda: wire.cut(None))
-        far = FrameLink(ours, theirs, server.handler, lambda: wire.cut(None))
-        self._network.keep(wire)
-        wire.start(near, far, server.on_link)
+        connection = _Connection(self._network.delay, (self, server.owner))
+        near = FrameLink(hello, peer, handler, lambda: connection.cut(None))
+        far = FrameLink(ours, theirs, server.handler, lambda: connection.cut(None))
+        self._network.keep(connection)
+        connection.start(near, far, server.on_link)
         return near
 
     def close(self) -> None:
         """Close all links and stop listening."""
-        for wire in self._network.forget(self):
-            wire.close(self)
+        for connection in self._network.forget(self):
+            connection.close(self)
 
 
-class _Wire:
-    """Two directions between two links."""
+class _Connection:
+    """Connection between two links, in both directions."""
 
     def __init__(self, delay: float, owners: tuple[MemoryTransport, MemoryTransport]) -> None:
         self.owners = owners
@@ -181,7 +181,7 @@ class _Wire:
         pipe.put((time.monotonic() + self._delay, None))
 
     def _read(self, link: FrameLink, pipe: SimpleQueue[tuple[float, bytes | None]]) -> None:
-        """One thread for each end, as a stalled node must not hold up the others."""
+        """Deliver frames to a link; each end has its own thread, so a stalled node delays no other."""
         while True:
             due, frame = pipe.get()
             if frame is None or self._cut.wait(max(due - time.monotonic(), 0)):
@@ -190,4 +190,4 @@ class _Wire:
             if self._cut.is_set():
                 break
         self.cut(None)
-        link.ended(self._reason or "the other end is gone")
+        link.ended(self._reason or "the other end has closed")

@@ -1,4 +1,4 @@
-"""Who may talk to whom in the clear: only processes of one machine."""
+"""Credentials, and the decision which connections are encrypted: all except loopback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  # what a user writes for "this ma
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a node shows and what it trusts, as PEM; its certificate's common name is ``node_<i>``."""
+    """Certificate, key and trusted authority of a node (PEM); the common name is ``node_<i>``."""
 
     authority: bytes
     certificate: bytes
@@ -20,10 +20,10 @@ class Credentials:
 
 
 def is_loopback(address: Address) -> bool:
-    """Whether nobody else can reach a listener at this address, so that it needs no TLS.
+    """Return whether only this machine can reach a listener at the address, so that TLS is not needed.
 
-    Both sides decide by the address in the plan. 0.0.0.0 is everywhere, although its own machine
-    dials it by loopback.
+    Both sides decide by the address in the plan. 0.0.0.0 can be reached from everywhere, although its
+    own machine dials it by loopback.
     """
     if address.host == "localhost":
         return True
@@ -33,6 +33,6 @@ def is_loopback(address: Address) -> bool:
         return False
 
 
-def dialled(address: Address) -> Address:
-    """Where to find a listener from here."""
+def dial_address(address: Address) -> Address:
+    """Return the address at which this machine can dial a listener."""
     return replace(address, host="127.0.0.1") if address.host in _EVERYWHERE else address

@@ -1,1 +1,1 @@
-"""What nodes say to each other, as values and as bytes."""
+"""Messages between nodes, as values and as bytes."""

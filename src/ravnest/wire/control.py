@@ -1,4 +1,4 @@
-"""What links say to each other below the messages: probes, and how much has arrived."""
+"""Control frames of a link, below the messages: probes, acknowledgements, closing."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from ravnest.wire.envelope import Buffer, Frame, Kind, seal
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Asks for an Echo at once."""
+    """Request for an immediate Echo."""
 
     token: int
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The answer to a Probe: all that was sent before it has arrived."""
+    """Answer to a Probe: everything sent before the probe has arrived."""
 
     token: int
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """So many messages of the link have arrived; it travels with whatever is sent next."""
+    """Acknowledgement of messages, sent together with the next message or control frame."""
 
     count: int
+    """Messages that have arrived on the link."""
     held: float
-    """Seconds since the last of them came."""
+    """Seconds since the last of them arrived."""
 
 
 class Closing(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The last frame of a link that is closed; without it, the connection broke."""
+    """Last frame of a link that is closed; if it is missing, the connection broke."""
 
 
 Control = Probe | Echo | Ack | Closing
@@ -39,12 +40,12 @@ _DECODER: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 
 
 def encode_control(control: Control) -> list[Buffer]:
-    """As the parts of one frame."""
+    """Return a control frame, as parts to be joined."""
     return seal(Kind.CONTROL, 0, (_ENCODER.encode(control),))
 
 
 def decode_control(frame: Frame) -> Control:
-    """From a frame that is unsealed already."""
+    """Return the control value in a frame."""
     try:
         return _DECODER.decode(frame.body)
     except msgspec.MsgspecError as error:

@@ -1,4 +1,4 @@
-"""The outside of every frame: what it is, how long it is, and a checksum over all of it.
+"""Envelope of every frame: its kind, its length and a checksum.
 
     offset  0  magic "RVNT"        4 bytes
             4  format version      u8
@@ -33,7 +33,7 @@ Buffer = bytes | memoryview
 
 
 class Kind(IntEnum):
-    """What a frame holds."""
+    """Kind of a frame."""
 
     OPENING = 1
     CHUNK = 2
@@ -45,7 +45,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame whose checksum is right; the body has no copy of its own."""
+    """Frame with a verified checksum; the body is a view, not a copy."""
 
     kind: Kind
     number: int
@@ -53,7 +53,7 @@ class Frame:
 
 
 def seal(kind: Kind, number: int, body: Sequence[Buffer]) -> list[Buffer]:
-    """One frame, as parts that are still to be joined: its body is not copied yet."""
+    """Return one frame, as parts to be joined; the body is not copied."""
     fixed = _FIXED.pack(MAGIC, VERSION, kind, 0, number, sum(map(len, body)))
     checksum = xxhash.xxh3_64(fixed)
     for part in body:
@@ -62,7 +62,7 @@ def seal(kind: Kind, number: int, body: Sequence[Buffer]) -> list[Buffer]:
 
 
 def split(data: bytes) -> Iterator[memoryview]:
-    """The frames in a run of whole frames; what remains at the end is for ``unseal`` to refuse."""
+    """Yield the frames in a batch of whole frames; ``unseal`` rejects an incomplete rest."""
     view = memoryview(data)
     while len(view) > SIZE:
         stop = SIZE + _LENGTH.unpack_from(view, _LENGTH_AT)[0]
@@ -73,24 +73,24 @@ def split(data: bytes) -> Iterator[memoryview]:
 
 
 def unseal(data: Buffer, limit: int) -> Frame:
-    """Check a frame of at most ``limit`` bytes; ``WireError`` says what is wrong with it."""
+    """Check a frame of at most ``limit`` bytes and return it; ``WireError`` names the problem."""
     if len(data) < SIZE:
-        raise WireError(f"a frame of {len(data)} bytes is cut short: it should have at least {SIZE}")
+        raise WireError(f"a frame of {len(data)} bytes is truncated: it needs at least {SIZE}")
     if len(data) > limit:
         raise WireError(f"a frame of {len(data)} bytes is larger than the limit of {limit}")
     magic, version, kind, zero, number, length = _FIXED.unpack_from(data)
     if magic != MAGIC:
-        raise WireError("these bytes are no frame of Ravnest")
+        raise WireError("the data is not a Ravnest frame")
     if version != VERSION:
-        raise WireError(f"a frame of format {version}; this node understands {VERSION} only")
+        raise WireError(f"a frame has format version {version}, but this node supports only {VERSION}")
     if length != len(data) - SIZE:
-        raise WireError(f"a frame says that it has {length} bytes and has {len(data) - SIZE}")
+        raise WireError(f"a frame announces {length} bytes, but has {len(data) - SIZE}")
     view = memoryview(data)
     checksum = xxhash.xxh3_64(view[: _FIXED.size])
     checksum.update(view[SIZE:])
     if checksum.intdigest() != _CHECKSUM.unpack_from(data, _FIXED.size)[0]:
-        raise WireError("a frame was damaged on its way: its checksum does not match")
+        raise WireError("a frame is damaged: its checksum does not match")
     known = _KINDS.get(kind)
     if known is None or zero:
-        raise WireError(f"a frame of unknown kind {kind}")
+        raise WireError(f"a frame has the unknown kind {kind}")
     return Frame(known, number, view[SIZE:])

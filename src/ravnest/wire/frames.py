@@ -1,4 +1,4 @@
-"""Messages to frames and back; see ``docs/protocol.md``."""
+"""Conversion of messages to frames and back; see ``docs/protocol.md``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from ravnest.wire.layout import NAMES, TensorLayout, dense, plain_strides
 from ravnest.wire.messages import Message, Value
 
 INLINE_BYTES = 256 << 10
-"""Payloads up to this size share the frame of their head: one message of the network, not two."""
+"""Maximum size of payloads that share the frame of their head, which saves a network message."""
 CHUNK_BYTES = 2 << 20
-"""Of larger payloads in one frame: each costs a dozen changes of thread, and copies leave the cache."""
+"""Size of the chunks of larger payloads.
+
+Each frame costs a dozen thread switches; the copies of much larger frames would not fit in the cache.
+"""
 LARGEST_CHUNK = 8 << 20
 DEFAULT_LIMITS = Limits()
 
@@ -27,7 +30,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def largest_frame(limits: Limits) -> int:
-    """Bytes of the largest frame that an ``Assembler`` accepts."""
+    """Return the size of the largest frame that an ``Assembler`` accepts, in bytes."""
     opening = _LENGTH.size + limits.max_opening_bytes + INLINE_BYTES
     return envelope.SIZE + max(opening, LARGEST_CHUNK)
 
@@ -39,9 +42,9 @@ def encode(
     limits: Limits = DEFAULT_LIMITS,
     clamped: Callable[[int], None] | None = None,
 ) -> Iterator[bytes]:
-    """The frames of a message; ``WireError`` if it holds what cannot travel.
+    """Yield the frames of a message; ``WireError`` if a value cannot be sent.
 
-    ``clamped`` is told how many values of a tensor were beyond the range of the codec.
+    ``clamped`` is called with the number of values of a tensor outside the range of the codec.
     """
     return (b"".join(parts) for parts in encode_parts(message, codec, chunk, limits, clamped))
 
@@ -53,7 +56,7 @@ def encode_parts(
     limits: Limits = DEFAULT_LIMITS,
     clamped: Callable[[int], None] | None = None,
 ) -> Iterator[list[Buffer]]:
-    """As ``encode``, with frames in parts that share the memory of the tensors."""
+    """Yield frames like ``encode``, but as parts that share the memory of the tensors."""
     entries: list[TensorEntry | NumberEntry] = []
     payloads: list[memoryview] = []
     offset = 0
@@ -70,7 +73,7 @@ def encode_parts(
             entries.append(NumberEntry(name, value))
     inline = offset <= INLINE_BYTES
     opening = Opening(message.head, tuple(entries), offset, inline)
-    layouts(opening, limits)  # what we would refuse, we do not send
+    layouts(opening, limits)  # do not send what a receiver would reject
     packed = pack(opening, limits)
     yield seal(Kind.OPENING, 0, (_LENGTH.pack(len(packed)), packed, *(payloads if inline else ())))
     if not inline:
@@ -90,7 +93,7 @@ def _tensor(name: str, tensor: torch.Tensor, codec: Codec, offset: int) -> tuple
 
 
 def _pieces(payloads: list[memoryview], chunk: int) -> Iterator[list[memoryview]]:
-    """Payloads as one stream, cut every ``chunk`` bytes."""
+    """Yield the payloads as one stream, cut every ``chunk`` bytes."""
     parts: list[memoryview] = []
     room = chunk
     for payload in payloads:
@@ -108,11 +111,11 @@ def _pieces(payloads: list[memoryview], chunk: int) -> Iterator[list[memoryview]
 
 
 class Assembler:
-    """Frames of one link, in order, back to messages.
+    """Assembler of messages from the frames of one link, in order.
 
     Each tensor has its own buffer, allocated once (torch aligns it to 64 bytes; kernels round
-    differently at odd addresses) and filled as the chunks come. After a ``WireError`` the
-    assembler is of no more use, as is the link.
+    differently at unaligned addresses) and filled as chunks arrive. After a ``WireError`` neither the
+    assembler nor the link can be used.
     """
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -121,46 +124,48 @@ class Assembler:
         self._pending: _Pending | None = None
 
     def feed(self, frame: Buffer) -> Message | None:
-        """Take a frame; the message if it is complete now."""
+        """Add a frame; return the message if it is complete."""
         return self.take(unseal(frame, self._largest))
 
     def take(self, frame: Frame) -> Message | None:
-        """As ``feed``, for a frame that is unsealed already."""
+        """Add a frame that is already unsealed; return the message if it is complete."""
         match frame.kind:
             case Kind.OPENING:
                 return self._open(frame)
             case Kind.CHUNK:
                 return self._chunk(frame)
             case Kind.CONTROL:
-                raise WireError("a control frame is no part of a message")
+                raise WireError("a control frame cannot be part of a message")
 
     def _open(self, frame: Frame) -> Message | None:
         if self._pending is not None:
-            raise WireError("a message begins before the one before is complete")
+            raise WireError("a message begins before the previous one is complete")
         body = frame.body
         if len(body) < _LENGTH.size:
-            raise WireError("the first frame of a message is cut short")
+            raise WireError("the first frame of a message is truncated")
         stop = _LENGTH.size + _LENGTH.unpack_from(body)[0]
         if stop > len(body) or stop > _LENGTH.size + self._limits.max_opening_bytes:
-            raise WireError(f"a head of {stop - _LENGTH.size} bytes is over the limit or cut short")
+            raise WireError(f"a head of {stop - _LENGTH.size} bytes exceeds the limit or is truncated")
         opening = unpack(body[_LENGTH.size : stop])
         pending = _Pending(opening, layouts(opening, self._limits))
         if opening.inline:
             if len(body) - stop != opening.nbytes:
-                raise WireError(f"{len(body) - stop} bytes came where {opening.nbytes} were announced")
+                raise WireError(f"{len(body) - stop} bytes arrived, but {opening.nbytes} were announced")
             pending.fill(body[stop:])
         elif len(body) != stop or not opening.nbytes:
-            raise WireError("a message says that its payload comes in chunks, and it does not")
+            raise WireError("a message announces chunks, but has an inline or empty payload")
         return self._finish(pending)
 
     def _chunk(self, frame: Frame) -> Message | None:
         pending = self._pending
         if pending is None:
-            raise WireError("a chunk belongs to no message")
+            raise WireError("a chunk arrived outside a message")
         if frame.number != pending.chunks:
-            raise WireError(f"chunk {frame.number} came where chunk {pending.chunks} was due")
+            raise WireError(f"chunk {frame.number} arrived, expected chunk {pending.chunks}")
         if not 0 < len(frame.body) <= pending.missing:
-            raise WireError(f"a chunk of {len(frame.body)} bytes, and {pending.missing} are missing")
+            raise WireError(
+                f"a chunk of {len(frame.body)} bytes arrived, but {pending.missing} are missing"
+            )
         pending.chunks += 1
         pending.fill(frame.body)
         return self._finish(pending)
@@ -172,7 +177,7 @@ class Assembler:
 
 
 class _Pending:
-    """A message whose payload is on its way."""
+    """Message whose payload is incomplete."""
 
     def __init__(self, opening: Opening, layouts: dict[str, TensorLayout]) -> None:
         self.missing = opening.nbytes
@@ -186,7 +191,7 @@ class _Pending:
         self._filled = 0
 
     def fill(self, data: memoryview) -> None:
-        """Copy what came to where it belongs; numpy lets other threads run meanwhile."""
+        """Copy received bytes to their tensors; numpy releases Python's lock during the copy."""
         source = np.frombuffer(data, dtype=np.uint8)
         start = 0
         while start < len(source):
@@ -200,7 +205,7 @@ class _Pending:
         self.missing -= len(source)
 
     def message(self) -> Message:
-        """The message, complete."""
+        """Return the complete message."""
         return Message(
             self._opening.head, {entry.name: self._value(entry) for entry in self._opening.values}
         )
@@ -215,4 +220,4 @@ def _allocate(entry: TensorEntry) -> torch.Tensor:
     try:
         return torch.empty(entry.nbytes, dtype=torch.uint8)
     except RuntimeError as error:
-        raise WireError(f"no memory for {entry.name!r}, {entry.nbytes} bytes") from error
+        raise WireError(f"not enough memory for {entry.name!r} ({entry.nbytes} bytes)") from error

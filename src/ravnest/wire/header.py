@@ -1,6 +1,6 @@
-"""The inside of a message's first frame: its head, and a table of its values.
+"""Body of a message's first frame: the head and a table of the values.
 
-A peer's table is checked against the limits before any memory is allocated for what it announces.
+A peer's table is checked against the limits before memory is allocated for the announced tensors.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ _LARGEST = 1 << 48
 
 @dataclass(frozen=True)
 class Limits:
-    """What a peer may send; more is a ``WireError`` before memory is allocated."""
+    """Limits for messages of a peer; exceeding them is a ``WireError`` before memory is allocated."""
 
     max_message_bytes: int = 16 << 30
-    """Of all tensors of a message together, as they travel and as they arrive."""
+    """Total size of a message's tensors, both encoded and decoded."""
     max_values: int = 100_000
     max_name: int = 1024
-    """Characters in the name of a value."""
+    """Maximum number of characters in the name of a value."""
     max_dimensions: int = 64
-    """As many as torch allows."""
+    """Maximum number of dimensions of a tensor; torch has the same limit."""
     max_opening_bytes: int = 16 << 20
-    """Of head and table."""
+    """Maximum size of head and table."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, tag=0, forbid_unknown_fields=True):
-    """A tensor; the payloads follow one another in the order of the table."""
+    """Entry of a tensor; the payloads are stored in the order of the table, without gaps."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    """None where the tensor is contiguous."""
+    """None if the tensor is contiguous."""
     codec: str
     offset: int
     nbytes: int
 
 
 class NumberEntry(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """A plain number, which needs no payload."""
+    """Entry of a number, which needs no payload."""
 
     name: str
     value: bool | int | float
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Everything of a message but the payloads of its tensors."""
+    """Message without the payloads of its tensors."""
 
     head: AnyHead
     values: tuple[TensorEntry | NumberEntry, ...]
     nbytes: int
-    """Of all payloads."""
+    """Total size of all payloads."""
     inline: bool
-    """They follow in the same frame, not in chunks."""
+    """True if the payloads follow in the same frame, False if they follow in chunks."""
 
 
 _DECODER = msgspec.msgpack.Decoder(Opening)
@@ -71,18 +71,18 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def pack(opening: Opening, limits: Limits) -> bytes:
-    """As bytes; ``WireError`` if no peer would take it."""
+    """Return the opening as bytes; ``WireError`` if a peer would reject it."""
     try:
         data = _ENCODER.encode(opening)
     except (OverflowError, TypeError, ValueError) as error:
-        raise WireError(f"this {type(opening.head).__name__} cannot travel: {error}") from error
+        raise WireError(f"a {type(opening.head).__name__} message cannot be encoded: {error}") from error
     if len(data) > limits.max_opening_bytes:
-        raise WireError(f"a head of {len(data)} bytes is over the limit of {limits.max_opening_bytes}")
+        raise WireError(f"a head of {len(data)} bytes exceeds the limit of {limits.max_opening_bytes}")
     return data
 
 
 def unpack(data: memoryview) -> Opening:
-    """From a peer's bytes; of the right types, not yet checked for sense."""
+    """Return the opening in a peer's bytes; types are checked, values are not yet."""
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -90,31 +90,35 @@ def unpack(data: memoryview) -> Opening:
 
 
 def layouts(opening: Opening, limits: Limits) -> dict[str, TensorLayout]:
-    """The tensors that a peer announces, if they make sense and stay within the limits."""
+    """Return the layouts of the announced tensors; ``WireError`` if invalid or over the limits."""
     if len(opening.values) > limits.max_values:
-        raise WireError(f"{len(opening.values)} values are over the limit of {limits.max_values}")
+        raise WireError(f"{len(opening.values)} values exceed the limit of {limits.max_values}")
     found: dict[str, TensorLayout] = {}
     seen: set[str] = set()
-    travelling = arriving = 0
+    encoded = decoded = 0
     for entry in opening.values:
         if len(entry.name) > limits.max_name:
-            raise WireError(f"a name of {len(entry.name)} characters is over {limits.max_name}")
+            raise WireError(
+                f"a name of {len(entry.name)} characters exceeds the limit of {limits.max_name}"
+            )
         if entry.name in seen:
-            raise WireError(f"two values are called {entry.name!r}")
+            raise WireError(f"two values have the name {entry.name!r}")
         seen.add(entry.name)
         if isinstance(entry, TensorEntry):
             found[entry.name] = layout = _layout(
                 entry.name, entry.dtype, entry.shape, entry.strides, entry.codec, entry.nbytes, limits
             )
-            if entry.offset != travelling:
-                raise WireError(f"{entry.name!r} lies at {entry.offset} and should at {travelling}")
-            travelling += entry.nbytes
-            arriving += _memory(layout)
-            if max(travelling, arriving) > limits.max_message_bytes:
-                size = max(travelling, arriving)
-                raise WireError(f"{size} bytes of tensors are over {limits.max_message_bytes}")
-    if travelling != opening.nbytes:
-        raise WireError(f"a message announces {opening.nbytes} bytes, its tensors have {travelling}")
+            if entry.offset != encoded:
+                raise WireError(f"{entry.name!r} has offset {entry.offset}, expected {encoded}")
+            encoded += entry.nbytes
+            decoded += _memory(layout)
+            if max(encoded, decoded) > limits.max_message_bytes:
+                size = max(encoded, decoded)
+                raise WireError(
+                    f"{size} bytes of tensors exceed the limit of {limits.max_message_bytes}"
+                )
+    if encoded != opening.nbytes:
+        raise WireError(f"a message announces {opening.nbytes} bytes, but its tensors have {encoded}")
     return found
 
 
@@ -132,24 +136,24 @@ def _layout(
     nbytes: int,
     limits: Limits,
 ) -> TensorLayout:
-    """Remembered, as most messages of a link announce what the one before did."""
+    """Return the checked layout of a tensor; cached, since most messages of a link are alike."""
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise WireError(f"{name!r} has the unknown dtype {dtype_name!r}")
     if len(shape) > limits.max_dimensions:
-        raise WireError(f"{name!r} has {len(shape)} dimensions, over {limits.max_dimensions}")
-    # With the zeros left out: torch multiplies the others, even where there are no elements.
+        raise WireError(f"{name!r} has {len(shape)} dimensions, more than {limits.max_dimensions}")
+    # Zeros are left out: torch multiplies the other sizes even if the tensor has no elements.
     elements = math.prod(size or 1 for size in shape)
     if elements >= _LARGEST or any(size < 0 for size in shape):
-        raise WireError(f"{name!r} has the impossible shape {list(shape)}")
+        raise WireError(f"{name!r} has the invalid shape {list(shape)}")
     if strides is None:
         strides = plain_strides(shape)
     elif len(strides) != len(shape) or not is_dense(shape, strides):
         raise WireError(f"{name!r} has strides {list(strides)} that do not fit {list(shape)}")
     if any(not 0 <= stride < _LARGEST for stride in strides):
-        raise WireError(f"{name!r} has the impossible strides {list(strides)}")
+        raise WireError(f"{name!r} has the invalid strides {list(strides)}")
     layout = TensorLayout(dtype, shape, strides)
     due = codec_named(codec).nbytes(layout)
     if nbytes != due:
-        raise WireError(f"{name!r} announces {nbytes} bytes and its shape needs {due}")
+        raise WireError(f"{name!r} announces {nbytes} bytes, but its shape needs {due}")
     return layout

@@ -1,4 +1,4 @@
-"""Which tensors may travel, and how they lie in memory."""
+"""Supported tensors and their memory layout."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Everything about a dense tensor but its values."""
+    """Type, shape and strides of a dense tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class TensorLayout:
 
 @functools.lru_cache(maxsize=1024)
 def plain_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, as torch has them."""
+    """Return the strides of a contiguous tensor, as torch computes them."""
     strides = []
     step = 1
     for size in reversed(shape):
@@ -60,13 +60,13 @@ def plain_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its history, on the CPU and dense; the same memory where possible."""
+    """Return the tensor detached, on the CPU and dense; shares memory if possible."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise WireError(f"{name!r} is a {tensor.layout} tensor; only plain dense ones can travel")
+        raise WireError(f"{name!r} is a {tensor.layout} tensor; only dense tensors can be sent")
     if tensor.dtype not in NAMES:
-        raise WireError(f"{name!r} is of {tensor.dtype}, which cannot travel")
+        raise WireError(f"{name!r} has dtype {tensor.dtype}, which cannot be sent")
     if tensor.is_meta:
-        raise WireError(f"{name!r} is a meta tensor: it has no values")
+        raise WireError(f"{name!r} is a meta tensor, which has no values")
     tensor = tensor.detach().cpu()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -74,5 +74,5 @@ def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor as flat uint8."""
+    """Return the memory of a dense tensor as flat uint8."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,6 +1,6 @@
-"""The messages between two nodes: typed heads, and tensors that travel with them.
+"""Messages between two nodes: typed heads and the tensors sent with them.
 
-Heads are msgpack, decoded into these types and nothing else; see ``docs/protocol.md``.
+Heads are encoded as msgpack and decoded only into these types; see ``docs/protocol.md``.
 """
 
 from __future__ import annotations
@@ -12,30 +12,21 @@ from typing import Literal
 import msgspec
 import torch
 
+from ravnest.types import MicrobatchId
+
 PROTOCOL = 1
-"""Nodes of different protocols refuse each other."""
+"""Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
 Call = Literal["train", "evaluate", "pred"]
 
 
 class Head(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all heads; the tag names the type."""
-
-
-class MicrobatchId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Names a micro-batch in a run; ``attempt`` counts replays."""
-
-    run: str
-    phase: int
-    """Counts the phases of the run: each epoch, validation and prediction is one."""
-    epoch: int
-    index: int
-    attempt: int = 0
+    """Base class of all heads; the msgpack tag is the class name."""
 
 
 class Hello(Head, frozen=True):
-    """The first message of a link, in both directions: who is speaking, and of which plan."""
+    """First message of a link in both directions: the node and its plan."""
 
     protocol: int
     plan: str
@@ -43,66 +34,68 @@ class Hello(Head, frozen=True):
     cluster: int
     stage: int
     run: str = ""
-    """Drawn by the Root; empty where it is not known yet."""
+    """Id of the run, chosen by the Root; empty if not known yet."""
     settings: dict[str, str] = {}
-    """What the nodes of a cluster must agree on."""
+    """Settings that must be the same on all nodes of a cluster."""
     codec: str = "raw"
-    """How this node would like activations, gradients and averages to travel; if its peer likes the
-    same, they do, else as they are."""
+    """Codec that this node prefers for activations, gradients and averages; used if the peer has the
+    same, otherwise tensors are sent uncompressed."""
 
 
 class HelloRefused(Head, frozen=True):
-    """The answer to a Hello that does not fit; the link closes."""
+    """Answer to a Hello that is not accepted; the link closes."""
 
     reason: str
 
 
 class StageTiming(msgspec.Struct, frozen=True, array_like=True):
-    """What one micro-batch cost at one stage, in seconds."""
+    """Cost of one micro-batch at one stage, in seconds."""
 
     forward: float
     backward: float
     step: float
     to_next: float
-    """On the link to the stage behind, without waiting; 0 at the last."""
+    """Delay of the link to the next stage, without queueing; 0 at the last stage."""
     to_next_busy: float
-    """How long that link is taken by one micro-batch."""
+    """Time during which one micro-batch occupies that link."""
     to_previous: float
-    """On the link to the stage before, without waiting; 0 at the first."""
+    """Delay of the link to the previous stage, without queueing; 0 at the first stage."""
     to_previous_busy: float
 
 
 class Forward(Head, frozen=True):
-    """A micro-batch on its way to the Leaf; its values travel as tensors."""
+    """Outputs of a stage for a micro-batch, for the next stage."""
 
-    batch: MicrobatchId
+    run: str
+    microbatch: MicrobatchId
     size: int
-    """Samples in it."""
+    """Number of samples."""
     digests: dict[str, str] = {}
-    """Of the batch as the Root loaded it: ``targets``, ``inputs``."""
+    """Digests of the batch as the Root loaded it: ``targets`` or ``inputs``."""
 
 
 class Backward(Head, frozen=True):
-    """Gradients on their way to the Root."""
+    """Gradients of a micro-batch, for the previous stage."""
 
-    batch: MicrobatchId
+    run: str
+    microbatch: MicrobatchId
     timings: tuple[StageTiming, ...] = ()
-    """Of the stages behind, the Leaf's last."""
+    """Timings of the sender and the following stages, the Leaf's last."""
     loss: float | None = None
     norms: tuple[tuple[int, float], ...] = ()
-    """For a clip over the whole model: the place of each parameter of this stage and those behind,
-    and the norm of the gradients that its update has so far."""
+    """For clipping over the whole model: position of each parameter of the sender and the following
+    stages, with the norm of its gradient accumulated so far."""
 
 
 class ClipNorm(Head, frozen=True):
-    """The Root's verdict on an update: the norm of all gradients."""
+    """Norm of all gradients of an update, computed by the Root."""
 
     update: int
     total: float
 
 
 class PhaseBegin(Head, frozen=True):
-    """A phase starts; the Leaf makes its iterator now."""
+    """Start of a phase."""
 
     run: str
     phase: int
@@ -111,27 +104,28 @@ class PhaseBegin(Head, frozen=True):
 
 
 class PhaseEnd(Head, frozen=True):
-    """A phase has had its last micro-batch; ``count`` of them."""
+    """End of a phase after ``count`` micro-batches."""
 
     run: str
     phase: int
     count: int
     exhausted: bool
-    """The Root's loader went to its end."""
+    """True if the Root's loader reached its end."""
 
 
 class ForwardResult(Head, frozen=True):
-    """What the Leaf made of a micro-batch without gradient; a prediction travels as tensors."""
+    """Result of the Leaf for a micro-batch without gradients; a prediction is sent as tensors."""
 
-    batch: MicrobatchId
+    run: str
+    microbatch: MicrobatchId
     value: float | None = None
-    """Accuracy or loss of the micro-batch, in a validation."""
+    """Accuracy or loss of the micro-batch in a validation."""
     structure: str = ""
-    """How the tensors of a prediction form the model's output, as JSON."""
+    """Structure of the model's output that the tensors of a prediction form, as JSON."""
 
 
 class ValidationResult(Head, frozen=True):
-    """The result of a validation: from the Leaf to the Root, and from the Root to everyone."""
+    """Result of a validation: from the Leaf to the Root, and from the Root to all nodes."""
 
     run: str
     phase: int
@@ -141,13 +135,13 @@ class ValidationResult(Head, frozen=True):
 
 
 class SaveStage(Head, frozen=True):
-    """Write the trained stage and send it to the Root."""
+    """Request to write the trained stage and send it to the Root."""
 
     run: str
 
 
 class StageSaved(Head, frozen=True):
-    """A trained stage on its way to the Root, with its manifest as JSON."""
+    """Trained stage for the Root, with its manifest as JSON."""
 
     run: str
     node: int
@@ -155,118 +149,118 @@ class StageSaved(Head, frozen=True):
 
 
 class CallEnd(Head, frozen=True):
-    """A call of the user's returns on every node."""
+    """End of a call of the user on all nodes."""
 
     run: str
     call: Call
 
 
 class RunEnd(Head, frozen=True):
-    """The Root is done; whatever waits on other nodes returns."""
+    """End of the run; calls that wait on other nodes return."""
 
     run: str
 
 
 class RoundId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Names a round of averaging; ``attempt`` counts how often it was tried again."""
+    """Identifier of an averaging round; ``attempt`` counts its repetitions, from 0."""
 
     number: int
     attempt: int = 0
 
 
 class RoundRequest(Head, frozen=True):
-    """A cluster's Root asks the coordinator for a round, or says that it is ready for one."""
+    """Request of a cluster's Root for a round, or its statement that it is ready for one."""
 
     cluster: int
     updates: int
-    """So far, in all."""
+    """Total number of updates so far."""
     samples: int
-    """Trained on since the last round it took part in."""
+    """Samples trained on since the last round in which the cluster took part."""
     interval: float
-    """Seconds between its rounds at the rate that it trains with; 0 where not known."""
+    """Seconds between the cluster's rounds at its current training rate; 0 if unknown."""
     final: bool
-    """It has trained for the last time, and waits."""
+    """True if the cluster has finished training and waits."""
 
 
 class Prepare(Head, frozen=True):
-    """Hold a copy of the newest parameters ready: from the coordinator to Roots, from them on."""
+    """Request to copy the newest parameters: from the coordinator to Roots, then along the pipeline."""
 
     round: RoundId
     assign: bool
-    """Nothing trains meanwhile, and the average is taken as it is (blocking and final rounds)."""
+    """True if training pauses and the average replaces the parameters (blocking and final rounds)."""
 
 
 class Prepared(Head, frozen=True):
-    """A node has its copy; at the Root it becomes the word of a cluster."""
+    """Statement that a node has its copy; the Root combines those of its cluster."""
 
     round: RoundId
     cluster: int
     node: int
     samples: int
-    """Of the cluster since the last round it took part in; the Root fills it in."""
+    """Samples of the cluster since the last round in which it took part; set by the Root."""
     problem: str = ""
-    """Why the copy must not enter an average."""
+    """Reason why the copy must not be averaged; empty if there is none."""
     codec: str = "raw"
-    """How its sender would like averages to travel."""
+    """Codec that the sender prefers for averages."""
     base: RoundId | None = None
-    """The last average that it applied, if it kept that: compressed is what has changed since."""
+    """Last average that the sender applied and kept; compressed rounds send the change since then."""
 
 
 class Start(Head, frozen=True):
-    """Average now: these clusters, with these weights, on all rings."""
+    """Start of the exchange on all rings."""
 
     round: RoundId
     weights: dict[int, float]
-    """By cluster; they add up to 1. A cluster with weight 0 only receives."""
+    """Weight of each participating cluster; the sum is 1. A cluster with weight 0 only receives."""
     codec: str = "raw"
     base: RoundId | None = None
-    """With another codec than raw: what is averaged is the change since this average."""
+    """With a codec other than raw: the change since this round's average is exchanged."""
 
 
 class RingChunk(Head, frozen=True):
-    """A part of a ring's tensors on its way round; the values travel as ``values``."""
+    """Piece of a ring's tensors that is passed around the ring."""
 
     round: RoundId
     ring: int
     segment: int
     piece: int
     hop: int
-    """Members that it has passed: below their number it is being summed, from there on it is final."""
+    """Number of members passed: while below the ring size the piece is summed, then it is final."""
 
 
 class Reduced(Head, frozen=True):
-    """A node is done with its part of a round; at the Root it becomes the word of a cluster."""
+    """Statement that a node has finished the exchange; the Root combines those of its cluster."""
 
     round: RoundId
     cluster: int
     node: int
     digests: dict[int, str]
-    """Of the average, by ring."""
+    """Digests of the average, by ring."""
     sent_bytes: int
     problem: str = ""
-    """Why there is no average."""
+    """Reason why there is no average; empty if there is one."""
     missing: int | None = None
-    """The cluster whose node did not answer, where that is the problem."""
+    """Cluster whose node did not answer, if that is the problem."""
 
 
 class Decision(Head, frozen=True):
-    """The coordinator's verdict on a round: apply the average, or forget it."""
+    """Decision of the coordinator on a round: apply the average or drop it."""
 
     round: RoundId
     commit: bool
     reason: str = ""
     assign: bool = False
-    """As proposed: who stands still for the round goes on, even if the Propose never came."""
+    """Same as in Prepare, so that a paused cluster continues even if it never received Prepare."""
 
 
 class Goodbye(Head, frozen=True):
-    """The sender closes; nothing is wrong."""
+    """Announcement that the sender closes normally."""
 
     node: int
 
 
 class Abort(Head, frozen=True):
-    """The run cannot go on; passed along the pipeline in both directions."""
+    """End of the run because of a failure; passed along the pipeline in both directions."""
 
     node: int
     reason: str
@@ -298,16 +292,16 @@ AnyHead = (
 )
 
 LOSSY = (Forward, Backward, RingChunk)
-"""Heads of the messages whose tensors may be compressed; those of others are results."""
+"""Heads of the messages whose tensors may be compressed; tensors of others are results."""
 
 Value = torch.Tensor | int | float
 
 
 @dataclass(frozen=True)
 class Message:
-    """A head and the named values that travel with it."""
+    """Head and named values."""
 
     head: AnyHead
     values: Mapping[str, Value] = field(default_factory=dict)
     exact: frozenset[str] = frozenset()
-    """Names of tensors that are never compressed; known to the sender only."""
+    """Names of tensors that must not be compressed; known to the sender only."""

@@ -1,4 +1,4 @@
-"""Trained stages: written at their node, and again at the Root."""
+"""Storage of trained stages: written at their own node and at the Root."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ravnest.store.trained import receive_trained, save_trained
 
 @dataclass(frozen=True)
 class TrainedStages:
-    """Implements the worker's ``Keeper``."""
+    """Folder of trained stages; implements ``StageKeeper``."""
 
     folder: Path
-    place: NodeSpec
+    spec: NodeSpec
     execution: StageExecution
 
     def save(self, run: str) -> tuple[str, dict[str, torch.Tensor]]:
-        """Write this node's stage; its manifest and tensors, for the Root."""
-        self.execution.settle()
+        """Write this node's stage and return its manifest and tensors for the Root."""
+        self.execution.write_replicas()
         module = self.execution.module
-        manifest = save_trained(self.folder, self.place, module, run)
+        manifest = save_trained(self.folder, self.spec, module, run)
         return manifest, {k: t.detach().clone() for k, t in module.state_tensors().items()}
 
     def receive(self, node: int, manifest: str, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Write another node's stage; the number of the stage."""
-        return receive_trained(self.folder, self.place, node, manifest, tensors)
+        """Write another node's stage and return its stage number."""
+        return receive_trained(self.folder, self.spec, node, manifest, tensors)

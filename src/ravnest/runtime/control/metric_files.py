@@ -1,4 +1,4 @@
-"""The figures that a run leaves behind: losses by update, accuracies by validation."""
+"""Metric files of a run: one loss per update, one accuracy per validation."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ ACCURACIES = "val_accuracies.txt"
 
 
 def name_for(filename: str | Path, cluster: int) -> Path:
-    """The file of a cluster: cluster 0 has the given name, others their number in it."""
+    """Return the path for a cluster: ``filename`` for cluster 0, with the number added for others."""
     path = Path(filename)
     return path if cluster == 0 else path.with_name(f"{path.stem}_cluster_{cluster}{path.suffix}")
 
 
 class MetricFile:
-    """One figure a line, as they come; a file of an earlier run is kept under another name."""
+    """Text file with one number per line; a file of an earlier run is renamed, not overwritten."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
 
-    def append(self, figure: float) -> None:
-        """Add a line; it is in the file when this returns."""
+    def append(self, value: float) -> None:
+        """Write a line; it is in the file when this returns."""
         if self._file is None:
             set_aside(self._path)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        self._file.write(f"{figure:.9g}\n")
+        self._file.write(f"{value:.9g}\n")
 
     def close(self) -> None:
-        """No further line comes."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a file that exists to the first free ``<name>.<n><suffix>``; the new name."""
+    """Rename an existing file to the first free ``<name>.<n><suffix>`` and return the new path."""
     if not path.exists():
         return None
     number = 1

@@ -1,4 +1,4 @@
-"""A node at work: its thread, its links and what it shows, from the start to the end."""
+"""Runtime of a started node: its worker, links, metrics and averaging."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.base import Link, Transport
-from ravnest.transport.link import part
+from ravnest.transport.link import send_and_close
 from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Abort, AnyHead, Call, Goodbye, Hello, ValidationResult
 
@@ -45,9 +45,9 @@ _OUTCOMES = 256
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """Everything that a node was told: by the plan, and by its user."""
+    """Configuration of a node: its spec in the plan and the user's settings."""
 
-    place: NodeSpec
+    spec: NodeSpec
     rule: UpdateRule
     settings: NodeSettings
     update_frequency: int
@@ -61,21 +61,21 @@ class RuntimeConfig:
 
     @property
     def seed(self) -> int:
-        """Of dropout and the like."""
-        return self.place.seed if self.settings.seed is None else self.settings.seed
+        """Seed of dropout and similar operations."""
+        return self.spec.seed if self.settings.seed is None else self.settings.seed
 
     @property
     def listen(self) -> Address:
-        """Where this node listens."""
-        text = self.settings.listen or self.place.address
+        """Address to listen at."""
+        text = self.settings.listen or self.spec.address
         try:
             return Address.parse(text)
         except ValueError as error:
             raise SettingsError(f"listen {error}") from error
 
     def hello(self) -> Hello:
-        """What this node says of itself, and what its neighbours must agree with."""
-        place = self.place
+        """Return the node's introduction, with the settings that its neighbours must share."""
+        spec = self.spec
         agreed = {
             "schedule": self.settings.schedule,
             "update_frequency": str(self.update_frequency),
@@ -86,86 +86,86 @@ class RuntimeConfig:
         }
         return Hello(
             PROTOCOL,
-            place.plan,
-            place.node,
-            place.cluster,
-            place.stage,
+            spec.plan,
+            spec.node,
+            spec.cluster,
+            spec.stage,
             settings=agreed,
             codec=self.codec,
         )
 
 
 class NodeRuntime:
-    """A started node. ``conductor`` is there at the Root only."""
+    """Parts of a started node. ``controller`` exists at the Root only."""
 
-    def __init__(self, assignment: RuntimeConfig, module: StageModule, transport: Transport) -> None:
-        place, settings = assignment.place, assignment.settings
-        self.board = RunStatus()
-        self.line = ProgressLine(RunState(place.role), console=Console(), shown=settings.progress)
+    def __init__(self, config: RuntimeConfig, module: StageModule, transport: Transport) -> None:
+        spec, settings = config.spec, config.settings
+        self.status = RunStatus()
+        self.progress = ProgressLine(RunState(spec.role), console=Console(), shown=settings.progress)
         self.telemetry = TelemetryReporter(settings.record_sink)
-        beside = Path(assignment.loss_filename).with_name(ACCURACIES)
-        self.accuracies = MetricFile(name_for(beside, place.cluster))
-        self._losses = MetricFile(name_for(assignment.loss_filename, place.cluster))
-        self._assignment = assignment
+        accuracies = Path(config.loss_filename).with_name(ACCURACIES)
+        self._accuracies = MetricFile(name_for(accuracies, spec.cluster))
+        self._losses = MetricFile(name_for(config.loss_filename, spec.cluster))
+        self._config = config
         self._transport = transport
         self._links = Links()
-        last = place.stage == place.stages - 1
+        last = spec.stage == spec.stages - 1
         self.execution = StageExecution(
             module,
-            assignment.rule,
-            seed=assignment.seed,
+            config.rule,
+            seed=config.seed,
             stash=settings.schedule == "async" and not last,
             recompute=settings.recompute,
         )
         machine = ScheduleMachine(
-            place.stage,
-            place.stages,
+            spec.stage,
+            spec.stages,
             schedule=settings.schedule,
-            window=settings.in_flight or place.in_flight,
-            update_frequency=assignment.update_frequency,
-            clip=assignment.rule.clip is not None,
+            window=settings.in_flight or spec.in_flight,
+            update_frequency=config.update_frequency,
+            clip=config.rule.clip is not None,
         )
-        leaf = Leaf(assignment.criterion, assignment.labels, assignment.test_labels) if last else None
+        leaf = Leaf(config.criterion, config.labels, config.test_labels) if last else None
         self._worker = Worker(
             self.execution,
             machine,
-            self.board,
-            node=place.node,
+            self.status,
+            node=spec.node,
             leaf=leaf,
-            keeper=TrainedStages(Path(settings.trained_folder), place, self.execution),
+            keeper=TrainedStages(Path(settings.trained_folder), spec, self.execution),
             observer=self._observer(),
         )
-        self.conductor: RootController | None = None
-        if place.stage == 0:
-            self.conductor = RootController(
+        self.controller: RootController | None = None
+        if spec.stage == 0:
+            self.controller = RootController(
                 self._worker,
-                self.board,
-                stages=place.stages,
+                self.status,
+                stages=spec.stages,
                 stall=settings.stall_timeout,
-                update_frequency=assignment.update_frequency,
+                update_frequency=config.update_frequency,
             )
         self.rounds: Counter[str] = Counter()
-        """Of averaging, at the coordinator: ``averaged``, ``failed``, and their ``sent_bytes``."""
+        """Counts of averaging rounds at the coordinator: ``averaged``, ``failed``, ``sent_bytes``."""
         self.outcomes: deque[RoundOutcome] = deque(maxlen=_OUTCOMES)
-        """The last of them, newest last."""
-        self._trouble: tuple[object, ...] = ()
-        """Of the last round: what is no news is no warning."""
-        self._averaging = self._make_averaging() if len(place.roots) > 1 else None
+        """Most recent outcomes, newest last."""
+        self._last_problem: tuple[object, ...] = ()
+        """Problem of the last round; not logged as a warning again while it persists."""
+        self._averaging = self._make_averaging() if len(spec.roots) > 1 else None
 
     def open(self) -> None:
-        """Meet the neighbours and start to work; closes everything if that fails."""
-        assignment = self._assignment
+        """Connect to the neighbours and start the threads; close everything if that fails."""
+        config = self._config
         self.telemetry.start()
         self.telemetry.phase("connect")
-        meeting = Rendezvous(
-            assignment.place,
-            assignment.hello(),
-            assignment.listen,
-            assignment.settings.connect_timeout,
-            self.line.say,
+        rendezvous = Rendezvous(
+            config.spec,
+            config.hello(),
+            config.listen,
+            config.settings.connect_timeout,
+            self.progress.say,
         )
         try:
-            self._links = meeting.listen_and_dial(self._transport, self._worker, self._averaging)
+            self._links = rendezvous.listen_and_dial(self._transport, self._worker, self._averaging)
         except BaseException:
             self._transport.close()
             self.telemetry.close()
@@ -173,117 +173,123 @@ class NodeRuntime:
         self._worker.start(self._links)
         if self._averaging is not None:
             self._averaging.start(self._links.previous, self._links.next)
-        if self.conductor is not None:
-            self._set_window(self.line.state.window)
+        if self.controller is not None:
+            self._set_window(self.progress.state.window)
             if self._averaging is not None:
-                self._averaging.meet(assignment.settings.connect_timeout, self.line.say)
+                self._averaging.meet(config.settings.connect_timeout, self.progress.say)
 
     def serve(self, call: Call) -> None:
-        """Work until the Root ends this call of the user's, or the run."""
-        board = self.board
-        # No deadline: a Root may take its time between calls, and a dead one is lost by its link.
-        board.wait(lambda: board.returned[call] > 0 or board.finish)
-        with board.writing():
-            board.returned[call] = max(board.returned[call] - 1, 0)
+        """Wait until the Root ends this call of the user, or the run."""
+        status = self.status
+        # No deadline: the Root may pause between calls, and a dead Root is detected by its link.
+        status.wait(lambda: status.ended_calls[call] > 0 or status.run_ended)
+        with status.writing():
+            status.ended_calls[call] = max(status.ended_calls[call] - 1, 0)
 
     def report_validation(self, result: ValidationResult, epoch: int, title: str) -> None:
         """Show, record and report the result of a validation after ``epoch`` epochs of training."""
-        role = self._assignment.place.role
-        self.line.say(f"{role}: {title}{result.name} {result.value:.4f} on {result.samples} samples")
-        self.accuracies.append(result.value)
+        role = self._config.spec.role
+        self.progress.say(f"{role}: {title}{result.name} {result.value:.4f} on {result.samples} samples")
+        self._accuracies.append(result.value)
         self.telemetry.validation(result, epoch)
 
-    def last_figure(self) -> ValidationResult | None:
-        """The result of the last validation."""
-        figures = self.board.figures
-        return figures[max(figures)] if figures else None
+    def last_validation(self) -> ValidationResult | None:
+        """Return the result of the last validation, if there was one."""
+        results = self.status.validations
+        return results[max(results)] if results else None
 
     def close(self, reason: str | None) -> None:
-        """End: with a goodbye, or, if there is a reason, for all nodes."""
-        failed = self.board.failure is not None
-        if self.conductor is not None and reason is None and not failed:
-            self.conductor.finish()
+        """Leave the run; with a ``reason``, end it on all nodes."""
+        failed = self.status.failure is not None
+        if self.controller is not None and reason is None and not failed:
+            self.controller.finish()
         self._worker.stop(_CLOSE_SECONDS)
-        node = self._assignment.place.node
+        node = self._config.spec.node
         last: AnyHead = Goodbye(node) if reason is None else Abort(node, reason)
         links = [link for link in (self._links.previous, self._links.next) if link is not None]
         for link in links:
-            part(link, last)
+            send_and_close(link, last)
         if self._averaging is not None:
             self._averaging.close(Goodbye(node) if reason is None and not failed else None)
-        self._say_what_was_clamped(links)
+        self._log_clamped_values(links)
         self._transport.close()
-        self.line.sum_up()
+        self.progress.sum_up()
         self._losses.close()
-        self.accuracies.close()
+        self._accuracies.close()
         self.telemetry.close()
 
-    def _say_what_was_clamped(self, links: list[Link]) -> None:
-        place, codec = self._assignment.place, self._assignment.codec
+    def _log_clamped_values(self, links: list[Link]) -> None:
+        spec, codec = self._config.spec, self._config.codec
         if codec == "raw":
             return
         others = self._averaging.clamped if self._averaging is not None else 0
         count = others + sum(link.clamped for link in links)
         level = logging.WARNING if count else logging.INFO
-        logger.log(level, "node_%d: %d values were beyond %s and clamped", place.node, count, codec)
+        logger.log(
+            level,
+            "node_%d: %d values were outside the range of %s and were clamped",
+            spec.node,
+            count,
+            codec,
+        )
 
     def _observer(self) -> MetricsObserver:
-        assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings
-        if place.stage != 0:
-            return MetricsObserver(self.line, self.telemetry)
-        self.line.state.window = settings.in_flight or place.in_flight
-        keeper = None
-        if settings.in_flight is None and place.stages > 1:
-            keeper = WindowTuner(
+        config, spec, settings = self._config, self._config.spec, self._config.settings
+        if spec.stage != 0:
+            return MetricsObserver(self.progress, self.telemetry)
+        self.progress.state.window = settings.in_flight or spec.in_flight
+        tuner = None
+        if settings.in_flight is None and spec.stages > 1:
+            tuner = WindowTuner(
                 self._set_window,
-                place.in_flight,
+                spec.in_flight,
                 schedule=settings.schedule,
-                update_frequency=assignment.update_frequency,
-                cap=place.in_flight_limit,
+                update_frequency=config.update_frequency,
+                max_window=spec.in_flight_limit,
             )
-        return MetricsObserver(self.line, self.telemetry, self._losses, keeper)
+        return MetricsObserver(self.progress, self.telemetry, self._losses, tuner)
 
     def _make_averaging(self) -> AveragingService:
-        assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings
-        state = AveragingAdapter(self._worker, place.rings, with_optimizer=assignment.average_optim)
+        config, spec, settings = self._config, self._config.spec, self._config.settings
+        state = AveragingAdapter(self._worker, spec.rings, with_optimizer=config.average_optim)
         rounds = None
-        if self.conductor is not None:
+        if self.controller is not None:
             rounds = AveragingConfig(
-                settings.averaging, assignment.reduce_factor, self._released, self._reported
+                settings.averaging, config.reduce_factor, self._released, self._reported
             )
         worker = self._worker
         averaging = AveragingService(
-            place,
+            spec,
             state,
-            assignment.hello(),
+            config.hello(),
             self._transport,
             rounds=rounds,
             failed=lambda reason: worker.post(lambda: worker.fail(reason)),
         )
         self._worker.averaging = averaging
-        if self.conductor is not None:
-            self.conductor.standing_still = BlockingAverages(
-                settings.averaging == "blocking", assignment.reduce_factor, averaging.ask
+        if self.controller is not None:
+            self.controller.standing_still = BlockingAverages(
+                settings.averaging == "blocking", config.reduce_factor, averaging.ask
             )
         return averaging
 
     def _released(self) -> None:
-        with self.board.writing():
-            self.board.rounds += 1
+        with self.status.writing():
+            self.status.rounds += 1
 
     def _reported(self, outcome: RoundOutcome) -> None:
-        """At the coordinator, in the thread of averaging."""
+        """Record and log a round's outcome. Called at the coordinator, in the averaging thread."""
         self.rounds["averaged" if outcome.committed else "failed"] += 1
         self.rounds["sent_bytes"] += outcome.sent_bytes
         self.outcomes.append(outcome)
         self.telemetry.round(outcome)
-        trouble = outcome.reason, frozenset(outcome.missing), frozenset(outcome.problems)
-        new = any(trouble) and trouble != self._trouble
-        self._trouble = trouble
+        problem = outcome.reason, frozenset(outcome.missing), frozenset(outcome.problems)
+        new = any(problem) and problem != self._last_problem
+        self._last_problem = problem
         logger.log(logging.WARNING if new else logging.INFO, "%s", outcome.describe())
         if outcome.kind == "final":
-            self.line.say(f"{self._assignment.place.role}: {outcome.describe()}")
+            self.progress.say(f"{self._config.spec.role}: {outcome.describe()}")
 
     def _set_window(self, size: int) -> None:
-        self.line.state.window = size
+        self.progress.state.window = size
         self._worker.post(lambda: self._worker.set_window(size))

@@ -1,4 +1,4 @@
-"""What a user sees while a node works: a live line on a terminal, plain lines elsewhere."""
+"""Progress output of a node: a live line on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ravnest.types import Role
 _LIVE_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0
 _PLAIN_SECONDS_BEHIND = 60.0
-"""On other nodes than the Root, whose lines say it all."""
-_SMOOTH = 0.9
+"""Interval of plain lines on nodes other than the Root, whose lines show the whole run."""
+_SMOOTHING = 0.9
 
 
 @dataclass
 class RunState:
-    """How far a run is; the worker writes it, the line shows it."""
+    """Progress of a run, written by the worker and shown by the progress line."""
 
     role: Role
     epochs: int | None = None
     batches: int | None = None
-    """Micro-batches in all epochs, where known."""
+    """Number of micro-batches in all epochs; None if unknown."""
     epoch: int = 0
     done: int = 0
     loss: float | None = None
@@ -34,31 +34,31 @@ class RunState:
     window: int = 0
     staleness: int = 0
     started: float | None = None
-    """When training began, after all waiting for neighbours."""
+    """Time at which training began, after the neighbours were connected."""
     updated: float = 0.0
 
     def begin(self, epoch: int, now: float) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self.epoch = epoch
         if self.started is None:
             self.started = now
 
     def expect(self, epochs: int, batches: int | None) -> None:
-        """So much is to come, after what is done."""
+        """Set the total number of epochs and the number of micro-batches still to come."""
         self.epochs = epochs
         self.batches = None if batches is None else self.done + batches
 
     def add(self, batches: int, now: float) -> None:
-        """So many micro-batches are done."""
+        """Count finished micro-batches."""
         self.done += batches
         self.updated = now
 
     def add_loss(self, loss: float) -> None:
-        """Take a loss into the running mean."""
-        self.loss = loss if self.loss is None else _SMOOTH * self.loss + (1 - _SMOOTH) * loss
+        """Add a loss to the running mean."""
+        self.loss = loss if self.loss is None else _SMOOTHING * self.loss + (1 - _SMOOTHING) * loss
 
     def line(self) -> str:
-        """The state in one line; what matters least comes last, where a narrow terminal cuts it."""
+        """Return the state as one line, least important last: a narrow terminal cuts it there."""
         rate = self._rate()
         epochs = f"/{self.epochs}" if self.epochs else ""
         parts = [f"epoch {self.epoch + 1}{epochs}", *self._loss(), f"{rate:.1f} batches/s"]
@@ -69,7 +69,7 @@ class RunState:
         return ", ".join([*parts, f"staleness {self.staleness}"])
 
     def summary(self) -> str:
-        """What was done, in one line."""
+        """Return a summary of the run as one line."""
         done = f"{self.role}: {self.done} batches in {_duration(self._elapsed())}"
         return ", ".join([done, f"{self._rate():.1f} batches/s", *self._loss()])
 
@@ -84,7 +84,7 @@ class RunState:
 
 
 class ProgressLine:
-    """Shows a run's state, not more often than an eye or a log file wants."""
+    """Output of a run's state at a limited rate."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ProgressLine:
         shown: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``shown``: whether the state is; lines that are said always are."""
+        """``shown``: print the state; lines passed to ``say`` are always printed."""
         self.state = state
         self._console = console
         self._visible = shown
@@ -104,16 +104,16 @@ class ProgressLine:
         self._summed_up = 0
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def changed(self) -> None:
-        """The state has changed; show it if it is time."""
+        """Show the state if enough time has passed since it was last shown."""
         if not self._visible:
             return
         live = self._console.is_terminal
         now = self.clock()
-        if self._shown is None:  # waiting for neighbours does not count
+        if self._shown is None:  # the time before the neighbours connected does not count
             self._shown = self.state.started if self.state.started is not None else now
         if now - self._shown < (_LIVE_SECONDS if live else self._plain_seconds()):
             return
@@ -128,7 +128,7 @@ class ProgressLine:
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def sum_up(self) -> None:
-        """Take the live line away; what was done stays as a plain one, once."""
+        """Remove the live line and print a summary, once for each training."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,20 +1,21 @@
-"""The Root's side of a run: phases, micro-batches and the end, in the order of the user's calls."""
+"""Control of a run at the Root: phases, micro-batches and the end, in the order of the user's calls."""
 
 from __future__ import annotations
 
 import functools
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ravnest.errors import RunError
 from ravnest.runtime.control.run_status import MicrobatchResult, RunStatus
-from ravnest.runtime.schedule.events import Batch
+from ravnest.runtime.stage.microbatches import Microbatch
 from ravnest.runtime.stage.worker import Worker
+from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
     Call,
     CallEnd,
-    MicrobatchId,
     PhaseBegin,
     PhaseEnd,
     PhaseKind,
@@ -26,7 +27,7 @@ from ravnest.wire.messages import (
 
 @dataclass(frozen=True)
 class BlockingAverages:
-    """How averages between clusters hold up the training of this one."""
+    """Averaging rounds for which this cluster stops training."""
 
     blocking: bool
     reduce_factor: int | None
@@ -34,69 +35,71 @@ class BlockingAverages:
 
 
 class Ask(Protocol):
-    """Tells the other clusters that this one stands still."""
+    """Callback that requests a round for which this cluster stops training."""
 
     def __call__(self, *, final: bool) -> None:
-        """``final``: for the last time."""
+        """Request a round; ``final`` marks the last one of the run."""
 
 
 class RootController:
-    """Used by the user's thread, at the Root. Waits are ended by a failure, or when all stalls."""
+    """Control of a run by the user's thread at the Root. Waits end if the run fails or stalls."""
 
     def __init__(
-        self, worker: Worker, board: RunStatus, *, stages: int, stall: float, update_frequency: int
+        self, worker: Worker, status: RunStatus, *, stages: int, stall: float, update_frequency: int
     ) -> None:
         self._worker = worker
-        self._board = board
+        self._status = status
         self._stages = stages
         self._stall = stall
         self._update_frequency = update_frequency
         self.standing_still: BlockingAverages | None = None
-        """For averages, where there are other clusters."""
+        """Averaging with other clusters, if there are any."""
         self.run = uuid.uuid4().hex
         self.open: PhaseBegin | None = None
-        """The phase that micro-batches belong to now."""
+        """Phase that submitted micro-batches belong to; None between phases."""
         self._phases = 0
         self._count = 0
         self._submitted = 0
         self._updates = 0
-        """That all micro-batches so far make."""
+        """Number of updates that the submitted micro-batches result in."""
 
     def begin(self, kind: PhaseKind, epoch: int) -> None:
-        """Start a phase; the one before must have ended."""
+        """Begin a phase; the previous one must have ended."""
         assert self.open is None, "a phase is open"
-        self._board.check()
-        if self._board.left is not None:
+        self._status.check()
+        if self._status.departed is not None:
             raise RunError(
-                f"node_{self._board.left} has left the run: its script has ended. Every node's script "
-                "must make the same calls (train, evaluate, pred) as the Root's"
+                f"node_{self._status.departed} has left the run: its script has ended. Every node's "
+                "script must make the same calls (train, evaluate, pred) as the Root's"
             )
         self.open = PhaseBegin(self.run, self._phases, kind, epoch)
         self._phases += 1
         self._count = 0
-        self._worker.post(functools.partial(self._worker.begin, self.open))
+        self._worker.post(functools.partial(self._worker.begin_phase, self.open))
 
-    def submit(self, values: dict[str, Any], size: int, digests: dict[str, str], item: Any) -> Batch:
-        """Give a micro-batch to the pipeline, as soon as it has a place."""
+    def submit(
+        self, values: dict[str, Any], size: int, digests: dict[str, str], item: Any
+    ) -> MicrobatchId:
+        """Submit a micro-batch to the pipeline, once it has a free place, and return its id."""
         begin = self.open
         assert begin is not None, "no phase is open"
-        self._wait(lambda: self._submitted < self._board.admitted, "micro-batches to come back")
-        batch = MicrobatchId(self.run, begin.phase, begin.epoch, self._count)
-        call = functools.partial(self._worker.submit, batch, size, digests, values, item)
-        self._worker.post(call)
+        self._wait(lambda: self._submitted < self._status.admitted, "micro-batches to return")
+        microbatch_id = MicrobatchId(begin.phase, self._count)
+        microbatch = Microbatch(microbatch_id, size, digests, values, item=item)
+        self._worker.post(functools.partial(self._worker.submit, microbatch))
         self._count += 1
         self._submitted += 1
         if begin.kind == "train" and self._count % self._update_frequency == 0:
             self._updates += 1
             self._stand_still_if_due()
-        return Batch(batch.phase, batch.index)
+        return microbatch_id
 
     def end(self, *, exhausted: bool) -> int:
-        """No further micro-batch belongs to the open phase; its number."""
+        """End the open phase and return its number."""
         begin, self.open = self.open, None
         assert begin is not None, "no phase is open"
         end = PhaseEnd(self.run, begin.phase, self._count, exhausted)
-        self._worker.post(functools.partial(self._worker.end, end))
+        self._worker.post(functools.partial(self._worker.end_phase, end))
         if begin.kind == "train":
             rest = self._count % self._update_frequency
             self._updates += rest > 0
@@ -104,14 +107,14 @@ class RootController:
         return begin.phase
 
     def average(self, *, final: bool) -> None:
-        """Stand still until the clusters have averaged; what was submitted is applied first."""
+        """Wait until the clusters have averaged; submitted micro-batches are applied first."""
         if self.standing_still is None:
             return
-        self._wait(lambda: self._board.updates >= self._updates, "micro-batches to come back")
-        over = self._board.rounds
+        self._wait(lambda: self._status.updates >= self._updates, "micro-batches to return")
+        over = self._status.rounds
         self.standing_still.ask(final=final)
-        # No deadline here: the coordinator has its own, and in the end waits for all that live.
-        self._board.wait(lambda: self._board.rounds > over)
+        # No deadline here: the coordinator has one, and the final round waits for all live clusters.
+        self._status.wait(lambda: self._status.rounds > over)
 
     def _stand_still_if_due(self, *, made_update: bool = True, epoch_over: bool = False) -> None:
         still = self.standing_still
@@ -122,40 +125,40 @@ class RootController:
             self.average(final=False)
 
     def settle(self) -> None:
-        """Wait until all phases that have ended are over: all micro-batches are back and applied."""
+        """Wait until all ended phases are over: their micro-batches have returned and are applied."""
         ended = self._phases - (self.open is not None)
-        self._wait(lambda: self._board.over >= ended, "the end of the phase")
+        self._wait(lambda: self._status.phases_over >= ended, "the end of the phase")
 
-    def figure(self, phase: int) -> ValidationResult:
-        """The result of a validation."""
-        self._wait(lambda: phase in self._board.figures, "the Leaf's figure")
-        with self._board.writing():
-            self._board.answers.clear()
-        return self._board.figures[phase]
+    def validation(self, phase: int) -> ValidationResult:
+        """Wait for the result of a validation and return it."""
+        self._wait(lambda: phase in self._status.validations, "the Leaf's validation result")
+        with self._status.writing():
+            self._status.results.clear()
+        return self._status.validations[phase]
 
-    def answer(self, batch: Batch) -> MicrobatchResult:
-        """What the Leaf made of a micro-batch."""
-        self._wait(lambda: batch in self._board.answers, "the Leaf's answer")
-        return self._board.answers.pop(batch)
+    def result(self, microbatch: MicrobatchId) -> MicrobatchResult:
+        """Wait for the Leaf's result for a micro-batch and return it."""
+        self._wait(lambda: microbatch in self._status.results, "the Leaf's result")
+        return self._status.results.pop(microbatch)
 
     def save(self) -> None:
-        """Have every node write its trained stage, and wait until all are here."""
-        self._board.check()
+        """Make every node write its trained stage, and wait until all of them have arrived."""
+        self._status.check()
         self._worker.post(functools.partial(self._worker.announce, SaveStage(self.run)))
-        self._wait(lambda: len(self._board.saved) == self._stages, "the trained stages")
-        with self._board.writing():
-            self._board.saved.clear()
+        self._wait(lambda: len(self._status.saved_stages) == self._stages, "the trained stages")
+        with self._status.writing():
+            self._status.saved_stages.clear()
 
-    def returns(self, call: Call) -> None:
-        """End a call of the user's on all nodes."""
+    def end_call(self, call: Call) -> None:
+        """End a call of the user on all nodes."""
         self._worker.post(functools.partial(self._worker.announce, CallEnd(self.run, call)))
-        self._wait(lambda: self._board.returned[call] > 0, "the call to end")
-        with self._board.writing():
-            self._board.returned[call] -= 1
+        self._wait(lambda: self._status.ended_calls[call] > 0, "the call to end")
+        with self._status.writing():
+            self._status.ended_calls[call] -= 1
 
     def finish(self) -> None:
-        """The run is over; nothing on other nodes waits any longer."""
+        """End the run on all nodes; calls that wait there return."""
         self._worker.post(functools.partial(self._worker.announce, RunEnd(self.run)))
 
-    def _wait(self, ready: Any, waiting_for: str) -> None:
-        self._board.wait(ready, stall=self._stall, waiting_for=f"the Root waits for {waiting_for}")
+    def _wait(self, ready: Callable[[], bool], waiting_for: str) -> None:
+        self._status.wait(ready, stall=self._stall, waiting_for=f"the Root waits for {waiting_for}")

@@ -1,4 +1,4 @@
-"""What the user's thread waits for; the worker writes it."""
+"""Status of a run: written by the worker, awaited by the user's thread."""
 
 from __future__ import annotations
 
@@ -11,55 +11,58 @@ from dataclasses import dataclass
 from typing import Any
 
 from ravnest.errors import RunError
-from ravnest.runtime.schedule.events import Batch
+from ravnest.types import MicrobatchId
 from ravnest.wire.messages import Call, ValidationResult
 
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """What came back for a micro-batch without gradients."""
+    """Result of the Leaf for a micro-batch of a phase without gradients."""
 
     output: Any = None
+    """Model output, in a prediction."""
     value: float | None = None
+    """Accuracy or loss, in a validation."""
 
 
 class RunStatus:
-    """State that two threads share. Change it inside ``writing``; wait for it with ``wait``."""
+    """State shared by two threads. Change it inside ``writing``; wait for it with ``wait``."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self.admitted = 0
-        """Micro-batches that the Root may have submitted in all."""
-        self.over = 0
-        """Phases that are over here."""
-        self.figures: dict[int, ValidationResult] = {}
-        """Results of validations by phase."""
-        self.answers: dict[Batch, MicrobatchResult] = {}
-        self.saved: set[int] = set()
+        """Total number of micro-batches that the Root may have submitted."""
+        self.phases_over = 0
+        """Number of phases that are over here."""
+        self.validations: dict[int, ValidationResult] = {}
+        """Validation results by phase."""
+        self.results: dict[MicrobatchId, MicrobatchResult] = {}
+        """Results of micro-batches that the user's thread has not fetched."""
+        self.saved_stages: set[int] = set()
         """Stages whose trained weights have reached the Root."""
-        self.returned: Counter[Call] = Counter()
-        """Calls that the Root has ended, and that have not returned here."""
+        self.ended_calls: Counter[Call] = Counter()
+        """Calls that the Root has ended and that have not returned here."""
         self.updates = 0
-        """Made here so far; kept where clusters average."""
+        """Number of updates made here; counted only if there are several clusters."""
         self.rounds = 0
-        """Averages that this cluster stood still for, and that are over."""
-        self.finish = False
-        """The Root is done with the run."""
-        self.left: int | None = None
-        """The node behind has closed."""
+        """Number of finished averaging rounds for which this cluster stopped training."""
+        self.run_ended = False
+        """True if the Root has ended the run."""
+        self.departed: int | None = None
+        """Number of the next node, if it has closed."""
         self.failure: RunError | None = None
         self._changes = 0
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Change the board; those who wait look at it again."""
+        """Change the status inside the context; waiting threads check it afterwards."""
         with self._condition:
             yield
             self._changes += 1
             self._condition.notify_all()
 
     def fail(self, reason: str) -> bool:
-        """The run cannot go on; whoever waits gets the reason. False if it had failed before."""
+        """Fail the run; waiting threads raise the reason. Return False if it had already failed."""
         with self.writing():
             if self.failure is not None:
                 return False
@@ -67,16 +70,17 @@ class RunStatus:
             return True
 
     def check(self) -> None:
-        """Raise the failure, if there is one."""
+        """Raise ``RunError`` if the run has failed."""
         if self.failure is not None:
             raise RunError(str(self.failure))
 
     def wait(
         self, ready: Callable[[], bool], *, stall: float | None = None, waiting_for: str = ""
     ) -> None:
-        """Wait until ``ready``; ``RunError`` if the run fails.
+        """Wait until ``ready()``; raise ``RunError`` if the run fails.
 
-        Also if nothing at all changes for ``stall`` seconds: ``waiting_for`` says what was awaited.
+        Also raise it if the status does not change for ``stall`` seconds; the message then contains
+        ``waiting_for``.
         """
         with self._condition:
             seen, since = self._changes, time.monotonic()

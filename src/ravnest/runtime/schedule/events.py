@@ -1,31 +1,21 @@
-"""What happens to the schedule of a node, and what it wants done: plain values.
+"""Events and actions of the schedule, as plain values.
 
-The machine (``machine.py``) turns events into actions. It knows micro-batches by number only; the
-worker (``worker.py``) holds their tensors.
+``ScheduleMachine`` (``machine.py``) maps events to actions. It knows micro-batches only by their ids;
+the worker (``stage/worker.py``) holds their tensors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Direction = Literal["forward", "backward"]
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class Batch:
-    """A micro-batch: its phase and its place in the phase."""
-
-    phase: int
-    index: int
-
+from ravnest.types import MicrobatchId
 
 # Events
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseBegun:
-    """A phase starts: the Root's own call, or the word of the node before."""
+    """A phase starts: called by the user at the Root, announced by the previous node elsewhere."""
 
     phase: int
     trains: bool
@@ -33,7 +23,7 @@ class PhaseBegun:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnded:
-    """No further micro-batch belongs to the phase; it had ``count``."""
+    """All micro-batches of the phase have arrived; there were ``count``."""
 
     phase: int
     count: int
@@ -41,27 +31,27 @@ class PhaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class ForwardArrived:
-    """A micro-batch is here: from the user at the Root, else from the node before."""
+    """A micro-batch has arrived: from the user at the Root, from the previous node elsewhere."""
 
-    batch: Batch
+    microbatch: MicrobatchId
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardArrived:
-    """Gradients of a micro-batch are here from the node behind."""
+    """Gradients of a micro-batch have arrived from the next node."""
 
-    batch: Batch
-
-
-@dataclass(frozen=True, slots=True)
-class OutcomeArrived:
-    """The Leaf has dealt with a micro-batch of a phase without gradients."""
-
-    batch: Batch
+    microbatch: MicrobatchId
 
 
 @dataclass(frozen=True, slots=True)
-class ClipArrived:
+class ResultArrived:
+    """The Leaf's result for a micro-batch of a phase without gradients has arrived."""
+
+    microbatch: MicrobatchId
+
+
+@dataclass(frozen=True, slots=True)
+class ClipNormArrived:
     """The norm of all gradients of an update is known."""
 
     update: int
@@ -69,14 +59,14 @@ class ClipArrived:
 
 @dataclass(frozen=True, slots=True)
 class WindowSet:
-    """The Root may keep this many micro-batches under way."""
+    """The Root may keep ``size`` micro-batches in flight from now on."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The computation that was asked for last is finished."""
+    """The computation requested last has finished."""
 
 
 Event = (
@@ -84,44 +74,44 @@ Event = (
     | PhaseEnded
     | ForwardArrived
     | BackwardArrived
-    | OutcomeArrived
-    | ClipArrived
+    | ResultArrived
+    | ClipNormArrived
     | WindowSet
     | Done
 )
 
-# Actions: Run* occupy the compute thread until Done; the others take no time. They are to be
-# carried out in the order given.
+# Actions. The Run* actions occupy the compute thread until Done; the others take no time. The worker
+# carries them out in the order given.
 
 
 @dataclass(frozen=True, slots=True)
 class RunForward:
     """Compute the stage's outputs with this version of the weights."""
 
-    batch: Batch
+    microbatch: MicrobatchId
     version: int
     trains: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RunBackward:
-    """Compute gradients, against the version that the forward used, and add them up."""
+    """Compute gradients with the version that the forward used, and accumulate them."""
 
-    batch: Batch
+    microbatch: MicrobatchId
     version: int
     last_of_update: bool
-    """As far as this stage knows, no further micro-batch belongs to the update.
+    """The update needs no further micro-batch, as far as this stage can tell.
 
-    Always True for the one that is the last; also True for one that looked like the last because
-    the next had not arrived. What rides on it (norms, gradients of shared weights) must therefore
-    be right when sent once too often: norms are those of the sum so far, and shared gradients
-    those gathered since they were last sent.
+    Always True for the last micro-batch of an update. Also True if the next micro-batch had not
+    arrived yet, so that this one could have been the last. Values that are sent only with the last
+    backward (norms, gradients of shared weights) must therefore stay correct when sent too early:
+    norms are those of the sum so far, shared gradients are those accumulated since the last send.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Apply the mean of ``count`` gradients; makes version ``update + 1``."""
+    """Apply the mean of ``count`` gradients; creates version ``update + 1``."""
 
     update: int
     count: int
@@ -129,7 +119,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class RunPhaseEnd:
-    """The phase is over at this stage: step the scheduler, close iterators."""
+    """Finish the phase at this stage: step the scheduler, close iterators."""
 
     phase: int
     trains: bool
@@ -137,36 +127,36 @@ class RunPhaseEnd:
 
 @dataclass(frozen=True, slots=True)
 class SendForward:
-    """Outputs to the next node."""
+    """Send outputs to the next node."""
 
-    batch: Batch
+    microbatch: MicrobatchId
 
 
 @dataclass(frozen=True, slots=True)
 class SendBackward:
-    """Gradients of the inputs to the node before."""
+    """Send gradients of the inputs to the previous node."""
 
-    batch: Batch
-
-
-@dataclass(frozen=True, slots=True)
-class SendOutcome:
-    """The Leaf's outcome to the node before."""
-
-    batch: Batch
+    microbatch: MicrobatchId
 
 
 @dataclass(frozen=True, slots=True)
-class SendBegin:
-    """The start of a phase to the next node; in order with the forwards."""
+class SendResult:
+    """Send the Leaf's result to the previous node."""
+
+    microbatch: MicrobatchId
+
+
+@dataclass(frozen=True, slots=True)
+class SendPhaseBegin:
+    """Announce the start of a phase to the next node, in order with the forwards."""
 
     phase: int
     trains: bool
 
 
 @dataclass(frozen=True, slots=True)
-class SendEnd:
-    """The end of a phase to the next node, after the last forward of it."""
+class SendPhaseEnd:
+    """Announce the end of a phase to the next node, after its last forward."""
 
     phase: int
     count: int
@@ -174,8 +164,9 @@ class SendEnd:
 
 @dataclass(frozen=True, slots=True)
 class GatherNorms:
-    """Root: all gradients of an update are here. Find the norm of their mean over ``count``, from
-    the norms that came with the last backward and the Root's own, and answer with ClipArrived.
+    """Combine the gradient norms of all stages for an update of ``count`` micro-batches (Root only).
+
+    The norms arrived with the last backward, except the Root's own. ClipNormArrived is the answer.
     """
 
     update: int
@@ -183,36 +174,36 @@ class GatherNorms:
 
 
 @dataclass(frozen=True, slots=True)
-class SendClip:
-    """The norm of all gradients of an update to the next node."""
+class SendClipNorm:
+    """Send the norm of all gradients of an update to the next node."""
 
     update: int
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The Root takes micro-batches up to this many in all, of all phases since the start."""
+    """Accept micro-batches from the user until ``total`` were submitted since the start (Root only)."""
 
     total: int
 
 
 @dataclass(frozen=True, slots=True)
 class FreeVersion:
-    """Nothing under way uses this version of the weights any more."""
+    """Free a version of the weights; no micro-batch in flight uses it."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The Root has seen a micro-batch come back."""
+    """A micro-batch has returned to the Root."""
 
-    batch: Batch
+    microbatch: MicrobatchId
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The event breaks the protocol; the run must end with this reason."""
+    """End the run with this reason: the event violates the protocol."""
 
     reason: str
 
@@ -224,11 +215,11 @@ Action = (
     | RunPhaseEnd
     | SendForward
     | SendBackward
-    | SendOutcome
-    | SendBegin
-    | SendEnd
+    | SendResult
+    | SendPhaseBegin
+    | SendPhaseEnd
     | GatherNorms
-    | SendClip
+    | SendClipNorm
     | Admit
     | FreeVersion
     | Finished

@@ -1,10 +1,10 @@
-"""The schedule of one node: events in, actions out; no clock, no threads, no tensors.
+"""Pipeline schedule of one node: events in, actions out; no clock, no threads, no tensors.
 
-The same machine serves Root (position 0), Stem and Leaf (the last), and a node that is both. It
-asks for at most one computation at a time. When idle, the update or phase end that is due comes
-first. A backward and a forward that are both ready take turns: were backwards always preferred,
-those that queue up at a slow stage would starve the stages behind it of forwards, and micro-batches
-would travel as one convoy (``docs/schedules.md`` has the figures).
+The same machine serves the Root (position 0), a Stem, the Leaf (the last position) and a node that is
+Root and Leaf. It requests at most one computation at a time. An update or a phase end that is due runs
+first. If both a backward and a forward are ready, they alternate: if backwards always ran first, those
+queued at a slow stage would starve the following stages of forwards, and micro-batches would travel in
+a convoy (``docs/schedules.md`` has measurements).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
-    Batch,
-    ClipArrived,
+    ClipNormArrived,
     Done,
     Event,
     Fail,
@@ -27,73 +26,69 @@ from ravnest.runtime.schedule.events import (
     ForwardArrived,
     FreeVersion,
     GatherNorms,
-    OutcomeArrived,
     PhaseBegun,
     PhaseEnded,
+    ResultArrived,
     Run,
     RunBackward,
     RunForward,
     RunPhaseEnd,
     RunStep,
     SendBackward,
-    SendBegin,
-    SendClip,
-    SendEnd,
+    SendClipNorm,
     SendForward,
-    SendOutcome,
+    SendPhaseBegin,
+    SendPhaseEnd,
+    SendResult,
     WindowSet,
 )
+from ravnest.types import MicrobatchId
 
 Schedule = Literal["async", "sync"]
 
-AHEAD = 2
-"""Micro-batches that wait at the Root beyond the window: the compute thread finds the next one
-there even when the user's thread is late by one."""
+READ_AHEAD = 2
+"""Micro-batches that the Root accepts beyond the window, so that the compute thread finds the next one
+even if the user's thread is late by one."""
 
 TRACED = 16
-"""Computations that a failure shows."""
+"""Number of computations that a failure message shows."""
 
 
 @dataclass(slots=True)
 class _Phase:
-    """How far this stage is with a phase."""
+    """Progress of this stage in a phase."""
 
     number: int
     trains: bool
     arrived: int = 0
     forwarded: int = 0
     finished: int = 0
-    """Backwards done; without training, forwards done, or outcomes back at the Root."""
+    """Finished micro-batches.
+
+    In training: backwards done. Otherwise: forwards done, at the Root results received.
+    """
     applied: int = 0
-    """Backwards that are part of an update."""
+    """Backwards whose gradients were applied in an update."""
     count: int | None = None
-    """Known once the phase has ended."""
+    """Micro-batches in the phase; None until the phase has ended."""
     begin_sent: bool = False
     end_sent: bool = False
 
 
-@dataclass(slots=True)
-class _Pass:
-    """A micro-batch that this stage has forwarded and not yet taken back."""
-
-    batch: Batch
-    version: int
-    trains: bool
-
-
 class _ProtocolError(Exception):
-    """An event that cannot be; its text is the reason to fail."""
+    """Event that violates the protocol; its text is the reason of the failure."""
 
 
 class ScheduleMachine:
-    """Decides what a node does next.
+    """State machine that decides what a node computes and sends next.
 
-    ``handle`` takes what happened and returns what to do, in order; a computation (``Run*``) is
-    always last, and ``Done`` answers it. The Root's first ``Admit`` comes with its first phase, or
-    with an earlier ``WindowSet``. After a ``Fail`` every event is ignored.
+    ``handle`` takes an event and returns actions in order; a computation (``Run*``) is always the last
+    one, and ``Done`` answers it. The Root's first ``Admit`` comes with its first phase, or with an
+    earlier ``WindowSet``. After a ``Fail`` every event is ignored.
 
-    ``window`` counts for the Root: micro-batches in flight in the whole pipeline. ``hold`` is this
-    stage's own limit, that of its memory: of how many micro-batches it keeps activations at once.
+    ``window`` applies at the Root: the number of micro-batches in flight in the whole pipeline.
+    ``activation_limit`` is this stage's own memory limit: the number of micro-batches for which it
+    keeps activations at once.
     """
 
     def __init__(
@@ -105,37 +100,42 @@ class ScheduleMachine:
         window: int,
         update_frequency: int,
         clip: bool = False,
-        hold: int | None = None,
+        activation_limit: int | None = None,
     ) -> None:
         assert 0 <= position < count, f"stage {position} of {count}"
         assert window >= 1, f"a window of {window}"
         assert update_frequency >= 1, f"an update of {update_frequency} micro-batches"
-        assert hold is None or hold >= 1, f"activations of {hold} micro-batches"
+        assert activation_limit is None or activation_limit >= 1, (
+            f"an activation_limit of {activation_limit}"
+        )
         self.position = position
         self.is_root = position == 0
         self.is_leaf = position == count - 1
         self.sync = schedule == "sync"
         self.update_frequency = update_frequency
         self.version = 0
-        """Updates done here; the number of the newest weights."""
+        """Number of updates done here, and of the newest weights."""
         self.in_flight = 0
-        """Micro-batches that the forward has started for and that are not finished here."""
+        """Micro-batches whose forward has started here and that are not finished here."""
         self.waits_for_clip = clip and self.sync
-        """An update waits for the norm of all stages' gradients."""
+        """True if an update waits for the norm of the gradients of all stages."""
         self._window = window
-        self._hold = hold
+        self._activation_limit = activation_limit
         self._phases: dict[int, _Phase] = {}
-        """Those not over here, in order."""
+        """Phases that are not over here, in order."""
         self._newest: _Phase | None = None
-        self._forwards: deque[Batch] = deque()
-        self._away: deque[_Pass] = deque()
-        self._backwards: deque[_Pass] = deque()
-        self._turn_of_forward = False
+        self._forwards: deque[MicrobatchId] = deque()
+        """Micro-batches ready for their forward."""
+        self._sent: deque[RunForward] = deque()
+        """Forwards sent to the next node and not yet returned."""
+        self._backwards: deque[RunForward] = deque()
+        """Forwards whose backward is ready to run."""
+        self._forward_next = False
+        """True if a forward runs before a backward that is ready too."""
         self._running: Run | None = None
-        self._running_pass: _Pass | None = None
         self._users: dict[int, int] = {0: 0}
-        """Micro-batches under way of each version that is held."""
-        self._norms_asked = False
+        """Number of micro-batches in flight for each version that is kept."""
+        self._norms_requested = False
         self._clip_known = False
         self._submitted = 0
         self._returned = 0
@@ -145,41 +145,41 @@ class ScheduleMachine:
         self._actions: list[Action] = []
 
     def handle(self, event: Event, now: float) -> list[Action]:  # noqa: ARG002 - time is part of the seam
-        """Take in an event; what to do about it, in order."""
+        """Process an event and return the actions to carry out, in order."""
         if self._failed:
             return []
         actions: list[Action] = []
         self._actions = actions
         try:
-            self._take(event)
+            self._process(event)
             if self._running is None:
                 self._start_next()
         except _ProtocolError as error:
             self._failed = True
-            ran = show(self._trace)
+            ran = format_runs(self._trace)
             return [Fail(f"{self._name()}: {error}" + (f" (last run here: {ran})" if ran else ""))]
         return actions
 
     @property
     def idle(self) -> bool:
-        """No computation is asked for and nothing is under way here."""
-        return self._running is None and not (self._phases or self._away)
+        """True if no computation is requested and no micro-batch is in flight here."""
+        return self._running is None and not (self._phases or self._sent)
 
-    # What happened
+    # Events
 
-    def _take(self, event: Event) -> None:
+    def _process(self, event: Event) -> None:
         match event:
             case Done():
                 self._done()
-            case ForwardArrived(batch):
-                self._forward_arrived(batch)
-            case BackwardArrived(batch):
-                self._backwards.append(self._take_back(batch, trains=True))
-            case OutcomeArrived(batch):
-                self._take_back(batch, trains=False)
-                self._outcome(batch)
-            case ClipArrived(update):
-                self._clip_arrived(update)
+            case ForwardArrived(microbatch):
+                self._forward_arrived(microbatch)
+            case BackwardArrived(microbatch):
+                self._backwards.append(self._take_returned(microbatch, trains=True))
+            case ResultArrived(microbatch):
+                self._take_returned(microbatch, trains=False)
+                self._finish_without_gradients(microbatch)
+            case ClipNormArrived(update):
+                self._clip_norm_arrived(update)
             case PhaseBegun(phase, trains):
                 self._phase_begun(phase, trains=trains)
             case PhaseEnded(phase, count):
@@ -196,14 +196,14 @@ class ScheduleMachine:
             raise _ProtocolError(f"phase {number} began before phase {newest.number} had ended")
         if newest is not None and number != newest.number + 1:
             raise _ProtocolError(
-                f"phase {number} began after phase {newest.number}, not {newest.number + 1}"
+                f"expected phase {newest.number + 1} to begin, but phase {number} began"
             )
         self._newest = self._phases[number] = _Phase(number, trains)
         self._send_phases()
         self._admit()
 
     def _phase_ended(self, number: int, count: int) -> None:
-        phase = self._open_phase(number, "ended, but it")
+        phase = self._open_phase(number, f"the end of phase {number} arrived")
         if count != phase.arrived:
             raise _ProtocolError(
                 f"phase {number} ended with {count} micro-batches, but {phase.arrived} have arrived"
@@ -211,97 +211,94 @@ class ScheduleMachine:
         phase.count = count
         self._send_phases()
 
-    def _forward_arrived(self, batch: Batch) -> None:
-        phase = self._open_phase(batch.phase, f"has a micro-batch {batch.index}, but it")
-        if batch.index != phase.arrived:
+    def _forward_arrived(self, microbatch: MicrobatchId) -> None:
+        phase = self._open_phase(microbatch.phase, f"the forward of {microbatch} arrived")
+        if microbatch.index != phase.arrived:
             raise _ProtocolError(
-                f"the forward of {_name(batch)} arrived, {phase.arrived} was to be next"
+                f"the forward of {microbatch} arrived, expected micro-batch {phase.arrived}"
             )
         if self.is_root and self._submitted == self._admitted:
             raise _ProtocolError(
-                f"{_name(batch)} was given to the Root, which admitted {self._admitted} in all"
+                f"{microbatch} was submitted, but the Root has admitted only {self._admitted} in total"
             )
         phase.arrived += 1
         self._submitted += 1
-        self._forwards.append(batch)
+        self._forwards.append(microbatch)
 
-    def _open_phase(self, number: int, what: str) -> _Phase:
+    def _open_phase(self, number: int, event: str) -> _Phase:
         phase = self._newest
         if phase is None or number > phase.number:
-            raise _ProtocolError(f"phase {number} {what} has not begun")
+            raise _ProtocolError(f"{event}, but phase {number} has not begun")
         if number < phase.number or phase.count is not None:
-            raise _ProtocolError(f"phase {number} {what} is closed already")
+            raise _ProtocolError(f"{event}, but phase {number} has already ended")
         return phase
 
-    def _take_back(self, batch: Batch, *, trains: bool) -> _Pass:
-        what = "backward" if trains else "outcome"
-        if not self._away:
-            raise _ProtocolError(f"the {what} of {_name(batch)} arrived, but no micro-batch is out")
-        first = self._away[0]
-        if first.batch != batch:
-            raise _ProtocolError(
-                f"the {what} of {_name(batch)} arrived, {_name(first.batch)} was to be next"
-            )
+    def _take_returned(self, microbatch: MicrobatchId, *, trains: bool) -> RunForward:
+        """Return the forward that a backward or result belongs to: the oldest one sent."""
+        event = f"the {'backward' if trains else 'result'} of {microbatch} arrived"
+        if not self._sent:
+            raise _ProtocolError(f"{event}, but no micro-batch was sent")
+        first = self._sent[0]
+        if first.microbatch != microbatch:
+            raise _ProtocolError(f"{event}, expected {first.microbatch}")
         if first.trains != trains:
             raise _ProtocolError(
-                f"the {what} of {_name(batch)} arrived, but phase {batch.phase} has none"
+                f"{event}, but phase {microbatch.phase} {'trains' if first.trains else 'does not train'}"
             )
-        return self._away.popleft()
+        return self._sent.popleft()
 
-    def _clip_arrived(self, update: int) -> None:
+    def _clip_norm_arrived(self, update: int) -> None:
         if not self.waits_for_clip:
-            raise _ProtocolError(f"the clip of update {update} arrived, but none was to come")
+            raise _ProtocolError(f"the clip norm of update {update} arrived, but none is expected")
         if update != self.version or self._clip_known:
             raise _ProtocolError(
-                f"the clip of update {update} arrived, update {self.version} is under way"
+                f"the clip norm of update {update} arrived, but update {self.version} is next"
             )
         if not (self._phases and self._due(next(iter(self._phases.values())))):
-            raise _ProtocolError(f"the clip of update {update} arrived before all its gradients")
+            raise _ProtocolError(f"the clip norm of update {update} arrived before all its gradients")
         self._clip_known = True
         if not self.is_leaf:
-            self._actions.append(SendClip(update))
+            self._actions.append(SendClipNorm(update))
 
-    # What was computed
+    # Finished computations
 
     def _done(self) -> None:
         run, self._running = self._running, None
         match run:
-            case RunForward(batch):
-                self._forward_done(batch)
-            case RunBackward(batch, version):
-                self._backward_done(batch, version)
+            case RunForward():
+                self._forward_done(run)
+            case RunBackward(microbatch, version):
+                self._backward_done(microbatch, version)
             case RunStep(update, count):
                 self._step_done(update, count)
             case RunPhaseEnd(phase):
                 del self._phases[phase]
             case None:
-                raise _ProtocolError("a computation is done, but none was asked for")
+                raise _ProtocolError("a computation is done, but none was requested")
 
-    def _forward_done(self, batch: Batch) -> None:
-        done, self._running_pass = self._running_pass, None
-        assert done is not None
-        phase = self._phases[batch.phase]
+    def _forward_done(self, run: RunForward) -> None:
+        phase = self._phases[run.microbatch.phase]
         phase.forwarded += 1
         if not self.is_leaf:
-            self._away.append(done)
-            self._actions.append(SendForward(batch))
+            self._sent.append(run)
+            self._actions.append(SendForward(run.microbatch))
             self._send_phases()
             if not (phase.trains or self.is_root):
                 phase.finished += 1
         elif phase.trains:
-            self._backwards.append(done)
+            self._backwards.append(run)
         else:
             if not self.is_root:
                 phase.finished += 1
-            self._outcome(batch)
+            self._finish_without_gradients(run.microbatch)
 
-    def _backward_done(self, batch: Batch, version: int) -> None:
-        self._phases[batch.phase].finished += 1
+    def _backward_done(self, microbatch: MicrobatchId, version: int) -> None:
+        self._phases[microbatch.phase].finished += 1
         self.in_flight -= 1
         if self.is_root:
-            self._finished(batch)
+            self._finished(microbatch)
         else:
-            self._actions.append(SendBackward(batch))
+            self._actions.append(SendBackward(microbatch))
         self._users[version] -= 1
         self._free(version)
 
@@ -309,21 +306,21 @@ class ScheduleMachine:
         next(iter(self._phases.values())).applied += count
         self.version = update + 1
         self._users[self.version] = 0
-        self._norms_asked = self._clip_known = False
+        self._norms_requested = self._clip_known = False
         self._free(update)
 
-    def _outcome(self, batch: Batch) -> None:
-        """Pass on that a micro-batch without gradients has been dealt with."""
+    def _finish_without_gradients(self, microbatch: MicrobatchId) -> None:
+        """Finish a micro-batch that has no backward: send its result on, or report it at the Root."""
         self.in_flight -= 1
         if self.is_root:
-            self._phases[batch.phase].finished += 1
-            self._finished(batch)
+            self._phases[microbatch.phase].finished += 1
+            self._finished(microbatch)
         else:
-            self._actions.append(SendOutcome(batch))
+            self._actions.append(SendResult(microbatch))
 
-    def _finished(self, batch: Batch) -> None:
+    def _finished(self, microbatch: MicrobatchId) -> None:
         self._returned += 1
-        self._actions.append(Finished(batch))
+        self._actions.append(Finished(microbatch))
         self._admit()
 
     def _free(self, version: int) -> None:
@@ -331,41 +328,41 @@ class ScheduleMachine:
             del self._users[version]
             self._actions.append(FreeVersion(version))
 
-    # What to do
+    # Actions
 
     def _send_phases(self) -> None:
-        """Tell the next node of begins and ends, in order with the forwards."""
+        """Announce phase begins and ends to the next node, in order with the forwards."""
         if self.is_leaf:
             return
         for phase in self._phases.values():
             if not phase.begin_sent:
                 phase.begin_sent = True
-                self._actions.append(SendBegin(phase.number, phase.trains))
+                self._actions.append(SendPhaseBegin(phase.number, phase.trains))
             if phase.forwarded != phase.count:
                 break
             if not phase.end_sent:
                 phase.end_sent = True
-                self._actions.append(SendEnd(phase.number, phase.count))
+                self._actions.append(SendPhaseEnd(phase.number, phase.count))
 
     def _admit(self) -> None:
-        """Tell the user of free places; what was admitted stays so when the window shrinks."""
-        total = self._returned + self._places() + AHEAD
+        """Report free places to the user; admitted ones stay admitted when the window shrinks."""
+        total = self._returned + self._places() + READ_AHEAD
         if self.is_root and total > self._admitted:
             self._admitted = total
             self._actions.append(Admit(total))
 
     def _places(self) -> int:
-        """Micro-batches that may be under way; a flush leaves no use for more than an update's."""
+        """Return the useful window: in ``sync``, more than one update cannot be in flight."""
         return min(self._window, self.update_frequency) if self.sync else self._window
 
     def _start_next(self) -> None:
         first = next(iter(self._phases.values()), None)
         if first is None:
             return
-        gathered = self._due(first)
-        if gathered:
-            if self._clip_is_here(gathered):
-                self._run(RunStep(self.version, gathered))
+        gradients = self._due(first)
+        if gradients:
+            if self._clip_is_ready(gradients):
+                self._run(RunStep(self.version, gradients))
         elif first.finished == first.count:
             self._run(RunPhaseEnd(first.number, first.trains))
         else:
@@ -373,57 +370,56 @@ class ScheduleMachine:
 
     def _start_pass(self) -> None:
         may_forward = bool(self._forwards) and self._may_forward(self._forwards[0])
-        if self._backwards and not (may_forward and self._turn_of_forward):
+        if self._backwards and not (may_forward and self._forward_next):
             self._start_backward()
         elif may_forward:
             self._start_forward()
 
     def _due(self, first: _Phase) -> int:
-        """Gradients that the update which is due has, 0 if none is.
+        """Return the number of gradients in the update that is due, 0 if none is due.
 
-        Gradients come in the order of phases, and a phase ends with an update: those not applied
-        belong to the first phase that is not over.
+        Gradients arrive in the order of phases, and a phase ends with an update: gradients that are
+        not applied yet belong to the first phase that is not over.
         """
-        gathered = first.finished - first.applied
-        full = gathered == self.update_frequency or first.finished == first.count
-        return gathered if full and first.trains else 0
+        gradients = first.finished - first.applied
+        full = gradients == self.update_frequency or first.finished == first.count
+        return gradients if full and first.trains else 0
 
-    def _clip_is_here(self, gathered: int) -> bool:
+    def _clip_is_ready(self, gradients: int) -> bool:
         if not self.waits_for_clip or self._clip_known:
             return True
-        if self.is_root and not self._norms_asked:
-            self._norms_asked = True
-            self._actions.append(GatherNorms(self.version, gathered))
+        if self.is_root and not self._norms_requested:
+            self._norms_requested = True
+            self._actions.append(GatherNorms(self.version, gradients))
         return False
 
     def _start_backward(self) -> None:
-        self._turn_of_forward = True
-        taken = self._backwards.popleft()
-        phase, done = self._phases[taken.batch.phase], taken.batch.index + 1
+        self._forward_next = True
+        forward = self._backwards.popleft()
+        phase, done = self._phases[forward.microbatch.phase], forward.microbatch.index + 1
         last = done % self.update_frequency == 0 or done == phase.arrived
-        self._run(RunBackward(taken.batch, taken.version, last))
+        self._run(RunBackward(forward.microbatch, forward.version, last))
 
-    def _may_forward(self, batch: Batch) -> bool:
+    def _may_forward(self, microbatch: MicrobatchId) -> bool:
         if self.is_root and self.in_flight >= self._window:
             return False
-        phase = self._phases[batch.phase]
-        if phase.trains and self._hold is not None and self.in_flight >= self._hold:
+        phase, limit = self._phases[microbatch.phase], self._activation_limit
+        if phase.trains and limit is not None and self.in_flight >= limit:
             return False
         if phase.trains and not self.sync:
             return True
         if any(earlier.trains for earlier in self._phases.values() if earlier.number < phase.number):
             return False
-        return not phase.trains or batch.index < phase.applied + self.update_frequency
+        return not phase.trains or microbatch.index < phase.applied + self.update_frequency
 
     def _start_forward(self) -> None:
-        self._turn_of_forward = False
-        batch = self._forwards.popleft()
-        trains = self._phases[batch.phase].trains
+        self._forward_next = False
+        microbatch = self._forwards.popleft()
+        trains = self._phases[microbatch.phase].trains
         self.in_flight += 1
-        self._running_pass = _Pass(batch, self.version, trains)
         if trains:
             self._users[self.version] += 1
-        self._run(RunForward(batch, self.version, trains))
+        self._run(RunForward(microbatch, self.version, trains))
 
     def _run(self, run: Run) -> None:
         self._running = run
@@ -436,34 +432,31 @@ class ScheduleMachine:
         return f"Leaf (stage {self.position})" if self.is_leaf else f"Stem (stage {self.position})"
 
 
-def _name(batch: Batch) -> str:
-    return f"micro-batch {batch.index} of phase {batch.phase}"
+def format_runs(actions: Iterable[Action]) -> str:
+    """Return the computations among the actions as text, such as ``0F 1F 0B s0 e0``.
 
-
-def show(actions: Iterable[Action]) -> str:
-    """The computations among the actions, such as ``0F 1F 0B s0 e0``.
-
-    A micro-batch's number with F for a forward, V for one without gradients (validation) and B
-    for a backward; ``s`` with the number of the update, ``e`` with the phase that ends. Where
-    micro-batches of several phases are shown, ``1.0F`` names the phase first.
+    A number with F is the forward of that micro-batch, with V a forward without gradients
+    (validation), with B a backward; ``s`` precedes the number of an update, ``e`` that of a phase that
+    ends. If the micro-batches belong to several phases, the phase comes first, as in ``1.0F``.
     """
     runs = [
         action
         for action in actions
         if isinstance(action, RunForward | RunBackward | RunStep | RunPhaseEnd)
     ]
-    phases = {run.batch.phase for run in runs if isinstance(run, RunForward | RunBackward)}
+    phases = {run.microbatch.phase for run in runs if isinstance(run, RunForward | RunBackward)}
     return " ".join(_label(run, with_phase=len(phases) > 1) for run in runs)
 
 
 def _label(run: Run, *, with_phase: bool) -> str:
     match run:
-        case RunForward(batch, _, trains):
+        case RunForward(microbatch, _, trains):
             kind = "F" if trains else "V"
-        case RunBackward(batch):
+        case RunBackward(microbatch):
             kind = "B"
         case RunStep(update):
             return f"s{update}"
         case RunPhaseEnd(phase):
             return f"e{phase}"
-    return (f"{batch.phase}.{batch.index}" if with_phase else f"{batch.index}") + kind
+    number = f"{microbatch.phase}.{microbatch.index}" if with_phase else f"{microbatch.index}"
+    return number + kind

@@ -1,7 +1,7 @@
-"""The schedule under virtual time: the very machines that train, fed with costs instead of tensors.
+"""Simulation of a pipeline: the schedule machines under virtual time, with costs instead of tensors.
 
-Predicts the rate of a pipeline, how stale its gradients are and how many versions of the weights
-each stage holds. A link delays a message; what it is busy with makes others wait.
+Predicts the rate of a pipeline, the staleness of its gradients and the number of weight versions that
+each stage keeps. A link delays each message, and while it transfers one, the next ones wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
-    Batch,
     Done,
     Event,
     Fail,
@@ -30,20 +29,21 @@ from ravnest.runtime.schedule.events import (
     RunPhaseEnd,
     RunStep,
     SendBackward,
-    SendBegin,
-    SendEnd,
     SendForward,
+    SendPhaseBegin,
+    SendPhaseEnd,
 )
-from ravnest.runtime.schedule.machine import Schedule, ScheduleMachine, show
+from ravnest.runtime.schedule.machine import Schedule, ScheduleMachine, format_runs
+from ravnest.types import MicrobatchId
 
 DONE = Done()
-_BREATH = 50
-"""Events, of about 10 microseconds each."""
+_PAUSE_EVENTS = 50
+"""Events between two calls of ``pause``; an event takes about 10 microseconds."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds that a stage computes: a micro-batch forward, the same backward, an update."""
+    """Compute time of a stage, in seconds: forward, backward, update."""
 
     forward: float
     backward: float
@@ -51,69 +51,70 @@ class StageCost:
 
 
 Costs = StageCost | tuple[StageCost, ...]
-"""What a stage computes: every micro-batch the same, or as measured, in turn."""
+"""Cost of a stage: the same for every micro-batch, or a series of measured costs that repeats."""
 
 
 def each_cost(costs: Costs) -> tuple[StageCost, ...]:
-    """One or several costs as several."""
+    """Return ``costs`` as a tuple, also if it is a single cost."""
     return (costs,) if isinstance(costs, StageCost) else costs
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Seconds from one stage to the next, and back, on a link where nothing waits."""
+    """Delay of an idle link between two stages in each direction, in seconds."""
 
     forward: float
     backward: float
     forward_busy: float = 0.0
-    """Seconds of these during which nothing else can enter the link: those of the transfer."""
+    """Part of the delay during which the link is occupied: the time of the transfer."""
     backward_busy: float = 0.0
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A pipeline and the training phase that it is to run; its user is never late."""
+    """A pipeline and the training phase to simulate; the user submits micro-batches without delay."""
 
     costs: tuple[Costs, ...]
     links: tuple[LinkCost, ...]
-    """One fewer than stages."""
+    """Links between neighbouring stages; one fewer than stages."""
     window: int
     update_frequency: int = 1
     schedule: Schedule = "async"
-    batches: int = 100
-    holds: tuple[int, ...] | None = None
-    """Of how many micro-batches each stage keeps activations at most; None is no limit."""
+    microbatches: int = 100
+    activation_limits: tuple[int, ...] | None = None
+    """Maximum number of micro-batches for which each stage keeps activations; None means no limit."""
 
     def __post_init__(self) -> None:
-        assert self.costs, "a pipeline has stages"
-        assert len(self.links) == len(self.costs) - 1, "a link between each two stages"
-        assert self.holds is None or len(self.holds) == len(self.costs), "a hold for each stage"
-        assert self.batches >= 1, "a phase to simulate has micro-batches"
+        limits = self.activation_limits
+        assert self.costs, "a pipeline needs stages"
+        assert len(self.links) == len(self.costs) - 1, "one link between each two stages"
+        assert limits is None or len(limits) == len(self.costs), "one limit per stage"
+        assert self.microbatches >= 1, "a phase to simulate needs micro-batches"
 
     @property
-    def varieties(self) -> int:
-        """Micro-batches after which measured costs repeat; 1 where all are alike."""
+    def cost_period(self) -> int:
+        """Number of micro-batches after which measured costs repeat; 1 if they are constant."""
         return max(len(each_cost(cost)) for cost in self.costs)
 
 
 @dataclass(frozen=True)
-class StageUse:
-    """What a scenario made of one stage."""
+class StageUsage:
+    """Predicted use of one stage."""
 
     utilisation: float
-    """Share of the makespan in which it computes."""
+    """Share of the makespan during which the stage computes."""
     mean_staleness: float
-    """Updates made here between the forward of a micro-batch and the update that it is part of."""
+    """Mean number of updates between the forward of a micro-batch and the update it is part of."""
     max_staleness: int
     peak_versions: int
-    """Versions of the weights held at once, the newest among them."""
+    """Maximum number of weight versions kept at once, including the newest."""
     peak_in_flight: int
-    """Micro-batches whose activations were held at once."""
+    """Maximum number of micro-batches whose activations were kept at once."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A computation and when it ran."""
+    """A computation with its start and end."""
 
     stage: int
     start: float
@@ -123,34 +124,34 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The prediction."""
+    """Prediction for a scenario."""
 
     rate: float
-    """Micro-batches a second, ramp-up and drain left out."""
+    """Micro-batches per second, without ramp-up and drain."""
     makespan: float
     events: int
-    stages: tuple[StageUse, ...]
+    stages: tuple[StageUsage, ...]
     timeline: tuple[Span, ...] = ()
-    """In order of start; only where it was asked for."""
+    """Computations in order of their start; empty unless requested."""
 
 
 @dataclass
-class _Way:
+class _LinkDirection:
     """One direction of a link."""
 
     delay: float
     busy: float
     free: float = 0.0
-    """When the next message can enter."""
+    """Time at which the next message can enter."""
 
-    def pass_through(self, now: float) -> float:
-        """Seconds until a message that is sent now arrives."""
+    def send(self, now: float) -> float:
+        """Return the seconds until a message sent now arrives."""
         start = max(now, self.free)
         self.free = start + self.busy
         return start - now + self.delay
 
-    def in_order(self, now: float) -> float:
-        """The same for a message of no size, behind those sent before."""
+    def send_empty(self, now: float) -> float:
+        """Return the seconds until a message without tensors arrives, in order with earlier ones."""
         return max(self.free - now, 0.0) + self.delay
 
 
@@ -158,10 +159,8 @@ class _Way:
 class _Stage:
     machine: ScheduleMachine
     costs: tuple[StageCost, ...]
-    ahead: _Way
-    """To the next stage."""
-    back: _Way
-    """To the one before."""
+    to_next: _LinkDirection
+    to_previous: _LinkDirection
     busy: float = 0.0
     stalenesses: list[int] = field(default_factory=list)
     versions: int = 1
@@ -169,11 +168,11 @@ class _Stage:
     peak_in_flight: int = 0
 
     def cost(self, number: int) -> StageCost:
-        """Of the micro-batch or update with this number."""
+        """Return the cost of the micro-batch or update with this number."""
         return self.costs[number % len(self.costs)]
 
-    def use(self, makespan: float) -> StageUse:
-        return StageUse(
+    def usage(self, makespan: float) -> StageUsage:
+        return StageUsage(
             utilisation=self.busy / makespan if makespan else 0.0,
             mean_staleness=math.fsum(self.stalenesses) / max(1, len(self.stalenesses)),
             max_staleness=max(self.stalenesses, default=0),
@@ -182,13 +181,15 @@ class _Stage:
         )
 
 
-class _World:
-    """The machines, and what is going to happen to them when."""
+class _Simulator:
+    """Schedule machines of all stages and a queue of future events."""
 
     def __init__(self, scenario: Scenario, *, record: bool) -> None:
         count = len(scenario.costs)
-        ahead = [*(_Way(link.forward, link.forward_busy) for link in scenario.links), _Way(0.0, 0.0)]
-        back = [_Way(0.0, 0.0), *(_Way(link.backward, link.backward_busy) for link in scenario.links)]
+        links, none = scenario.links, _LinkDirection(0.0, 0.0)
+        to_next = [*(_LinkDirection(link.forward, link.forward_busy) for link in links), none]
+        to_previous = [none, *(_LinkDirection(link.backward, link.backward_busy) for link in links)]
+        limits = scenario.activation_limits
         self.stages = [
             _Stage(
                 ScheduleMachine(
@@ -197,11 +198,11 @@ class _World:
                     schedule=scenario.schedule,
                     window=scenario.window,
                     update_frequency=scenario.update_frequency,
-                    hold=scenario.holds[position] if scenario.holds else None,
+                    activation_limit=limits[position] if limits else None,
                 ),
                 each_cost(cost),
-                ahead[position],
-                back[position],
+                to_next[position],
+                to_previous[position],
             )
             for position, cost in enumerate(scenario.costs)
         ]
@@ -211,29 +212,29 @@ class _World:
         self.events = 0
         self._heap: list[tuple[float, int, int, Event]] = []
         self._pushed = 0
-        self._batches = scenario.batches
+        self._microbatches = scenario.microbatches
         self._submitted = 0
 
-    def run(self, until: int, breathe: Callable[[], None] | None = None) -> None:
-        """Go on until so many micro-batches have come back and, if they are all, nothing is left.
+    def run(self, until: int, pause: Callable[[], None] | None = None) -> None:
+        """Run until ``until`` micro-batches have returned; if these are all, until no event is left.
 
-        ``breathe`` is called now and then.
+        ``pause`` is called regularly.
         """
         self._push(0.0, 0, PhaseBegun(0, True))
         heap, stages, pop = self._heap, self.stages, heapq.heappop
-        while heap and (len(self.finished) < until or until == self._batches):
+        while heap and (len(self.finished) < until or until == self._microbatches):
             self.now, _, position, event = pop(heap)
             self.events += 1
-            if breathe is not None and self.events % _BREATH == 0:
-                breathe()
+            if pause is not None and self.events % _PAUSE_EVENTS == 0:
+                pause()
             stage = stages[position]
             for action in stage.machine.handle(event, self.now):
                 self._carry_out(position, stage, action)
         if len(self.finished) < until:
-            raise AssertionError(f"{len(self.finished)} of {until} micro-batches came back")
+            raise AssertionError(f"{len(self.finished)} of {until} micro-batches returned")
 
     def _push(self, delay: float, position: int, event: Event) -> None:
-        # The count keeps what happens at one moment in the order in which it was caused.
+        # The count keeps simultaneous events in the order in which they were created.
         self._pushed += 1
         heapq.heappush(self._heap, (self.now + delay, self._pushed, position, event))
 
@@ -241,31 +242,31 @@ class _World:
         match action:
             case RunForward() | RunBackward() | RunStep() | RunPhaseEnd():
                 self._compute(position, stage, action)
-            case SendForward(batch):
-                self._push(stage.ahead.pass_through(self.now), position + 1, ForwardArrived(batch))
-            case SendBackward(batch):
-                self._push(stage.back.pass_through(self.now), position - 1, BackwardArrived(batch))
+            case SendForward(microbatch):
+                self._push(stage.to_next.send(self.now), position + 1, ForwardArrived(microbatch))
+            case SendBackward(microbatch):
+                self._push(stage.to_previous.send(self.now), position - 1, BackwardArrived(microbatch))
             case FreeVersion():
                 stage.versions -= 1
             case Finished():
                 self.finished.append(self.now)
             case Admit(total):
                 self._submit(total)
-            case SendBegin(phase, trains):
-                self._push(stage.ahead.in_order(self.now), position + 1, PhaseBegun(phase, trains))
-            case SendEnd(phase, count):
-                self._push(stage.ahead.in_order(self.now), position + 1, PhaseEnded(phase, count))
+            case SendPhaseBegin(phase, trains):
+                self._push(stage.to_next.send_empty(self.now), position + 1, PhaseBegun(phase, trains))
+            case SendPhaseEnd(phase, count):
+                self._push(stage.to_next.send_empty(self.now), position + 1, PhaseEnded(phase, count))
             case Fail(reason):
                 raise AssertionError(reason)
 
     def _compute(self, position: int, stage: _Stage, run: Run) -> None:
         seconds = 0.0
         match run:
-            case RunForward(batch):
-                seconds = stage.cost(batch.index).forward
+            case RunForward(microbatch):
+                seconds = stage.cost(microbatch.index).forward
                 stage.peak_in_flight = max(stage.peak_in_flight, stage.machine.in_flight)
-            case RunBackward(batch, version):
-                seconds = stage.cost(batch.index).backward
+            case RunBackward(microbatch, version):
+                seconds = stage.cost(microbatch.index).backward
                 stage.stalenesses.append(stage.machine.version - version)
             case RunStep(update):
                 seconds = stage.cost(update).step
@@ -277,45 +278,49 @@ class _World:
             self.timeline.append(Span(position, self.now, self.now + seconds, run))
 
     def _submit(self, admitted: int) -> None:
-        while self._submitted < min(admitted, self._batches):
-            self._push(0.0, 0, ForwardArrived(Batch(0, self._submitted)))
+        while self._submitted < min(admitted, self._microbatches):
+            self._push(0.0, 0, ForwardArrived(MicrobatchId(0, self._submitted)))
             self._submitted += 1
-            if self._submitted == self._batches:
-                self._push(0.0, 0, PhaseEnded(0, self._batches))
+            if self._submitted == self._microbatches:
+                self._push(0.0, 0, PhaseEnded(0, self._microbatches))
 
 
 def simulate(scenario: Scenario, *, record: bool = False) -> Simulation:
-    """Run the scenario's phase from its first micro-batch to its last."""
-    world = _World(scenario, record=record)
-    world.run(scenario.batches)
+    """Simulate the whole phase of a scenario; ``record`` keeps the timeline."""
+    simulator = _Simulator(scenario, record=record)
+    simulator.run(scenario.microbatches)
     return Simulation(
-        rate=_steady_rate(world.finished, scenario),
-        makespan=world.now,
-        events=world.events,
-        stages=tuple(stage.use(world.now) for stage in world.stages),
-        timeline=tuple(world.timeline or ()),
+        rate=_measured_rate(simulator.finished, scenario),
+        makespan=simulator.now,
+        events=simulator.events,
+        stages=tuple(stage.usage(simulator.now) for stage in simulator.stages),
+        timeline=tuple(simulator.timeline or ()),
     )
 
 
-def steady_rate(scenario: Scenario, rounds: int = 2, breathe: Callable[[], None] | None = None) -> float:
-    """The rate of a phase that goes on, whatever its ``batches``; cheaper than to simulate it all.
+def steady_rate(scenario: Scenario, rounds: int = 2, pause: Callable[[], None] | None = None) -> float:
+    """Return the rate of an endless phase; ``scenario.microbatches`` is ignored.
 
-    ``breathe`` is called every half a millisecond or so: whoever simulates beside a thread that has
-    better to do can let it have Python's lock.
+    Cheaper than simulating a whole phase. ``pause`` is called about every half a millisecond: a caller
+    that simulates in a background thread can release Python's lock there.
     """
     first, period = _ramp(scenario), _period(scenario)
-    # Sync repeats itself to the letter, unless its costs vary.
+    # In sync the pattern repeats exactly, unless the costs vary.
     least = period * (1 if scenario.schedule == "sync" else rounds)
-    last = first + max(least, math.ceil(scenario.varieties / period) * period)
-    world = _World(replace(scenario, batches=last + 2 * (period + scenario.window)), record=False)
-    world.run(last + 1, breathe)
-    return _rate(world.finished, first, last)
+    last = first + max(least, math.ceil(scenario.cost_period / period) * period)
+    count = last + 2 * (period + scenario.window)
+    simulator = _Simulator(replace(scenario, microbatches=count), record=False)
+    simulator.run(last + 1, pause)
+    return _rate(simulator.finished, first, last)
 
 
-def _steady_rate(finished: Sequence[float], scenario: Scenario) -> float:
-    """Between two micro-batches at the same place of the pattern; overall where there are too few."""
+def _measured_rate(finished: Sequence[float], scenario: Scenario) -> float:
+    """Return the rate between two equal positions of the repeating pattern.
+
+    If the phase is too short for that, return the overall rate.
+    """
     first, period = _ramp(scenario), _period(scenario)
-    # The last ones come back with no forward in between, and so too early.
+    # During the drain no forwards run in between, so the last micro-batches return too early.
     drain = 0 if scenario.schedule == "sync" else scenario.window
     rounds = (len(finished) - 1 - first - drain) // period
     if rounds < 1:
@@ -329,13 +334,14 @@ def _rate(finished: Sequence[float], first: int, last: int) -> float:
 
 
 def _ramp(scenario: Scenario) -> int:
-    """The first micro-batch to measure from. The wave of the start dies down in some rounds."""
+    """Return the first micro-batch to measure from: the start-up burst decays in a few periods."""
     return scenario.update_frequency - 1 if scenario.schedule == "sync" else 3 * _period(scenario)
 
 
 def _period(scenario: Scenario) -> int:
-    """After so many micro-batches the pattern repeats, or nearly so: what is under way comes back
-    once, in whole updates.
+    """Return the number of micro-batches after which the pattern (nearly) repeats.
+
+    That is one window, rounded up to whole updates.
     """
     if scenario.schedule == "sync":
         return scenario.update_frequency
@@ -343,16 +349,16 @@ def _period(scenario: Scenario) -> int:
 
 
 def grid(timeline: Sequence[Span], tick: float) -> str:
-    """A row a stage, a column a tick: what each stage computes; dots where it waits.
+    """Return the timeline as text: one row per stage, one column per tick, dots for idle time.
 
-    Computations of no duration are not shown.
+    Computations of zero duration are left out.
     """
     stages = 1 + max(span.stage for span in timeline)
     columns = round(max(span.end for span in timeline) / tick)
     rows = [["."] * columns for _ in range(stages)]
     for span in timeline:
         for column in range(round(span.start / tick), round(span.end / tick)):
-            rows[span.stage][column] = show([span.run])
+            rows[span.stage][column] = format_runs([span.run])
     width = 1 + max(len(cell) for row in rows for cell in row)
     names = ["Root", *("Stem" for _ in range(stages - 2)), "Leaf"][:stages]
     return "\n".join(

@@ -1,6 +1,6 @@
-"""How many micro-batches to keep under way: enough to keep the slowest stage or link busy, no more.
+"""Choice of the window: enough micro-batches in flight to keep the slowest stage or link busy.
 
-Each one more in flight makes gradients staler and takes memory for activations and a version of
+Each further micro-batch makes gradients staler and needs memory for activations and for a version of
 the weights.
 """
 
@@ -22,30 +22,35 @@ from ravnest.runtime.schedule.simulator import (
 )
 
 TARGET = 0.99
-"""Share of the best rate that is good enough. The best rate is that of costs as they are measured, with
-all that a node does beside computing, which takes another share of some hundredths."""
+"""Share of the best rate that the window must reach.
 
-SPARE = 0.2
-"""What is kept under way beyond what a replay of measured costs needs, as a share of that. A replay
-knows how costs vary, and the usual delay of links only: now and then a thread wakes up late, and
-whoever it should have fed waits. Measured, 8 stages: 97% of the slowest one's rate, 94% without."""
+Measured costs include everything that a node does besides computing, which already takes a few
+percent of the rate.
+"""
 
-TRIALS = 8
-"""Simulations after which the window found so far is taken."""
+MARGIN = 0.2
+"""Share added to the window that a replay of measured costs needs.
+
+A replay knows how costs vary, but only the usual delay of links: sometimes a thread wakes up late and
+the next stage waits. Measured with 8 stages: 97% of the slowest stage's rate, 94% without the margin.
+"""
+
+MAX_TRIALS = 8
+"""Maximum number of simulations in the search for a window."""
 
 
 @dataclass(frozen=True)
 class WindowChoice:
-    """A window, what it is predicted to reach, and why it was chosen."""
+    """A window, the predicted rate and the reason for the choice."""
 
     window: int
     predicted_rate: float
-    """Micro-batches a second."""
+    """Micro-batches per second."""
     slowest_rate: float
-    """What the slowest stage or link could do if it never waited."""
+    """Rate of the slowest stage or link if it never waited."""
     reason: str
-    holds: tuple[int, ...]
-    """Of how many micro-batches each stage needs to keep activations; see ``stage_holds``."""
+    activation_limits: tuple[int, ...]
+    """Number of micro-batches for which each stage needs to keep activations."""
 
 
 def choose_window(
@@ -54,83 +59,86 @@ def choose_window(
     *,
     update_frequency: int,
     schedule: Schedule,
-    cap: int,
-    unexplained: float = 0.0,
-    spare: float = 0.0,
-    breathe: Callable[[], None] | None = None,
+    max_window: int,
+    overhead: float = 0.0,
+    margin: float = 0.0,
+    pause: Callable[[], None] | None = None,
 ) -> WindowChoice:
-    """The smallest window predicted to reach 99% of the slowest part's rate, at most ``cap``.
+    """Return the smallest window predicted to reach 99% of the slowest stage's or link's rate.
 
-    ``spare``: in ``async``, this share of it is added for what nobody can predict. ``unexplained`` is
-    what a round trip was found to take beyond the costs (``unexplained_after``); ``breathe`` is as in
-    ``steady_rate``.
+    The window is at most ``max_window``. In ``async`` the share ``margin`` is added to it for delays
+    that cannot be predicted. ``overhead`` is the part of a round trip that the costs do not explain
+    (see ``estimate_overhead``). ``pause`` is described at ``steady_rate``.
 
-    In ``sync`` the flush at each update costs time whatever the window: there the measure is the
-    rate at the largest window of use, that of a whole update.
+    In ``sync`` the flush at each update costs time with any window: there the target is relative to
+    the rate with the largest useful window, that of a whole update.
     """
-    assert cap >= 1, f"a window of at most {cap}"
-    trials = _Trials(tuple(costs), _slower(links, unexplained), update_frequency, schedule, breathe)
+    assert max_window >= 1, f"a window of at most {max_window}"
+    trials = _Trials(tuple(costs), _add_delay(links, overhead), update_frequency, schedule, pause)
     if trials.slowest_time == 0:
-        window = min(cap, len(costs))
+        window = min(max_window, len(costs))
         reason = f"{window} in flight: no stage takes any time"
         return WindowChoice(window, math.inf, math.inf, reason, (window,) * len(costs))
-    return _choose_sync(trials, cap) if schedule == "sync" else _choose_async(trials, cap, spare)
+    if schedule == "sync":
+        return _choose_sync(trials, max_window)
+    return _choose_async(trials, max_window, margin)
 
 
-def unexplained_after(
-    before: float,
+def estimate_overhead(
+    previous: float,
     round_trips: Sequence[float],
     window: int,
     costs: Sequence[Costs],
     links: Sequence[LinkCost],
     *,
     update_frequency: int,
-    breathe: Callable[[], None] | None = None,
+    pause: Callable[[], None] | None = None,
 ) -> float:
-    """Seconds of a round trip that costs and delays do not explain; ``before``: as found earlier.
+    """Return the seconds of a round trip that costs and link delays do not explain.
 
-    Waking threads, the operating system, other processes: nobody measures all that, but it keeps
-    micro-batches under way. With ``window`` of them under way and nothing left to explain, a round
-    trip takes ``window`` times as long as one takes to come back. A pipeline that is full says
-    nothing about what it hides, so that an earlier finding stands.
+    Thread wake-ups, the operating system and other processes are not measured, but they keep
+    micro-batches in flight longer. Without any overhead, a round trip with ``window`` micro-batches in
+    flight takes ``window`` divided by the predicted rate; the difference to the measured round trips
+    is added to ``previous``, the estimate so far. A full pipeline hides its overhead, so the previous
+    estimate then stays.
     """
-    trials = _Trials(tuple(costs), _slower(links, before), update_frequency, "async", breathe)
+    trials = _Trials(tuple(costs), _add_delay(links, previous), update_frequency, "async", pause)
     expected = window / trials.rate(window)
-    return max(0.0, before + statistics.fmean(round_trips) - expected)
+    return max(0.0, previous + statistics.fmean(round_trips) - expected)
 
 
-def _slower(links: Sequence[LinkCost], seconds: float) -> tuple[LinkCost, ...]:
-    """Links that take so much longer, all together, there and back."""
+def _add_delay(links: Sequence[LinkCost], seconds: float) -> tuple[LinkCost, ...]:
+    """Return the links with ``seconds`` more delay in total, spread over all links and directions."""
     each = seconds / (2 * max(len(links), 1))
     return tuple(
         replace(link, forward=link.forward + each, backward=link.backward + each) for link in links
     )
 
 
-def stage_holds(
+def stage_activation_limits(
     costs: Sequence[Costs], links: Sequence[LinkCost], window: int, schedule: Schedule
 ) -> tuple[int, ...]:
-    """Of how many micro-batches each stage needs to keep activations for the window's rate.
+    """Return the number of micro-batches for which each stage needs to keep activations.
 
-    A stage keeps a micro-batch while that is at the stages behind: its share of the window, and one
-    more for what comes unevenly. Without this limit all stages would at the start, before the first
-    gradients return, keep the whole window. In ``sync`` every update is such a start, and to hold
-    forwards back there would cost time.
+    A stage keeps the activations of a micro-batch while the following stages process it: its share of
+    the window, plus one for uneven arrivals. Without the limit, all stages would keep the whole window
+    at the start, before the first gradients return. In ``sync`` every update is such a start, and
+    delaying forwards there would cost time.
     """
     if schedule == "sync":
         return (*[window] * (len(costs) - 1), 1)
     trips = [mean.forward + mean.backward for mean in map(mean_cost, costs)]
     hops = [*(link.forward + link.backward for link in links), 0.0]
     total = sum(trips) + sum(hops)
-    holds = [
+    limits = [
         min(window, 1 + math.ceil(window * (sum(trips[stage:]) + sum(hops[stage:])) / total - 1e-6))
         for stage in range(len(costs) - 1)
     ]
-    return (*holds, 1)  # the Leaf turns round at once
+    return (*limits, 1)  # the Leaf runs the backward right after the forward
 
 
 def mean_cost(costs: Costs) -> StageCost:
-    """What a stage computes for a micro-batch on average: its rate follows that."""
+    """Return the mean cost of a stage per micro-batch, which determines its rate."""
     each = each_cost(costs)
     return StageCost(
         statistics.fmean(cost.forward for cost in each),
@@ -140,7 +148,7 @@ def mean_cost(costs: Costs) -> StageCost:
 
 
 class _Trials:
-    """One pipeline, tried with several windows."""
+    """Simulations of one pipeline with several windows."""
 
     def __init__(
         self,
@@ -148,7 +156,7 @@ class _Trials:
         links: tuple[LinkCost, ...],
         update_frequency: int,
         schedule: Schedule,
-        breathe: Callable[[], None] | None,
+        pause: Callable[[], None] | None,
     ) -> None:
         means = [mean_cost(cost) for cost in costs]
         times = {
@@ -163,7 +171,7 @@ class _Trials:
         self.links = links
         self.update_frequency = update_frequency
         self.schedule: Schedule = schedule
-        self._breathe = breathe
+        self._pause = pause
         self.slowest = max(times, key=times.__getitem__)
         self.slowest_time = times[self.slowest]
         self.round_trip = sum(mean.forward + mean.backward for mean in means) + sum(
@@ -176,31 +184,31 @@ class _Trials:
 
     def rate(self, window: int) -> float:
         scenario = Scenario(self.costs, self.links, window, self.update_frequency, self.schedule)
-        # What waits before the slowest stage at first may come out a little faster.
-        return min(self.slowest_rate, steady_rate(scenario, breathe=self._breathe))
+        # A queue in front of the slowest stage at the start can make the rate slightly too high.
+        return min(self.slowest_rate, steady_rate(scenario, pause=self._pause))
 
-    def least(self, rate: float) -> int:
-        """No smaller window reaches the rate: a place is taken for a round trip at least."""
-        # A hair less, so that 6.000000001 means 6.
+    def lower_bound(self, rate: float) -> int:
+        """Return a lower bound of the window for ``rate``: W >= rate x round trip (Little's law)."""
+        # The subtraction compensates rounding errors: 6.000000001 means 6.
         return max(1, math.ceil(rate * self.round_trip - 1e-6))
 
     def choice(self, window: int, rate: float, reason: str) -> WindowChoice:
-        holds = stage_holds(self.costs, self.links, window, self.schedule)
-        return WindowChoice(window, rate, self.slowest_rate, reason, holds)
+        limits = stage_activation_limits(self.costs, self.links, window, self.schedule)
+        return WindowChoice(window, rate, self.slowest_rate, reason, limits)
 
 
-def _choose_async(trials: _Trials, cap: int, spare: float) -> WindowChoice:
+def _choose_async(trials: _Trials, max_window: int, margin: float) -> WindowChoice:
     goal = TARGET * trials.slowest_rate
-    least = window = trials.least(goal)
-    window = min(window, cap)
+    bound = window = trials.lower_bound(goal)
+    window = min(window, max_window)
     rate = trials.rate(window)
-    for _ in range(TRIALS - 1):
-        if rate >= goal or window == cap:
+    for _ in range(MAX_TRIALS - 1):
+        if rate >= goal or window == max_window:
             break
-        # The rate grows at most in proportion to the window: smaller ones need not be tried.
-        window = min(cap, max(window + 1, math.ceil(window * goal / rate - 1e-6)))
+        # The rate grows at most in proportion to the window, so smaller windows cannot suffice.
+        window = min(max_window, max(window + 1, math.ceil(window * goal / rate - 1e-6)))
         rate = trials.rate(window)
-    added = min(cap - window, math.ceil(spare * window))
+    added = min(max_window - window, math.ceil(margin * window))
     if added > 0:
         window += added
         rate = trials.rate(window)
@@ -208,18 +216,18 @@ def _choose_async(trials: _Trials, cap: int, spare: float) -> WindowChoice:
         f"{rate / trials.slowest_rate:.0%} of the {trials.slowest_rate:.3g} micro-batches/s"
         f" of the slowest part ({trials.slowest})"
     )
-    if rate < goal and window == cap:
-        need = f"at least {max(least, cap + 1)}"
-        reason = f"memory allows {cap} in flight, which reach {reached}; {TARGET:.0%} would need {need}"
+    if rate < goal and window == max_window:
+        need = f"{TARGET:.0%} would need at least {max(bound, max_window + 1)}"
+        reason = f"memory allows {max_window} in flight, which reach {reached}; {need}"
     else:
         reason = f"{window} in flight reach {reached}"
     return trials.choice(window, rate, reason)
 
 
-def _choose_sync(trials: _Trials, cap: int) -> WindowChoice:
-    most = min(cap, trials.update_frequency)
+def _choose_sync(trials: _Trials, max_window: int) -> WindowChoice:
+    most = min(max_window, trials.update_frequency)
     best = rate = trials.rate(most)
-    low, window = min(most, trials.least(TARGET * best)), most
+    low, window = min(most, trials.lower_bound(TARGET * best)), most
     while low < window:
         middle = (low + window) // 2
         tried = trials.rate(middle)
@@ -232,6 +240,6 @@ def _choose_sync(trials: _Trials, cap: int) -> WindowChoice:
         f" micro-batches/s of the slowest part ({trials.slowest}); the flush at each update of"
         f" {trials.update_frequency} costs the rest"
     )
-    if cap < trials.update_frequency:
-        reason += f"; memory allows {cap} in flight"
+    if max_window < trials.update_frequency:
+        reason += f"; memory allows {max_window} in flight"
     return trials.choice(window, rate, reason)

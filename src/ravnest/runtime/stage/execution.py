@@ -1,6 +1,6 @@
-"""What a stage computes: outputs of micro-batches, their gradients, updates of its weights.
+"""Computations of a stage: forward and backward passes of micro-batches, and updates of its weights.
 
-Knows nothing of networks or schedules: it is told which micro-batch, with which version.
+This module knows neither networks nor schedules: the caller names the micro-batch and the version.
 """
 
 from __future__ import annotations
@@ -13,42 +13,44 @@ from typing import Any
 import torch
 
 from ravnest.errors import StageInputError
-from ravnest.runtime.schedule.events import Batch
-from ravnest.runtime.stage.randomness import batch_seed, draws, seeded
+from ravnest.runtime.stage.randomness import draws, microbatch_seed, seeded
 from ravnest.runtime.stage.updates import LookAhead, UpdateRule, Updates
 from ravnest.runtime.stage.weight_versions import WeightVersions
 from ravnest.split.chain import StagePass
 from ravnest.split.graph import MODES, Mode
 from ravnest.split.module import StageModule
+from ravnest.types import MicrobatchId
 
 Values = dict[str, Any]
-"""Tensors and plain numbers by name, as they cross a boundary."""
+"""Tensors and numbers by name, as stages exchange them."""
 Loss = Callable[[tuple[Any, ...]], torch.Tensor]
-"""From the outputs of the last stage to the loss."""
+"""Function from the outputs of the last stage to the loss."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What goes back to the stage before."""
+    """Gradients for the previous stage."""
 
     inputs: dict[str, torch.Tensor]
     shared: dict[str, torch.Tensor]
-    """Of weights that an earlier stage owns, summed over this stage and those behind."""
+    """Gradients of weights that an earlier stage owns, summed over this and the following stages."""
 
 
 @dataclass
-class _UnderWay:
+class _SavedForward:
+    """State of a forward pass that its backward pass needs."""
+
     version: int
     inputs: tuple[Any, ...]
     parameters: Mapping[str, torch.Tensor]
-    done: StagePass | None
-    """None where activations are computed again in backward."""
+    stage_pass: StagePass | None
+    """None if activations are recomputed in the backward pass."""
     loss: torch.Tensor | None
     loss_of: Loss | None
 
 
 class StageExecution:
-    """One stage at work. Used by one thread at a time."""
+    """Computations of one stage. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class StageExecution:
         stash: bool,
         recompute: bool = False,
     ) -> None:
-        """``stash``: updates overtake micro-batches, so that versions must be kept."""
+        """``stash``: updates happen between forward and backward, so versions must be kept."""
         spec = module.spec
         self.module = module
         self._seed = seed
@@ -69,10 +71,11 @@ class StageExecution:
         owned = {e.key for e in spec.state if e.stages[0] == spec.index}
         parameters = module.parameters_by_key()
         trained = {k: p for k, p in parameters.items() if p.requires_grad and k in owned}
-        self._borrowed: dict[str, torch.Tensor] = {
+        self._replicas: dict[str, torch.Tensor] = {
             key: p for key, p in parameters.items() if p.requires_grad and key not in owned
         }
-        self._lent = [e.key for e in spec.state if e.key in trained and len(e.stages) > 1]
+        """Weights that an earlier stage owns."""
+        self._shared_keys = [e.key for e in spec.state if e.key in trained and len(e.stages) > 1]
         self._versions = WeightVersions(
             trained, stash=stash, look_ahead=LookAhead() if rule.look_ahead and stash else None
         )
@@ -80,94 +83,106 @@ class StageExecution:
             tensor.untyped_storage().data_ptr() for tensor in module.state_tensors().values()
         )
         self.updates = Updates(rule, trained)
-        self._under_way: dict[Batch, _UnderWay] = {}
+        self._saved: dict[MicrobatchId, _SavedForward] = {}
         self._after_step: list[Callable[[], None]] = []
-        self._places = {
+        self._positions = {
             e.key: min(p for p in e.positions if p >= 0) for e in spec.state if e.key in trained
         }
         self.last_users = {e.key: e.stages[-1] for e in spec.state}
-        """Of each tensor that this stage holds, the last stage that does."""
+        """Last stage that uses each tensor of this stage."""
         module.train()
 
     @property
     def index(self) -> int:
-        """The stage's place in the pipeline."""
+        """Position of the stage in the pipeline."""
         return self.module.spec.index
 
     @property
-    def under_way(self) -> int:
-        """Micro-batches that wait for their backward."""
-        return len(self._under_way)
+    def awaiting_backward(self) -> int:
+        """Number of micro-batches that wait for their backward pass."""
+        return len(self._saved)
 
     @property
     def versions(self) -> int:
-        """Copies of the weights that are held."""
+        """Number of copies of the weights."""
         return len(self._versions)
 
     def forward(
-        self, batch: Batch, version: int, values: Mapping[str, Any], loss_of: Loss | None = None
+        self,
+        microbatch: MicrobatchId,
+        version: int,
+        values: Mapping[str, Any],
+        loss_of: Loss | None = None,
     ) -> tuple[Values, float | None]:
-        """Outputs by name, and the loss at the last stage, where ``loss_of`` is given."""
-        parameters = {**self._versions.at(version), **self._borrowed}
+        """Return the outputs by name and, if ``loss_of`` is given (at the last stage), the loss."""
+        parameters = {**self._versions.at(version), **self._replicas}
         inputs = self._receive(values, gradients=True)
         if self._recompute:
             with torch.no_grad():
-                outputs, loss = self._run(batch, inputs, parameters, loss_of)
-            kept = _UnderWay(version, inputs, parameters, None, None, loss_of)
+                outputs, loss = self._run(microbatch, inputs, parameters, loss_of)
+            saved = _SavedForward(version, inputs, parameters, None, None, loss_of)
         else:
-            outputs, loss = self._run(batch, inputs, parameters, loss_of)
-            done = StagePass(self.module, inputs, outputs, parameters)
-            kept = _UnderWay(version, inputs, parameters, done, loss, loss_of)
-        self._under_way[batch] = kept
+            outputs, loss = self._run(microbatch, inputs, parameters, loss_of)
+            stage_pass = StagePass(self.module, inputs, outputs, parameters)
+            saved = _SavedForward(version, inputs, parameters, stage_pass, loss, loss_of)
+        self._saved[microbatch] = saved
         return self._send(outputs), None if loss is None else float(loss.detach())
 
     def backward(
-        self, batch: Batch, gradients: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+        self,
+        microbatch: MicrobatchId,
+        gradients: Mapping[str, torch.Tensor],
+        shared: Mapping[str, torch.Tensor],
     ) -> Gradients:
-        """Gradients for the stage before; those of this stage's weights are added up for the update.
+        """Return gradients for the previous stage; accumulate those of this stage's weights.
 
-        ``gradients`` are of this stage's outputs by name (none at the last stage, which has the
-        loss); ``shared`` are those of weights that this stage or an earlier one owns.
+        ``gradients`` belong to this stage's outputs, by name (empty at the last stage, which has the
+        loss); ``shared`` belong to weights that this stage or an earlier one owns.
         """
-        kept = self._under_way.pop(batch)
-        self._versions.delay = self.updates.done - kept.version
-        done, loss = kept.done, kept.loss
-        if done is None:
-            done, loss = self._again(batch, kept)
+        saved = self._saved.pop(microbatch)
+        self._versions.delay = self.updates.done - saved.version
+        stage_pass, loss = saved.stage_pass, saved.loss
+        if stage_pass is None:
+            stage_pass, loss = self._recompute_forward(microbatch, saved)
         if loss is not None:
             ends: list[tuple[Any, torch.Tensor | None]] = [(loss, None)]
         else:
-            outputs = zip(self.module.graph.outputs, done.outputs, strict=True)
+            outputs = zip(self.module.graph.outputs, stage_pass.outputs, strict=True)
             ends = [
-                (tensor, self._fitting(gradients[spec.name], tensor, spec.name))
+                (tensor, self._checked(gradients[spec.name], tensor, spec.name))
                 for spec, tensor in outputs
                 if spec.name in gradients
             ]
-        of_inputs, found = done.backward(ends, shared)
+        of_inputs, found = stage_pass.backward(ends, shared)
         back = {
             spec.name: gradient
             for spec, gradient in zip(self.module.graph.inputs, of_inputs, strict=True)
             if gradient is not None
         }
-        passed = {k: g for k, g in shared.items() if k not in kept.parameters}
-        passed |= {k: g for k, g in found.items() if k in self._borrowed}
+        passed = {k: g for k, g in shared.items() if k not in saved.parameters}
+        passed |= {k: g for k, g in found.items() if k in self._replicas}
         self.updates.add(found, kept=(*back.values(), *passed.values()))
         return Gradients(back, passed)
 
-    def evaluate(self, batch: Batch, version: int, values: Mapping[str, Any]) -> tuple[Values, Any]:
-        """Outputs by name without gradients, in evaluation mode; and the model's output at the end."""
+    def evaluate(
+        self, microbatch: MicrobatchId, version: int, values: Mapping[str, Any]
+    ) -> tuple[Values, Any]:
+        """Return outputs by name, in evaluation mode and without gradients, and the model's output.
+
+        The model's output is None except at the last stage.
+        """
         self.module.eval()
         try:
-            parameters = {**self._versions.at(version), **self._borrowed}
+            parameters = {**self._versions.at(version), **self._replicas}
             inputs = self._receive(values, gradients=False)
             with torch.no_grad():
-                outputs, _ = self._run(batch, inputs, parameters, None)
+                outputs, _ = self._run(microbatch, inputs, parameters, None)
             return self._send(outputs), self.output(outputs)
         finally:
             self.module.train()
 
     def output(self, outputs: tuple[Any, ...]) -> Any:
-        """The model's output from the last stage's outputs; None at other stages."""
+        """Return the model's output, built from the last stage's outputs; None at other stages."""
         structure = self.module.graph.structure
         return None if structure is None else structure.build(iter(outputs))
 
@@ -177,98 +192,101 @@ class StageExecution:
         self.catch_up()
 
     def after_step(self, change: Callable[[], None]) -> None:
-        """Have something else change the weights: after the next update, when no graph is based on
-        those in place, or in ``catch_up``.
+        """Call ``change`` after the next update, or in ``catch_up``.
+
+        At that point no autograd graph uses the weights in place, so they may be changed.
         """
         self._after_step.append(change)
 
     def catch_up(self) -> None:
-        """Make the changes that wait for an update; nothing is under way."""
+        """Make the changes that wait for an update now; no micro-batch is in flight."""
         waiting, self._after_step = self._after_step, []
         for change in waiting:
             change()
 
     def trained(self) -> Mapping[str, torch.Tensor]:
-        """The weights that this stage owns and trains, in place."""
+        """Return the weights that this stage owns and trains (not copies)."""
         return self._versions.weights
 
     def add(self, changes: Mapping[str, torch.Tensor]) -> None:
-        """Add to the weights; micro-batches under way keep the versions that they have."""
+        """Add ``changes`` to the weights; micro-batches in flight keep their versions."""
         with torch.no_grad():
             for key, change in changes.items():
                 self._versions.weights[key].add_(self.to_device(change))
         self._versions.moved(changes)
 
     def assign(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace weights; micro-batches under way keep the versions that they have."""
+        """Replace weights; micro-batches in flight keep their versions."""
         with torch.no_grad():
             for key, weight in weights.items():
                 self._versions.weights[key].copy_(weight)
-        if not self._under_way:
+        if not self._saved:
             self._versions.renew()
 
     def free(self, version: int) -> None:
-        """Nothing under way uses this version any more."""
+        """Free a version that no micro-batch in flight uses."""
         self._versions.free(version)
 
-    def lend(self) -> Values:
-        """Copies of the weights that later stages use too."""
+    def shared_weights(self) -> Values:
+        """Return copies of the owned weights that later stages use too."""
         own = self.module.parameters_by_key()
-        return {key: own[key].detach().clone() for key in self._lent}
+        return {key: own[key].detach().clone() for key in self._shared_keys}
 
-    def borrow(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take new values of weights that an earlier stage owns; others are left alone."""
+    def update_replicas(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take new values of weights that an earlier stage owns; ignore all other values."""
         for key, value in values.items():
-            if key in self._borrowed:
-                tensor = self._fitting(value, self._borrowed[key], key)
-                self._borrowed[key] = tensor.requires_grad_()
+            if key in self._replicas:
+                tensor = self._checked(value, self._replicas[key], key)
+                self._replicas[key] = tensor.requires_grad_()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor where the stage computes."""
+        """Return the tensor on the stage's device."""
         return tensor.to(self._device, non_blocking=True)
 
     def norms(self) -> list[tuple[int, float]]:
-        """The norm of each gradient that was added up so far, with its place in the model."""
-        return [(self._places[key], norm) for key, norm in self.updates.norms().items()]
+        """Return the norm of each accumulated gradient, with the parameter's position in the model."""
+        return [(self._positions[key], norm) for key, norm in self.updates.norms().items()]
 
-    def settle(self) -> None:
-        """Write borrowed weights into the module too, so that its state can be saved."""
+    def write_replicas(self) -> None:
+        """Write the replicas of shared weights to the module, so that its state can be saved."""
         own = self.module.parameters_by_key()
         with torch.no_grad():
-            for key, value in self._borrowed.items():
+            for key, value in self._replicas.items():
                 if value is not own[key]:
                     own[key].copy_(value)
 
     def _run(
         self,
-        batch: Batch,
+        microbatch: MicrobatchId,
         inputs: tuple[Any, ...],
         parameters: Mapping[str, torch.Tensor],
         loss_of: Loss | None,
         buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
         mode: Mode = "train" if self.module.training else "eval"
-        seed = batch_seed(self._seed, batch, self.index)
+        seed = microbatch_seed(self._seed, microbatch, self.index)
         with seeded(seed, self._device) if self._draws[mode] else nullcontext():
             outputs = self.module(*inputs, parameters=parameters, buffers=buffers)
             return outputs, None if loss_of is None else loss_of(outputs)
 
-    def _again(self, batch: Batch, kept: _UnderWay) -> tuple[StagePass, torch.Tensor | None]:
-        """The forward once more, with gradients; running statistics are not moved twice."""
+    def _recompute_forward(
+        self, microbatch: MicrobatchId, saved: _SavedForward
+    ) -> tuple[StagePass, torch.Tensor | None]:
+        """Repeat the forward with gradients; running statistics are not updated a second time."""
         buffers = {
             e.key: tensor.clone()
             for e in self.module.spec.state
             if e.kind == "buffer"
             for tensor in (self.module.state_tensors()[e.key],)
         }
-        outputs, loss = self._run(batch, kept.inputs, kept.parameters, kept.loss_of, buffers)
-        return StagePass(self.module, kept.inputs, outputs, kept.parameters), loss
+        outputs, loss = self._run(microbatch, saved.inputs, saved.parameters, saved.loss_of, buffers)
+        return StagePass(self.module, saved.inputs, outputs, saved.parameters), loss
 
     def _receive(self, values: Mapping[str, Any], *, gradients: bool) -> tuple[Any, ...]:
         inputs = []
         for spec in self.module.graph.inputs:
             if spec.name not in values:
-                raise StageInputError(f"stage {self.index} lacks its input {spec.name}")
+                raise StageInputError(f"stage {self.index} has not received its input {spec.name}")
             value = values[spec.name]
             if isinstance(value, torch.Tensor):
                 value = self.to_device(value.detach()).requires_grad_(gradients and spec.gradient)
@@ -276,7 +294,7 @@ class StageExecution:
         return tuple(inputs)
 
     def _send(self, outputs: tuple[Any, ...]) -> Values:
-        """Outputs cut off from the graph; a weight among them is copied, for it will change."""
+        """Return detached outputs; a weight among them is copied, since updates change it."""
         sent: Values = {}
         for spec, value in zip(self.module.graph.outputs, outputs, strict=True):
             if isinstance(value, torch.Tensor):
@@ -287,10 +305,10 @@ class StageExecution:
                 sent[spec.name] = value
         return sent
 
-    def _fitting(self, value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
+    def _checked(self, value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
         if value.shape != like.shape or value.dtype != like.dtype:
             raise StageInputError(
-                f"what arrived for {name} has shape {list(value.shape)} and dtype {value.dtype}, "
+                f"the tensor received for {name} has shape {list(value.shape)} and dtype {value.dtype}, "
                 f"expected {list(like.shape)} and {like.dtype}"
             )
         return self.to_device(value.detach())

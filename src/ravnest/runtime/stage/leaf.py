@@ -1,4 +1,4 @@
-"""What only the last stage does: losses, and figures of validations."""
+"""Work of the last stage only: losses and validation results."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any
 import torch
 
 from ravnest.errors import DataError
-from ravnest.runtime.data import Criterion, Targets, hits, size_of
+from ravnest.runtime.data import Criterion, Targets, count_correct, size_of
 from ravnest.wire.messages import PhaseKind
 
 
 @dataclass
 class _Tally:
-    """A validation so far: hits where accuracy makes sense, else losses weighted by samples."""
+    """Running counts of a validation: correct answers, or the loss if accuracy is not defined."""
 
-    hits: int = 0
+    correct: int = 0
     answers: int = 0
     loss: float = 0.0
+    """Sum of the losses, weighted by samples."""
     samples: int = 0
 
 
 @dataclass(frozen=True)
 class ValidationScore:
-    """The result of a validation."""
+    """Result of a validation."""
 
     name: str
     """``accuracy`` or ``loss``."""
@@ -34,7 +35,7 @@ class ValidationScore:
 
 
 class Leaf:
-    """The Leaf's labels and criterion, in step with the Root."""
+    """Labels and criterion of the Leaf, in step with the Root."""
 
     def __init__(self, criterion: Criterion | None, labels: Any, test_labels: Any) -> None:
         self._criterion = criterion
@@ -45,41 +46,41 @@ class Leaf:
         self._tally = _Tally()
 
     def begin(self, kind: PhaseKind, *, loads: bool) -> None:
-        """A phase of the Root's starts here, with its first micro-batch or its end.
+        """Begin a phase, with its first micro-batch or, if it is empty, with its end.
 
-        ``loads``: the labels are iterated here; a cluster of one node has the Root's own batches.
+        ``loads``: the labels are iterated here; in a cluster of one node the Root's batches have them.
         """
         self._tally = _Tally()
         if loads and kind != "predict":
             self._targets[kind].begin()
 
     def end(self, kind: PhaseKind, count: int, *, exhausted: bool) -> None:
-        """The phase is over here, after ``count`` micro-batches."""
+        """End a phase after ``count`` micro-batches."""
         if kind != "predict":
             self._targets[kind].end(count, exhausted=exhausted)
 
     def item(self, kind: PhaseKind, index: int, size: int, digests: Mapping[str, str]) -> Any:
-        """What the labels give for a micro-batch; ``DataError`` if it is another than the Root's."""
+        """Return the labels of a micro-batch; ``DataError`` if they do not match the Root's batch."""
         return self._targets[kind].take(index, size, digests)
 
     def loss(self, output: Any, item: Any) -> torch.Tensor:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         if self._criterion is None:
             raise DataError(
                 "the Leaf needs a loss to train: Node(criterion=torch.nn.functional.cross_entropy)"
             )
         return self._criterion(output, item)
 
-    def judge(self, output: Any, item: Any) -> float | None:
-        """The accuracy of one micro-batch, or its loss; counted for the phase too."""
+    def measure(self, output: Any, item: Any) -> float | None:
+        """Return the accuracy (or loss) of one micro-batch, and add it to the phase's result."""
         samples = size_of(item)
         self._tally.samples += samples
-        counted = hits(output, item)
-        if counted is not None:
-            right, answers = counted
-            self._tally.hits += right
+        counts = count_correct(output, item)
+        if counts is not None:
+            correct, answers = counts
+            self._tally.correct += correct
             self._tally.answers += answers
-            return right / max(answers, 1)
+            return correct / max(answers, 1)
         if self._criterion is None:
             return None
         with torch.no_grad():
@@ -88,8 +89,8 @@ class Leaf:
         return loss
 
     def score(self) -> ValidationScore:
-        """The figure of the phase."""
+        """Return the result of the phase."""
         tally = self._tally
         if tally.answers:
-            return ValidationScore("accuracy", tally.hits / tally.answers, tally.samples)
+            return ValidationScore("accuracy", tally.correct / tally.answers, tally.samples)
         return ValidationScore("loss", tally.loss / max(tally.samples, 1), tally.samples)

@@ -1,6 +1,6 @@
-"""The micro-batches that a stage has in hand: what is known of each, and what is computed with it.
+"""Micro-batches of one stage: their state and the computations on them.
 
-The worker says what to compute and sends what comes of it; this knows neither links nor schedules.
+The worker decides what to compute and sends the results; this module knows neither links nor schedules.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import torch
 
 from ravnest.errors import RunError
 from ravnest.runtime.control.run_status import MicrobatchResult
-from ravnest.runtime.schedule.events import Batch
 from ravnest.runtime.stage.execution import Loss, StageExecution
 from ravnest.runtime.stage.leaf import Leaf
 from ravnest.split.structure import Structure, flatten, map_tensors
+from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
     Backward,
     Forward,
     ForwardResult,
     Message,
-    MicrobatchId,
     PhaseBegin,
     PhaseEnd,
     PhaseKind,
@@ -32,29 +31,34 @@ from ravnest.wire.messages import (
 )
 
 SHARED = "shared/"
-"""Prefix of the weights that several stages use, among the values of a message."""
+"""Prefix of the names of weights that several stages use, in a message."""
 
 
 @dataclass
 class Microbatch:
-    """What is known of a micro-batch at this stage."""
+    """State of a micro-batch at this stage."""
 
     id: MicrobatchId
     size: int
+    """Number of samples."""
     digests: dict[str, str]
+    """Digests of the batch as the Root loaded it."""
     values: dict[str, Any]
+    """Inputs of the stage, until the forward."""
     item: Any = None
-    """What the Root loaded, where Root and Leaf are one node."""
+    """Batch as loaded at the Root, if the node is both Root and Leaf."""
     outputs: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, Any] = field(default_factory=dict)
-    answer: ForwardResult | None = None
+    result: ForwardResult | None = None
+    """Result of the Leaf, in a phase without gradients."""
     loss: float | None = None
     norms: tuple[tuple[int, float], ...] = ()
     timings: tuple[StageTiming, ...] = ()
-    """Of the stages behind."""
+    """Timings of the following stages."""
     version: int = 0
-    began: float = 0.0
-    """When its forward started here."""
+    """Version of the weights that the forward used."""
+    started: float = 0.0
+    """Time at which the forward started here."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
 
@@ -63,127 +67,127 @@ class MicrobatchStore:
     """Micro-batches and phases of one stage. Used by one thread."""
 
     def __init__(self, execution: StageExecution, leaf: Leaf | None) -> None:
-        """``leaf`` belongs to the last stage."""
+        """``leaf`` is given at the last stage only."""
         self.execution = execution
         self._leaf = leaf
-        self._batches: dict[Batch, Microbatch] = {}
-        self._phases: dict[int, PhaseBegin] = {}
+        self._microbatches: dict[MicrobatchId, Microbatch] = {}
+        self._begins: dict[int, PhaseBegin] = {}
         self._ends: dict[int, PhaseEnd] = {}
-        self._lent = -1
+        self._shared_version = -1
+        """Version in which shared weights were last sent to the following stages."""
         self._losses: list[float] = []
         self._samples = 0
         self.last: Microbatch | None = None
-        """The micro-batch whose backward was the last."""
+        """Micro-batch of the most recent backward."""
         self.run = ""
 
-    # What is known
+    # Phases and arrivals
 
-    def begin(self, begin: PhaseBegin) -> None:
-        """A phase has begun."""
+    def begin_phase(self, begin: PhaseBegin) -> None:
+        """Register a phase that begins."""
         self.run = begin.run
-        self._phases[begin.phase] = begin
+        self._begins[begin.phase] = begin
 
-    def end(self, end: PhaseEnd) -> None:
-        """No further micro-batch belongs to a phase."""
+    def end_phase(self, end: PhaseEnd) -> None:
+        """Register the end of a phase: all its micro-batches have arrived."""
         self._ends[end.phase] = end
 
-    def phase(self, number: int) -> PhaseBegin:
-        """A phase that is not over here."""
-        return self._phases[number]
+    def phase_begin(self, number: int) -> PhaseBegin:
+        """Return the begin message of a phase that is not over here."""
+        return self._begins[number]
 
-    def end_of(self, number: int) -> PhaseEnd:
-        """The end of a phase that is not over here."""
+    def phase_end(self, number: int) -> PhaseEnd:
+        """Return the end message of a phase that is not over here."""
         return self._ends[number]
 
-    def add(self, held: Microbatch) -> Batch:
-        """A micro-batch has arrived; ``RunError`` if it is of another run."""
-        batch = self._known(held.id)
-        self._batches[batch] = held
-        return batch
+    def check_run(self, run: str) -> None:
+        """Raise ``RunError`` if a message belongs to another run."""
+        if run != self.run:
+            raise RunError(f"a message of run {run[:8]} arrived, but this is run {self.run[:8]}")
 
-    def returned(self, head: Backward, values: Mapping[str, Any]) -> Batch:
-        """Gradients of a micro-batch have arrived."""
-        batch = self._known(head.batch)
-        held = self._held(batch)
-        held.gradients = dict(values)
-        held.loss, held.norms, held.timings = head.loss, head.norms, head.timings
-        return batch
+    def add(self, microbatch: Microbatch) -> MicrobatchId:
+        """Store a micro-batch that has arrived and return its id."""
+        self._microbatches[microbatch.id] = microbatch
+        return microbatch.id
 
-    def answered(self, head: ForwardResult, values: Mapping[str, Any]) -> Batch:
-        """The Leaf's answer to a micro-batch has arrived."""
-        batch = self._known(head.batch)
-        held = self._held(batch)
-        held.answer, held.outputs = head, dict(values)
-        return batch
+    def add_gradients(self, head: Backward, values: Mapping[str, Any]) -> MicrobatchId:
+        """Store the gradients of a micro-batch that have arrived and return its id."""
+        microbatch = self._returned(head.microbatch)
+        microbatch.gradients = dict(values)
+        microbatch.loss, microbatch.norms, microbatch.timings = head.loss, head.norms, head.timings
+        return head.microbatch
 
-    def _known(self, batch: MicrobatchId) -> Batch:
-        if batch.run != self.run:
-            raise RunError(
-                f"micro-batch {batch.index} belongs to run {batch.run[:8]}, not to {self.run[:8]}"
-            )
-        return Batch(batch.phase, batch.index)
+    def add_result(self, head: ForwardResult, values: Mapping[str, Any]) -> MicrobatchId:
+        """Store the Leaf's result for a micro-batch and return its id."""
+        microbatch = self._returned(head.microbatch)
+        microbatch.result, microbatch.outputs = head, dict(values)
+        return head.microbatch
 
-    def _held(self, batch: Batch) -> Microbatch:
-        if batch not in self._batches:
-            raise RunError(
-                f"micro-batch {batch.index} of phase {batch.phase} came back, but it was not sent"
-            )
-        return self._batches[batch]
+    def get(self, microbatch_id: MicrobatchId) -> Microbatch:
+        """Return a micro-batch that is in flight here."""
+        return self._microbatches[microbatch_id]
 
-    # What is computed
+    def _returned(self, microbatch_id: MicrobatchId) -> Microbatch:
+        if microbatch_id not in self._microbatches:
+            raise RunError(f"{microbatch_id} came back, but it was not sent")
+        return self._microbatches[microbatch_id]
 
-    def forward(self, batch: Batch, version: int, *, trains: bool) -> Microbatch:
-        """Outputs of a micro-batch; at the Leaf its loss, or its answer."""
-        held = self._batches[batch]
-        held.version = version
-        kind = self._phases[batch.phase].kind
-        shared = _shared_in(held.values)
-        self.execution.borrow(shared)
-        item = self._item(kind, batch, held)
+    # Computations
+
+    def forward(self, microbatch_id: MicrobatchId, version: int, *, trains: bool) -> Microbatch:
+        """Compute the outputs of a micro-batch; at the Leaf also its loss or result."""
+        microbatch = self._microbatches[microbatch_id]
+        microbatch.version = version
+        kind = self._begins[microbatch_id.phase].kind
+        shared = _pop_shared(microbatch.values)
+        self.execution.update_replicas(shared)
+        item = self._item(kind, microbatch)
         if trains:
             loss_of = self._loss_of(item)
-            outputs, held.loss = self.execution.forward(batch, version, held.values, loss_of)
+            outputs, microbatch.loss = self.execution.forward(
+                microbatch_id, version, microbatch.values, loss_of
+            )
         else:
-            outputs, output = self.execution.evaluate(batch, version, held.values)
+            outputs, output = self.execution.evaluate(microbatch_id, version, microbatch.values)
             if self._leaf is not None:
-                held.answer, outputs = self._answer(self._leaf, kind, held.id, output, item)
+                microbatch.result, outputs = self._result(self._leaf, kind, microbatch_id, output, item)
         if self._leaf is None:
-            outputs |= self._passed_on(shared, version)
-        held.outputs, held.values = outputs, {}
-        return held
+            outputs |= self._shared_for_next(shared, version)
+        microbatch.outputs, microbatch.values = outputs, {}
+        return microbatch
 
-    def backward(self, batch: Batch, *, with_norms: bool) -> Microbatch:
-        """Gradients of a micro-batch, added up here and ready for the stage before."""
-        held = self._batches[batch]
-        shared = _shared_in(held.gradients)
-        back = self.execution.backward(batch, held.gradients, shared)
-        held.gradients = {**back.inputs, **{SHARED + k: g for k, g in back.shared.items()}}
+    def backward(self, microbatch_id: MicrobatchId, *, with_norms: bool) -> Microbatch:
+        """Compute and accumulate the gradients of a micro-batch, and those for the previous stage."""
+        microbatch = self._microbatches[microbatch_id]
+        shared = _pop_shared(microbatch.gradients)
+        back = self.execution.backward(microbatch_id, microbatch.gradients, shared)
+        microbatch.gradients = {**back.inputs, **{SHARED + k: g for k, g in back.shared.items()}}
         if with_norms:
-            held.norms = (*self.execution.norms(), *held.norms)
-        if held.loss is not None:
-            self._losses.append(held.loss)
-        self.last = held
-        self._samples += held.size
-        return held
+            microbatch.norms = (*self.execution.norms(), *microbatch.norms)
+        if microbatch.loss is not None:
+            self._losses.append(microbatch.loss)
+        self.last = microbatch
+        self._samples += microbatch.size
+        return microbatch
 
     def renew(self) -> None:
-        """The weights are others now: stages behind get those that they share once more."""
-        self._lent = -1
+        """Send shared weights to the following stages again: something else has replaced them."""
+        self._shared_version = -1
 
     def take_samples(self) -> int:
-        """Samples whose gradients were computed since the last call."""
+        """Return the number of samples whose gradients were computed since the last call."""
         samples, self._samples = self._samples, 0
         return samples
 
     def step(self, count: int, clip: float | None) -> float | None:
-        """Update the weights with the mean of ``count`` gradients; the mean of their losses."""
+        """Update the weights with the mean of ``count`` gradients; return the mean of the losses."""
         self.execution.step(count, clip)
         losses, self._losses = self._losses[:count], self._losses[count:]
         return sum(losses) / len(losses) if losses else None
 
-    def end_phase(self, number: int) -> ValidationResult | None:
-        """The phase is over here; at the Leaf, the figure of a validation."""
-        begin, end = self._phases.pop(number), self._ends.pop(number)
+    def finish_phase(self, number: int) -> ValidationResult | None:
+        """Finish a phase at this stage; at the Leaf, return the result of a validation."""
+        begin, end = self._begins.pop(number), self._ends.pop(number)
         if begin.kind == "train":
             self.execution.updates.end_epoch()
         if self._leaf is None:
@@ -197,22 +201,25 @@ class MicrobatchStore:
         return ValidationResult(begin.run, number, score.name, score.value, score.samples)
 
     def total_norm(self, count: int) -> float:
-        """At the Root: the norm of the mean of ``count`` gradients, over all stages."""
+        """Return the norm of the mean of ``count`` gradients over all stages (Root only)."""
         assert self.last is not None
         norms = torch.tensor([norm for _, norm in sorted(self.last.norms)])
         return float(torch.linalg.vector_norm(norms)) / count
 
-    def _item(self, kind: PhaseKind, batch: Batch, held: Microbatch) -> Any:
-        """What the loss compares with: the Leaf's labels, or in a cluster of one the Root's batch.
+    def _item(self, kind: PhaseKind, microbatch: Microbatch) -> Any:
+        """Return the labels for the loss: the Leaf's, or the Root's batch in a cluster of one node.
 
-        Labels are iterated only once the phase before is used up, in the order of the Root.
+        A new iteration of the labels begins with the first micro-batch of a phase, when the previous
+        phase is used up, so that the order is that of the Root.
         """
         if self._leaf is None or kind == "predict":
             return None
-        own = held.item is not None
-        if batch.index == 0:
+        own, index = microbatch.item is not None, microbatch.id.index
+        if index == 0:
             self._leaf.begin(kind, loads=not own)
-        item = held.item if own else self._leaf.item(kind, batch.index, held.size, held.digests)
+        item = (
+            microbatch.item if own else self._leaf.item(kind, index, microbatch.size, microbatch.digests)
+        )
         return map_tensors(item, self.execution.to_device)
 
     def _loss_of(self, item: Any) -> Loss | None:
@@ -221,65 +228,64 @@ class MicrobatchStore:
             return None
         return lambda outputs: leaf.loss(self.execution.output(outputs), item)
 
-    def _passed_on(self, shared: Mapping[str, torch.Tensor], version: int) -> dict[str, Any]:
-        """Weights that stages behind use too: those of stages before, and new values of our own."""
+    def _shared_for_next(self, shared: Mapping[str, torch.Tensor], version: int) -> dict[str, Any]:
+        """Return weights that the following stages use: earlier stages' and new values of our own."""
         last_users, index = self.execution.last_users, self.execution.index
         passed = {k: v for k, v in shared.items() if last_users.get(k, index + 1) > index}
-        if version != self._lent:
-            self._lent = version
-            passed |= self.execution.lend()
+        if version != self._shared_version:
+            self._shared_version = version
+            passed |= self.execution.shared_weights()
         return {SHARED + key: value for key, value in passed.items()}
 
-    def _answer(
-        self, leaf: Leaf, kind: PhaseKind, batch: MicrobatchId, output: Any, item: Any
+    def _result(
+        self, leaf: Leaf, kind: PhaseKind, microbatch_id: MicrobatchId, output: Any, item: Any
     ) -> tuple[ForwardResult, dict[str, Any]]:
         if kind == "validate":
-            return ForwardResult(batch, leaf.judge(output, item)), {}
+            return ForwardResult(self.run, microbatch_id, leaf.measure(output, item)), {}
         leaves, structure = flatten(output)
-        values = {str(place): leaf for place, leaf in enumerate(leaves)}
-        return ForwardResult(batch, None, json.dumps(structure.to_json())), values
+        values = {str(position): leaf for position, leaf in enumerate(leaves)}
+        return ForwardResult(self.run, microbatch_id, None, json.dumps(structure.to_json())), values
 
-    # What goes out
+    # Messages and results
 
-    def forward_message(self, batch: Batch) -> Message:
-        """For the stage behind."""
-        held = self._batches[batch]
-        outputs, held.outputs = held.outputs, {}
-        # Stages that share a weight must hold the same; its gradients may be compressed as any.
+    def forward_message(self, microbatch_id: MicrobatchId) -> Message:
+        """Return the message for the next stage."""
+        microbatch = self._microbatches[microbatch_id]
+        outputs, microbatch.outputs = microbatch.outputs, {}
+        # Stages that share a weight must have the same values; its gradients may be compressed.
         exact = frozenset(name for name in outputs if name.startswith(SHARED))
-        return Message(Forward(held.id, held.size, held.digests), outputs, exact)
+        head = Forward(self.run, microbatch_id, microbatch.size, microbatch.digests)
+        return Message(head, outputs, exact)
 
-    def backward_message(self, batch: Batch, timings: tuple[StageTiming, ...]) -> Message:
-        """For the stage before; the micro-batch leaves the desk."""
-        held = self._batches.pop(batch)
-        return Message(Backward(held.id, timings, held.loss, held.norms), held.gradients)
+    def backward_message(self, microbatch_id: MicrobatchId, timings: tuple[StageTiming, ...]) -> Message:
+        """Return the message for the previous stage; the micro-batch leaves the store."""
+        microbatch = self._microbatches.pop(microbatch_id)
+        head = Backward(self.run, microbatch_id, timings, microbatch.loss, microbatch.norms)
+        return Message(head, microbatch.gradients)
 
-    def outcome_message(self, batch: Batch) -> Message:
-        """For the stage before; the micro-batch leaves the desk."""
-        held = self._batches.pop(batch)
-        assert held.answer is not None
-        return Message(held.answer, held.outputs)
+    def result_message(self, microbatch_id: MicrobatchId) -> Message:
+        """Return the result for the previous stage; the micro-batch leaves the store."""
+        microbatch = self._microbatches.pop(microbatch_id)
+        assert microbatch.result is not None
+        return Message(microbatch.result, microbatch.outputs)
 
-    def look(self, batch: Batch) -> Microbatch:
-        """A micro-batch on the desk."""
-        return self._batches[batch]
-
-    def finished(self, batch: Batch) -> MicrobatchResult | None:
-        """At the Root, a micro-batch is done with; the Leaf's answer, without gradients."""
-        held = self._batches.pop(batch)
-        if held.answer is None:
+    def finish(self, microbatch_id: MicrobatchId) -> MicrobatchResult | None:
+        """Remove a micro-batch at the Root; return the Leaf's result in a phase without gradients."""
+        microbatch = self._microbatches.pop(microbatch_id)
+        if microbatch.result is None:
             return None
-        return MicrobatchResult(_rebuild(held.answer, held.outputs), held.answer.value)
+        output = _rebuild(microbatch.result, microbatch.outputs)
+        return MicrobatchResult(output, microbatch.result.value)
 
 
-def _shared_in(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Take the weights that several stages use out of a message's values."""
+def _pop_shared(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Remove the weights that several stages use from a message's values and return them."""
     names = [name for name in values if name.startswith(SHARED)]
     return {name.removeprefix(SHARED): values.pop(name) for name in names}
 
 
-def _rebuild(answer: ForwardResult, values: Mapping[str, Any]) -> Any:
-    if not answer.structure:
+def _rebuild(result: ForwardResult, values: Mapping[str, Any]) -> Any:
+    if not result.structure:
         return None
-    structure = Structure.from_json(json.loads(answer.structure))
-    return structure.build(iter([values[str(place)] for place in range(len(values))]))
+    structure = Structure.from_json(json.loads(result.structure))
+    return structure.build(iter([values[str(position)] for position in range(len(values))]))

@@ -1,4 +1,4 @@
-"""What a worker tells, and to whom."""
+"""Protocols through which a worker reports progress and saves trained stages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ravnest.wire.messages import PhaseBegin, StageTiming
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """An update of the Root's weights, as the progress line and the loss file see it."""
+    """An update of the stage's weights."""
 
     number: int
     epoch: int
     loss: float | None
-    """Mean over its micro-batches."""
+    """Mean loss of the micro-batches in the update."""
     staleness: int
-    """Updates that overtook its last micro-batch between forward and backward."""
+    """Updates between the forward and the backward of the last micro-batch."""
     count: int
-    """Micro-batches in it."""
+    """Number of micro-batches in the update."""
     in_flight: int
     """Micro-batches that this stage has started and not finished."""
     inbox: int = 0
@@ -30,26 +30,26 @@ class UpdateReport:
 
 
 class WorkerObserver(Protocol):
-    """Told what happens, in the worker's thread; must be quick."""
+    """Receiver of a worker's reports. Called in the worker's thread; must return quickly."""
 
     def begun(self, begin: PhaseBegin) -> None:
         """A phase has begun here."""
 
     def updated(self, update: UpdateReport) -> None:
-        """The weights were updated (at the Root, with the loss)."""
+        """The weights were updated."""
 
     def timed(self, timings: tuple[StageTiming, ...], round_trip: float) -> None:
-        """At the Root: what a micro-batch cost at each stage, and how long it was under way."""
+        """A micro-batch has returned to the Root: its cost at each stage, and its round trip."""
 
     def saving(self) -> None:
         """The trained stage is about to be saved."""
 
 
 class StageKeeper(Protocol):
-    """Where trained stages go."""
+    """Storage of trained stages."""
 
     def save(self, run: str) -> tuple[str, dict[str, torch.Tensor]]:
-        """Write this node's stage; its manifest and tensors, for the Root."""
+        """Write this node's stage and return its manifest and tensors for the Root."""
 
     def receive(self, node: int, manifest: str, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Write another node's stage; the number of the stage."""
+        """Write another node's stage and return its stage number."""

@@ -1,8 +1,8 @@
-"""Random numbers that replay gives again.
+"""Reproducible random numbers for stages with dropout and similar operations.
 
-Each micro-batch of each stage draws from a seed of its own. The CPU generator is global to the
-process, so a forward that draws and the iteration of the user's loaders exclude each other, and the
-forward leaves the generator as it found it.
+Each micro-batch has its own seed at each stage, so that recomputation draws the same numbers. The CPU
+generator is global to the process: a forward that draws and the iteration of the user's loaders exclude
+each other, and the forward restores the state of the generator.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from contextlib import contextmanager
 
 import torch
 
-from ravnest.runtime.schedule.events import Batch
 from ravnest.split.graph import StageGraph
 from ravnest.split.operators import resolve
+from ravnest.types import MicrobatchId
 
 generator_lock = threading.RLock()
-"""Held while the process's generator is used; one for all nodes of the process, like the generator."""
+"""Lock of the process-wide generator, shared by all nodes of the process."""
 
 
-def batch_seed(seed: int, batch: Batch, stage: int) -> int:
-    """The seed of a micro-batch at a stage."""
-    name = struct.pack("<4Q", seed, batch.phase, batch.index, stage)
+def microbatch_seed(seed: int, microbatch: MicrobatchId, stage: int) -> int:
+    """Return the seed of a micro-batch at a stage."""
+    name = struct.pack("<4Q", seed, microbatch.phase, microbatch.index, stage)
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 
 def draws(graph: StageGraph) -> bool:
-    """Whether a graph may use random numbers."""
+    """Return whether a graph may use random numbers."""
     targets = {operation.target for operation in graph.operations}
     return any(
         torch.Tag.nondeterministic_seeded in getattr(resolve(target), "tags", ()) for target in targets
@@ -39,7 +39,7 @@ def draws(graph: StageGraph) -> bool:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from ``seed`` inside; outside, the generators go on as if nothing had happened."""
+    """Seed the generators inside the context and restore their state afterwards."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index

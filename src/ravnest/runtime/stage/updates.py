@@ -1,4 +1,4 @@
-"""The update of a stage's weights: gradients added up, clipped, and given to the optimizer."""
+"""Updates of a stage's weights: gradients are accumulated, clipped and passed to the optimizer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ravnest.errors import SettingsError
 from ravnest.split.gradients import add_gradient, memory_of
 
 _INERTIA = 0.9
-"""Share of a change that the next update repeats: the momentum that optimizers have by default."""
+"""Share of a change that the next update is expected to repeat: the usual momentum of optimizers."""
 
 OptimizerParams = Mapping[str, Any] | Callable[[list[tuple[str, nn.Parameter]]], Any]
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How a user wants the weights updated; each stage applies it to its own."""
+    """Optimizer, scheduler and clipping chosen by the user; each stage applies them to its weights."""
 
     optimizer: type[Optimizer] | None = None
     optimizer_params: OptimizerParams = field(default_factory=dict)
@@ -32,10 +32,10 @@ class UpdateRule:
     scheduler_each_epoch: bool = True
     clip: float | None = None
     look_ahead: bool = False
-    """Forwards run on the weights that are expected when the gradient comes back (``LookAhead``)."""
+    """Run forwards on the weights expected when the gradient returns (``LookAhead``)."""
 
     def check(self) -> None:
-        """Refuse what no stage could use; ``SettingsError`` says what to give instead."""
+        """Raise ``SettingsError`` if no stage could use the settings; it says what to pass instead."""
         optimizer = self.optimizer
         if optimizer is None:
             raise SettingsError(
@@ -44,32 +44,32 @@ class UpdateRule:
             )
         if isinstance(optimizer, Optimizer):
             raise SettingsError(
-                f"optimizer is an instance of {type(optimizer).__name__}: give the class, "
+                f"optimizer is an instance of {type(optimizer).__name__}: pass the class, "
                 f"optimizer=torch.optim.{type(optimizer).__name__}, and its settings as "
-                "optimizer_params; each stage makes its own"
+                "optimizer_params; each stage creates its own instance"
             )
         if not callable(optimizer):
             raise SettingsError(f"optimizer must be a class of torch.optim, not {optimizer!r}")
         if isinstance(optimizer, type) and _needs_closure(optimizer):
             raise SettingsError(
-                f"{optimizer.__name__} calls the loss again and again within a step (a closure), which "
-                "a pipeline cannot do; use another optimizer, such as torch.optim.AdamW"
+                f"{optimizer.__name__} evaluates the loss several times per step (a closure), which a "
+                "pipeline cannot do; use another optimizer, such as torch.optim.AdamW"
             )
         if self.clip is not None and not self.clip > 0:
             raise SettingsError(f"clip_grad_norm must be a positive number, not {self.clip!r}")
 
 
 class Updates:
-    """The optimizer of one stage and the gradients on their way to it."""
+    """Optimizer, scheduler and accumulated gradients of one stage."""
 
     def __init__(self, rule: UpdateRule, parameters: Mapping[str, nn.Parameter]) -> None:
-        """``parameters``: those that this stage trains, by name."""
+        """``parameters``: the parameters that this stage trains, by key."""
         self._rule = rule
         self._parameters = dict(parameters)
         self._optimizer: Optimizer | None = None
         self._scheduler: Any = None
         self.done = 0
-        """Updates so far."""
+        """Number of updates so far."""
         if self._parameters:
             self._optimizer = _make_optimizer(rule, self._parameters)
             if rule.scheduler is not None:
@@ -77,23 +77,23 @@ class Updates:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Of the optimizer's groups; empty where nothing trains."""
+        """Learning rates of the optimizer's parameter groups; empty if nothing trains."""
         return [] if self._optimizer is None else [g["lr"] for g in self._optimizer.param_groups]
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """None where nothing trains."""
+        """Optimizer of the stage; None if nothing trains."""
         return self._optimizer
 
     def add(self, gradients: Mapping[str, torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
-        """Add gradients of one micro-batch; those in ``kept`` stay the caller's."""
+        """Accumulate the gradients of one micro-batch; tensors in ``kept`` are not modified."""
         taken = {memory_of(tensor) for tensor in kept}
         for key, gradient in gradients.items():
             if (parameter := self._parameters.get(key)) is not None:
                 add_gradient(parameter, gradient, taken)
 
     def norms(self) -> dict[str, float]:
-        """The norm of each gradient as it was added up so far."""
+        """Return the norm of each gradient accumulated so far."""
         return {
             key: float(torch.linalg.vector_norm(parameter.grad))
             for key, parameter in self._parameters.items()
@@ -103,8 +103,8 @@ class Updates:
     def step(self, count: int, total_norm: float | None = None) -> None:
         """Apply the mean of ``count`` gradients.
 
-        ``total_norm`` is that of the whole model's mean gradient; without it, a clip is over this
-        stage alone.
+        ``total_norm`` is the norm of the whole model's mean gradient; without it, gradients are clipped
+        by the norm of this stage alone.
         """
         self.done += 1
         if self._optimizer is None:
@@ -117,14 +117,14 @@ class Updates:
             self._step_scheduler()
 
     def end_epoch(self) -> None:
-        """The stage's last update of an epoch is done."""
+        """Step the scheduler after the stage's last update of an epoch."""
         if self._rule.scheduler_each_epoch and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._step_scheduler()
 
-    def validated(self, figure: float) -> None:
-        """A validation gave ``figure``; a scheduler that waits for a plateau looks at it."""
+    def validated(self, value: float) -> None:
+        """Pass the result of a validation to a ``ReduceLROnPlateau`` scheduler."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(figure)
+            self._scheduler.step(value)
 
     def _step_scheduler(self) -> None:
         if self._scheduler is not None:
@@ -149,11 +149,11 @@ class Updates:
 
 
 class LookAhead:
-    """Where the weights of a stage are going, so that a stale gradient is less so.
+    """Prediction of a stage's future weights, which reduces the effect of stale gradients.
 
-    A gradient that comes back ``delay`` updates later is applied to other weights than it was
-    computed for. Optimizers move on in much the same direction from one update to the next, so the
-    last change, repeated and dying down as momentum does, says where the weights will be by then.
+    A gradient that returns ``delay`` updates later is applied to other weights than it was computed
+    for. Optimizers move in a similar direction from one update to the next, so the last change,
+    repeated and decaying as momentum does, predicts the weights at that time.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class LookAhead:
         weights: Mapping[str, torch.Tensor],
         into: Mapping[str, torch.Tensor],
     ) -> None:
-        """Write the weights of ``version`` as they will be ``delay`` updates later into tensors."""
+        """Write the weights predicted for ``delay`` updates after ``version`` to ``into``."""
         changes = version - self._version
         ahead = _INERTIA * (1 - _INERTIA**delay) / (1 - _INERTIA) / max(changes, 1)
         with torch.no_grad():
@@ -182,13 +182,13 @@ class LookAhead:
         self._version = version
 
     def moved(self, changes: Mapping[str, torch.Tensor]) -> None:
-        """What moved the weights is no motion that would go on."""
+        """Exclude a change that is not an update (an average) from the prediction."""
         for key, change in changes.items():
             if key in self._before:
                 self._before[key] += change
 
     def renew(self) -> None:
-        """The weights are others now: what is known of their motion is of no use."""
+        """Forget the last change: the weights were replaced."""
         self._before.clear()
 
 

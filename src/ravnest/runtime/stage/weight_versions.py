@@ -1,4 +1,4 @@
-"""Versions of a stage's weights: what forwards run on while the optimizer moves on."""
+"""Versions of a stage's weights for forwards and backwards while the optimizer updates them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ravnest.runtime.stage.updates import LookAhead
 class WeightVersions:
     """Weights by version number.
 
-    Where a later update can overtake a micro-batch (``stash``), each version that a forward asks for
-    is copied once, into memory that freed versions gave back. Elsewhere the weights themselves serve.
+    With ``stash``, updates can happen between the forward and the backward of a micro-batch: each
+    version that a forward uses is copied once, into memory that freed versions have returned. Without
+    it, the weights themselves are used.
     """
 
     def __init__(
@@ -24,18 +25,18 @@ class WeightVersions:
         look_ahead: LookAhead | None = None,
     ) -> None:
         self.weights = dict(weights)
-        """In place: those that updates change."""
+        """Newest weights, which updates change in place."""
         self._stash = stash
         self._look_ahead = look_ahead
         self.delay = 0
-        """Updates that overtook the last gradient; what ``look_ahead`` looks ahead by."""
+        """Staleness of the last gradient in updates; ``look_ahead`` predicts that many updates ahead."""
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._pool: list[dict[str, torch.Tensor]] = []
         self.memory = {_address(weight) for weight in self.weights.values()}
-        """Addresses of all memory that holds weights and will be written to again."""
+        """Addresses of all memory that holds weights and may be overwritten."""
 
     def at(self, version: int) -> Mapping[str, torch.Tensor]:
-        """Weights of a version that is the newest, or was when it was first asked for."""
+        """Return the weights of ``version``; the first call must come while it is the newest."""
         if not self._stash:
             return self.weights
         if version not in self._kept:
@@ -43,24 +44,24 @@ class WeightVersions:
         return self._kept[version]
 
     def free(self, version: int) -> None:
-        """Nothing under way uses the version any more."""
+        """Free a version that no micro-batch in flight uses."""
         if (buffers := self._kept.pop(version, None)) is not None:
             self._pool.append(buffers)
 
     def moved(self, changes: Mapping[str, torch.Tensor]) -> None:
-        """The weights were changed by something else than an update; versions under way were not."""
+        """Record a change of the weights that is not an update; kept versions stay as they are."""
         if self._look_ahead is not None:
             self._look_ahead.moved(changes)
 
     def renew(self) -> None:
-        """The weights are others now, and nothing is under way: no copy is of use any more."""
+        """Free all copies: the weights were replaced, and no micro-batch is in flight."""
         for version in list(self._kept):
             self.free(version)
         if self._look_ahead is not None:
             self._look_ahead.renew()
 
     def __len__(self) -> int:
-        """Copies held, those in use and those waiting for use."""
+        """Number of copies, in use and free."""
         return len(self._kept) + len(self._pool)
 
     def _copy(self, version: int) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""The thread that computes: it takes what arrives, asks the machine, and does what that says.
+"""Compute thread of a node: passes events to the schedule machine and carries out its actions.
 
-All state of the stage belongs to this thread. Transports and the user's thread only put calls into
-its inbox; results go to the board, which the user's thread waits for.
+All state of the stage belongs to this thread. Transports and the user's thread only put calls into its
+inbox; results are written to the run status, on which the user's thread waits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
-    Batch,
-    ClipArrived,
+    ClipNormArrived,
     Done,
     Event,
     Fail,
@@ -30,20 +29,20 @@ from ravnest.runtime.schedule.events import (
     ForwardArrived,
     FreeVersion,
     GatherNorms,
-    OutcomeArrived,
     PhaseBegun,
     PhaseEnded,
+    ResultArrived,
     Run,
     RunBackward,
     RunForward,
     RunPhaseEnd,
     RunStep,
     SendBackward,
-    SendBegin,
-    SendClip,
-    SendEnd,
+    SendClipNorm,
     SendForward,
-    SendOutcome,
+    SendPhaseBegin,
+    SendPhaseEnd,
+    SendResult,
     WindowSet,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
@@ -53,6 +52,7 @@ from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore
 from ravnest.runtime.stage.observer import StageKeeper, UpdateReport, WorkerObserver
 from ravnest.transport.base import Link, LinkDelay
 from ravnest.transport.link import try_send
+from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
     Abort,
     AnyHead,
@@ -65,7 +65,6 @@ from ravnest.wire.messages import (
     ForwardResult,
     Goodbye,
     Message,
-    MicrobatchId,
     PhaseBegin,
     PhaseEnd,
     Prepare,
@@ -83,28 +82,29 @@ logger = logging.getLogger(__name__)
 
 _NO_DELAY = LinkDelay(0.0, 0.0, 0.0)
 _ALL_TIMED = 64
-"""Micro-batches at the start of a phase."""
+"""Micro-batches at the start of a phase whose timings are all reported to the Root."""
 _TIMED_EVERY = 8
+"""Interval of micro-batches whose timings are reported after that."""
 
 
 class Worker:
-    """One stage at work in its own thread."""
+    """Compute thread of one stage."""
 
     def __init__(
         self,
         execution: StageExecution,
         machine: ScheduleMachine,
-        board: RunStatus,
+        status: RunStatus,
         *,
         node: int,
         leaf: Leaf | None,
         keeper: StageKeeper,
         observer: WorkerObserver,
     ) -> None:
-        """``leaf`` belongs to the last stage."""
-        self._desk = MicrobatchStore(execution, leaf)
+        """``leaf`` is given at the last stage only."""
+        self._store = MicrobatchStore(execution, leaf)
         self._machine = machine
-        self._board = board
+        self._status = status
         self._links = Links()
         self._node = node
         self._keeper = keeper
@@ -118,79 +118,93 @@ class Worker:
         self._clip: float | None = None
         self._step_seconds = 0.0
         self._busy_since = 0.0
-        """When the thread last woke up, or had computed: what it has done since is part of the cost."""
+        """Time at which the thread last woke up or finished a computation; work since then counts as
+        part of the next computation."""
         self._thread = threading.Thread(target=self._work, name=f"ravnest-node_{node}", daemon=True)
 
     def start(self, links: Links) -> None:
-        """Start the thread, now that the neighbours are known."""
+        """Start the thread; ``links`` are the links to the neighbours."""
         self._links = links
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """End the thread after what it is doing."""
+        """End the thread after its current computation."""
         self.post(self._close)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     @property
     def execution(self) -> StageExecution:
-        """What computes; it belongs to the worker's thread."""
-        return self._desk.execution
+        """Computations of the stage; they belong to the worker's thread."""
+        return self._store.execution
 
     def when_idle(self, call: Callable[[], None]) -> None:
-        """Make a call once nothing is left to compute; in the worker's thread."""
+        """Make a call once nothing is left to compute. Called in the worker's thread."""
         self._when_idle.append(call)
 
     def renew(self) -> None:
-        """The weights are others now; in the worker's thread."""
-        self._desk.renew()
+        """Handle that the weights were replaced. Called in the worker's thread."""
+        self._store.renew()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the worker's thread make a call, after those posted before."""
+        """Queue a call for the worker's thread."""
         self._inbox.put(call)
 
-    # Of links
+    # Called by links
 
     def on_message(self, link: Link, message: Message) -> None:
-        """A neighbour's message."""
+        """Queue a message of a neighbour."""
         head = message.head
         if self.averaging is not None and isinstance(
             head, Prepare | Start | Decision | Prepared | Reduced
         ):
             self.averaging.from_pipeline(head)
         else:
-            self.post(lambda: self._take(link, message))
+            self.post(lambda: self._receive(link, message))
 
     def on_lost(self, link: Link, reason: str) -> None:
-        """A neighbour is gone without a word."""
+        """Queue the loss of the link to a neighbour."""
         self.post(lambda: self._neighbour_lost(link, reason))
 
-    # Of the Root's user; to be posted
+    # Called by the Root controller, through post()
 
-    def begin(self, begin: PhaseBegin) -> None:
-        """Start a phase."""
-        self._desk.begin(begin)
+    def begin_phase(self, begin: PhaseBegin) -> None:
+        """Begin a phase."""
+        self._store.begin_phase(begin)
         self._observer.begun(begin)
         self._handle(PhaseBegun(begin.phase, trains=begin.kind == "train"))
 
-    def submit(
-        self, batch: MicrobatchId, size: int, digests: dict[str, str], values: dict[str, Any], item: Any
-    ) -> None:
-        """A micro-batch from the user."""
-        self._arrive(Microbatch(batch, size, digests, values, item=item))
+    def submit(self, microbatch: Microbatch) -> None:
+        """Process a micro-batch that has arrived: from the user at the Root, else from a message."""
+        self._handle(ForwardArrived(self._store.add(microbatch)))
 
-    def end(self, end: PhaseEnd) -> None:
-        """No further micro-batch belongs to the phase."""
-        self._desk.end(end)
+    def end_phase(self, end: PhaseEnd) -> None:
+        """End a phase: all its micro-batches have arrived."""
+        self._store.end_phase(end)
         self._handle(PhaseEnded(end.phase, end.count))
 
     def set_window(self, size: int) -> None:
-        """Micro-batches that the Root keeps under way."""
+        """Set the number of micro-batches that the Root keeps in flight."""
         self._handle(WindowSet(size))
 
     def announce(self, head: AnyHead) -> None:
-        """Tell all nodes behind, and act on it here too."""
-        self._announced(head)
+        """Act on a message of the Root to all nodes, and pass it on to the next node."""
+        match head:
+            case ValidationResult():
+                self._store.execution.updates.validated(head.value)
+                with self._status.writing():
+                    self._status.validations[head.phase] = head
+            case SaveStage(run):
+                self._when_idle.append(lambda: self._save(run))
+            case CallEnd(_, call):
+                self._when_idle.append(lambda: self._end_call(call))
+            case RunEnd():
+                self._when_idle.append(self._end_run)
+            case _:
+                raise RunError(f"unexpected message {type(head).__name__} from a neighbour")
+        if self._links.next is not None:
+            # If the next node's script is over, it has closed and needs no announcement.
+            try_send(self._links.next, head)
 
     # The thread
 
@@ -221,13 +235,13 @@ class Worker:
             call()
         except RavnestError as error:
             self.fail(f"node_{self._node}: {error}")
-        except Exception as error:  # the top of the thread: nothing may end it in silence
+        except Exception as error:  # top of the thread: no error may end it silently
             logger.exception("node_%d failed", self._node)
             self.fail(f"node_{self._node}: {type(error).__name__}: {error}")
 
     def fail(self, reason: str, source: Link | None = None, node: int | None = None) -> None:
-        """End the run on all nodes, with a reason that names the node where it began."""
-        if self._closed or not self._board.fail(reason):
+        """End the run on all nodes; ``reason`` names the node where the failure began."""
+        if self._closed or not self._status.fail(reason):
             return
         abort = Abort(self._node if node is None else node, reason)
         for link in (self._links.previous, self._links.next):
@@ -241,177 +255,159 @@ class Worker:
     def _close(self) -> None:
         self._closed = True
 
-    # What arrives
+    # Messages
 
-    def _take(self, link: Link, message: Message) -> None:  # noqa: C901 - one case a message
-        if self._board.failure is not None:
+    def _receive(self, link: Link, message: Message) -> None:  # noqa: C901 - one case per message
+        if self._status.failure is not None:
             return
         match message.head:
             case Forward() as head:
-                self._arrive(Microbatch(head.batch, head.size, head.digests, dict(message.values)))
+                self._store.check_run(head.run)
+                values = dict(message.values)
+                self.submit(Microbatch(head.microbatch, head.size, head.digests, values))
             case Backward() as head:
-                self._handle(BackwardArrived(self._desk.returned(head, message.values)))
+                self._store.check_run(head.run)
+                self._handle(BackwardArrived(self._store.add_gradients(head, message.values)))
             case ForwardResult() as head:
-                self._handle(OutcomeArrived(self._desk.answered(head, message.values)))
+                self._store.check_run(head.run)
+                self._handle(ResultArrived(self._store.add_result(head, message.values)))
             case PhaseBegin() as head:
-                self.begin(head)
+                self.begin_phase(head)
             case PhaseEnd() as head:
-                self.end(head)
+                self.end_phase(head)
             case ClipNorm() as head:
                 self._clip = head.total
-                self._handle(ClipArrived(head.update))
+                self._handle(ClipNormArrived(head.update))
             case ValidationResult() as head if link is self._links.next:
-                self._figure_found(head)
+                self._send_validation(head)
             case StageSaved() as head:
-                self._saved(head, message.values)
+                self._stage_saved(head, message.values)
             case Abort() as head:
                 self.fail(head.reason, source=link, node=head.node)
             case Goodbye(node):
                 self._when_idle.append(lambda: self._neighbour_left(link, node))
             case head:
-                self._announced(head)
+                self.announce(head)
 
-    def _arrive(self, held: Microbatch) -> None:
-        self._handle(ForwardArrived(self._desk.add(held)))
+    def _end_call(self, call: Call) -> None:
+        with self._status.writing():
+            self._status.ended_calls[call] += 1
 
-    def _announced(self, head: AnyHead) -> None:
-        """What the Root tells everyone: pass it on, and act on it once all before it is done."""
-        match head:
-            case ValidationResult():
-                self._desk.execution.updates.validated(head.value)
-                with self._board.writing():
-                    self._board.figures[head.phase] = head
-            case SaveStage(run):
-                self._when_idle.append(lambda: self._save(run))
-            case CallEnd(_, call):
-                self._when_idle.append(lambda: self._return(call))
-            case RunEnd():
-                self._when_idle.append(self._finish)
-            case _:
-                raise RunError(f"a message {type(head).__name__} has no place here")
-        if self._links.next is not None:
-            # A node whose script is over has closed already, and misses nothing.
-            try_send(self._links.next, head)
-
-    def _return(self, call: Call) -> None:
-        with self._board.writing():
-            self._board.returned[call] += 1
-
-    def _finish(self) -> None:
-        with self._board.writing():
-            self._board.finish = True
+    def _end_run(self) -> None:
+        with self._status.writing():
+            self._status.run_ended = True
 
     def _neighbour_lost(self, link: Link, reason: str) -> None:
         self.fail(
-            f"node_{link.peer.node} is gone: {reason}. Its process ended or its network failed; "
-            "look at its output, then start the run again",
+            f"{reason}. The process of node_{link.peer.node} ended or its network failed; look at its "
+            "output, then start the run again",
             source=link,
         )
 
     def _neighbour_left(self, link: Link, node: int) -> None:
         if not self._machine.idle:
-            self.fail(f"node_{node} has left in the middle of the run", source=link)
+            self.fail(f"node_{node} has closed in the middle of the run", source=link)
             return
-        with self._board.writing():
+        with self._status.writing():
             if link is self._links.previous:
-                self._board.finish = True
+                self._status.run_ended = True
             else:
-                self._board.left = node
+                self._status.departed = node
 
-    # What the machine wants
+    # Actions of the schedule machine
 
     def _handle(self, event: Event) -> None:
         for action in self._machine.handle(event, time.monotonic()):
             self._perform(action)
 
-    def _perform(self, action: Action) -> None:  # noqa: C901 - one case an action
+    def _perform(self, action: Action) -> None:  # noqa: C901 - one case per action
         match action:
             case RunForward() | RunBackward() | RunStep() | RunPhaseEnd():
                 self._run = action
-            case SendForward(batch):
-                self._to_next(self._desk.forward_message(batch))
-            case SendBackward(batch):
-                timings = self._timings(self._desk.look(batch))
-                self._to_previous(self._desk.backward_message(batch, timings))
-            case SendOutcome(batch):
-                self._to_previous(self._desk.outcome_message(batch))
-            case SendBegin(phase):
-                self._to_next(Message(self._desk.phase(phase)))
-            case SendEnd(phase):
-                self._to_next(Message(self._desk.end_of(phase)))
-            case SendClip(update):
+            case SendForward(microbatch):
+                self._to_next(self._store.forward_message(microbatch))
+            case SendBackward(microbatch):
+                timings = self._timings(self._store.get(microbatch))
+                self._to_previous(self._store.backward_message(microbatch, timings))
+            case SendResult(microbatch):
+                self._to_previous(self._store.result_message(microbatch))
+            case SendPhaseBegin(phase):
+                self._to_next(Message(self._store.phase_begin(phase)))
+            case SendPhaseEnd(phase):
+                self._to_next(Message(self._store.phase_end(phase)))
+            case SendClipNorm(update):
                 assert self._clip is not None
                 self._to_next(Message(ClipNorm(update, self._clip)))
             case GatherNorms(update, count):
-                self._clip = self._desk.total_norm(count)
-                self.post(lambda: self._handle(ClipArrived(update)))
+                self._clip = self._store.total_norm(count)
+                self.post(lambda: self._handle(ClipNormArrived(update)))
             case FreeVersion(version):
-                self._desk.execution.free(version)
+                self._store.execution.free(version)
             case Admit(total):
-                with self._board.writing():
-                    self._board.admitted = total
-            case Finished(batch):
-                self._finished(batch)
+                with self._status.writing():
+                    self._status.admitted = total
+            case Finished(microbatch):
+                self._finish(microbatch)
             case Fail(reason):
                 self.fail(f"node_{self._node}: {reason}")
 
     def _compute(self) -> None:
         run, self._run = self._run, None
         match run:
-            case RunForward(batch, version, trains):
-                began = time.perf_counter()
-                held = self._desk.forward(batch, version, trains=trains)
-                held.began, held.forward_seconds = began, self._lap()
-            case RunBackward(batch, _, last_of_update):
+            case RunForward(microbatch_id, version, trains):
+                started = time.perf_counter()
+                microbatch = self._store.forward(microbatch_id, version, trains=trains)
+                microbatch.started, microbatch.forward_seconds = started, self._lap()
+            case RunBackward(microbatch_id, _, last_of_update):
                 with_norms = last_of_update and self._machine.waits_for_clip
-                held = self._desk.backward(batch, with_norms=with_norms)
-                held.backward_seconds = self._lap()
+                microbatch = self._store.backward(microbatch_id, with_norms=with_norms)
+                microbatch.backward_seconds = self._lap()
             case RunStep(update, count):
                 self._step(update, count)
             case RunPhaseEnd(phase):
-                self._end_phase(phase)
-        self._drain()  # so that the machine sees a backward that arrived meanwhile
-        if self._board.failure is None:
+                self._finish_phase(phase)
+        self._drain()  # so that the machine sees a backward that arrived in the meantime
+        if self._status.failure is None:
             self._handle(Done())
 
     def _lap(self) -> float:
-        """Seconds since the thread woke up or computed last, to be charged to what it computed now.
+        """Return the seconds since the thread last woke up or finished a computation.
 
-        Handling messages and waiting for Python's lock delay the pipeline as much as computing does.
+        They count as the cost of the computation that has just finished: handling messages and waiting
+        for Python's lock delay the pipeline as much as computing does.
         """
         now = time.perf_counter()
         seconds, self._busy_since = now - self._busy_since, now
         return seconds
 
     def _step(self, update: int, count: int) -> None:
-        loss = self._desk.step(count, self._clip)
+        loss = self._store.step(count, self._clip)
         self._clip = None
-        last = self._desk.last
+        last = self._store.last
         assert last is not None
+        epoch = self._store.phase_begin(last.id.phase).epoch
         stale = update - last.version
         in_flight = self._machine.in_flight
-        samples = self._desk.take_samples()
+        samples = self._store.take_samples()
         if self.averaging is not None:
             self.averaging.updated(samples)
         waiting = self._inbox.qsize()
-        self._observer.updated(
-            UpdateReport(update, last.id.epoch, loss, stale, count, in_flight, waiting)
-        )
+        self._observer.updated(UpdateReport(update, epoch, loss, stale, count, in_flight, waiting))
         self._step_seconds = self._lap()
         if self.averaging is not None:
-            with self._board.writing():
-                self._board.updates = update + 1
+            with self._status.writing():
+                self._status.updates = update + 1
 
-    def _end_phase(self, phase: int) -> None:
-        if self.averaging is not None and self._desk.phase(phase).kind == "train":
+    def _finish_phase(self, phase: int) -> None:
+        if self.averaging is not None and self._store.phase_begin(phase).kind == "train":
             self.averaging.epoch_ended()
-        figure = self._desk.end_phase(phase)
-        if figure is not None:
-            self._figure_found(figure)
-        with self._board.writing():
-            self._board.over = phase + 1
+        validation = self._store.finish_phase(phase)
+        if validation is not None:
+            self._send_validation(validation)
+        with self._status.writing():
+            self._status.phases_over = phase + 1
 
-    # What goes out
+    # Sending
 
     def _to_next(self, message: Message) -> None:
         assert self._links.next is not None
@@ -421,41 +417,41 @@ class Worker:
         assert self._links.previous is not None
         self._links.previous.send(message)
 
-    def _timings(self, held: Microbatch) -> tuple[StageTiming, ...]:
-        """Of this stage and those behind; empty where the Leaf did not start with its own."""
-        if not (held.timings or (self._machine.is_leaf and _is_timed(held.id.index))):
+    def _timings(self, microbatch: Microbatch) -> tuple[StageTiming, ...]:
+        """Return the timings of this and the following stages; empty if the Leaf sent none."""
+        if not (microbatch.timings or (self._machine.is_leaf and _is_timed(microbatch.id.index))):
             return ()
         following, previous = (
             _NO_DELAY if link is None else link.delay()
             for link in (self._links.next, self._links.previous)
         )
         own = StageTiming(
-            held.forward_seconds,
-            held.backward_seconds,
+            microbatch.forward_seconds,
+            microbatch.backward_seconds,
             self._step_seconds,
             following.message,
             following.busy,
             previous.message,
             previous.busy,
         )
-        return (own, *held.timings)
+        return (own, *microbatch.timings)
 
-    def _finished(self, batch: Batch) -> None:
-        held = self._desk.look(batch)
-        answer = self._desk.finished(batch)
-        if answer is None:
-            if timings := self._timings(held):
-                self._observer.timed(timings, time.perf_counter() - held.began)
+    def _finish(self, microbatch_id: MicrobatchId) -> None:
+        microbatch = self._store.get(microbatch_id)
+        result = self._store.finish(microbatch_id)
+        if result is None:
+            if timings := self._timings(microbatch):
+                self._observer.timed(timings, time.perf_counter() - microbatch.started)
             return
-        with self._board.writing():
-            self._board.answers[batch] = answer
+        with self._status.writing():
+            self._status.results[microbatch_id] = result
 
-    def _figure_found(self, figure: ValidationResult) -> None:
-        """On its way to the Root, which tells everyone."""
+    def _send_validation(self, result: ValidationResult) -> None:
+        """Send a validation result towards the Root, which announces it to all nodes."""
         if self._links.previous is not None:
-            self._to_previous(Message(figure))
+            self._to_previous(Message(result))
         else:
-            self._announced(figure)
+            self.announce(result)
 
     # Trained stages
 
@@ -465,18 +461,18 @@ class Worker:
         if self._links.previous is not None:
             self._to_previous(Message(StageSaved(run, self._node, manifest), tensors))
         else:
-            with self._board.writing():
-                self._board.saved.add(0)
+            with self._status.writing():
+                self._status.saved_stages.add(0)
 
-    def _saved(self, head: StageSaved, values: Mapping[str, Any]) -> None:
+    def _stage_saved(self, head: StageSaved, values: Mapping[str, Any]) -> None:
         if self._links.previous is not None:
             self._to_previous(Message(head, values))
             return
         stage = self._keeper.receive(head.node, head.manifest, values)
-        with self._board.writing():
-            self._board.saved.add(stage)
+        with self._status.writing():
+            self._status.saved_stages.add(stage)
 
 
 def _is_timed(index: int) -> bool:
-    """Whether the Root is told what a micro-batch cost: first of each, then of some."""
+    """Return whether the timings of a micro-batch are reported: all at first, then every eighth."""
     return index < _ALL_TIMED or index % _TIMED_EVERY == 0
