@@ -38,9 +38,9 @@ def server() -> FakeServer:
 
 @pytest.fixture
 def handle(server: FakeServer) -> Iterator[JobHandle]:
-    patience = RetryPolicy(tries=1)
+    retry = RetryPolicy(tries=1)
     api = ApiClient(
-        "http://127.0.0.1:1", "c", transport=httpx.MockTransport(server.answer), patience=patience
+        "http://127.0.0.1:1", "c", transport=httpx.MockTransport(server.answer), retry=retry
     )
     with JobHandle(JOB, api, clock=iter(range(100)).__next__) as made:
         yield made
@@ -113,7 +113,7 @@ def test_waiting_outlasts_a_server_that_comes_back(
         return server.answer(request)
 
     api = ApiClient(
-        "http://127.0.0.1:1", transport=httpx.MockTransport(answer), patience=RetryPolicy(tries=1)
+        "http://127.0.0.1:1", transport=httpx.MockTransport(answer), retry=RetryPolicy(tries=1)
     )
     assert JobHandle(JOB, api).wait().state is JobState.DONE
     assert len(pauses) == 10

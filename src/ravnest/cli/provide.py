@@ -34,17 +34,15 @@ def provide(
 
     Measures memory, cores, speed and the way to the server first. No code of a requester's runs here.
     """
-    raise typer.Exit(
-        provide_machine(
-            server,
-            token,
-            ram=ram,
-            cores=cores,
-            hours=hours,
-            folder=folder,
-            name=name,
-            listen=listen,
-            address=address,
-            once=once,
-        )
+    provide_machine(
+        server,
+        token,
+        ram=ram,
+        cores=cores,
+        hours=hours,
+        folder=folder,
+        name=name,
+        listen=listen,
+        address=address,
+        once=once,
     )

@@ -105,7 +105,7 @@ class JobHandle:
                 JobView,
                 params={"changed": view.changed, "timeout": left},
                 wait=left,
-                patience=RESTART,
+                retry=RESTART,
             )
             if on_change is not None and newer != view:
                 on_change(newer)

@@ -246,3 +246,9 @@ class MissingArtifacts(Schema):
     """Digests of artifacts that the server does not have from this member."""
 
     digests: tuple[Digest, ...]
+
+
+class UploadStatus(Schema):
+    """Number of bytes that the server has of a member's upload."""
+
+    received: int

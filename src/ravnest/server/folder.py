@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
 from ravnest.errors import ServerError
@@ -45,14 +45,17 @@ class ServerFolder:
     def held(self) -> Iterator[None]:
         """While in here no other server uses the folder; the system lets go of it if we die."""
         self.make()
-        with (self.path / "server.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ServerError(
-                    f"another server uses {self.path}: stop it first, or take another folder"
-                ) from None
+        lock = FileLock(self.path / "server.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ServerError(
+                f"another server uses {self.path}: stop it first, or take another folder"
+            ) from None
+        try:
             yield
+        finally:
+            lock.release()
 
     def write_address(self, address: ServerAddress) -> None:
         """Write the server's address for commands on this machine."""

@@ -11,8 +11,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from ravnest.errors import ServerRefusedError
-from ravnest.schemas.base import Artifact, Schema
-from ravnest.schemas.jobs import MissingArtifacts
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import MissingArtifacts, UploadStatus
 from ravnest.server.auth.dependencies import ArtifactMember, CurrentServer
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.server import Server
@@ -29,12 +29,6 @@ class _Download(FileResponse):
     """File response with chunks that are large enough for a thread switch each."""
 
     chunk_size = 1 << 20
-
-
-class UploadStatus(Schema):
-    """Number of bytes that the server has of a member's upload."""
-
-    received: int
 
 
 @router.post("/missing")
