@@ -85,7 +85,7 @@ def test_without_a_server_nothing_is_packed(home: Path) -> None:
 
 
 def test_a_real_server_tells_why_a_job_has_no_model(running: RunningServer, home: Path) -> None:
-    made = job(if_short="fail")
+    made = job(on_insufficient="fail")
     with ravnest.submit(
         made.model,
         made.example_args,
@@ -94,7 +94,7 @@ def test_a_real_server_tells_why_a_job_has_no_model(running: RunningServer, home
         torch.optim.SGD,
         {"lr": 0.1},
         epochs=2,
-        if_short="fail",
+        on_insufficient="fail",
         name="hopeless",
         server=running.url,
         token=running.token(ApiRole.REQUESTER),

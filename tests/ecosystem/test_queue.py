@@ -49,7 +49,7 @@ def test_a_job_that_does_not_fit_says_what_is_missing_and_waits_for_who_can_help
     assert "needs 54 MB" in view.reason
     assert "1 provider offers 27 MB" in view.reason
 
-    hasty = world.submit(api, small_job(model=wide, if_short="fail"))
+    hasty = world.submit(api, small_job(model=wide, on_insufficient="fail"))
     with pytest.raises(JobEndedError, match="needs"):
         hasty.result(timeout=60)
     world.provide("large", "--ram=0.5")

@@ -31,7 +31,7 @@ def wide_job() -> Job:
         batch_size=16,
         clusters=2,
         reduce_factor=3,
-        if_short="fail",
+        on_insufficient="fail",
     )
 
 

@@ -303,12 +303,12 @@ def test_a_job_that_has_ended_cannot_be_cancelled(case: Case) -> None:
 def test_a_job_waits_for_what_it_lacks_or_fails_as_asked(case: Case) -> None:
     case.planner.needs = 2
     rita = case.requester()
-    waits, fails = case.submit(rita), case.submit(rita, if_short="fail")
+    waits, fails = case.submit(rita), case.submit(rita, on_insufficient="fail")
     case.match()
     assert "waits for 1 provider" in rita.get(f"/api/jobs/{waits}")["reason"]
     assert state(rita, fails) == "failed"
     providers(case, "alice")
-    fails = case.submit(rita, if_short="fail")
+    fails = case.submit(rita, on_insufficient="fail")
     case.match()
     for job, expected in [(waits, "submitted"), (fails, "failed")]:
         view = rita.get(f"/api/jobs/{job}")

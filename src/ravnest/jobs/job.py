@@ -81,7 +81,7 @@ class Job:
     clusters: int | None = None
     min_providers: int = 1
     max_providers: int | None = None
-    if_short: Literal["wait", "fail"] = "wait"
+    on_insufficient: Literal["wait", "fail"] = "wait"
     """What to do while the providers that are there cannot hold the model."""
 
 
@@ -128,7 +128,7 @@ def pack_job(job: Job, folder: Path, progress: Progress | None = None) -> Packed
         clusters=job.clusters,
         min_providers=job.min_providers,
         max_providers=job.max_providers,
-        if_short=job.if_short,
+        on_insufficient=job.on_insufficient,
     )
     return PackedJob(spec, files.found)
 
@@ -155,7 +155,7 @@ def _check_settings(job: Job) -> tuple[NamedComponent, NamedComponent | None]:
             clusters=job.clusters,
             min_providers=job.min_providers,
             max_providers=job.max_providers,
-            if_short=job.if_short,
+            on_insufficient=job.on_insufficient,
         )
     except ValidationError as error:
         raise JobError(_first_problem(error)) from error

@@ -88,7 +88,7 @@ class JobSpec(Schema):
     clusters: Count | None = None
     min_providers: Count = 1
     max_providers: Count | None = None
-    if_short: Literal["wait", "fail"] = "wait"
+    on_insufficient: Literal["wait", "fail"] = "wait"
     """What to do while the providers that are there cannot hold the model."""
 
 

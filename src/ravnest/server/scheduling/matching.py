@@ -138,7 +138,7 @@ class Matching:
             record = change.books.jobs.get(decision.job)
             if record is None or record.state is not JobState.SUBMITTED:
                 return
-            if is_short and change.books.jobs.spec(record.id).if_short == "fail":
+            if is_short and change.books.jobs.spec(record.id).on_insufficient == "fail":
                 change.end_job(record, JobState.FAILED, decision.reason)
                 return
             change.books.jobs.pass_over(record.id, decision.passed_over)
