@@ -10,9 +10,13 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.status import Status
+from rich.table import Table
 
 from ravnest.schemas.base import Schema
 from ravnest.schemas.jobs import EventView, JobProgress, JobView
+
+_UNLIMITED = 10_000
+"""Width of a console without a terminal; no row is longer."""
 
 
 def out() -> Console:
@@ -33,6 +37,14 @@ def print_json(value: object) -> None:
 def print_json_line(value: Schema) -> None:
     """Print one JSON document on a line of its own, for streams."""
     out().print(value.model_dump_json())
+
+
+def print_table(table: Table) -> None:
+    """Print a table: fitted to a terminal, but with one line per row in a pipe or file."""
+    console = out()
+    if not console.is_terminal:
+        console.width = _UNLIMITED
+    console.print(table)
 
 
 def local_time(seconds: float) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ravnest.cli.console import out, print_json
+from ravnest.cli.console import out, print_json, print_table
 from ravnest.cli.options import Json, Server, Token
 from ravnest.client.server_selection import READ_ROLES, select_server
 from ravnest.errors import NodeConfigError
@@ -83,4 +83,4 @@ def _show(providers: list[ProviderView]) -> None:
             f"{offer.bandwidth:.0f}",
             one.reason,
         )
-    out().print(table)
+    print_table(table)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ravnest.cli.console import local_time, out, print_json, progress_text
+from ravnest.cli.console import local_time, out, print_json, print_table, progress_text
 from ravnest.cli.options import Json, Server, Token
 from ravnest.client.server_selection import READ_ROLES, select_server
 from ravnest.schemas.jobs import JobView
@@ -40,7 +40,7 @@ def _list(views: list[JobView]) -> None:
     table = Table("JOB", "NAME", "STATE", "PROGRESS", "REASON", box=None, pad_edge=False)
     for view in views:
         table.add_row(view.id, view.name, view.state, progress_text(view.progress), view.reason)
-    out().print(table)
+    print_table(table)
 
 
 def _show(view: JobView) -> None:
