@@ -48,8 +48,8 @@ class Job:
     model: nn.Module
     """Model to train. Its current weights are the initial weights; the object itself is not changed."""
     example_args: Sequence[Any] | torch.Tensor
-    """Positional inputs of the model's `forward`, one tensor each: a batch, or a single sample with a
-    batch dimension of 1."""
+    """Positional inputs of the model's `forward`: tensors of a batch, or of a single sample with a
+    batch dimension of 1, or constants."""
     train_data: Any
     """Training samples: a dataset with a length and an index, a tuple of tensors or a `DataLoader`.
     See [Data](#data)."""
@@ -76,7 +76,7 @@ class Job:
     val_freq: int = 1
     """Epochs between validations."""
     example_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword inputs of the model's `forward`, one tensor each."""
+    """Keyword inputs of the model's `forward`: tensors as in `example_args`, or constants."""
     update_frequency: int = 1
     """Micro-batches per update; the gradient is their mean."""
     schedule: Literal["async", "sync"] = "async"
@@ -111,7 +111,7 @@ class Job:
     max_providers: int | None = None
     """Maximum number of providers that the job uses; `None`: all idle providers."""
     on_insufficient: Literal["wait", "fail"] = "wait"
-    """Reaction if the connected providers cannot hold the model: `wait` for more, or `fail`."""
+    """Reaction if the providers are too few or cannot hold the model: `wait` for more, or `fail`."""
 
 
 @dataclass(frozen=True)
