@@ -1,4 +1,7 @@
-"""A server's artifacts in memory, behind a transport that breaks where it is told to."""
+"""In-memory implementation of the server's artifact routes, with connections that break on request.
+
+``test_artifact_contract.py`` runs the same tests on it and on the real server.
+"""
 
 import hashlib
 import json
@@ -9,15 +12,16 @@ import httpx
 
 
 class FakeFiles:
-    """Answers as the server's routes for artifacts do."""
+    """The artifact routes of a server, as a transport of httpx."""
 
     def __init__(self) -> None:
         self.whole: dict[str, bytes] = {}
         self.parts: dict[str, bytes] = {}
         self.breaks: list[int] = []
-        """Bytes of a body after which the connection breaks, one for each request with a body."""
+        """Bytes after which the connection breaks, for each of the next requests with a body."""
         self.asked: list[str] = []
         self.ranges = True
+        """Answer requests for a range; otherwise send the whole artifact."""
         self.pauses: list[float] = []
 
     def transport(self) -> httpx.MockTransport:
@@ -40,8 +44,8 @@ class FakeFiles:
 
     def _append(self, request: httpx.Request, digest: str) -> httpx.Response:
         offset, size = int(request.url.params["offset"]), int(request.url.params["size"])
-        if digest in self.whole or offset != len(self.parts.get(digest, b"")):
-            return httpx.Response(409, json={"detail": "the upload is elsewhere"})
+        if offset != len(self.parts.get(digest, b"")):
+            return httpx.Response(409, json={"detail": "the upload continues at another offset"})
         left = self.breaks.pop(0) if self.breaks else None
         for chunk in request.stream:  # type: ignore[union-attr]
             kept = chunk if left is None else chunk[:left]
@@ -55,7 +59,7 @@ class FakeFiles:
         if len(body) == size:
             self.parts.pop(digest, None)
             if hashlib.sha256(body).hexdigest() != digest:
-                return httpx.Response(422, json={"detail": "other bytes than the digest says"})
+                return httpx.Response(422, json={"detail": "other bytes than those of the digest"})
             self.whole[digest] = body
         return httpx.Response(200, json={"received": len(body)})
 

@@ -1,4 +1,4 @@
-"""Places in a plan for tests that need one and do not care which."""
+"""Node specs for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ravnest.types import Role
 
 
 def node_file(node: int, *, stage: int | None = None, stages: int = 2, **changes: Any) -> NodeSpec:
-    """A node without neighbours; its stage is its number unless it is given."""
+    """Return the spec of a node without neighbours; its stage is its number unless given."""
     index = node if stage is None else stage
     fields: dict[str, Any] = {
         "plan": "plan",
