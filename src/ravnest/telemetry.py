@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class ValidationRecord:
     number: int
     """Number of the validation in the run, from 0."""
     epoch: int
+    """Epochs trained before the validation."""
     name: str
     """``accuracy`` or ``loss``."""
     value: float | None
@@ -97,12 +98,16 @@ class WarningRecord:
     kind: Literal["warning"] = "warning"
 
 
+PhaseName = Literal["connect", "train", "validate", "predict", "average", "save", "end"]
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseRecord:
     """Start of a phase at the node."""
 
-    phase: Literal["connect", "train", "validate", "predict", "average", "save", "end"]
+    phase: PhaseName
     epoch: int
+    """Epoch that the phase belongs to, from 0."""
     kind: Literal["phase"] = "phase"
 
 
@@ -115,6 +120,13 @@ WorkerRecord = (
     | WarningRecord
     | PhaseRecord
 )
+
+
+class RecordSink(Protocol):
+    """Receiver of a node's records."""
+
+    def emit(self, record: WorkerRecord) -> None:
+        """Take a record. Called from several threads; must return at once and not raise."""
 
 
 def finite(value: float) -> float | None:

@@ -99,8 +99,6 @@ def test_a_provider_that_ends_early_is_reported_with_its_last_line(tmp_path: Pat
     with LocalProviders(tmp_path, options, lambda *line: lines.append(line)) as providers:
         providers.start("pc", "--ram=1")
         providers._processes["pc"].wait(60)
-        for reader in providers._readers:
-            reader.join()
         with pytest.raises(LaunchError, match=r"pc ended with exit code 4: .*nothing answers"):
             providers.check()
     assert lines[-1][0] == "pc"

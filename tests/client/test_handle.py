@@ -48,7 +48,7 @@ def test_the_handle_shows_what_the_server_knows(handle: JobHandle, provider: Scr
     provider.report("training", loss_record(0, 2.0), loss_record(1, 1.0), validation_record(0, 0.5))
     assert handle.state() is JobState.TRAINING
     progress = handle.progress()
-    assert (progress.updates, progress.loss, progress.figure) == (2, 1.0, 0.5)
+    assert (progress.updates, progress.loss, progress.validation) == (2, 1.0, 0.5)
     assert handle.losses().losses == (2.0, 1.0)
     assert handle.losses(1).losses == (1.0,)
     events = handle.events()

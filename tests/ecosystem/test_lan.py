@@ -60,7 +60,7 @@ def test_three_machines_train_over_tls(lan_world: LanWorld) -> None:
     lan_world.run("submit", "short:job", *lan_world.membership)
     (view,) = [JobView.model_validate(each) for each in json.loads(lan_world.run("status", "--json"))]
     assert view.state is JobState.DONE
-    assert sorted(place.provider_name for place in view.places) == ["p1", "p2"]
+    assert sorted(place.provider_name for place in view.assignments) == ["p1", "p2"]
     model = small_model()
     (trained,) = world.folder.glob("ravnest-job-*/trained_state_dict.pt")
     model.load_state_dict(torch.load(trained, weights_only=True))

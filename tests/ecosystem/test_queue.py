@@ -67,7 +67,7 @@ def test_a_provider_that_leaves_while_idle_is_gone_from_the_list_and_the_plans(w
     assert "left" in found["leaving"].reason
     handle = world.submit(api, small_job())
     handle.result(timeout=120)
-    assert [place.provider_name for place in handle.view().places] == ["staying"]
+    assert [place.provider_name for place in handle.view().assignments] == ["staying"]
     assert staying.process.poll() is None
 
 

@@ -15,7 +15,7 @@ EPOCHS = 100
 
 
 def _assignments(job: JobView) -> list[tuple[str, int, str]]:
-    return [(place.provider, place.node, place.role) for place in job.places]
+    return [(place.provider, place.node, place.role) for place in job.assignments]
 
 
 @pytest.mark.slow

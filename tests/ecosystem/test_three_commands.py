@@ -59,8 +59,8 @@ def test_a_model_is_trained_by_three_commands(shared_world: World, crew: list[Pr
     listing.said("learn")
     (view,) = [JobView.model_validate(each) for each in json.loads("".join(listing.lines))]
     assert (view.state, view.progress.updates) == (JobState.DONE, 60)
-    assert {place.role for place in view.places} == {"Root", "Leaf"}
-    assert view.progress.figure is not None
+    assert {place.role for place in view.assignments} == {"Root", "Leaf"}
+    assert view.progress.validation is not None
 
     fetch = world.command("fetch", view.id, "--out=got")
     assert fetch.process.wait(60) == 0, fetch.lines
@@ -83,7 +83,7 @@ def test_two_clusters_train_one_job_and_the_results_are_one_model(shared_world: 
     model = small_model()
     state = handle.result(into=model, timeout=120)
     assert list(state) == list(model.state_dict())
-    assert {place.cluster for place in handle.view().places} == {0, 1}
+    assert {place.cluster for place in handle.view().assignments} == {0, 1}
     losses = handle.losses()
     # 96 samples are twelve batches; the clusters share them by the measured speed of their nodes.
     assert 4 <= len(losses.losses) < 4 * 12

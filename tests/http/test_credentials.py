@@ -1,19 +1,15 @@
-"""A token becomes a membership, with the server that the token names and no other."""
+"""Joining the real server with a token, and the memberships that are saved."""
 
 import datetime
-import hashlib
-import json
-import ssl
 import stat
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from loopback_server import LoopbackServer, loopback_server
 
-from ravnest.errors import ServerError, ServerUnreachableError
+from ravnest.errors import ServerError, ServerRefusedError, ServerUnreachableError
 from ravnest.http.api import ApiClient
 from ravnest.http.credentials import (
     Membership,
@@ -27,170 +23,119 @@ from ravnest.http.credentials import (
 )
 from ravnest.http.retry import RetryPolicy
 from ravnest.schemas.auth import ApiRole, JoinToken
+from ravnest.server.http import runner as server_runner
 from ravnest.transport.certificates import Authority
 
 NOW = datetime.datetime.now(datetime.UTC)
-QUICK = RetryPolicy(sleep=lambda _: pytest.fail("tried again"))
-
-
-class Routes(BaseHTTPRequestHandler):
-    """What a server says to somebody who joins."""
-
-    server: "JoinServer"
-
-    def do_GET(self) -> None:
-        self._answer(self.server.shown)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.joins.append(body)
-        answer = {"id": "m1", "role": "requester", "credential": "a-credential"}
-        self._answer(json.dumps(answer).encode())
-
-    def _answer(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class JoinServer(ThreadingHTTPServer):
-    """Speaks HTTPS where it is given an authority."""
-
-    def __init__(self, folder: Path, authority: Authority | None, hosts: tuple[str, ...]) -> None:
-        super().__init__(("127.0.0.1", 0), Routes)
-        self.joins: list[dict[str, str]] = []
-        self.shown = authority.certificate if authority else b""
-        if authority is not None:
-            issued = authority.issue("server", hosts)
-            (folder / "chain.pem").write_bytes(issued.certificate + issued.key)
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            tls.load_cert_chain(folder / "chain.pem")
-            self.socket = tls.wrap_socket(self.socket, server_side=True)
-
-    def handle_error(self, *_: object) -> None:
-        """A client that does not trust us hangs up: expected."""
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
-
-
-def running(server: JoinServer) -> Iterator[JoinServer]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+NO_PAUSE = RetryPolicy(sleep=lambda _: pytest.fail("tried again"))
 
 
 @pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority("test", NOW)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
+    """The real server, with HTTPS."""
+    with loopback_server(tmp_path_factory.mktemp("https"), tls=True) as found:
+        yield found
 
 
-@pytest.fixture
-def server(tmp_path: Path, authority: Authority) -> Iterator[JoinServer]:
-    yield from running(JoinServer(tmp_path, authority, ("127.0.0.1",)))
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
+    """The real server, with plain HTTP."""
+    with loopback_server(tmp_path_factory.mktemp("http")) as found:
+        yield found
 
 
-@pytest.fixture
-def plain(tmp_path: Path) -> Iterator[JoinServer]:
-    yield from running(JoinServer(tmp_path, None, ()))
+def token(server: LoopbackServer) -> str:
+    return server.running.token(ApiRole.REQUESTER)
 
 
-def fingerprint(authority: Authority) -> str:
-    der = ssl.PEM_cert_to_DER_cert(authority.certificate.decode())
-    return hashlib.sha256(der).hexdigest()
+def forged(text: str, authority: Authority) -> str:
+    """Return the token with the fingerprint of another authority."""
+    return str(JoinToken(JoinToken.parse(text).secret, authority.fingerprint))
 
 
-def token(authority: Authority) -> str:
-    return str(JoinToken("a-secret", fingerprint(authority)))
-
-
-def test_joining_by_https_pins_the_authority(server: JoinServer, authority: Authority) -> None:
-    url = f"https://127.0.0.1:{server.port}"
-    member = join(f"{url}/", token(authority), "me")
-    assert (member.url, member.id, member.role, member.name) == (url, "m1", ApiRole.REQUESTER, "me")
-    assert server.joins == [{"secret": "a-secret", "name": "me"}]
-    server.shown = b'{"ok": true}'
+def test_joining_by_https_pins_the_authority(server: LoopbackServer) -> None:
+    member = join(f"{server.url}/", token(server), "me")
+    assert (member.url, member.role, member.name) == (server.url, ApiRole.REQUESTER, "me")
     with member.api() as api:
-        assert api.get("/api/health", dict[str, bool]) == {"ok": True}
-    assert "a-credential" not in repr(member)
+        assert api.get("/api/jobs", list[object]) == []
+    assert member.credential not in repr(member)
 
 
-def test_a_host_without_scheme_is_asked_as_the_token_says(
-    server: JoinServer, authority: Authority
+def test_a_host_without_scheme_gets_the_scheme_of_the_token(server: LoopbackServer) -> None:
+    assert join(server.url.removeprefix("https://"), token(server), "me").url == server.url
+
+
+def test_a_server_of_another_authority_gets_no_secret(
+    server: LoopbackServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    member = join(f"127.0.0.1:{server.port}", token(authority), "me")
-    assert member.url == f"https://127.0.0.1:{server.port}"
-
-
-def test_a_server_of_another_authority_gets_no_secret(server: JoinServer) -> None:
     other = Authority("test", NOW)
+    text = token(server)
+    auth = type(server.running.server.auth)
     with pytest.raises(ServerUnreachableError, match="is not the one that the token names"):
-        join(f"https://127.0.0.1:{server.port}", token(other), "me", patience=QUICK)
-    server.shown = other.certificate  # it may know what the right one would show, but not its key
+        join(server.url, forged(text, other), "me", retry=NO_PAUSE)
+    # It may show the certificate of the expected authority, but it does not have its key.
+    monkeypatch.setattr(auth, "authority", property(lambda _: other.certificate.decode()))
     with pytest.raises(ServerUnreachableError, match="is not the one that the token names"):
-        join(f"https://127.0.0.1:{server.port}", token(other), "me", patience=QUICK)
-    server.shown = b"no certificate"
+        join(server.url, forged(text, other), "me", retry=NO_PAUSE)
+    monkeypatch.setattr(auth, "authority", property(lambda _: "no certificate"))
     with pytest.raises(ServerError, match="is not a certificate"):
-        join(f"https://127.0.0.1:{server.port}", token(other), "me", patience=QUICK)
-    assert server.joins == []
+        join(server.url, forged(text, other), "me", retry=NO_PAUSE)
+    monkeypatch.undo()
+    assert join(server.url, text, "me"), "the token was not used before"
 
 
-def test_a_certificate_for_another_host_is_refused(tmp_path: Path, authority: Authority) -> None:
-    for server in running(JoinServer(tmp_path, authority, ("example.org",))):
-        with pytest.raises(ServerUnreachableError, match=r"is not for the name 127\.0\.0\.1"):
-            join(f"https://127.0.0.1:{server.port}", token(authority), "me", patience=QUICK)
-        assert server.joins == []
+def test_a_certificate_for_another_host_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_runner, "certificate_names", lambda *_: ["example.org"])
+    with (
+        loopback_server(tmp_path, tls=True) as server,
+        pytest.raises(ServerUnreachableError, match=r"does not cover the name 127\.0\.0\.1"),
+    ):
+        join(server.url, token(server), "me", retry=NO_PAUSE)
 
 
-def test_a_certificate_is_trusted_by_no_other_way(server: JoinServer, authority: Authority) -> None:
+def test_only_the_pinned_authority_is_trusted(server: LoopbackServer) -> None:
     for trusted in (None, Authority("test", NOW).certificate.decode()):
         with (
-            ApiClient(f"https://127.0.0.1:{server.port}", authority=trusted, patience=QUICK) as api,
+            ApiClient(server.url, authority=trusted, retry=NO_PAUSE) as api,
             pytest.raises(ServerUnreachableError, match="is not the one that the token names"),
         ):
             api.get("/api/health", object)
 
 
-def test_https_to_a_plain_server_says_so(plain: JoinServer, authority: Authority) -> None:
-    with pytest.raises(ServerUnreachableError, match="does not speak HTTPS"):
-        join(f"https://127.0.0.1:{plain.port}", token(authority), "me", patience=QUICK)
+def test_https_to_a_plain_server_is_explained(plain: LoopbackServer) -> None:
+    url = plain.url.replace("http://", "https://")
+    with pytest.raises(ServerUnreachableError, match="does not use HTTPS"):
+        join(url, forged(token(plain), Authority("test", NOW)), "me", retry=NO_PAUSE)
 
 
-def test_joining_by_plain_http_on_this_machine(plain: JoinServer) -> None:
-    member = join(f"http://127.0.0.1:{plain.port}", str(JoinToken("s")), "me")
-    assert member.authority is None
-    assert plain.joins == [{"secret": "s", "name": "me"}]
+def test_joining_by_plain_http_on_this_machine(plain: LoopbackServer) -> None:
+    assert join(plain.url, token(plain), "me").authority is None
 
 
-def test_a_token_given_again_is_not_used_again(plain: JoinServer, tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{plain.port}"
-    first = joined(url, "rvn..one", "me", folder=tmp_path)
-    assert joined(f"{url}/", "rvn..one", "me", folder=tmp_path) == first
+def test_a_token_that_is_given_again_is_not_used_again(plain: LoopbackServer, tmp_path: Path) -> None:
+    once, twice = token(plain), plain.running.token(ApiRole.REQUESTER, uses=2)
+    first = joined(plain.url, once, "me", folder=tmp_path)
+    assert joined(f"{plain.url}/", once, "me", folder=tmp_path) == first
     assert memberships(tmp_path) == (first,)
-    joined(url, "rvn..one", "another", folder=tmp_path)
-    joined(url, "rvn..two", "me", folder=tmp_path)
-    assert [entry["name"] for entry in plain.joins] == ["me", "another", "me"]
-    assert "one" not in (tmp_path / "servers.json").read_text()
+    with pytest.raises(ServerRefusedError):
+        joined(plain.url, once, "another", folder=tmp_path)
+    ids = {joined(plain.url, twice, name, folder=tmp_path).id for name in ("me", "another")}
+    assert len(ids | {first.id}) == 3
+    assert JoinToken.parse(once).secret not in (tmp_path / "servers.json").read_text()
 
 
 @pytest.mark.parametrize(
     ("url", "text", "says"),
     [
-        ("http://127.0.0.1:9", "nonsense", "looks like rvn."),
+        ("http://127.0.0.1:9", "nonsense", r"looks like rvn\."),
         ("http://127.0.0.1:9", f"rvn.{'0' * 64}.s", "does not begin with https"),
-        ("https://127.0.0.1:9", "rvn..s", "names no certificate"),
+        ("https://127.0.0.1:9", "rvn..s", "has no fingerprint"),
         ("http://10.0.0.1:9", "rvn..s", "is another machine"),
     ],
 )
-def test_a_secret_goes_nowhere_else(url: str, text: str, says: str) -> None:
+def test_a_token_for_another_address_is_not_sent(url: str, text: str, says: str) -> None:
     with pytest.raises(TokenError, match=says):
         join(url, text, "me")
 
@@ -199,7 +144,7 @@ def member(url: str, role: ApiRole, name: str, credential: str = "c") -> Members
     return Membership(url, "id", role, credential, "PEM", name)
 
 
-def test_memberships_are_kept_for_their_owner_only(tmp_path: Path) -> None:
+def test_memberships_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     folder = tmp_path / "config" / "ravnest"
     assert memberships(folder) == ()
     first = member("http://a", ApiRole.REQUESTER, "me")
@@ -215,10 +160,10 @@ def test_memberships_are_kept_for_their_owner_only(tmp_path: Path) -> None:
     assert find("http://b", list(ApiRole), folder=folder) is None
     forget(first, folder)
     assert [one.name for one in memberships(folder)] == ["pc"]
-    assert sorted(path.name for path in folder.iterdir()) == [".servers.json.lock", "servers.json"]
+    assert {path.name for path in folder.iterdir()} <= {".servers.json.lock", "servers.json"}
 
 
-def test_many_join_at_once(tmp_path: Path) -> None:
+def test_concurrent_changes_are_all_saved(tmp_path: Path) -> None:
     members = [member("http://a", ApiRole.PROVIDER, f"pc-{number}") for number in range(20)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda one: save(one, tmp_path), members))

@@ -106,7 +106,7 @@ def test_parameters_that_torch_does_not_take_are_refused() -> None:
 @pytest.mark.parametrize("find", [optimizer_class, scheduler_class])
 @pytest.mark.parametrize("name", ["Optimizer", "LBFGS", "LambdaLR", "os.system", "__class__", ""])
 def test_an_unknown_name_is_refused(find: Any, name: str) -> None:
-    with pytest.raises(JobError, match="jobs have no .*, only"):
+    with pytest.raises(JobError, match=r"jobs have no .*, only"):
         find(name)
 
 

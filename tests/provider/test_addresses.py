@@ -1,4 +1,4 @@
-"""Where a provider is reached and where it listens."""
+"""Addresses of a provider: where it listens, and where others reach it."""
 
 import socket
 
@@ -10,7 +10,7 @@ from ravnest.provider.addresses import addresses, local_host
 SERVER = "http://127.0.0.1:8400"
 
 
-def test_the_address_is_the_one_that_reaches_the_server() -> None:
+def test_the_default_address_is_the_one_that_reaches_the_server() -> None:
     with addresses(SERVER) as found:
         host, _, port = found.known.partition(":")
         assert host == "127.0.0.1"
@@ -18,7 +18,7 @@ def test_the_address_is_the_one_that_reaches_the_server() -> None:
         assert found.listen is None
 
 
-def test_the_port_stays_ours_and_a_node_can_listen_there() -> None:
+def test_the_port_is_reserved_and_a_node_can_listen_there() -> None:
     with addresses(SERVER) as found:
         where = ("127.0.0.1", int(found.known.partition(":")[2]))
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -31,13 +31,13 @@ def test_the_port_stays_ours_and_a_node_can_listen_there() -> None:
                 pass
 
 
-def test_an_address_behind_a_router_listens_everywhere_at_the_same_port() -> None:
+def test_behind_a_router_the_node_listens_on_all_interfaces_at_the_same_port() -> None:
     with addresses(SERVER, address="203.0.113.7:21987") as found:
         assert found.known == "203.0.113.7:21987"
         assert found.listen == "0.0.0.0:21987"
 
 
-def test_a_port_that_is_forwarded() -> None:
+def test_a_forwarded_port() -> None:
     with addresses(SERVER, listen="127.0.0.1:21988", address="home.example:80") as found:
         assert (found.known, found.listen) == ("home.example:80", "127.0.0.1:21988")
 
@@ -61,11 +61,11 @@ def test_a_port_in_use_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["x:y", ":0", "a b", "1.2.3.4.5:80", ""])
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="--address"), addresses(SERVER, address=text):
         pass
 
 
-def test_a_server_that_nobody_knows() -> None:
+def test_an_unknown_server_name() -> None:
     with pytest.raises(ServerUnreachableError, match=r"nowhere\.invalid"):
         local_host("https://nowhere.invalid:8400")

@@ -1,43 +1,55 @@
-"""What a provider decides, in virtual time: events in, lists of actions out."""
+"""Decisions of a provider's agent in virtual time: events in, lists of actions out."""
 
 import random
 
 import pytest
 
+from ravnest.errors import JobEndedError, ServerRefusedError
+from ravnest.provider import assignment_progress
 from ravnest.provider.agent import POLL_SECONDS, REPORT_SECONDS, Agent
-from ravnest.provider.assignment_progress import MOST_LOSSES
 from ravnest.provider.events import (
     Action,
-    Answered,
-    Began,
+    AgentEvent,
+    Announce,
+    ConnectionsRejected,
     DeadlinePassed,
     Discard,
-    Event,
     Exit,
     Fetch,
     Fetched,
+    HeartbeatAnswered,
     InterruptReceived,
-    Learned,
     Leave,
     Left,
-    OfferRefused,
-    Say,
+    OfferAccepted,
+    RecordsReceived,
     SendHeartbeat,
     SendOffer,
+    ServerRefused,
+    ServerUnreachable,
     StartWorker,
     Stop,
-    TurnedAway,
-    Unanswered,
     Upload,
     Uploaded,
     WorkerEnded,
 )
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import ResultFile
-from ravnest.schemas.providers import AssignmentReport, Heartbeat, HeartbeatReply, TlsRejections
+from ravnest.schemas.providers import (
+    MOST_RECORDS,
+    AssignmentReport,
+    Heartbeat,
+    HeartbeatReply,
+    TlsRejections,
+)
+from ravnest.telemetry import LossRecord, QueueRecord, WorkerRecord
 
-PLACE = "node_0, Root of cluster 0 in job j"
+TITLE = "node_0, Root of cluster 0 in job j"
 FILES = (ResultFile(name="node_0.json", artifact=Artifact(sha256="0" * 64, size=1)),)
+
+
+def losses(*values: float | None) -> tuple[WorkerRecord, ...]:
+    return tuple(LossRecord(i, 0, value, 1, 0) for i, value in enumerate(values))
 
 
 class Middle(random.Random):
@@ -48,58 +60,60 @@ class Middle(random.Random):
 
 
 class Scene:
-    """An agent, its clock, and heartbeats that wait for an answer."""
+    """An agent, its clock, and the heartbeats in flight."""
 
     def __init__(self, **options: object) -> None:
         self.agent = Agent(jitter=Middle(), **options)  # type: ignore[arg-type]
         self.now = 100.0
         self.sent: dict[int, Heartbeat] = {}
-        self.said: list[str] = []
+        self.announced: list[str] = []
 
-    def give(self, event: Event) -> list[Action]:
-        """The actions of an event, without heartbeats and lines, which are kept."""
-        kept: list[Action] = []
+    def give(self, event: AgentEvent) -> list[Action]:
+        """Return the actions of an event; heartbeats and lines are collected instead."""
+        others: list[Action] = []
         for action in self.agent.handle(event, self.now):
             match action:
                 case SendHeartbeat(number, heartbeat):
                     self.sent[number] = heartbeat
-                case Say(line):
-                    self.said.append(line)
+                case Announce(line):
+                    self.announced.append(line)
                 case _:
-                    kept.append(action)
-        return kept
+                    others.append(action)
+        return others
 
     @property
     def poll(self) -> int:
         return next(n for n, beat in self.sent.items() if beat.report is None)
 
     @property
-    def telling(self) -> int:
+    def report_number(self) -> int:
         return next(n for n, beat in self.sent.items() if beat.report is not None)
 
     @property
     def report(self) -> AssignmentReport:
-        report = self.sent[self.telling].report
+        report = self.sent[self.report_number].report
         assert report is not None
         return report
 
     def answer(self, number: int, assignment: str | None, known: int = 0) -> list[Action]:
         del self.sent[number]
-        return self.give(Answered(number, HeartbeatReply(assignment=assignment, losses_known=known)))
+        return self.give(
+            HeartbeatAnswered(number, HeartbeatReply(assignment=assignment, records_known=known))
+        )
 
     def order(self, assignment: str | None, reason: str = "") -> list[Action]:
-        """Other orders by the poll; one that was overtaken by a report is asked again."""
+        """Answer the poll; if a report overtook it, answer the next poll too."""
         before = self.poll
         del self.sent[before]
-        orders = HeartbeatReply(assignment=assignment, reason=reason)
-        actions = self.give(Answered(before, orders))
+        reply = HeartbeatReply(assignment=assignment, reason=reason)
+        actions = self.give(HeartbeatAnswered(before, reply))
         if any(beat.report is None for beat in self.sent.values()):
             assert actions == []
-            actions = self.give(Answered(self.poll, orders))
+            actions = self.give(HeartbeatAnswered(self.poll, reply))
         return actions
 
     def later(self, seconds: float | None = None) -> list[Action]:
-        """Go to the agent's deadline, or on by some seconds."""
+        """Move the clock to the agent's deadline, or by some seconds."""
         if seconds is None:
             assert self.agent.deadline is not None
             self.now = max(self.now, self.agent.deadline)
@@ -108,20 +122,20 @@ class Scene:
         return self.give(DeadlinePassed())
 
     def begin(self, assignment: str = "a") -> None:
-        assert self.give(Began()) == []
+        assert self.give(OfferAccepted()) == []
         assert self.answer(self.poll, assignment) == [Fetch(assignment)]
         self.later(1)
 
-    def tell(self, assignment: str | None, known: int = 0) -> list[Action]:
-        """Let the server answer the report that is under way."""
-        return self.answer(self.telling, assignment, known)
+    def answer_report(self, assignment: str | None, known: int = 0) -> list[Action]:
+        """Answer the report in flight."""
+        return self.answer(self.report_number, assignment, known)
 
     def train(self, assignment: str = "a", *, is_root: bool = True) -> None:
         self.begin(assignment)
-        self.tell(assignment)
-        fetched = Fetched(assignment, is_root=is_root, place=PLACE)
+        self.answer_report(assignment)
+        fetched = Fetched(assignment, is_root=is_root, node_title=TITLE)
         assert self.give(fetched) == [StartWorker(assignment)]
-        self.tell(assignment)
+        self.answer_report(assignment)
         self.later(1)
 
 
@@ -130,14 +144,14 @@ def scene() -> Scene:
     return Scene()
 
 
-# A job from the beginning to the end
+# A job from start to end
 
 
 def test_an_idle_provider_polls(scene: Scene) -> None:
-    assert scene.give(Began()) == []
+    assert scene.give(OfferAccepted()) == []
     assert list(scene.sent.values()) == [Heartbeat(known=None, wait=POLL_SECONDS)]
     assert scene.answer(scene.poll, None) == []
-    assert not scene.sent  # not at once, whatever the server does
+    assert not scene.sent  # not at once
     assert scene.later() == []
     assert scene.poll == 2
 
@@ -146,17 +160,17 @@ def test_a_root_fetches_trains_uploads_and_finishes(scene: Scene) -> None:
     scene.begin()
     assert scene.report == AssignmentReport(assignment="a", phase="fetching")
     assert scene.sent[scene.poll].known == "a"
-    scene.tell("a")
-    assert scene.give(Fetched("a", is_root=True, place=PLACE)) == [StartWorker("a")]
+    scene.answer_report("a")
+    assert scene.give(Fetched("a", is_root=True, node_title=TITLE)) == [StartWorker("a")]
     assert scene.report.phase == "training"
-    scene.tell("a")
+    scene.answer_report("a")
     assert scene.give(WorkerEnded("a")) == [Upload("a")]
     assert scene.report.phase == "uploading"
-    scene.tell("a")
+    scene.answer_report("a")
     assert scene.give(Uploaded("a", FILES)) == []
     assert scene.report == AssignmentReport(assignment="a", phase="finished", result=FILES)
-    assert scene.tell(None) == [Discard("a")]
-    assert scene.said[-1] == f"{PLACE}: finished"
+    assert scene.answer_report(None) == [Discard("a")]
+    assert scene.announced[-1] == f"{TITLE}: finished"
 
 
 def test_other_nodes_have_nothing_to_upload(scene: Scene) -> None:
@@ -168,93 +182,132 @@ def test_other_nodes_have_nothing_to_upload(scene: Scene) -> None:
 def test_the_next_job_begins_when_the_last_is_over(scene: Scene) -> None:
     scene.train(is_root=False)
     scene.give(WorkerEnded("a"))
-    assert scene.tell("b") == [Discard("a"), Fetch("b")]
+    assert scene.answer_report("b") == [Discard("a"), Fetch("b")]
 
 
 @pytest.mark.parametrize("phase", ["fetch", "train", "upload"])
-def test_a_failure_is_reported_with_its_reason_until_the_orders_change(scene: Scene, phase: str) -> None:
+def test_a_failure_is_reported_until_the_server_wants_another_assignment(
+    scene: Scene, phase: str
+) -> None:
     if phase == "fetch":
         scene.begin()
-        scene.tell("a")
-        failed: Event = Fetched("a", failure="no room")
+        scene.answer_report("a")
+        failed: AgentEvent = Fetched("a", failure="no room")
     else:
         scene.train()
         failed = WorkerEnded("a", "no room")
     if phase == "upload":
         scene.give(WorkerEnded("a"))
-        scene.tell("a")
+        scene.answer_report("a")
         failed = Uploaded("a", failure="no room")
     assert scene.give(failed) == []
     expected = AssignmentReport(assignment="a", phase="failed", reason="no room")
     assert scene.report == expected
-    scene.tell("a")
+    scene.answer_report("a")
     assert not any(beat.report for beat in scene.sent.values())
     assert scene.order("a") == []
     scene.later(REPORT_SECONDS)
     assert scene.report == expected
-    assert scene.tell(None) == [Discard("a")]
+    assert scene.answer_report(None) == [Discard("a")]
 
 
-# Losses
+# Records
 
 
-def test_losses_are_told_from_the_first_unknown_one_and_not_too_often(scene: Scene) -> None:
+def test_records_are_reported_from_the_first_unknown_one_and_not_too_often(scene: Scene) -> None:
     scene.train()
-    scene.give(Learned("a", (3.0, 2.0), ()))
-    assert (scene.report.first_loss, scene.report.losses) == (0, (3.0, 2.0))
-    scene.tell("a", known=2)
-    scene.give(Learned("a", (1.0,), (0.5,)))
+    first, second, third = losses(3.0, 2.0, 1.0)
+    scene.give(RecordsReceived("a", (first, second)))
+    assert (scene.report.first_record, scene.report.records) == (0, (first, second))
+    scene.answer_report("a", known=2)
+    scene.give(RecordsReceived("a", (third,)))
     assert not any(beat.report for beat in scene.sent.values())
     scene.later(REPORT_SECONDS)
-    report = scene.report
-    assert (report.first_loss, report.losses, report.figures) == (2, (1.0,), (0.5,))
+    assert (scene.report.first_record, scene.report.records) == (2, (third,))
 
 
-def test_losses_are_told_again_until_they_are_acknowledged(scene: Scene) -> None:
+def test_records_are_reported_again_until_they_are_acknowledged(scene: Scene) -> None:
     scene.train()
-    scene.give(Learned("a", (3.0, 2.0), ()))
-    scene.tell("a", known=1)
+    records = losses(3.0, 2.0)
+    scene.give(RecordsReceived("a", records))
+    scene.answer_report("a", known=1)
     scene.later(REPORT_SECONDS)
-    assert (scene.report.first_loss, scene.report.losses) == (1, (2.0,))
-    scene.tell("a", known=0)  # a server that lost some
+    assert (scene.report.first_record, scene.report.records) == (1, records[1:])
+    scene.answer_report("a", known=0)  # the server lost some
     scene.later(REPORT_SECONDS)
-    assert (scene.report.first_loss, scene.report.losses) == (0, (3.0, 2.0))
+    assert (scene.report.first_record, scene.report.records) == (0, records)
 
 
-def test_a_report_that_got_lost_is_sent_again(scene: Scene) -> None:
+def test_a_lost_report_is_sent_again(scene: Scene) -> None:
     scene.train()
-    scene.give(Learned("a", (3.0,), ()))
-    scene.give(Unanswered(scene.telling, "gone"))
-    scene.sent.pop(scene.telling)
+    scene.give(RecordsReceived("a", losses(3.0)))
+    scene.give(ServerUnreachable(scene.report_number, "gone"))
+    scene.sent.pop(scene.report_number)
     scene.later(REPORT_SECONDS)
-    assert scene.report.losses == (3.0,)
+    assert scene.report.records == losses(3.0)
 
 
-def test_many_losses_travel_in_parts(scene: Scene) -> None:
+def test_many_records_travel_in_several_reports(scene: Scene) -> None:
     scene.train()
-    scene.give(Learned("a", (1.0,) * (MOST_LOSSES + 5), ()))
-    assert len(scene.report.losses) == MOST_LOSSES
-    scene.tell("a", known=MOST_LOSSES)
+    scene.give(RecordsReceived("a", losses(1.0) * (MOST_RECORDS + 5)))
+    assert len(scene.report.records) == MOST_RECORDS
+    scene.answer_report("a", known=MOST_RECORDS)
     scene.later(REPORT_SECONDS)
-    assert len(scene.report.losses) == 5
+    assert len(scene.report.records) == 5
 
 
-# Strangers
+def test_the_end_is_reported_with_the_last_records(scene: Scene) -> None:
+    """The server takes no records of a finished assignment."""
+    scene.train(is_root=False)
+    scene.give(RecordsReceived("a", losses(1.0) * (2 * MOST_RECORDS + 5)))
+    scene.answer_report("a", known=MOST_RECORDS)
+    scene.give(WorkerEnded("a"))
+    assert scene.report.phase == "training"
+    scene.answer_report("a", known=2 * MOST_RECORDS)
+    scene.later(REPORT_SECONDS)
+    assert (scene.report.phase, len(scene.report.records)) == ("finished", 5)
 
 
-def test_strangers_are_told_to_the_server_and_once_to_the_owner(scene: Scene) -> None:
+def test_a_server_that_acknowledges_nothing_does_not_hold_back_the_end(scene: Scene) -> None:
+    scene.train(is_root=False)
+    scene.give(RecordsReceived("a", losses(1.0) * (2 * MOST_RECORDS)))
+    scene.answer_report("a", known=0)
+    scene.give(WorkerEnded("a"))
+    scene.later(REPORT_SECONDS)
+    assert scene.report.phase == "finished"
+
+
+def test_the_agent_keeps_a_bounded_number_of_records(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assignment_progress, "MOST_KEPT_RECORDS", 10)
+    monkeypatch.setattr(assignment_progress, "MOST_SAMPLES_WAITING", 5)
     scene.train()
-    scene.give(TurnedAway("a", TlsRejections(foreign=1)))
-    assert scene.report.strangers == TlsRejections(foreign=1)
-    scene.tell("a")
-    scene.give(TurnedAway("a", TlsRejections(foreign=2)))
-    scene.give(TurnedAway("a", TlsRejections(foreign=2, bare=1)))
+    scene.give(RecordsReceived("a", (QueueRecord(1, 1, 0),) * 20))
+    assert len(scene.report.records) == 5, "further queue lengths are dropped on arrival"
+    scene.answer_report("a", known=5)
+    scene.give(RecordsReceived("a", losses(*map(float, range(25)))))
     scene.later(REPORT_SECONDS)
-    assert scene.report.strangers == TlsRejections(foreign=2, bare=1)
-    assert len([line for line in scene.said if "turned away" in line]) == 1
+    assert scene.report.first_record == 20
+    assert scene.report.records == losses(*map(float, range(25)))[-10:]
 
 
-# Other orders
+# Rejected connections
+
+
+def test_rejected_connections_are_reported_and_announced_once(scene: Scene) -> None:
+    scene.train()
+    scene.give(ConnectionsRejected("a", TlsRejections(foreign=1)))
+    assert scene.report.tls_rejections == TlsRejections(foreign=1)
+    scene.answer_report("a")
+    scene.give(ConnectionsRejected("a", TlsRejections(foreign=2)))
+    scene.give(ConnectionsRejected("a", TlsRejections(foreign=2, bare=1)))
+    scene.later(REPORT_SECONDS)
+    assert scene.report.tls_rejections == TlsRejections(foreign=2, bare=1)
+    assert len([line for line in scene.announced if "rejected" in line]) == 1
+
+
+# Another assignment
 
 
 def test_a_worker_is_stopped_before_another_job_begins(scene: Scene) -> None:
@@ -264,14 +317,14 @@ def test_a_worker_is_stopped_before_another_job_begins(scene: Scene) -> None:
     assert scene.give(WorkerEnded("a", "it was stopped")) == [Discard("a"), Fetch("b")]
 
 
-def test_a_job_that_is_cancelled_is_stopped_and_the_reason_said(scene: Scene) -> None:
+def test_a_cancelled_job_is_stopped_and_the_reason_announced(scene: Scene) -> None:
     scene.train()
     assert scene.order(None, "the job was cancelled") == [Stop("a")]
-    assert "the server says: the job was cancelled" in scene.said
+    assert any("the job was cancelled" in line for line in scene.announced)
     assert scene.give(WorkerEnded("a", "it was stopped")) == [Discard("a")]
 
 
-def test_a_job_that_is_wanted_again_while_it_stops_begins_anew(scene: Scene) -> None:
+def test_an_assignment_that_is_wanted_again_while_it_stops_starts_over(scene: Scene) -> None:
     scene.train()
     scene.order(None)
     scene.later(1)
@@ -279,8 +332,8 @@ def test_a_job_that_is_wanted_again_while_it_stops_begins_anew(scene: Scene) -> 
     assert scene.give(WorkerEnded("a", "it was stopped")) == [Discard("a"), Fetch("a")]
 
 
-def test_an_answer_that_was_overtaken_is_not_obeyed(scene: Scene) -> None:
-    scene.give(Began())
+def test_an_overtaken_answer_is_ignored(scene: Scene) -> None:
+    scene.give(OfferAccepted())
     scene.answer(scene.poll, "a")
     scene.later(1)
     old, new = sorted(scene.sent)
@@ -290,39 +343,39 @@ def test_an_answer_that_was_overtaken_is_not_obeyed(scene: Scene) -> None:
     assert scene.sent[scene.poll].known == "a"
 
 
-def test_a_job_of_an_earlier_process_of_this_provider_fails(scene: Scene) -> None:
+def test_an_assignment_of_an_earlier_process_fails(scene: Scene) -> None:
     scene = Scene(lost=["a"])
-    scene.give(Began())
+    scene.give(OfferAccepted())
     assert scene.answer(scene.poll, "a") == []
     assert scene.report.phase == "failed"
     assert "restarted" in scene.report.reason
 
 
-def test_what_belongs_to_another_assignment_changes_nothing(scene: Scene) -> None:
+def test_events_of_another_assignment_change_nothing(scene: Scene) -> None:
     scene.train()
     assert scene.give(WorkerEnded("z")) == []
-    assert scene.give(Learned("z", (1.0,), ())) == []
+    assert scene.give(RecordsReceived("z", losses(1.0))) == []
     assert scene.give(Uploaded("z", FILES)) == []
 
 
-# A server that is away
+# A server that does not answer
 
 
 def test_pauses_grow_and_are_bounded_while_the_server_is_away(scene: Scene) -> None:
-    scene.give(Began())
+    scene.give(OfferAccepted())
     pauses = []
     for _ in range(8):
         number = scene.poll
         del scene.sent[number]
-        scene.give(Unanswered(number, "nothing answers"))
+        scene.give(ServerUnreachable(number, "nothing answers"))
         before = scene.now
         scene.later()
         pauses.append(scene.now - before)
     assert pauses == [1, 2, 4, 8, 10, 10, 10, 10]
-    assert len(scene.said) == 1
-    assert scene.sent[scene.poll].wait == 0  # so that its return is noticed at once
+    assert len(scene.announced) == 1
+    assert scene.sent[scene.poll].wait == 0  # its return is noticed at once
     scene.answer(scene.poll, None)
-    assert scene.said[-1] == "the server is back"
+    assert "again" in scene.announced[-1]
     scene.later()
     assert scene.sent[scene.poll].wait == POLL_SECONDS
 
@@ -331,104 +384,107 @@ def test_pauses_are_jittered() -> None:
     waits = set()
     for seed in range(5):
         agent = Agent(jitter=random.Random(seed))
-        (send,) = agent.handle(Began(), 0.0)
+        (send,) = agent.handle(OfferAccepted(), 0.0)
         assert isinstance(send, SendHeartbeat)
-        agent.handle(Unanswered(send.number, "gone"), 0.0)
+        agent.handle(ServerUnreachable(send.number, "gone"), 0.0)
         assert agent.deadline is not None
         assert 0.5 <= agent.deadline <= 1.5
         waits.add(agent.deadline)
     assert len(waits) == 5
 
 
-def test_the_worker_trains_on_and_all_is_told_when_the_server_is_back(scene: Scene) -> None:
+def test_training_continues_without_the_server_and_everything_is_reported_later(scene: Scene) -> None:
     scene.train()
     number = scene.poll
     del scene.sent[number]
-    assert scene.give(Unanswered(number, "gone")) == []
-    scene.give(Learned("a", (3.0,), ()))
+    assert scene.give(ServerUnreachable(number, "gone")) == []
+    scene.give(RecordsReceived("a", losses(3.0)))
     assert scene.give(WorkerEnded("a")) == [Upload("a")]
     assert not scene.sent
     assert scene.give(Uploaded("a", failure="gone", again=True)) == []
-    assert scene.later() == [Upload("a")]  # which fails again, and is tried again
+    assert scene.later() == [Upload("a")]  # fails again, and is tried again
     assert scene.give(Uploaded("a", failure="gone", again=True)) == []
     assert not scene.sent or scene.answer(scene.poll, "a") == []
     scene.later()
     scene.later()
-    assert (scene.report.phase, scene.report.losses) == ("uploading", (3.0,))
+    assert (scene.report.phase, scene.report.records) == ("uploading", losses(3.0))
 
 
-def test_a_fetch_that_the_server_broke_off_is_tried_again(scene: Scene) -> None:
+def test_an_interrupted_fetch_is_tried_again(scene: Scene) -> None:
     scene.begin()
-    scene.tell("a")
+    scene.answer_report("a")
     assert scene.give(Fetched("a", failure="gone", again=True)) == []
     assert scene.agent.deadline == scene.now + 1
     assert scene.later() == [Fetch("a")]
 
 
 def test_a_server_that_forgot_the_provider_gets_the_offer_again(scene: Scene) -> None:
-    scene.give(Began())
+    scene.give(OfferAccepted())
     number = scene.poll
     del scene.sent[number]
-    (offer,) = scene.give(OfferRefused(number, 404, "no such provider"))
+    (offer,) = scene.give(ServerRefused(number, 404, "no such provider"))
     assert isinstance(offer, SendOffer)
-    scene.give(Began())
+    scene.give(OfferAccepted())
     assert scene.poll > offer.number
 
 
 def test_an_offer_that_is_refused_is_not_repeated_at_once(scene: Scene) -> None:
-    scene.give(Began())
+    scene.give(OfferAccepted())
     number = scene.poll
     del scene.sent[number]
-    (offer,) = scene.give(OfferRefused(number, 404, "no such provider"))
+    (offer,) = scene.give(ServerRefused(number, 404, "no such provider"))
     assert isinstance(offer, SendOffer)
-    assert scene.give(OfferRefused(offer.number, 404, "no such page")) == []
+    assert scene.give(ServerRefused(offer.number, 404, "no such page")) == []
     assert scene.agent.deadline is not None
     assert scene.agent.deadline > scene.now
 
 
-def test_a_credential_that_is_not_taken_ends_it(scene: Scene) -> None:
-    scene.give(Began())
-    assert scene.give(OfferRefused(scene.poll, 401, "unknown credential")) == [
+def test_a_refused_credential_ends_the_provider(scene: Scene) -> None:
+    scene.give(OfferAccepted())
+    assert scene.give(ServerRefused(scene.poll, 401, "unknown credential")) == [
         Leave("unknown credential")
     ]
-    assert scene.give(Left()) == [Exit(1)]
+    (end,) = scene.give(Left())
+    assert isinstance(end, Exit)
+    assert isinstance(end.error, ServerRefusedError)
+    assert "unknown credential" in str(end.error)
 
 
-def test_a_report_that_is_refused_is_left_to_the_poll(scene: Scene) -> None:
+def test_a_refused_report_is_left_to_the_poll(scene: Scene) -> None:
     scene.begin()
-    assert scene.give(OfferRefused(scene.telling, 409, "not yours")) == []
+    assert scene.give(ServerRefused(scene.report_number, 409, "not yours")) == []
 
 
 # Leaving
 
 
 def test_an_idle_provider_leaves_at_once(scene: Scene) -> None:
-    scene.give(Began())
+    scene.give(OfferAccepted())
     assert scene.give(InterruptReceived()) == [Leave("its owner stopped it")]
-    assert scene.give(Answered(1, HeartbeatReply(assignment="late"))) == []
-    assert scene.give(Left()) == [Exit(0)]
+    assert scene.give(HeartbeatAnswered(1, HeartbeatReply(assignment="late"))) == []
+    assert scene.give(Left()) == [Exit()]
 
 
-def test_a_provider_at_work_stops_first(scene: Scene) -> None:
+def test_a_busy_provider_stops_its_worker_first(scene: Scene) -> None:
     scene.train()
     assert scene.give(InterruptReceived()) == [Stop("a")]
     assert scene.give(WorkerEnded("a", "it was stopped")) == [
         Discard("a"),
         Leave("its owner stopped it"),
     ]
-    assert scene.give(Left()) == [Exit(0)]
+    assert scene.give(Left()) == [Exit()]
 
 
 def test_the_second_interrupt_ends_at_once(scene: Scene) -> None:
     scene.train()
     scene.give(InterruptReceived())
-    assert scene.give(InterruptReceived()) == [Exit(130)]
+    assert scene.give(InterruptReceived()) == [Exit(interrupted=True)]
 
 
-def test_the_second_interrupt_ends_at_once_while_the_server_is_told(scene: Scene) -> None:
-    scene.give(Began())
+def test_the_second_interrupt_ends_at_once_while_the_provider_leaves(scene: Scene) -> None:
+    scene.give(OfferAccepted())
     scene.give(InterruptReceived())
-    assert scene.give(InterruptReceived()) == [Exit(130)]
+    assert scene.give(InterruptReceived()) == [Exit(interrupted=True)]
 
 
 def test_hours_end() -> None:
@@ -438,14 +494,20 @@ def test_hours_end() -> None:
     assert scene.later(0) == [Stop("a")]
     assert scene.give(WorkerEnded("a", "stopped")) == [
         Discard("a"),
-        Leave("the hours that it offered are over"),
+        Leave("the offered hours are over"),
     ]
 
 
-@pytest.mark.parametrize(("failure", "code"), [("", 0), ("no room", 1)])
-def test_one_job_only(failure: str, code: int) -> None:
+@pytest.mark.parametrize("failure", ["", "no room"])
+def test_one_job_only(failure: str) -> None:
     scene = Scene(once=True)
     scene.train(is_root=False)
     scene.give(WorkerEnded("a", failure))
-    assert scene.tell(None) == [Discard("a"), Leave("it was to work on one job")]
-    assert scene.give(Left()) == [Exit(code)]
+    assert scene.answer_report(None) == [Discard("a"), Leave("it was started for one job")]
+    (end,) = scene.give(Left())
+    assert isinstance(end, Exit)
+    if failure:
+        assert isinstance(end.error, JobEndedError)
+        assert failure in str(end.error)
+    else:
+        assert end.error is None

@@ -1,71 +1,128 @@
-"""What a provider takes from a server, and what it does not."""
+"""Download of an assignment: what a provider accepts from a server, and what it refuses."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from assigning_server import FakeServer, small_job
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
+from loopback_server import LoopbackServer, Wire, loopback_server, next_assignment, offer_of
 
-from ravnest.errors import ServerError, ServerRefusedError, StageFormatError
-from ravnest.provider.download import Fetching, write_certificate
+from ravnest.errors import RavnestError, ServerError, ServerRefusedError, StageFormatError
+from ravnest.http.api import ApiClient
+from ravnest.provider.download import AssignmentDownload, write_certificate
 from ravnest.provider.job_dir import CERTIFICATES, JobDir, JobsDir
-from ravnest.schemas.providers import Assignment, SignedCertificate
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.providers import Assignment, ProviderView, SignedCertificate
 from ravnest.store.bundle import load_stage
-from ravnest.store.node_spec import read_node
+from ravnest.store.node_spec import NodeSpec, read_node
 from ravnest.transport.certificates import Authority, signing_request
 
 NOW = datetime.datetime.now(datetime.UTC)
+ADDRESS = "127.0.0.1:20000"
+
+
+@dataclass
+class Member:
+    """A provider that has an assignment of a real server."""
+
+    server: LoopbackServer
+    api: ApiClient
+    wire: Wire
+    assignment: str
+
+    def fetch(self, job_dir: JobDir, check: Callable[[], None] = lambda: None) -> Any:
+        return AssignmentDownload(self.api, ADDRESS).run(self.assignment, job_dir, check)
+
+    def change(self, **fields: Any) -> None:
+        """Have the server's answer say something else about the assignment."""
+        self.wire.alter[self._path] = lambda body: json.dumps(json.loads(body) | fields).encode()
+
+    def change_node(self, **fields: Any) -> None:
+        """Have the server's answer say something else about the node."""
+
+        def changed(body: bytes) -> bytes:
+            data = json.loads(body)
+            return json.dumps(data | {"node_spec": data["node_spec"] | fields}).encode()
+
+        self.wire.alter[self._path] = changed
+
+    @property
+    def _path(self) -> str:
+        return f"GET /api/assignments/{self.assignment}"
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
+    wire = Wire()
+    with (
+        loopback_server(tmp_path_factory.mktemp("server")) as server,
+        server.api(ApiRole.PROVIDER, "attic", wire) as api,
+        server.submit(),
+    ):
+        provider = api.post("/api/providers", offer_of(address=ADDRESS), ProviderView).id
+        yield Member(server, api, wire, next_assignment(api, provider))
 
 
 @pytest.fixture
-def server() -> FakeServer:
-    return FakeServer()
+def member(joined: Member) -> Iterator[Member]:
+    yield joined
+    joined.wire.alter.clear()
 
 
 @pytest.fixture
-def assignment(server: FakeServer, tmp_path: Path) -> Assignment:
-    return small_job(server, tmp_path / "job", nodes=1)[0]
+def job_dir(tmp_path: Path, joined: Member) -> JobDir:
+    return JobsDir(tmp_path / "provider").job_dir(joined.assignment)
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> JobDir:
-    return JobsDir(tmp_path / "provider").place("job-0")
+def is_complete(job_dir: JobDir) -> bool:
+    return (job_dir.folder / "assignment.json").exists()
 
 
-def fetch(server: FakeServer, place: JobDir, address: str) -> Any:
-    return Fetching(server.api(), address).fetch("job-0", place, lambda: None)
+def test_a_job_folder_has_everything_that_the_worker_needs(member: Member, job_dir: JobDir) -> None:
+    assignment, node = member.fetch(job_dir)
+    assert assignment.id == member.assignment
+    assert job_dir.read_assignment() == assignment
+    assert read_node(job_dir.node_data, "node_0") == node
+    assert load_stage(job_dir.node_data / node.bundle, node.sha256).spec.index == 0
+    rows = (*assignment.train.inputs, *assignment.train.labels)
+    assert rows
+    assert all(job_dir.data_file(each.artifact).is_file() for each in rows)
 
 
-def changed(server: FakeServer, assignment: Assignment, **node: Any) -> str:
-    """Another file for the node; the provider's address."""
-    data = assignment.node_file | node
-    server.assignments["job-0"] = assignment.model_copy(update={"node_file": data})
-    return str(assignment.node_file["address"])
+def test_a_second_fetch_uses_the_files_of_the_first(member: Member, job_dir: JobDir) -> None:
+    member.fetch(job_dir)
+    before = len(member.wire.requests)
+    member.fetch(job_dir)
+    assert not [name for name in member.wire.requests[before:] if "/artifacts/" in name]
 
 
-def test_a_workplace_has_all_that_the_worker_needs(
-    server: FakeServer, assignment: Assignment, place: JobDir
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"node": 7},
+        {"role": "Boss"},
+        {"pipeline": "all"},
+        {"roots": [{"node": 0}]},
+        {"sha256": "0" * 64},
+        {"address": "0.0.0.0:22"},
+    ],
+)
+def test_a_node_spec_that_is_malformed_or_meant_for_another_is_refused(
+    member: Member, job_dir: JobDir, node: dict[str, Any]
 ) -> None:
-    fetched, node = fetch(server, place, assignment.node_file["address"])
-    assert fetched == assignment == place.read_assignment()
-    assert read_node(place.node_data, "node_0") == node
-    assert load_stage(place.node_data / node.bundle, node.sha256).spec.index == 0
-    pieces = {*assignment.train.inputs, *assignment.train.labels}
-    assert all(place.piece(piece.artifact).is_file() for piece in pieces)
-
-
-def test_a_second_fetch_takes_what_is_there(
-    server: FakeServer, assignment: Assignment, place: JobDir
-) -> None:
-    fetch(server, place, assignment.node_file["address"])
-    server.artifacts.clear()
-    fetch(server, place, assignment.node_file["address"])
+    member.change_node(**node)
+    with pytest.raises(RavnestError):
+        member.fetch(job_dir)
+    assert not is_complete(job_dir)
 
 
 @pytest.mark.parametrize(
@@ -73,93 +130,65 @@ def test_a_second_fetch_takes_what_is_there(
     [
         {"bundle": "../../outside"},
         {"bundle": "/etc"},
-        {"certificates": {"authority": "../a", "certificate": "b", "key": "c"}},
-        {"certificates": {"authority": "a", "certificate": "b", "key": "/root/key"}},
-        {"format": "something else"},
-        {"node": 7},
-        {"role": "Boss"},
-        {"surprise": 1},
+        {"bundle": "nodes"},
+        {"certificates": {"authority": "../a", "certificate": "b", "key": "/root/key"}},
     ],
 )
-def test_node_files_that_lead_elsewhere_or_are_none_are_refused(
-    server: FakeServer, assignment: Assignment, place: JobDir, node: dict[str, Any], tmp_path: Path
+def test_paths_of_the_server_are_not_used(
+    member: Member, job_dir: JobDir, node: dict[str, Any], tmp_path: Path
 ) -> None:
-    before = set(tmp_path.rglob("*"))
-    with pytest.raises(StageFormatError):
-        fetch(server, place, changed(server, assignment, **node))
-    assert {p for p in set(tmp_path.rglob("*")) - before if place.folder.parent not in p.parents} <= {
-        place.folder.parent
-    }
+    member.change_node(**node)
+    _, found = member.fetch(job_dir)
+    assert isinstance(found, NodeSpec)
+    assert (found.bundle, found.certificates) == ("stage", CERTIFICATES)
+    assert [path.name for path in tmp_path.iterdir()] == ["provider"]
+    assert list((tmp_path / "provider").iterdir()) == [job_dir.folder]
 
 
-def test_names_of_files_are_ours(server: FakeServer, assignment: Assignment, place: JobDir) -> None:
-    address = changed(server, assignment, bundle="nodes")
-    _, node = fetch(server, place, address)
-    assert node.bundle == "stage"
-
-
-def test_a_node_at_another_address_is_not_ours(
-    server: FakeServer, assignment: Assignment, place: JobDir
-) -> None:
-    address = changed(server, assignment, address="0.0.0.0:22")
+def test_a_node_with_another_address_is_named(member: Member, job_dir: JobDir) -> None:
+    member.change_node(address="0.0.0.0:22")
     with pytest.raises(StageFormatError, match=r"planned for 0\.0\.0\.0:22"):
-        fetch(server, place, address)
+        member.fetch(job_dir)
 
 
-def test_another_assignment_than_the_one_asked_for(
-    server: FakeServer, assignment: Assignment, place: JobDir
-) -> None:
-    server.assignments["job-0"] = assignment.model_copy(update={"id": "other"})
-    with pytest.raises(ServerError, match="instead of job-0"):
-        fetch(server, place, assignment.node_file["address"])
+def test_another_assignment_is_refused(member: Member, job_dir: JobDir) -> None:
+    member.change(id="other")
+    with pytest.raises(ServerError, match=f"instead of {member.assignment}"):
+        member.fetch(job_dir)
 
 
-def test_files_that_do_not_fit_on_the_disk(
-    server: FakeServer, assignment: Assignment, place: JobDir
-) -> None:
-    huge = assignment.stage.model_copy(update={"size": 1 << 60})
-    server.assignments["job-0"] = assignment.model_copy(update={"stage": huge})
-    with pytest.raises(StageFormatError, match="make room"):
-        fetch(server, place, assignment.node_file["address"])
+def test_files_that_do_not_fit_on_the_disk_are_refused(member: Member, job_dir: JobDir) -> None:
+    assignment = member.api.get(f"/api/assignments/{member.assignment}", Assignment)
+    member.change(weights={"sha256": assignment.weights.sha256, "size": 1 << 60})
+    with pytest.raises(StageFormatError, match="--folder"):
+        member.fetch(job_dir)
 
 
-def test_a_stop_ends_a_fetch(server: FakeServer, assignment: Assignment, place: JobDir) -> None:
+def test_a_stop_ends_a_fetch(member: Member, job_dir: JobDir) -> None:
     def check() -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        Fetching(server.api(), assignment.node_file["address"]).fetch("job-0", place, check)
-    assert not (place.folder / "assignment.json").exists()
+        member.fetch(job_dir, check)
+    assert not is_complete(job_dir)
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/b", "/etc", ".hidden", "a\0b", "x" * 200, "a\n"])
-def test_assignments_have_names_that_stay_in_the_folder(tmp_path: Path, name: str) -> None:
+def test_an_assignment_name_that_could_lead_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(StageFormatError):
-        JobsDir(tmp_path).place(name)
+        JobsDir(tmp_path).job_dir(name)
 
 
 # Certificates
 
 
-def signer(csr: str) -> dict[str, str]:
-    """Signs what it gets, as a server does: by its own words, only the key is taken."""
-    authority = Authority("test", NOW)
-    request = x509.load_pem_x509_csr(csr.encode())
-    assert request.is_signature_valid
-    certificate = authority.sign(csr.encode(), "node_0", ["127.0.0.1"])
-    return {"certificate": certificate.decode(), "authority": authority.certificate.decode()}
-
-
-def test_the_key_stays_here_and_only_its_owner_can_read_it(
-    server: FakeServer, assignment: Assignment, place: JobDir
-) -> None:
-    server.assignments["job-0"] = assignment.model_copy(update={"tls": True})
-    server.signs = signer
-    fetch(server, place, assignment.node_file["address"])
-    key = place.node_data / CERTIFICATES.key
+def test_the_key_stays_here_and_only_its_owner_can_read_it(member: Member, job_dir: JobDir) -> None:
+    member.change(tls=True)
+    member.fetch(job_dir)
+    key = job_dir.node_data / CERTIFICATES.key
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     own = serialization.load_pem_private_key(key.read_bytes(), None)
-    certificate = (place.node_data / CERTIFICATES.certificate).read_bytes()
+    certificate = (job_dir.node_data / CERTIFICATES.certificate).read_bytes()
     assert x509.load_pem_x509_certificate(certificate).public_key() == own.public_key()
 
 
@@ -172,19 +201,19 @@ def test_a_certificate_of_another_key_or_authority_is_refused(tmp_path: Path) ->
     )
     with pytest.raises(ServerError, match="another key"):
         write_certificate(tmp_path, key, signed)
-    with pytest.raises(ServerError, match="not a certificate of its authority"):
+    with pytest.raises(ServerError, match="not a certificate"):
         write_certificate(
             tmp_path, key, signed.model_copy(update={"authority": other.certificate.decode()})
         )
-    with pytest.raises(ServerError, match="not a certificate of its authority"):
+    with pytest.raises(ServerError, match="not a certificate"):
         write_certificate(tmp_path, key, SignedCertificate(certificate="x", authority="y"))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_refusal_to_sign_is_passed_on(
-    server: FakeServer, assignment: Assignment, place: JobDir
-) -> None:
-    server.assignments["job-0"] = assignment.model_copy(update={"tls": True})
-    with pytest.raises(ServerRefusedError):
-        fetch(server, place, assignment.node_file["address"])
-    assert not (place.folder / "assignment.json").exists()
+def test_a_refusal_to_sign_is_passed_on(member: Member, job_dir: JobDir) -> None:
+    member.change(tls=True)
+    path = f"POST /api/assignments/{member.assignment}/certificate"
+    member.wire.alter[path] = lambda _: httpx.Response(403, json={"detail": "not yours"})
+    with pytest.raises(ServerRefusedError, match="not yours"):
+        member.fetch(job_dir)
+    assert not is_complete(job_dir)

@@ -1,4 +1,4 @@
-"""Real processes of small scripts: what is shown, how they end, and that none is left behind."""
+"""``launch`` with real processes of small scripts: their output, their end, and no leftovers."""
 
 import io
 import json
@@ -16,14 +16,14 @@ from node_files import node_file
 from rich.console import Console
 
 from ravnest.errors import LaunchError, StageFormatError
-from ravnest.provider.child_process import Command, run_together
-from ravnest.provider.launch import Output, launch, nodes_here, own_hosts, thread_shares
+from ravnest.provider.child_process import ChildProcess, run_together
+from ravnest.provider.launch import NodeOutput, launch, nodes_here, own_hosts, thread_shares
 from ravnest.provider.supervision import Supervision
 from ravnest.store.node_spec import read_nodes, write_node
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
-"""After which something hangs; nothing here takes so long."""
+"""Timeout; nothing here takes this long unless it hangs."""
 
 STAYS = """
 import signal, sys, threading
@@ -35,7 +35,7 @@ threading.Event().wait({seconds})
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with three nodes of this machine."""
+    """A folder with three nodes of this machine, as the current folder."""
     for number in range(3):
         write_node(tmp_path / "node_data", node_file(number, stages=3))
     monkeypatch.chdir(tmp_path)
@@ -54,7 +54,7 @@ def launched(*args: object, **kwargs: object) -> tuple[int, list[str]]:
     return code, console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-# What is started
+# Start
 
 
 def test_every_node_runs_the_script_with_its_name_and_the_arguments(project: Path) -> None:
@@ -117,22 +117,22 @@ def test_nodes_of_one_machine_share_its_cores(
 
 
 @pytest.mark.parametrize("given", [None, "7"])
-def test_the_share_is_said_and_reaches_the_nodes(
+def test_the_share_is_shown_and_reaches_the_nodes(
     project: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     _, lines = launched(script(project, "import os\nprint(os.environ['OMP_NUM_THREADS'])"))
-    said = [line for line in lines if "3 nodes share" in line]
+    shown = [line for line in lines if "3 nodes share" in line]
     threads = {line.partition("| ")[2] for line in lines if line.startswith("node_")}
     if given is None:
-        assert [f"OMP_NUM_THREADS={count} for each" in said[0] for count in threads] == [True]
+        assert [f"OMP_NUM_THREADS={count} for each" in shown[0] for count in threads] == [True]
     else:
-        assert (said, threads) == ([], {given})
+        assert (shown, threads) == ([], {given})
 
 
-# What cannot be started
+# Errors at the start
 
 
 def test_a_missing_script_is_named(project: Path) -> None:
@@ -148,17 +148,19 @@ def test_missing_node_data_is_named(project: Path) -> None:
 
 def test_nodes_of_other_machines_only(project: Path) -> None:
     script(project, "")
-    write_node(project / "far", node_file(0, address="192.0.2.1:8080"))  # an address that nobody has
+    write_node(
+        project / "far", node_file(0, address="192.0.2.1:8080")
+    )  # a documentation address that no machine has
     with pytest.raises(LaunchError, match="no node of far has an address of this machine"):
         launch("provider.py", folder="far")
 
 
-# What is shown
+# Output
 
 
 def test_names_are_aligned_and_coloured_on_a_terminal() -> None:
     file = io.StringIO()
-    output = Output(
+    output = NodeOutput(
         Console(file=file, force_terminal=True, color_system="standard"), ["node_9", "node_10"]
     )
     output.show("node_9", "[bold]as written[/]")
@@ -168,7 +170,7 @@ def test_names_are_aligned_and_coloured_on_a_terminal() -> None:
     assert second == "\x1b[35mnode_10 | \x1b[0mx"
 
 
-def test_long_lines_stay_whole_and_rewritten_ones_show_their_end(project: Path) -> None:
+def test_long_lines_stay_whole_and_progress_lines_show_their_last_state(project: Path) -> None:
     path = script(
         project, "import sys\nprint('x' * 500)\nprint('10%\\r50%\\r100%\\r')\nprint('é', end='')"
     )
@@ -178,7 +180,7 @@ def test_long_lines_stay_whole_and_rewritten_ones_show_their_end(project: Path) 
 
 
 def test_output_comes_as_it_is_written(project: Path) -> None:
-    """The script waits for a file that is made when its first line is shown."""
+    """The script waits for a file that the test writes when the first line is shown."""
     os.mkfifo(project / "gate")
     text = "import sys\nprint('first')\nopen('gate').read() if sys.argv[1] == 'node_0' else 0\n"
     path = script(project, text)
@@ -193,22 +195,25 @@ def test_output_comes_as_it_is_written(project: Path) -> None:
 
 
 def test_a_closed_output_ends_the_nodes() -> None:
-    commands = commands_of({f"node_{n}": stays() for n in range(2)})
+    processes = children({f"node_{n}": stays() for n in range(2)})
     supervision = Supervision(["node_0", "node_1"])
 
     def show(name: str, line: str) -> None:
         raise BrokenPipeError
 
-    run_together(commands, supervision, show, environment=os.environ)
+    run_together(processes, supervision, show)
     assert len(supervision.summary()) == 2
     assert supervision.exit_code != 0
 
 
-# How they end
+# End
 
 
-def commands_of(scripts: dict[str, str]) -> list[Command]:
-    return [Command(name, (sys.executable, "-c", text)) for name, text in scripts.items()]
+def children(scripts: dict[str, str]) -> list[ChildProcess]:
+    return [
+        ChildProcess(name, (sys.executable, "-c", text), os.environ, ends_with_us=True)
+        for name, text in scripts.items()
+    ]
 
 
 def run(
@@ -230,7 +235,7 @@ def run(
                 if not waiting:
                     when_ready()
 
-    run_together(commands_of(scripts), supervision, show, environment=os.environ)
+    run_together(children(scripts), supervision, show)
     return supervision
 
 
@@ -242,14 +247,14 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_exit_code_is_the_first_failures(project: Path) -> None:
+def test_the_exit_code_is_that_of_the_first_failure(project: Path) -> None:
     path = script(project, "import sys\nsys.exit(7 if sys.argv[1] == 'node_1' else 0)")
     code, lines = launched(path)
     assert code == 7
     assert lines[-1] == "node_1 failed: exit code 7"
 
 
-def test_one_that_fails_ends_those_that_stay() -> None:
+def test_a_failure_ends_the_others() -> None:
     supervision = run({"node_0": stays(), "node_1": "raise SystemExit(3)"}, grace=0.1)
     assert supervision.exit_code == 3
     assert supervision.summary() == [
@@ -258,7 +263,7 @@ def test_one_that_fails_ends_those_that_stay() -> None:
     ]
 
 
-def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     scripts = {
@@ -272,7 +277,7 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     ]
 
 
-def test_an_interrupt_reaches_each_once() -> None:
+def test_an_interrupt_reaches_each_process_once() -> None:
     counts = (
         "seen = []\n"
         "def note(*_):\n"
@@ -292,21 +297,21 @@ def test_the_second_interrupt_kills() -> None:
         if line in {"ready", "noted"}:
             interrupt()
 
-    run_together(commands_of({"node_0": stays(setup)}), supervision, show, environment=os.environ)
+    run_together(children({"node_0": stays(setup)}), supervision, show)
     assert supervision.summary() == ["node_0 did not end by itself: SIGKILL"]
     assert supervision.exit_code == 128 + signal.SIGKILL
 
 
-def test_signals_mean_what_they_meant_before() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     run({"node_0": "pass"})
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_grandchild_that_keeps_the_output_open_does_not_hold_up_the_end(
+def test_a_grandchild_that_keeps_the_output_open_does_not_delay_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ravnest.provider.child_process._OUTPUT_SECONDS", 0.1)
+    monkeypatch.setattr("ravnest.provider.child_process.OUTPUT_SECONDS", 0.1)
     text = (
         "import subprocess, sys\n"
         "p = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'],"
@@ -316,19 +321,17 @@ def test_a_grandchild_that_keeps_the_output_open_does_not_hold_up_the_end(
     assert run({"node_0": text}).exit_code == 0
 
 
-def test_a_program_that_does_not_exist_ends_those_started(tmp_path: Path) -> None:
-    commands = [
-        Command("node_0", (sys.executable, "-c", stays())),
-        Command("node_1", (str(tmp_path / "nothing"),)),
+def test_a_program_that_does_not_exist_ends_the_started_ones(tmp_path: Path) -> None:
+    processes = [
+        *children({"node_0": stays()}),
+        ChildProcess("node_1", (str(tmp_path / "nothing"),), os.environ),
     ]
     with pytest.raises(LaunchError, match="node_1 cannot be started"):
-        run_together(
-            commands, Supervision(["node_0", "node_1"]), lambda *_: None, environment=os.environ
-        )
+        run_together(processes, Supervision(["node_0", "node_1"]), lambda *_: None)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's death")
-def test_nodes_do_not_outlive_a_launcher_that_is_killed(project: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
+def test_nodes_end_when_the_launcher_is_killed(project: Path) -> None:
     script(project, "import os, threading\nprint(os.getpid())\nthreading.Event().wait(600)")
     launcher = subprocess.Popen(
         [sys.executable, "-c", "from ravnest.cli.app import main; main()", "launch", "provider.py"],
@@ -349,7 +352,7 @@ def test_nodes_do_not_outlive_a_launcher_that_is_killed(project: Path) -> None:
     for descriptor in watched:
         gone, _, _ = select.select([descriptor], [], [], SECONDS)
         os.close(descriptor)
-        assert gone, "a node lives on"
+        assert gone, "a node still runs"
     launcher.stdout.close()
 
 

@@ -1,4 +1,4 @@
-"""Limits of a worker: the environment, the figures, and real processes that meet them."""
+"""Limits of a worker: its environment, and real processes that reach them."""
 
 import json
 import os
@@ -15,15 +15,17 @@ import pytest
 from ravnest.provider.limits import BUFFERS, environment, excess, held_memory
 
 SOURCE = Path(__file__).parents[2] / "src"
-CONFINEMENT = SOURCE / "ravnest" / "provider" / "limits.py"
 SECONDS = 60
+BOOT = (
+    f"import sys\nsys.path.insert(0, {str(SOURCE)!r})\n"
+    "from ravnest.provider import limits\nlimits.confine()\n"
+)
 
 
 def confined(script: str, **options: object) -> subprocess.Popen[str]:
-    """A process that is confined as a worker is, then runs ``script``."""
-    boot = f"import runpy, sys\nlimits = runpy.run_path({str(CONFINEMENT)!r})\nlimits['confine']()\n"
+    """Start a process that is confined as a worker is and then runs ``script``."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-c", boot + textwrap.dedent(script)],
+        [sys.executable, "-I", "-c", BOOT + textwrap.dedent(script)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -33,13 +35,13 @@ def confined(script: str, **options: object) -> subprocess.Popen[str]:
 
 
 def output_of(script: str) -> str:
-    """What it writes; its stdin stays open until it ends."""
+    """Return its output; its stdin stays open until it ends."""
     with confined(script) as process:
         assert process.stdout is not None
         return process.stdout.read()
 
 
-def test_only_known_names_of_the_environment_reach_a_worker(tmp_path: Path) -> None:
+def test_only_known_variables_reach_a_worker(tmp_path: Path) -> None:
     source = {
         "PATH": "/bin",
         "LC_ALL": "C",
@@ -64,7 +66,7 @@ def test_only_known_names_of_the_environment_reach_a_worker(tmp_path: Path) -> N
     }
 
 
-def test_excess_says_both_figures() -> None:
+def test_the_reason_names_the_taken_and_the_offered_memory() -> None:
     assert excess(held=1_200, idle=200, offered=1_000) == ""
     reason = excess(held=3_250_000_000 + BUFFERS, idle=250_000_000, offered=2_000_000_000)
     assert "3.00 GB" in reason
@@ -75,19 +77,19 @@ def test_priority_and_core_dumps() -> None:
     script = """
         import json, os, resource
         print(json.dumps([os.nice(0), resource.getrlimit(resource.RLIMIT_CORE)]))
-        limits['confine']()
+        limits.confine()
         print(os.nice(0))
     """
     first, second = output_of(script).splitlines()
     nice, core = json.loads(first)
     assert nice == max(10, os.nice(0))
     assert core == [0, 0]
-    assert int(second) == nice  # no lower still
+    assert int(second) == nice  # not lower still
 
 
-def test_what_is_too_much_at_once_is_refused_by_the_system() -> None:
+def test_the_system_refuses_a_very_large_allocation() -> None:
     script = """
-        idle = limits['limit_memory'](100 << 20)
+        idle = limits.limit_memory(100 << 20)
         print(idle > 1 << 20)
         kept = bytearray(50 << 20)
         print("small")
@@ -99,23 +101,23 @@ def test_what_is_too_much_at_once_is_refused_by_the_system() -> None:
     assert output_of(script).split() == ["True", "small", "refused"]
 
 
-def test_mapped_files_are_not_held(tmp_path: Path) -> None:
+def test_mapped_files_do_not_count(tmp_path: Path) -> None:
     size = 64 << 20
     (tmp_path / "data").write_bytes(bytes(size))
     script = f"""
         import mmap
         file = open({str(tmp_path / "data")!r}, "rb")
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        before = limits['held_memory'](limits['psutil'].Process())
+        before = limits.held_memory(limits.psutil.Process())
         for start in range(0, {size}, 4096):
             mapped[start]
-        after = limits['held_memory'](limits['psutil'].Process())
+        after = limits.held_memory(limits.psutil.Process())
         print(after - before)
     """
     assert int(output_of(script)) < size // 4
 
 
-def test_a_process_that_has_ended_holds_nothing() -> None:
+def test_an_ended_process_holds_nothing() -> None:
     with confined("") as process:
         watched = psutil.Process(process.pid)
         process.wait(SECONDS)
@@ -123,10 +125,10 @@ def test_a_process_that_has_ended_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("busy", ["threading.Event().wait()", "os.read(read, 1)"])
-def test_a_worker_ends_when_its_agent_is_killed(busy: str, tmp_path: Path) -> None:
-    """An agent of our own: a process that starts a confined one and is killed."""
+def test_a_worker_ends_when_its_agent_is_killed(busy: str) -> None:
+    """The agent here is a process that starts a confined one and is killed."""
     worker = (
-        f"import runpy, os, threading\nrunpy.run_path({str(CONFINEMENT)!r})['confine']()\n"
+        f"{BOOT}import os, threading\n"
         f"print('ready', os.getpid(), flush=True)\nread, write = os.pipe()\n{busy}\n"
     )
     agent = (
@@ -142,4 +144,4 @@ def test_a_worker_ends_when_its_agent_is_killed(busy: str, tmp_path: Path) -> No
         process.send_signal(signal.SIGKILL)
         gone, _, _ = select.select([watched], [], [], SECONDS)
         os.close(watched)
-        assert gone, "the worker lives on"
+        assert gone, "the worker still runs"

@@ -1,4 +1,4 @@
-"""``provide``: what it says, who may start it, and how it ends."""
+"""``provide``: its output, its arguments, and how it ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
-from assigning_server import SECONDS, FakeServer, offer_of
+from loopback_server import (
+    SECONDS,
+    LoopbackServer,
+    loopback_server,
+    offer_of,
+    wait_for_updates,
+)
 
-from ravnest.errors import ServerError, SettingsError
-from ravnest.http.credentials import Membership, save
-from ravnest.provider import provide as provide_module
+from ravnest.errors import ServerError, ServerRefusedError, SettingsError
+from ravnest.http.api import ApiClient
 from ravnest.provider.benchmark import OwnerLimits
 from ravnest.provider.provide import describe, provide
+from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
 
 URL = "http://127.0.0.1:1"
-HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
+    with loopback_server(tmp_path_factory.mktemp("server")) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)
@@ -30,18 +42,14 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAVNEST_HOME", str(tmp_path / "home"))
 
 
-def member(name: str = "attic", role: ApiRole = ApiRole.PROVIDER) -> Membership:
-    return Membership(URL, "m", role, "secret", None, name)
-
-
-def test_an_offer_in_plain_lines() -> None:
+def test_the_offer_is_described() -> None:
     lines = describe(offer_of(ram=6.4), OwnerLimits(ram=8.0), 2.0, "https://server:8400")
-    assert lines == [
-        "attic offers 6.4 GB of RAM (8 were asked for: no more is free) and 1 core (10 GFLOP/s)",
-        "to https://server:8400 (1000 Mbit/s, 1.0 ms), for 2 h, or until Ctrl-C",
-        "other providers reach it at 127.0.0.1:20000",
-    ]
-    assert "asked for" not in describe(offer_of(ram=3.6), OwnerLimits(ram=4.0), None, URL)[0]
+    text = "\n".join(lines)
+    for expected in ("attic", "6.4 GB", "8 GB were requested", "1 core", "10 GFLOP/s", "for 2 h"):
+        assert expected in text
+    for expected in ("https://server:8400", "1000 Mbit/s", "1.0 ms", "127.0.0.1:20000"):
+        assert expected in text
+    assert "requested" not in describe(offer_of(ram=3.6), OwnerLimits(ram=4.0), None, URL)[0]
 
 
 def test_without_a_token_a_provider_must_have_joined() -> None:
@@ -49,93 +57,103 @@ def test_without_a_token_a_provider_must_have_joined() -> None:
         provide(URL, name="attic")
 
 
-def test_a_token_for_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provide_module, "joined", lambda *_: member(role=ApiRole.VIEWER))
-    with pytest.raises(ServerError, match="--role provider"):
-        provide(URL, "rvn..x", name="attic")
+def test_a_token_for_another_role_is_refused(server: LoopbackServer) -> None:
+    with pytest.raises(ServerError, match=r"--role\s+provider"):
+        provide(server.url, server.running.token(ApiRole.VIEWER), name="attic")
 
 
 @pytest.mark.parametrize("options", [{"hours": 0}, {"hours": -1}, {"ram": 0}, {"cores": 0}])
-def test_limits_that_leave_nothing(options: dict[str, float]) -> None:
+def test_limits_of_zero_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(SettingsError):
         provide(URL, **options)  # type: ignore[arg-type]
 
 
-def test_two_of_one_name_do_not_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = FakeServer()
-    save(member())
-    monkeypatch.setattr(Membership, "api", lambda _: server.api())
-
+def test_two_providers_of_one_name_do_not_run_at_once(server: LoopbackServer) -> None:
     def say(_line: str) -> None:
-        with pytest.raises(SettingsError, match="another --name"):
-            provide(URL, name="attic")
+        with pytest.raises(SettingsError, match=r"attic .*another --name"):
+            provide(server.url, name="attic")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        provide(URL, name="attic", cores=1, say=say)
+        provide(server.url, server.running.token(ApiRole.PROVIDER), name="attic", cores=1, say=say)
 
 
-def test_hours_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = FakeServer()
-    save(member())
-    monkeypatch.setattr(Membership, "api", lambda _: server.api())
-    said: list[str] = []
-    assert provide(URL, name="attic", hours=1e-9, cores=1, say=said.append) == 0
-    assert server.left == {"attic": "the hours that it offered are over"}
-    assert said[-1] == "leaves: the hours that it offered are over"
+def test_a_provider_leaves_after_its_hours_and_needs_no_token_the_second_time(
+    server: LoopbackServer,
+) -> None:
+    lines: list[str] = []
+    token = server.running.token(ApiRole.PROVIDER)
+    provide(server.url, token, name="hourly", hours=1e-9, cores=1, say=lines.append)
+    assert "hours are over" in server.provider("hourly").reason
+    assert "hours are over" in lines[-1]
+    provide(server.url, name="hourly", hours=1e-9, cores=1, say=lines.append)
+
+
+def test_a_refused_credential_raises(server: LoopbackServer) -> None:
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        """Change the credential after the offer, as if the server had removed the member."""
+        lines.append(line)
+        if len(lines) == 1:
+            patch.setattr(Provider, "run", run)
+
+    original = Provider.run
+
+    def run(self: Provider) -> None:
+        self.api = ApiClient(server.url, "another-credential")
+        original(self)
+
+    token = server.running.token(ApiRole.PROVIDER)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ServerRefusedError) as refused:
+        provide(server.url, token, name="refused", cores=1, say=say)
+    assert refused.value.status == 401
 
 
 @contextmanager
-def at_work(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
-    """A provider in a process of its own that trains, its worker's process, and its lines so far."""
-    paths = [path for path in sys.path if path]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), *paths]),
-        "RAVNEST_HOME": str(folder),
-    }
-    with subprocess.Popen(
-        [sys.executable, str(HERE / "provide_script.py"), str(folder)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        lines: list[str] = []
+def training_provider(
+    server: LoopbackServer, name: str, folder: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """Run ``ravnest provide`` as a process; yield it once it trains, and check that its worker ends."""
+    command = [sys.executable, "-P", "-m", "ravnest.cli.app", "provide", f"--server={server.url}"]
+    options = [f"--name={name}", "--ram=0.5", "--cores=1", f"--folder={folder}"]
+    with (
+        server.submit(epochs=10**6) as handle,
+        subprocess.Popen(
+            [*command, f"--token={server.running.token(ApiRole.PROVIDER)}", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
         try:
-            for line in process.stdout:
-                lines.append(line.strip())
-                if line.startswith("worker "):
-                    break
-            else:
-                assert process.stderr is not None
-                raise AssertionError("\n".join([*lines, process.stderr.read()]))
-            pid = int(lines[-1].split()[1])
-            watched = os.pidfd_open(pid)
-            yield process, watched, lines
+            wait_for_updates(handle)
+            (worker,) = psutil.Process(process.pid).children()
+            watched = os.pidfd_open(worker.pid)
+            yield process
             gone, _, _ = select.select([watched], [], [], SECONDS)
             os.close(watched)
-            assert gone, "the worker lives on"
+            assert gone, "the worker still runs"
         finally:
             process.kill()
 
 
-def test_an_interrupt_stops_the_worker_and_leaves(tmp_path: Path) -> None:
-    with at_work(tmp_path) as (process, _, lines):
+def test_an_interrupt_stops_the_worker_and_leaves(server: LoopbackServer, tmp_path: Path) -> None:
+    with training_provider(server, "stopped", tmp_path) as process:
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
-        assert "left {'attic': 'its owner stopped it'}" in output
-        assert "leaves: its owner stopped it" in output
+        assert "its owner stopped it" in output
+        assert "stopped offers 0.45 GB of RAM and 1 core" in output
         assert not errors
-    assert any(line.startswith("attic offers 0.45 GB of RAM and 1 core") for line in lines)
+    assert "its owner stopped it" in server.provider("stopped").reason
+    assert not list((tmp_path / "jobs").iterdir())
 
 
-def test_a_worker_does_not_outlive_an_agent_that_is_killed_and_its_job_is_not_begun_again(
-    tmp_path: Path,
+def test_a_worker_ends_when_its_agent_is_killed_and_leaves_its_folder(
+    server: LoopbackServer, tmp_path: Path
 ) -> None:
-    with at_work(tmp_path) as (process, _, _):
+    with training_provider(server, "killed", tmp_path) as process:
         process.kill()
         process.wait(SECONDS)
-    assert [path.name for path in (tmp_path / "provider" / "jobs").iterdir()] == ["job-0"]
+    assert len(list((tmp_path / "jobs").iterdir())) == 1, "the next process reports it as lost"

@@ -1,4 +1,4 @@
-"""Providers with real workers, against a server in this process."""
+"""Providers with real worker processes, and a real server in this process."""
 
 from __future__ import annotations
 
@@ -9,143 +9,154 @@ from pathlib import Path
 
 import psutil
 import pytest
-from assigning_server import SECONDS, FakeServer, offer_of, small_job
+from loopback_server import (
+    SECONDS,
+    UPDATES_PER_EPOCH,
+    LoopbackServer,
+    Wire,
+    loopback_server,
+    offer_of,
+    wait_for_updates,
+)
+from workloads import free_ports
 
+from ravnest.errors import JobEndedError
 from ravnest.provider.agent import Agent
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
 from ravnest.provider.runner import Provider
-from ravnest.schemas.providers import Assignment
-from ravnest.store.trained import model_fusion
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.providers import ProviderState, ProviderView
 
 
-class Running:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
+    with loopback_server(tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+class RunningProvider:
     """A provider in a thread."""
 
-    def __init__(self, server: FakeServer, folder: Path, name: str, address: str, ram: float) -> None:
-        self.said: list[str] = []
-        offer = offer_of(name, address, ram)
-        self.workshop = JobsDir(folder / name)
+    def __init__(self, server: LoopbackServer, folder: Path, name: str, port: int, ram: float) -> None:
+        self.wire = Wire()
+        self.name = name
+        self.announced: list[str] = []
+        self._said = threading.Condition()
+        self.jobs_dir = JobsDir(folder / name)
+        offer = offer_of(name, f"127.0.0.1:{port}")
+        self._api = server.api(ApiRole.PROVIDER, name, self.wire)
         self.provider = Provider(
-            server.api(),
+            self._api,
             offer,
             Agent(),
-            self.workshop,
+            self.jobs_dir,
             WorkerSettings(ram=int(ram * 1e9), cores=1),
-            self.said.append,
-            name,
+            self._announce,
+            self._api.post("/api/providers", offer, ProviderView).id,
         )
-        self.code: int | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self.provider.run, daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
-        self.code = self.provider.run()
+    def _announce(self, line: str) -> None:
+        with self._said:
+            self.announced.append(line)
+            self._said.notify_all()
 
-    def leave(self) -> int | None:
+    def wait_for(self, text: str) -> None:
+        """Wait for a line that contains ``text``."""
+        with self._said:
+            assert self._said.wait_for(lambda: any(text in line for line in self.announced), SECONDS)
+
+    def leave(self) -> None:
         self.provider.interrupt()
         self._thread.join(SECONDS)
         assert not self._thread.is_alive()
-        return self.code
+        self._api.close()
 
 
 @contextmanager
-def running(
-    server: FakeServer, folder: Path, assignments: list[Assignment], ram: float = 1.0
-) -> Iterator[list[Running]]:
-    """A provider for each assignment, named as its node; all leave at the end."""
-    found = [Running(server, folder, f"p{a.node}", a.node_file["address"], ram) for a in assignments]
+def providers(
+    server: LoopbackServer, folder: Path, *names: str, ram: float = 1.0
+) -> Iterator[list[RunningProvider]]:
+    """Run providers; all leave at the end."""
+    ports = free_ports(len(names))
+    found = [
+        RunningProvider(server, folder, name, port, ram) for name, port in zip(names, ports, strict=True)
+    ]
     try:
         yield found
     finally:
         for each in found:
-            each.provider.interrupt()
-        for each in found:
-            assert each.leave() in (0, 130)
+            each.leave()
 
 
 def workers() -> list[psutil.Process]:
-    """Processes that this one started and that run a worker."""
-    return [p for p in psutil.Process().children() if "limits.py" in " ".join(p.cmdline())]
+    """Return the worker processes that this process started."""
+    return [p for p in psutil.Process().children() if "provider.worker" in " ".join(p.cmdline())]
 
 
-def test_two_providers_train_and_the_root_uploads_the_model(tmp_path: Path) -> None:
-    server = FakeServer()
-    root, leaf = small_job(server, tmp_path)
-    with running(server, tmp_path / "work", [root, leaf]) as (first, second):
-        for assignment in (root, leaf):
-            server.want(f"p{assignment.node}", assignment.id)
-        server.wait(lambda: all(server.phases(f"p{a.node}")[-1:] == ["finished"] for a in (root, leaf)))
-        name = f"p{root.node}"
-        assert server.phases(name) == ["fetching", "training", "uploading", "finished"]
-        assert server.phases(f"p{leaf.node}") == ["fetching", "training", "finished"]
-        assert len(server.losses[name]) == 2 * 7  # batches of 8 of 54 samples, two epochs
-        last = server.reports[name][-1]
-        assert len(last.figures) == 3  # after each epoch and at the end
-        assert all(0 <= figure <= 1 for figure in last.figures)
-        assert len(last.result) == 4
-        trained = tmp_path / "trained" / "cluster_0"
-        trained.mkdir(parents=True)
-        for file in last.result:
-            (trained / file.name).write_bytes(server.artifacts[file.artifact.sha256])
-        assert model_fusion(0, folder=tmp_path / "trained").exists()
-        assert first.leave() == 0
-        assert second.leave() == 0
-        assert not list(first.workshop.places())
-    assert server.left == {f"p{a.node}": "its owner stopped it" for a in (root, leaf)}
-
-
-def test_a_cancelled_job_stops_its_workers(tmp_path: Path) -> None:
-    server = FakeServer()
-    root, leaf = small_job(server, tmp_path, epochs=100_000)
-    with running(server, tmp_path / "work", [root, leaf]) as found:
-        for assignment in (root, leaf):
-            server.want(f"p{assignment.node}", assignment.id)
-        server.wait(lambda: server.losses.get(f"p{root.node}"))
-        assert len(workers()) == 2
-        for assignment in (root, leaf):
-            server.want(f"p{assignment.node}", None)
-        assert all(each.leave() == 0 for each in found)
-        assert not workers()
-        assert not any(list(each.workshop.places()) for each in found)
-
-
-def test_a_server_that_goes_away_is_told_everything_later(tmp_path: Path) -> None:
-    server = FakeServer()
-    (only,) = small_job(server, tmp_path, nodes=1, epochs=30)
-    with running(server, tmp_path / "work", [only]) as (_,):
-        server.want("p0", only.id)
-        server.wait(lambda: "training" in server.phases("p0"))
-        with server.changed:
-            server.down = True
-            server.changed.notify_all()
-        server.wait(lambda: "/api/artifacts/missing" in server.missed)  # by the first upload
-        server.down = False
-        server.wait(lambda: server.phases("p0")[-1] == "finished")
-        assert sorted(server.losses["p0"]) == list(range(30 * 7))
-
-
-def test_a_worker_that_takes_more_than_was_offered_is_ended(tmp_path: Path) -> None:
-    server = FakeServer()
-    (only,) = small_job(server, tmp_path, nodes=1, epochs=100_000, width=4000)  # 64 MB, and a gradient
-    with running(server, tmp_path / "work", [only], ram=0.001):
-        server.want("p0", only.id)
-        server.wait(lambda: server.phases("p0")[-1:] == ["failed"])
-        reason = server.reports["p0"][-1].reason
-        assert "0.00 GB are offered" in reason
-        assert not workers()
-
-
-@pytest.mark.parametrize("damaged", ["stage", "weights"])
-def test_an_assignment_with_a_damaged_file_fails_before_a_worker_starts(
-    tmp_path: Path, damaged: str
+def test_two_providers_train_and_the_root_uploads_the_model(
+    server: LoopbackServer, tmp_path: Path
 ) -> None:
-    server = FakeServer()
-    (only,) = small_job(server, tmp_path, nodes=1)
-    artifact = getattr(only, damaged)
-    content = server.artifacts[artifact.sha256]
-    server.artifacts[artifact.sha256] = content[:-1] + bytes([content[-1] ^ 1])
-    with running(server, tmp_path / "work", [only]):
-        server.want("p0", only.id)
-        server.wait(lambda: server.phases("p0")[-1:] == ["failed"])
-        assert "sent other bytes" in server.reports["p0"][-1].reason
-    assert server.phases("p0") == ["fetching", "failed"]
+    with providers(server, tmp_path, "two-a", "two-b") as both, server.submit(min_providers=2) as handle:
+        state = handle.result(timeout=SECONDS)
+        assert len(state) == 6
+        history = handle.losses()
+        assert len(history.losses) == 2 * UPDATES_PER_EPOCH
+        assert all(loss is not None and loss > 0 for loss in history.losses)
+        assert len(history.validations) == 3, "after each epoch and at the end"
+        assert all(0 <= (each.value or 0) <= 1 for each in history.validations)
+        for each in both:
+            assert any("starts training" in line for line in each.announced)
+            each.leave()
+            assert each.announced[-1].endswith("its owner stopped it")
+            assert not list(each.jobs_dir.assignments())
+    for each in both:
+        view = server.provider(each.name)
+        assert view.state is ProviderState.LOST
+        assert "its owner stopped it" in view.reason
+
+
+def test_a_cancelled_job_stops_its_workers(server: LoopbackServer, tmp_path: Path) -> None:
+    with (
+        providers(server, tmp_path, "cancel-a", "cancel-b") as both,
+        server.submit(min_providers=2, epochs=100_000) as handle,
+    ):
+        wait_for_updates(handle)
+        assert len(workers()) == 2
+        handle.cancel()
+        for each in both:
+            each.leave()
+        assert not workers()
+        assert not any(list(each.jobs_dir.assignments()) for each in both)
+
+
+def test_a_server_that_was_away_gets_everything_later(server: LoopbackServer, tmp_path: Path) -> None:
+    epochs = 30
+    with providers(server, tmp_path, "away") as (only,), server.submit(epochs=epochs) as handle:
+        only.wait_for("starts training")
+        only.wire.down = True
+        only.wire.wait_for("POST /api/artifacts/missing")  # the first try to upload
+        only.wire.down = False
+        handle.result(timeout=SECONDS)
+        assert list(handle.losses().updates) == list(range(epochs * UPDATES_PER_EPOCH))
+
+
+def test_a_worker_that_takes_more_than_offered_is_ended(server: LoopbackServer, tmp_path: Path) -> None:
+    with (
+        providers(server, tmp_path, "small", ram=0.001),
+        server.submit(epochs=100_000, width=3000) as handle,  # 36 MB, and a gradient
+        pytest.raises(JobEndedError, match=r"0\.00 GB are offered"),
+    ):
+        handle.result(timeout=SECONDS)
+    assert not workers()
+
+
+def test_an_assignment_with_a_damaged_file_fails_before_a_worker_starts(
+    server: LoopbackServer, tmp_path: Path
+) -> None:
+    with providers(server, tmp_path, "damaged") as (only,):
+        only.wire.alter["GET /api/artifacts/"] = lambda body: body[:-1] + b"?"
+        with server.submit() as handle, pytest.raises(JobEndedError, match="sent other bytes"):
+            handle.result(timeout=SECONDS)
+        assert not any("starts training" in line for line in only.announced)

@@ -1,10 +1,10 @@
-"""What gRPC says about connections that it refused, read."""
+"""Lines of gRPC's log about rejected connections."""
 
 from __future__ import annotations
 
 import pytest
 
-from ravnest.provider.tls_rejections import Kind, is_logged, kind_of
+from ravnest.provider.tls_rejections import RejectionKind, is_log_line, rejection_kind
 
 _HEAD = "I1116 08:33:03.250672   25396 ssl_transport_security.cc:2563] "
 _FAILED = f"{_HEAD}Handshake failed with error SSL_ERROR_SSL: error:1000007d:SSL routines:"
@@ -22,13 +22,13 @@ _FAILED = f"{_HEAD}Handshake failed with error SSL_ERROR_SSL: error:1000007d:SSL
         ("", None),
     ],
 )
-def test_who_was_refused(line: str, kind: Kind | None) -> None:
-    assert kind_of(line) == kind
+def test_the_kind_of_connection_is_recognised(line: str, kind: RejectionKind | None) -> None:
+    assert rejection_kind(line) == kind
 
 
-def test_only_lines_of_grpc_that_are_no_errors_are_not_kept() -> None:
-    assert is_logged(f"{_HEAD}anything\n")
-    assert is_logged(f"W{_HEAD[1:]}Log level INFO is not suitable for production.\n")
-    assert not is_logged(f"E{_HEAD[1:]}it broke\n")
-    assert not is_logged("I am no line of gRPC\n")
-    assert not is_logged("RunError: node_1 is gone\n")
+def test_only_grpc_lines_below_the_error_level_are_log_lines() -> None:
+    assert is_log_line(f"{_HEAD}anything\n")
+    assert is_log_line(f"W{_HEAD[1:]}Log level INFO is not suitable for production.\n")
+    assert not is_log_line(f"E{_HEAD[1:]}it broke\n")
+    assert not is_log_line("I am not a line of gRPC\n")
+    assert not is_log_line("RunError: node_1 is gone\n")

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ravnest.runtime.control.metrics import MetricsObserver
 from ravnest.runtime.control.progress import ProgressLine, RunState
+from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
 from ravnest.runtime.stage.observer import UpdateReport
 from ravnest.types import Role
 from ravnest.wire.messages import PhaseBegin
@@ -70,7 +71,7 @@ def test_a_second_training_adds_to_what_is_to_come() -> None:
 
 def _observe(line: ProgressLine, clock: _Clock, updates: int) -> None:
     """An update every two seconds."""
-    observer = MetricsObserver(line, None, None)
+    observer = MetricsObserver(line, TelemetryReporter(None))
     observer.begun(PhaseBegin("run", 0, "train", 0))
     for number in range(updates):
         clock.now += 2

@@ -1,14 +1,16 @@
-"""A server with a planner that plans at once, and members that talk to it."""
+"""A server with a fake planner, and members that send requests to it."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from node_files import node_file
 from starlette.testclient import TestClient
 
+from ravnest.plan.plan import Plan
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import (
@@ -21,9 +23,11 @@ from ravnest.schemas.jobs import (
 )
 from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
 from ravnest.server.http.app import create_app
-from ravnest.server.scheduling.planning import Planned, Short
+from ravnest.server.scheduling.planning import Candidates, Infeasible, PlannedJob
 from ravnest.server.server import Server
 from ravnest.server.settings import Clock, ServerSettings
+from ravnest.telemetry import LossRecord, ValidationRecord
+from ravnest.types import Role
 
 FILES = {name: name.encode() * 10 for name in ("units", "weights", "inputs", "labels")}
 
@@ -46,6 +50,18 @@ def spec(name: str = "digits", **changes: Any) -> JobSpec:
     return JobSpec(name=name, model=model, train=data, training=training, **changes)
 
 
+def losses(*values: float | None, first: int = 0) -> list[dict[str, Any]]:
+    """Loss records of consecutive updates, as a report holds them."""
+    return [
+        asdict(LossRecord(update, epoch=0, loss=value, microbatches=1, staleness=0))
+        for update, value in enumerate(values, first)
+    ]
+
+
+def validation(number: int, value: float) -> dict[str, Any]:
+    return asdict(ValidationRecord(number, epoch=number, name="accuracy", value=value, samples=8))
+
+
 def offer(name: str = "alice", **changes: Any) -> ProviderOffer:
     fields: dict[str, Any] = {
         "name": name,
@@ -64,7 +80,7 @@ def offer(name: str = "alice", **changes: Any) -> ProviderOffer:
 
 @dataclass
 class Time:
-    """Both clocks, moved by hand."""
+    """Both clocks; tests move them."""
 
     now: float = 1_000_000.0
 
@@ -74,7 +90,7 @@ class Time:
 
 @dataclass
 class FakePlanner:
-    """Makes clusters of two nodes of the providers in their order; needs ``needs`` of them."""
+    """Planner that makes clusters of two nodes, in the order of the providers; it needs ``needs`` of them."""
 
     needs: int = 1
     tls: bool = False
@@ -83,33 +99,35 @@ class FakePlanner:
     while_shipping: Callable[[], None] = lambda: None
     asked: list[tuple[str, ...]] = field(default_factory=list)
 
-    def plan(self, _spec: JobSpec, providers: Sequence[tuple[str, ProviderOffer]]) -> Planned | Short:
+    def plan(self, spec: JobSpec, providers: Candidates) -> PlannedJob | Infeasible:
         names = tuple(name for name, _ in providers)
         self.asked.append(names)
         self.while_planning()
         if self.error is not None:
             raise self.error
         if len(names) < self.needs:
-            return Short(f"needs {self.needs} providers, {len(names)} are there")
-        return Planned(names, "a plan", _spec)
+            return Infeasible(f"needs {self.needs} providers, {len(names)} are connected")
+        plan = Plan(clusters=(), rings=(), batch_size=1, update_frequency=1, seed=0)
+        return PlannedJob(spec, plan, names, "a plan")
 
-    def ship(self, job: str, planned: Planned) -> tuple[Assignment, ...]:
+    def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
         self.while_shipping()
         count = len(planned.providers)
-        return tuple(self._assignment(job, planned.details, node, count) for node in range(count))
+        return tuple(self._assignment(job, planned.spec, node, count) for node in range(count))
 
     def _assignment(self, job: str, wanted: JobSpec, node: int, count: int) -> Assignment:
         alone = count == 1 or (count % 2 and node == count - 1)
-        role = "Leaf" if node % 2 else "Root"
-        piece = RowRange(artifact=artifact("inputs"), start=0, stop=8)
+        role = Role.LEAF if node % 2 else Role.ROOT
+        address = f"127.0.0.1:{9000 + node}"
+        rows = RowRange(artifact=artifact("inputs"), start=0, stop=8)
         return Assignment(
             id=f"{job}-{node}",
             job=job,
             node=node,
-            node_file={"cluster": node // 2, "role": role, "address": f"127.0.0.1:{9000 + node}"},
+            node_spec=node_file(node, stage=node % 2, cluster=node // 2, role=role, address=address),
             stage=artifact("units"),
             weights=artifact("weights"),
-            train=DataShare(samples=8, inputs=(piece,) if alone or role == "Root" else ()),
+            train=DataShare(samples=8, inputs=(rows,) if alone or role is Role.ROOT else ()),
             training=wanted.training,
             tls=self.tls,
         )
@@ -117,7 +135,7 @@ class FakePlanner:
 
 @dataclass
 class Caller:
-    """A member, and how it calls the server."""
+    """A member that sends requests to the server."""
 
     client: TestClient
     id: str
@@ -142,18 +160,18 @@ class Caller:
         self.call("PUT", f"/api/artifacts/{sha}/upload", status, content=content, params=params)
         return sha
 
-    def beat(self, status: int = 200, **fields: Any) -> Any:
+    def heartbeat(self, status: int = 200, **fields: Any) -> Any:
         return self.post(f"/api/providers/{self.id}/heartbeat", {"wait": 0, **fields}, status)
 
     def report(self, phase: str, status: int = 200, **fields: Any) -> Any:
-        assignment = fields.pop("assignment", None) or self.beat()["assignment"]
+        assignment = fields.pop("assignment", None) or self.heartbeat()["assignment"]
         report = {"assignment": assignment, "phase": phase, **fields}
-        return self.beat(status, report=report, known=assignment)
+        return self.heartbeat(status, report=report, known=assignment)
 
 
 @dataclass
 class Case:
-    """A server, its time and its planner."""
+    """A server, its clock and its planner."""
 
     server: Server
     client: TestClient
@@ -161,7 +179,7 @@ class Case:
     planner: FakePlanner
 
     def member(self, role: ApiRole, name: str = "somebody") -> Caller:
-        token = self.server.trust.create_token(role, "")
+        token = self.server.auth.create_token(role, "")
         joined = self.client.post("/api/join", json={"secret": token.secret, "name": name}).json()
         return Caller(self.client, joined["id"], joined["credential"])
 
@@ -188,7 +206,7 @@ class Case:
 
     def pass_time(self, seconds: float) -> None:
         self.time.now += seconds
-        self.server.steward.clock()
+        self.server.run_due()
 
     def refusals(self) -> list[str]:
         return [event["reason"] for event in self.events() if event["kind"] == "refusal"]
@@ -207,7 +225,7 @@ def opened(
     tls: bool = False,
     settings: ServerSettings | None = None,
 ) -> Iterator[Case]:
-    """A server whose clock and matching the test runs by hand: no thread of it is started."""
+    """Open a server without threads: the test moves its clock and runs its matching."""
     time, planner = time or Time(), planner or FakePlanner()
     server = Server(folder, planner=planner, clock=time.clock(), tls=tls, settings=settings)
     with server.opened():

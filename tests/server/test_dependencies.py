@@ -100,8 +100,8 @@ def test_a_provider_gets_nothing_of_anothers_part(case: Case) -> None:
     alice, bob = case.provider("alice"), case.provider("bob", address="127.0.0.1:9001")
     case.submit(requester, max_providers=1)
     case.match()
-    assignment = alice.beat()["assignment"] or bob.beat()["assignment"]
-    owner, other = (alice, bob) if alice.beat()["assignment"] else (bob, alice)
+    assignment = alice.heartbeat()["assignment"] or bob.heartbeat()["assignment"]
+    owner, other = (alice, bob) if alice.heartbeat()["assignment"] else (bob, alice)
     request = {"csr": signing_request("x")[0].decode()}
     weights = artifact("weights").sha256
 
@@ -112,12 +112,12 @@ def test_a_provider_gets_nothing_of_anothers_part(case: Case) -> None:
     other.get(f"/api/assignments/{assignment}", 403)
     other.post(f"/api/assignments/{assignment}/certificate", request, 403)
     other.get(f"/api/artifacts/{weights}", 403)
-    other.beat(403, report={"assignment": assignment, "phase": "failed"})
+    other.heartbeat(403, report={"assignment": assignment, "phase": "failed"})
     other.post(f"/api/providers/{owner.id}/heartbeat", {"wait": 0}, 403)
     other.call("DELETE", f"/api/providers/{owner.id}", 403)
     owner.get("/api/assignments/no-such-part", 404)
     assert len(case.refusals()) == 6
-    assert owner.beat()["assignment"] == assignment
+    assert owner.heartbeat()["assignment"] == assignment
 
 
 def test_a_requester_gets_nothing_of_anothers_job(case: Case) -> None:
@@ -177,5 +177,5 @@ def test_the_probe_sends_and_swallows(case: Case) -> None:
 
 def test_a_certificate_authority_is_for_everybody(tmp_path: Path) -> None:
     with opened(tmp_path) as case:
-        assert case.client.get("/api/authority").text == case.server.trust.authority
+        assert case.client.get("/api/authority").text == case.server.auth.authority
         assert case.client.get("/api/health").json()["status"] == "ok"

@@ -1,21 +1,39 @@
-"""A job from its submission to its end, and what can come between."""
+"""Jobs from submission to end over the HTTP API, with failures and restarts."""
 
 import dataclasses
 import hashlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_cases import FILES, Caller, Case, FakePlanner, Time, artifact, opened, spec
+from server_cases import (
+    FILES,
+    Caller,
+    Case,
+    FakePlanner,
+    Time,
+    artifact,
+    losses,
+    opened,
+    spec,
+    validation,
+)
 
 from ravnest.errors import JobError
 from ravnest.schemas.auth import ApiRole
-
-FOREIGN = "with a certificate of another authority, or one that is no longer good"
+from ravnest.telemetry import (
+    PhaseRecord,
+    QueueRecord,
+    RoundRecord,
+    TimingRecord,
+    ValidationRecord,
+    WarningRecord,
+)
 
 
 def providers(case: Case, *names: str) -> list[Caller]:
-    """Strongest first, so that node i is the i-th of them."""
+    """Providers from strong to weak, so that node i is the i-th of them."""
     return [
         case.provider(name, compute=100.0 - i, address=f"127.0.0.1:{9000 + i}")
         for i, name in enumerate(names)
@@ -37,7 +55,7 @@ def finish(provider: Caller, **fields: Any) -> None:
     provider.report("finished", result=files, **fields)
 
 
-def history(requester: Caller, job: str) -> list[tuple[str, str]]:
+def transitions(requester: Caller, job: str) -> list[tuple[str, str]]:
     events = requester.get(f"/api/jobs/{job}/events")
     moves = [(each["before"], each["after"]) for each in events if each["subject"] == job]
     return [move for move in moves if move[0] != move[1]]
@@ -47,12 +65,12 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
     rita = case.requester()
     alice, bob = providers(case, "alice", "bob")
     job = case.submit(rita)
-    assert alice.beat() == {"assignment": None, "losses_known": 0, "reason": alice_reason(case)}
+    assert alice.heartbeat() == {"assignment": None, "records_known": 0, "reason": alice_reason(case)}
     case.match()
     assert state(rita, job) == "shipping"
     assert states(case) == ["reserved", "reserved"]
-    orders = alice.beat()["assignment"]
-    assert alice.get(f"/api/assignments/{orders}")["node"] == 0
+    assignment = alice.heartbeat()["assignment"]
+    assert alice.get(f"/api/assignments/{assignment}")["node"] == 0
 
     alice.report("fetching")
     alice.report("training")
@@ -61,18 +79,26 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
     assert state(rita, job) == "training"
     assert states(case) == ["training", "training"]
 
-    assert alice.report("training", first_loss=0, losses=[3.0, 2.5])["losses_known"] == 2
-    assert alice.report("training", first_loss=2, losses=[2.0], figures=[0.5])["losses_known"] == 3
+    assert alice.report("training", records=losses(3.0, 2.5))["records_known"] == 2
+    more = [*losses(2.0, first=2), validation(0, 0.5)]
+    assert alice.report("training", first_record=2, records=more)["records_known"] == 4
     view = rita.get(f"/api/jobs/{job}")
-    assert view["progress"] == {"updates": 3, "epochs": 2, "loss": 2.0, "diverged": False, "figure": 0.5}
-    assert [place["provider_name"] for place in view["places"]] == ["alice", "bob"]
+    assert view["progress"] == {
+        "updates": 3,
+        "epochs": 2,
+        "loss": 2.0,
+        "diverged": False,
+        "validation": 0.5,
+    }
+    assert [each["provider_name"] for each in view["assignments"]] == ["alice", "bob"]
     assert view["plan"] == "a plan"
-    losses = rita.get(f"/api/jobs/{job}/losses?first=1")
-    assert losses == {"first": 1, "losses": [2.5, 2.0], "figures": [0.5]}
+    history = rita.get(f"/api/jobs/{job}/losses?first=1")
+    assert (history["updates"], history["losses"]) == ([1, 2], [2.5, 2.0])
+    assert history["validations"] == [validation(0, 0.5)]
     assert rita.get(f"/api/jobs/{job}/result", 409)["detail"].startswith(f"{job} has no result")
 
     finish(alice)
-    assert alice.beat()["assignment"] is None
+    assert alice.heartbeat()["assignment"] is None
     assert state(rita, job) == "training"
     bob.report("finished")
     assert state(rita, job) == "done"
@@ -80,7 +106,7 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
     result = rita.get(f"/api/jobs/{job}/result")
     trained = result["files"][0]["artifact"]["sha256"]
     assert rita.get(f"/api/artifacts/{trained}") == f"trained by {alice.id}".encode()
-    assert history(rita, job) == [
+    assert transitions(rita, job) == [
         ("", "submitted"),
         ("submitted", "planned"),
         ("planned", "shipping"),
@@ -97,18 +123,18 @@ def alice_reason(case: Case) -> str:
     return str(first["reason"])
 
 
-def test_after_its_part_a_provider_has_no_more_business_with_it(case: Case) -> None:
+def test_a_provider_has_no_access_to_an_assignment_that_has_ended(case: Case) -> None:
     rita, (alice,) = case.requester(), providers(case, "alice")
     case.submit(rita)
     case.match()
-    part = alice.beat()["assignment"]
+    assignment = alice.heartbeat()["assignment"]
     finish(alice)
-    alice.get(f"/api/assignments/{part}", 409)
+    alice.get(f"/api/assignments/{assignment}", 409)
     alice.get(f"/api/artifacts/{artifact('weights').sha256}", 403)
-    assert alice.report("finished", assignment=part)["assignment"] is None
+    assert alice.report("finished", assignment=assignment)["assignment"] is None
 
 
-def test_a_node_that_fails_fails_its_cluster_and_the_rest_may_say_why(case: Case) -> None:
+def test_a_failed_node_fails_its_cluster_and_the_other_nodes_report_why(case: Case) -> None:
     rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
     job = case.submit(rita)
     case.match()
@@ -124,7 +150,7 @@ def test_a_node_that_fails_fails_its_cluster_and_the_rest_may_say_why(case: Case
     assert states(case) == ["offered", "offered"]
 
 
-def test_what_is_left_of_a_failed_cluster_is_stopped_in_the_end(case: Case) -> None:
+def test_the_remaining_nodes_of_a_failed_cluster_are_stopped_after_a_while(case: Case) -> None:
     rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
     job = case.submit(rita)
     case.match()
@@ -132,21 +158,21 @@ def test_what_is_left_of_a_failed_cluster_is_stopped_in_the_end(case: Case) -> N
         each.report("training")
     bob.report("failed", reason="broken")
     case.pass_time(case.server.settings.ending_grace - 1)
-    assert alice.beat()["assignment"] is not None
+    assert alice.heartbeat()["assignment"] is not None
     case.pass_time(1)
-    assert alice.beat()["assignment"] is None
+    assert alice.heartbeat()["assignment"] is None
     assert state(rita, job) == "failed"
 
 
-def test_other_clusters_go_on_and_their_result_counts(case: Case) -> None:
+def test_other_clusters_continue_and_their_result_counts(case: Case) -> None:
     rita = case.requester()
     alice, bob, carol, dave = providers(case, "alice", "bob", "carol", "dave")
     job = case.submit(rita)
     case.match()
     for each in (alice, bob, carol, dave):
         each.report("training")
-    alice.report("training", losses=[9.0])
-    carol.report("training", losses=[5.0, 4.0])
+    alice.report("training", records=losses(9.0))
+    carol.report("training", records=losses(5.0, 4.0))
     alice.report("failed", reason="broken")
     bob.report("failed", reason="node_0 is gone")
     view = rita.get(f"/api/jobs/{job}")
@@ -159,7 +185,7 @@ def test_other_clusters_go_on_and_their_result_counts(case: Case) -> None:
     assert rita.get(f"/api/jobs/{job}/result")["cluster"] == 1
 
 
-def test_the_result_is_that_of_the_lowest_cluster(case: Case) -> None:
+def test_the_result_comes_from_the_lowest_cluster(case: Case) -> None:
     rita = case.requester()
     alice, bob, carol, dave = providers(case, "alice", "bob", "carol", "dave")
     job = case.submit(rita)
@@ -183,53 +209,53 @@ def test_a_result_of_files_that_were_not_uploaded_is_refused(case: Case) -> None
     assert "no Root has sent a trained model" in rita.get(f"/api/jobs/{job}")["reason"]
 
 
-def test_strangers_that_a_node_turned_away_are_written_down_once(case: Case) -> None:
+def test_connections_that_a_node_rejected_are_recorded_once(case: Case) -> None:
     rita, (alice,) = case.requester(), providers(case, "alice")
     job = case.submit(rita)
     case.match()
-    for strangers in (
+    for rejections in (
         {"foreign": 1},
         {"foreign": 1},
         {"foreign": 3, "bare": 1},
         {"foreign": 3, "bare": 1},
     ):
-        alice.report("training", strangers=strangers)
-    alice.report("training", 422, strangers={"foreign": -1})
+        alice.report("training", tls_rejections=rejections)
+    alice.report("training", 422, tls_rejections={"foreign": -1})
     events = rita.get(f"/api/jobs/{job}/events")
-    assert [each["reason"] for each in events if each["kind"] == "refusal"] == [
-        f"node_0 of {job} turned away a connection {FOREIGN}",
-        f"node_0 of {job} turned away 2 connections {FOREIGN}",
-        f"node_0 of {job} turned away a connection without a certificate",
-    ]
+    refusals = [each["reason"] for each in events if each["kind"] == "refusal"]
+    assert all(f"node_0 of {job}" in reason for reason in refusals)
+    expected = ["a connection with a cert", "2 connections with a cert", "a connection without a cert"]
+    assert len(refusals) == len(expected)
+    assert all(words in reason for words, reason in zip(expected, refusals, strict=True))
 
 
-def test_a_provider_that_lives_but_does_not_fetch_holds_nobody_up_for_ever(case: Case) -> None:
+def test_a_provider_that_does_not_finish_fetching_fails(case: Case) -> None:
     rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
     job = case.submit(rita)
     case.match()
     alice.report("training")
     for _ in range(61):
         assert state(rita, job) == "shipping"
-        alice.beat()
+        alice.heartbeat()
         bob.report("fetching")
         case.pass_time(10)
     alice.report("failed", reason="node_1 did not come")
     view = rita.get(f"/api/jobs/{job}")
     assert view["state"] == "failed"
-    assert "(bob): it has not fetched its part within 10 minutes" in view["reason"]
+    assert "(bob): it did not fetch its assignment within 10 minutes" in view["reason"]
     assert states(case) == ["offered", "offered"]
 
 
-def test_a_loss_that_is_no_number_is_told_as_such(case: Case) -> None:
+def test_a_loss_that_is_not_finite_is_shown_as_diverged(case: Case) -> None:
     rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
     job = case.submit(rita)
     case.match()
     bob.report("training")
-    alice.report("training", losses=[0.5, None])
+    alice.report("training", records=losses(0.5, None))
     progress = rita.get(f"/api/jobs/{job}")["progress"]
     assert (progress["updates"], progress["loss"], progress["diverged"]) == (2, None, True)
     assert rita.get(f"/api/jobs/{job}/losses")["losses"] == [0.5, None]
-    alice.report("training", first_loss=2, losses=[0.25])
+    alice.report("training", first_record=2, records=losses(0.25, first=2))
     progress = rita.get(f"/api/jobs/{job}")["progress"]
     assert (progress["loss"], progress["diverged"]) == (0.25, False)
 
@@ -239,16 +265,16 @@ def test_a_lost_provider_fails_its_cluster(case: Case) -> None:
     job = case.submit(rita)
     case.match()
     case.pass_time(20)
-    alice.beat()
+    alice.heartbeat()
     case.pass_time(10)
     assert sorted(states(case)) == ["lost", "reserved"]
-    assert alice.beat()["assignment"] is not None
+    assert alice.heartbeat()["assignment"] is not None
     case.pass_time(10)
     view = rita.get(f"/api/jobs/{job}")
     assert view["state"] == "failed"
-    assert "(bob): the provider was lost: it was not heard of for 30 seconds" in view["reason"]
-    assert alice.beat()["assignment"] is None
-    assert bob.beat()["assignment"] is None
+    assert "(bob): the provider was lost: no heartbeat for 30 seconds" in view["reason"]
+    assert alice.heartbeat()["assignment"] is None
+    assert bob.heartbeat()["assignment"] is None
     assert states(case) == ["offered", "offered"]
 
 
@@ -257,9 +283,9 @@ def test_a_provider_that_leaves_comes_back_only_with_an_offer(case: Case) -> Non
     alice.call("DELETE", f"/api/providers/{alice.id}?reason=Ctrl-C")
     (view,) = case.admin().get("/api/providers")
     assert (view["state"], view["reason"]) == ("lost", "it left: Ctrl-C")
-    alice.beat(404)
+    alice.heartbeat(404)
     alice.post("/api/providers", view["offer"])
-    alice.beat()
+    alice.heartbeat()
     assert states(case) == ["offered"]
     case.pass_time(30)
     case.pass_time(3600)
@@ -268,17 +294,17 @@ def test_a_provider_that_leaves_comes_back_only_with_an_offer(case: Case) -> Non
     assert states(case) == []
 
 
-def test_an_offer_with_other_figures_replaces_the_first(case: Case) -> None:
+def test_a_new_offer_replaces_the_first(case: Case) -> None:
     (alice,) = providers(case, "alice")
     (view,) = case.admin().get("/api/providers")
     alice.post("/api/providers", {**view["offer"], "ram": 1.0})
     assert case.admin().get("/api/providers")[0]["offer"]["ram"] == 1.0
     assert "host:port" in alice.post("/api/providers", {**view["offer"], "address": "x"}, 422)["detail"]
-    case.member(ApiRole.PROVIDER).beat(404)
+    case.member(ApiRole.PROVIDER).heartbeat(404)
 
 
 @pytest.mark.parametrize("when", ["submitted", "shipping", "training"])
-def test_a_job_is_cancelled_whatever_it_does(case: Case, when: str) -> None:
+def test_a_job_can_be_cancelled_in_every_state(case: Case, when: str) -> None:
     rita, (alice,) = case.requester(), providers(case, "alice")
     job = case.submit(rita)
     if when != "submitted":
@@ -289,7 +315,7 @@ def test_a_job_is_cancelled_whatever_it_does(case: Case, when: str) -> None:
     assert rita.post(f"/api/jobs/{job}/cancel")["state"] == "cancelled"
     assert rita.post(f"/api/jobs/{job}/cancel")["state"] == "cancelled"
     assert states(case) == ["offered"]
-    assert alice.beat()["assignment"] is None
+    assert alice.heartbeat()["assignment"] is None
 
 
 def test_a_job_that_has_ended_cannot_be_cancelled(case: Case) -> None:
@@ -300,7 +326,7 @@ def test_a_job_that_has_ended_cannot_be_cancelled(case: Case) -> None:
     assert rita.post(f"/api/jobs/{job}/cancel", None, 409)["detail"] == f"{job} is done already"
 
 
-def test_a_job_waits_for_what_it_lacks_or_fails_as_asked(case: Case) -> None:
+def test_a_job_without_enough_providers_waits_or_fails(case: Case) -> None:
     case.planner.needs = 2
     rita = case.requester()
     waits, fails = case.submit(rita), case.submit(rita, on_insufficient="fail")
@@ -312,13 +338,13 @@ def test_a_job_waits_for_what_it_lacks_or_fails_as_asked(case: Case) -> None:
     case.match()
     for job, expected in [(waits, "submitted"), (fails, "failed")]:
         view = rita.get(f"/api/jobs/{job}")
-        assert (view["state"], view["reason"]) == (expected, "needs 2 providers, 1 are there")
+        assert (view["state"], view["reason"]) == (expected, "needs 2 providers, 1 are connected")
     case.provider("bob", address="127.0.0.1:9001")
     case.match()
     assert state(rita, waits) == "shipping"
 
 
-def test_two_jobs_one_after_the_other(case: Case) -> None:
+def test_two_jobs_run_one_after_the_other(case: Case) -> None:
     rita, (alice,) = case.requester(), providers(case, "alice")
     first = case.submit(rita)
     case.time.now += 1
@@ -328,10 +354,10 @@ def test_two_jobs_one_after_the_other(case: Case) -> None:
     finish(alice)
     case.match()
     assert (state(rita, first), state(rita, second)) == ("done", "shipping")
-    assert alice.beat()["assignment"] == f"{second}-0"
+    assert alice.heartbeat()["assignment"] == f"{second}-0"
 
 
-def test_a_plan_is_not_made_again_while_nothing_changed(case: Case) -> None:
+def test_a_plan_is_cached_while_nothing_changes(case: Case) -> None:
     case.planner.needs = 2
     rita, _alice = case.requester(), providers(case, "alice")
     case.submit(rita)
@@ -340,7 +366,7 @@ def test_a_plan_is_not_made_again_while_nothing_changed(case: Case) -> None:
     assert len(case.planner.asked) == 1
 
 
-def test_a_job_that_cannot_be_planned_fails_and_hurts_no_other(case: Case) -> None:
+def test_a_job_that_cannot_be_planned_fails_and_others_start(case: Case) -> None:
     rita, _ = case.requester(), providers(case, "alice")
     case.planner.error = JobError("its data does not add up")
     bad = case.submit(rita)
@@ -357,24 +383,24 @@ def test_a_job_that_cannot_be_planned_fails_and_hurts_no_other(case: Case) -> No
 
 
 @pytest.mark.parametrize("hook", ["while_planning", "while_shipping"])
-def test_a_provider_that_is_lost_meanwhile_gets_nothing(case: Case, hook: str) -> None:
+def test_a_provider_that_is_lost_meanwhile_gets_no_assignment(case: Case, hook: str) -> None:
     rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
     job = case.submit(rita)
 
     def lose() -> None:
         setattr(case.planner, hook, lambda: None)
-        case.server.steward.leave(bob.id, "no time")
+        case.server.provider_service.leave(bob.id, "no time")
 
     setattr(case.planner, hook, lose)
     case.match()
     case.match()
-    assert [place["provider_name"] for place in rita.get(f"/api/jobs/{job}")["places"]] == ["alice"]
-    assert alice.beat()["assignment"] == f"{job}-0"
+    assert [each["provider_name"] for each in rita.get(f"/api/jobs/{job}")["assignments"]] == ["alice"]
+    assert alice.heartbeat()["assignment"] == f"{job}-0"
     assert sorted(states(case)) == ["lost", "reserved"]
 
 
 @pytest.mark.parametrize("hook", ["while_planning", "while_shipping"])
-def test_a_job_that_is_cancelled_meanwhile_stays_so(case: Case, hook: str) -> None:
+def test_a_job_that_is_cancelled_meanwhile_stays_cancelled(case: Case, hook: str) -> None:
     rita, _ = case.requester(), providers(case, "alice")
     job = case.submit(rita)
     setattr(case.planner, hook, lambda: rita.post(f"/api/jobs/{job}/cancel"))
@@ -383,7 +409,7 @@ def test_a_job_that_is_cancelled_meanwhile_stays_so(case: Case, hook: str) -> No
     assert states(case) == ["offered"]
 
 
-def test_shipping_that_fails_gives_the_providers_back(case: Case) -> None:
+def test_a_failure_in_shipping_releases_the_providers(case: Case) -> None:
     rita, _ = case.requester(), providers(case, "alice")
     job = case.submit(rita)
 
@@ -397,13 +423,13 @@ def test_shipping_that_fails_gives_the_providers_back(case: Case) -> None:
     assert states(case) == ["offered"]
 
 
-def test_a_killed_server_comes_back_with_the_same_state(tmp_path: Path) -> None:
+def test_a_restarted_server_has_the_same_state(tmp_path: Path) -> None:
     time = Time()
     with opened(tmp_path, time=time) as case:
         rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
         job = case.submit(rita)
         case.match()
-        alice.report("training", losses=[1.0])
+        alice.report("training", records=losses(1.0))
         bob.report("training")
         before = rita.get(f"/api/jobs/{job}"), case.admin().get("/api/providers")
     time.now += 3600
@@ -414,13 +440,13 @@ def test_a_killed_server_comes_back_with_the_same_state(tmp_path: Path) -> None:
         assert [each | {"seen": 0} for each in after[1]] == [each | {"seen": 0} for each in before[1]]
         case.pass_time(29)
         assert states(case) == ["training", "training"]
-        assert alice.report("training", first_loss=0, losses=[1.0, 0.5])["losses_known"] == 2
+        assert alice.report("training", records=losses(1.0, 0.5))["records_known"] == 2
         finish(alice)
         bob.report("finished")
         assert state(rita, job) == "done"
 
 
-def test_a_job_that_was_being_planned_waits_again_after_a_restart(tmp_path: Path) -> None:
+def test_a_planned_job_returns_to_the_queue_after_a_restart(tmp_path: Path) -> None:
     planner = FakePlanner()
 
     def die() -> None:
@@ -440,7 +466,7 @@ def test_a_job_that_was_being_planned_waits_again_after_a_restart(tmp_path: Path
         assert state(rita, job) == "shipping"
 
 
-def test_artifacts_of_members_outlive_a_restart_and_others_do_not(tmp_path: Path) -> None:
+def test_only_granted_artifacts_survive_a_restart(tmp_path: Path) -> None:
     with opened(tmp_path) as case:
         rita = case.requester()
         stray = tmp_path / "stray"
@@ -453,7 +479,7 @@ def test_artifacts_of_members_outlive_a_restart_and_others_do_not(tmp_path: Path
         assert not case.server.artifacts.has(lost.sha256)
 
 
-def test_files_travel_in_parts_both_ways(case: Case) -> None:
+def test_files_are_uploaded_and_downloaded_in_ranges(case: Case) -> None:
     rita = case.member(ApiRole.REQUESTER)
     content = bytes(range(256)) * 20_000
     sha = hashlib.sha256(content).hexdigest()
@@ -467,18 +493,127 @@ def test_files_travel_in_parts_both_ways(case: Case) -> None:
     rita.call("PUT", where, content=content[3_000_000:], params=params)
     assert rita.get(where) == {"received": len(content)}
     assert rita.get(f"/api/artifacts/{sha}") == content
-    part = rita.get(f"/api/artifacts/{sha}", 206, headers={"Range": "bytes=5000000-"})
-    assert part == content[5_000_000:]
+    rest = rita.get(f"/api/artifacts/{sha}", 206, headers={"Range": "bytes=5000000-"})
+    assert rest == content[5_000_000:]
     rita.call(
         "PUT", where.replace(sha[:8], "00000000"), 422, content=b"x", params={"offset": 0, "size": 1}
     )
     rita.get("/api/artifacts/nonsense", 422)
 
 
-def test_a_job_names_the_files_it_lacks(case: Case) -> None:
+def test_a_submission_without_its_files_is_refused_with_their_names(case: Case) -> None:
     rita = case.member(ApiRole.REQUESTER)
     rita.upload(FILES["units"])
     answer = rita.post("/api/jobs", spec(), 422)
     assert "3 files were not uploaded" in answer["detail"]
     assert artifact("labels").sha256 in answer["detail"]
     assert artifact("units").sha256 not in answer["detail"]
+
+
+# --- records of workers --------------------------------------------------------------------------
+
+
+def round_record(number: int, *, committed: bool) -> dict[str, Any]:
+    record = RoundRecord(number, 1, "background", committed, (0, 1), 0.5, 1000, "cluster 1 is missing")
+    return asdict(record)
+
+
+def timing(stage: int, forward: float) -> dict[str, Any]:
+    return asdict(TimingRecord(stage, 10, forward, 0.2, 0.01, 0.0, 0.0))
+
+
+def test_the_view_of_a_job_has_the_newest_records_of_each_cluster(case: Case) -> None:
+    rita = case.requester()
+    alice, bob, carol, dave = providers(case, "alice", "bob", "carol", "dave")
+    job = case.submit(rita)
+    case.match()
+    queue = asdict(QueueRecord(in_flight=2, window=3, inbox=1))
+    phase = asdict(PhaseRecord("train", epoch=1))
+    alice.report(
+        "training",
+        records=[
+            phase,
+            *losses(3.0, 2.0),
+            timing(0, 0.9),
+            timing(1, 0.8),
+            timing(0, 0.1),
+            validation(0, 0.5),
+            round_record(7, committed=True),
+            queue,
+        ],
+    )
+    bob.report("training", records=[queue])
+    carol.report("training", records=losses(1.5))
+    dave.report("training", records=[asdict(WarningRecord("a slow link"))])
+    view = rita.get(f"/api/jobs/{job}")
+    first, second = view["clusters"]
+    assert first == {
+        "cluster": 0,
+        "loss": losses(2.0, first=1)[0],
+        "validation": validation(0, 0.5),
+        "round": {**round_record(7, committed=True), "clusters": [0, 1]},
+        "timings": [timing(0, 0.1), timing(1, 0.8)],
+    }
+    assert (second["cluster"], second["loss"]["loss"], second["timings"]) == (1, 1.5, [])
+    assert [each["queue"] for each in view["assignments"]] == [queue, queue, None, None]
+    assert [each["worker_phase"] for each in view["assignments"]] == [phase, None, None, None]
+    (warning,) = view["warnings"]
+    assert (warning["node"], warning["message"]) == (3, "a slow link")
+    (listed,) = rita.get("/api/jobs")
+    assert (listed["clusters"], listed["warnings"], listed["progress"]) == ([], [], view["progress"])
+
+
+def test_warnings_and_failed_rounds_are_events_of_the_job(case: Case) -> None:
+    rita, (alice,) = case.requester(), providers(case, "alice")
+    job = case.submit(rita)
+    case.match()
+    records = [
+        asdict(WarningRecord("a slow link")),
+        round_record(7, committed=True),
+        round_record(8, committed=False),
+    ]
+    alice.report("training", records=records)
+    alice.report("training", records=records)
+    alice.report("training", first_record=3, records=[asdict(WarningRecord("x" * 9000))] * 500)
+    events = [
+        (each["kind"], each["reason"])
+        for each in rita.get(f"/api/jobs/{job}/events")
+        if each["kind"] in ("warning", "round")
+    ]
+    assert [kind for kind, _ in events[:2]] == ["warning", "round"]
+    assert "node_0: a slow link" in events[0][1]
+    assert "round 8" in events[1][1]
+    assert "cluster 1 is missing" in events[1][1]
+    assert len(events) < 50, "a report adds a limited number of events"
+
+
+def test_a_gap_in_the_records_is_requested_once_and_then_accepted(case: Case) -> None:
+    rita, (alice,) = case.requester(), providers(case, "alice")
+    job = case.submit(rita)
+    case.match()
+    assert alice.report("training", records=losses(4.0))["records_known"] == 1
+    late = {"first_record": 3, "records": losses(1.0, first=3)}
+    assert alice.report("training", **late)["records_known"] == 1
+    assert alice.report("training", **late)["records_known"] == 4
+    history = rita.get(f"/api/jobs/{job}/losses")
+    assert (history["updates"], history["losses"]) == ([0, 3], [4.0, 1.0])
+    events = rita.get(f"/api/jobs/{job}/events")
+    assert ["2 records" in each["reason"] for each in events if each["kind"] == "warning"] == [True]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"kind": "loss", "update": -1, "epoch": 0, "loss": 1.0, "microbatches": 1, "staleness": 0},
+        {"kind": "loss", "update": 2**70, "epoch": 0, "loss": 1.0, "microbatches": 1, "staleness": 0},
+        {"kind": "unknown"},
+        {**asdict(ValidationRecord(0, 0, "accuracy", 0.5, 1)), "name": "x" * 100_000},
+        {**asdict(RoundRecord(0, 1, "final", True, (), 1.0, 1, "")), "clusters": [0] * 100_000},
+    ],
+)
+def test_hostile_records_are_refused(case: Case, record: dict[str, Any]) -> None:
+    rita, (alice,) = case.requester(), providers(case, "alice")
+    job = case.submit(rita)
+    case.match()
+    alice.report("training", 422, records=[record])
+    assert state(rita, job) == "shipping"

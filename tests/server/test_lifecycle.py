@@ -1,10 +1,10 @@
-"""Which changes of state there are."""
+"""Allowed transitions of providers and jobs."""
 
 import pytest
 
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import ProviderState
-from ravnest.server.lifecycle import NEW, TRANSITIONS, TransitionError, check
+from ravnest.server.lifecycle import NEW, TRANSITIONS, TransitionError, check_transition
 
 KINDS = {"provider": ProviderState, "job": JobState}
 
@@ -18,22 +18,22 @@ def test_every_state_is_known_and_can_be_reached(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_everything_that_is_not_in_the_table_is_refused(kind: str) -> None:
+def test_other_transitions_are_refused(kind: str) -> None:
     for before, afters in TRANSITIONS[kind].items():
         for after in KINDS[kind]:
             if after in afters:
-                check(kind, before, after)
+                check_transition(kind, before, after)
             else:
                 with pytest.raises(TransitionError, match=f"cannot become {after}"):
-                    check(kind, before, after)
+                    check_transition(kind, before, after)
 
 
-def test_final_jobs_stay_as_they_are() -> None:
+def test_final_states_have_no_transitions() -> None:
     for state in JobState:
         assert state.is_final == (not TRANSITIONS["job"][state])
 
 
-def test_a_provider_can_be_lost_whatever_it_does() -> None:
+def test_a_provider_can_be_lost_in_every_state() -> None:
     for state in ProviderState:
         if state is not ProviderState.LOST:
-            check("provider", state, ProviderState.LOST)
+            check_transition("provider", state, ProviderState.LOST)

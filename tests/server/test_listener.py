@@ -3,7 +3,7 @@
 import pytest
 
 from ravnest.errors import ServerError
-from ravnest.server.http.listener import host_to_show, listen, names_of, needs_tls, url_of
+from ravnest.server.http.listener import public_host, listen, certificate_names, needs_tls, url_of
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,16 @@ def test_others_are_served_over_tls(host: str, expected: bool) -> None:
 
 
 def test_the_name_that_is_shown_is_the_one_that_was_given() -> None:
-    assert host_to_show("0.0.0.0", ["ravnest.example", "10.0.0.1"]) == "ravnest.example"
-    assert host_to_show("127.0.0.1", []) == "127.0.0.1"
-    assert host_to_show("0.0.0.0", []) not in ("", "0.0.0.0")
+    assert public_host("0.0.0.0", ["ravnest.example", "10.0.0.1"]) == "ravnest.example"
+    assert public_host("127.0.0.1", []) == "127.0.0.1"
+    assert public_host("0.0.0.0", []) not in ("", "0.0.0.0")
 
 
 def test_the_certificate_is_good_for_all_names() -> None:
-    names = names_of("0.0.0.0", ["ravnest.example"])
+    names = certificate_names("0.0.0.0", ["ravnest.example"])
     assert {"ravnest.example", "127.0.0.1"} <= set(names)
     assert "0.0.0.0" not in names
-    assert "10.0.0.1" in names_of("10.0.0.1", [])
+    assert "10.0.0.1" in certificate_names("10.0.0.1", [])
 
 
 def test_addresses() -> None:

@@ -1,4 +1,4 @@
-"""Requests that wait are woken by news, and by nothing else."""
+"""Waiting requests wake up on notifications, and only then; liveness of providers."""
 
 import asyncio
 import threading
@@ -9,47 +9,50 @@ from ravnest.server.notifications import Notifications
 FAR = 60.0
 
 
-def test_news_wakes_those_who_wait_for_it() -> None:
+def test_a_notification_wakes_the_subscribers_of_its_topic() -> None:
     async def scene() -> tuple[bool, bool]:
-        wakes = Notifications()
-        with wakes.listen(("job", "a")) as first, wakes.listen(("job", "b")) as second:
-            threading.Thread(target=wakes.wake, args=(("job", "a"),)).start()
+        notifications = Notifications()
+        with (
+            notifications.subscribe(("job", "a")) as first,
+            notifications.subscribe(("job", "b")) as second,
+        ):
+            threading.Thread(target=notifications.notify, args=(("job", "a"),)).start()
             return await first.wait(FAR), await second.wait(0)
 
     assert asyncio.run(scene()) == (True, False)
 
 
-def test_news_between_looking_and_waiting_is_not_missed() -> None:
+def test_a_notification_before_the_wait_is_not_missed() -> None:
     async def scene() -> bool:
-        wakes = Notifications()
-        with wakes.listen(("job", "a")) as listener:
-            wakes.wake(("job", "a"))
-            return await listener.wait(FAR)
+        notifications = Notifications()
+        with notifications.subscribe(("job", "a")) as subscription:
+            notifications.notify(("job", "a"))
+            return await subscription.wait(FAR)
 
     assert asyncio.run(scene())
 
 
-def test_when_the_server_stops_nobody_waits() -> None:
+def test_all_waits_end_when_the_server_stops() -> None:
     async def scene() -> tuple[bool, bool]:
-        wakes = Notifications()
-        with wakes.listen(("job", "a")) as listener:
-            threading.Thread(target=wakes.close).start()
-            before = await listener.wait(FAR)
-        with wakes.listen(("job", "a")) as listener:
-            return before, await listener.wait(FAR)
+        notifications = Notifications()
+        with notifications.subscribe(("job", "a")) as subscription:
+            threading.Thread(target=notifications.close).start()
+            before = await subscription.wait(FAR)
+        with notifications.subscribe(("job", "a")) as subscription:
+            return before, await subscription.wait(FAR)
 
     assert asyncio.run(scene()) == (False, False)
 
 
-def test_waiting_for_nothing_ends() -> None:
+def test_a_wait_without_a_notification_ends() -> None:
     async def scene() -> bool:
-        with Notifications().listen(("job", "a")) as listener:
-            return await listener.wait(0.001)
+        with Notifications().subscribe(("job", "a")) as subscription:
+            return await subscription.wait(0.001)
 
     assert not asyncio.run(scene())
 
 
-def test_who_was_not_heard_of_is_overdue() -> None:
+def test_a_silent_provider_is_overdue() -> None:
     liveness = Liveness(30.0)
     assert liveness.next_deadline() is None
     liveness.see("a", steady=0.0, wall=100.0)

@@ -1,20 +1,20 @@
-"""The page: for members, escaped, and without anything from elsewhere."""
+"""The web page: for members only, escaped, without scripts or external resources."""
 
 import re
+from html import unescape
 from pathlib import Path
 
 import pytest
-from server_cases import Case, opened
+from server_cases import Case, losses, opened, validation
 from starlette.testclient import TestClient
 
 from ravnest.schemas.auth import ApiRole
-from ravnest.server.web.rendering import line
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 
 
 def browser(case: Case, token: str | None) -> TestClient:
-    """A browser of its own; with a token it has followed the login link."""
+    """A browser with its own cookies; with a token it has followed the login link."""
     client = TestClient(case.client.app, base_url=str(case.client.base_url))
     if token is not None:
         answer = client.get("/login", params={"token": token})
@@ -23,10 +23,10 @@ def browser(case: Case, token: str | None) -> TestClient:
 
 
 def token(case: Case, role: ApiRole = ApiRole.VIEWER) -> str:
-    return str(case.server.trust.create_token(role, ""))
+    return str(case.server.auth.create_token(role, ""))
 
 
-def test_without_a_login_it_says_how_to_get_in(case: Case) -> None:
+def test_without_a_login_it_explains_how_to_log_in(case: Case) -> None:
     answer = browser(case, None).get("/")
     assert answer.status_code == 401
     assert "ravnest token create --role viewer" in answer.text
@@ -36,23 +36,24 @@ def test_it_shows_providers_jobs_and_losses(case: Case) -> None:
     rita, alice = case.requester(), case.provider("alice")
     job = case.submit(rita, name="digits")
     case.match()
-    alice.report("training", losses=[3.0, 2.0, 1.5])
+    alice.report("training", records=[*losses(3.0, 2.0, 1.5), validation(0, 0.875)])
     text = browser(case, token(case)).get("/").text
-    for words in ("alice", "4.0 GB", "digits", job, "training", "<svg", "<polyline", "1.5"):
+    for words in ("alice", "4.0 GB", "digits", job, "training", "1.5", "0.875"):
         assert words in text
+    assert curves(text) == [[(0.0, 1.0), (0.5, 1 / 3), (1.0, 0.0)]]
 
 
-def test_what_others_wrote_is_escaped(case: Case) -> None:
+def test_text_of_other_people_is_escaped(case: Case) -> None:
     rita, alice = case.requester(HOSTILE), case.provider(HOSTILE)
     case.submit(rita, name=HOSTILE)
     case.match()
     alice.report("failed", reason=HOSTILE)
     text = browser(case, token(case)).get("/").text
     assert "<script" not in text
-    assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") >= 4
+    assert unescape(text).count(HOSTILE) >= 4
 
 
-def test_it_loads_nothing_from_elsewhere_and_runs_no_script(case: Case) -> None:
+def test_it_loads_no_external_resources_and_runs_no_script(case: Case) -> None:
     answer = browser(case, token(case)).get("/")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert "script-src" not in answer.headers["content-security-policy"]
@@ -61,7 +62,7 @@ def test_it_loads_nothing_from_elsewhere_and_runs_no_script(case: Case) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_the_cookie_is_for_this_server_only(tmp_path: Path, tls: bool) -> None:
+def test_the_cookie_is_restricted_to_this_server(tmp_path: Path, tls: bool) -> None:
     with opened(tmp_path, tls=tls) as case:
         answer = case.client.get("/login", params={"token": token(case)})
         cookie = answer.headers["set-cookie"].lower()
@@ -71,7 +72,7 @@ def test_the_cookie_is_for_this_server_only(tmp_path: Path, tls: bool) -> None:
         assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-def test_a_login_link_works_once_and_a_wrong_one_not_at_all(case: Case) -> None:
+def test_a_login_link_works_once_and_a_wrong_one_does_not(case: Case) -> None:
     used = token(case)
     assert browser(case, used).get("/").status_code == 200
     for wrong in (used, "rvn..wrong", "nonsense", ""):
@@ -88,7 +89,7 @@ def test_a_login_ends_after_a_month(case: Case) -> None:
     assert client.get("/").status_code == 401
 
 
-def test_the_cookie_opens_the_page_and_not_the_api(case: Case) -> None:
+def test_the_cookie_is_valid_for_the_page_and_not_for_the_api(case: Case) -> None:
     assert browser(case, token(case, ApiRole.REQUESTER)).get("/api/jobs").status_code == 401
 
 
@@ -98,7 +99,20 @@ def test_a_requester_sees_its_own_jobs_and_a_provider_none(case: Case) -> None:
         assert (job in browser(case, token(case, role)).get("/").text) == sees
 
 
-def test_a_line_of_losses() -> None:
-    assert line([]) == line([(0, 1.0)]) == ""
-    assert 'points="0.0,0.0 110.0,44.0 220.0,22.0"' in line([(10, 3.0), (11, 1.0), (12, 2.0)])
-    assert "points" in line([(0, 1.0), (1, 1.0)])
+@pytest.mark.parametrize(("values", "count"), [([], 0), ([1.0], 0), ([None, 1.0], 0), ([1.0, 1.0], 1)])
+def test_a_curve_needs_two_losses(case: Case, values: list[float | None], count: int) -> None:
+    rita, alice = case.requester(), case.provider("alice")
+    case.submit(rita)
+    case.match()
+    alice.report("training", records=losses(*values))
+    assert len(curves(browser(case, token(case)).get("/").text)) == count
+
+
+def curves(text: str) -> list[list[tuple[float, float]]]:
+    """The loss curves of a page: points between 0 and 1, the lowest loss at 0."""
+    found = []
+    for points in re.findall(r'<polyline points="([^"]*)"', text):
+        pairs = [tuple(map(float, point.split(","))) for point in points.split()]
+        right, bottom = max(x for x, _ in pairs), max(y for _, y in pairs) or 1.0
+        found.append([(x / right, pytest.approx(1 - y / bottom, abs=0.01)) for x, y in pairs])
+    return found

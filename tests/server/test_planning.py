@@ -1,4 +1,4 @@
-"""A packed model through the whole server: uploaded, planned, cut and handed out."""
+"""A packed model on a real planner: uploaded, planned, cut and assigned."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> PackedJob:
     return pack_job(job, tmp_path_factory.mktemp("packed"))
 
 
-def test_a_model_is_cut_for_the_providers_that_are_there(packed: PackedJob, tmp_path: Path) -> None:
+def test_a_model_is_cut_for_the_connected_providers(packed: PackedJob, tmp_path: Path) -> None:
     server = Server(tmp_path, clock=Time().clock())
     with server.opened():
         case = Case(server, TestClient(create_app(server)), Time(), FakePlanner())
@@ -37,17 +37,17 @@ def test_a_model_is_cut_for_the_providers_that_are_there(packed: PackedJob, tmp_
 
         view = rita.get(f"/api/jobs/{job}")
         assert view["state"] == "shipping", view["reason"]
-        assert len(view["places"]) == 2
+        assert len(view["assignments"]) == 2
         assert view["plan"]
         for member in members:
-            part = member.beat()["assignment"]
-            body = member.get(f"/api/assignments/{part}")
+            assignment = member.heartbeat()["assignment"]
+            body = member.get(f"/api/assignments/{assignment}")
             for name in ("stage", "weights"):
                 assert len(member.get(f"/api/artifacts/{body[name]['sha256']}")) == body[name]["size"]
         assert not list(server.folder.scratch.iterdir())
 
 
-def test_a_model_that_is_nonsense_fails_its_job_with_a_reason(packed: PackedJob, tmp_path: Path) -> None:
+def test_an_invalid_model_fails_its_job_with_a_reason(packed: PackedJob, tmp_path: Path) -> None:
     server = Server(tmp_path, clock=Time().clock())
     with server.opened():
         case = Case(server, TestClient(create_app(server)), Time(), FakePlanner())

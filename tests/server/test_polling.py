@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
-from server_cases import Caller, Case
+from server_cases import Caller, Case, losses
 
 LONG = 60
 
@@ -16,7 +16,7 @@ def run(
 ) -> Any:
     """Ask; once the server listens for news on behalf of who asked, act; the answer."""
     listening = threading.Event()
-    listen = case.server.wakes.listen
+    listen = case.server.notifications.subscribe
 
     def noticed(topic: Any) -> Any:
         listening.set()
@@ -30,11 +30,11 @@ def run(
             await asyncio.to_thread(act)
             return (await asking).json()
 
-    case.server.wakes.listen = noticed  # type: ignore[method-assign]
+    case.server.notifications.subscribe = noticed  # type: ignore[method-assign]
     try:
         return asyncio.run(scene())
     finally:
-        case.server.wakes.listen = listen  # type: ignore[method-assign]
+        case.server.notifications.subscribe = listen  # type: ignore[method-assign]
 
 
 def poll(
@@ -82,7 +82,7 @@ def test_who_waits_for_a_job_hears_of_each_change(case: Case) -> None:
     view = rita.get(f"/api/jobs/{job}/wait?changed=0")
     for act, state, updates in [
         (lambda: alice.report("training"), "training", 0),
-        (lambda: alice.report("training", losses=[1.0]), "training", 1),
+        (lambda: alice.report("training", records=losses(1.0)), "training", 1),
         (lambda: rita.post(f"/api/jobs/{job}/cancel"), "cancelled", 1),
     ]:
         before = view["changed"]

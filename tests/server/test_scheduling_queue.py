@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ravnest.server.scheduling.queue import PATIENCE, Decision, IdleProvider, Refusal, WaitingJob, decide
+from ravnest.server.scheduling.queue import (
+    PATIENCE,
+    QueueDecision,
+    IdleProvider,
+    Refusal,
+    WaitingJob,
+    decide,
+)
 
 steady = settings(deadline=None, derandomize=True)
 
@@ -19,7 +26,7 @@ def pool(count: int) -> list[IdleProvider]:
     return [IdleProvider(f"p{n}", compute=100.0 - n, ram=8.0) for n in range(count)]
 
 
-def started(decisions: tuple[Decision, ...]) -> dict[str, tuple[str, ...]]:
+def started(decisions: tuple[QueueDecision, ...]) -> dict[str, tuple[str, ...]]:
     return {each.job: each.providers for each in decisions if each.providers}
 
 
@@ -57,7 +64,7 @@ def test_what_does_not_fit_lets_others_pass_until_it_holds_the_line() -> None:
     small = [WaitingJob(f"s{n}", f"owner{n}", 2.0 + n, max_providers=1) for n in range(5)]
     decisions = decide([large, *small], {}, pool(2), busy=4)
     assert list(started(decisions)) == ["s0", "s1"]
-    assert decisions[0] == Decision(
+    assert decisions[0] == QueueDecision(
         "large", (), "waits for 1 more provider: it wants 3, 2 are idle, 4 are at work", 2
     )
     large = replace(large, passed_over=2)
@@ -93,8 +100,8 @@ def test_a_job_that_the_planner_refuses_waits_with_the_planners_reason() -> None
         return Refusal("needs 9.1 GB") if job.id == "heavy" else providers[:1]
 
     first, second = decide(jobs, {}, pool(2), busy=1, fit=fit)
-    assert first == Decision("heavy", (), "needs 9.1 GB", 3)
-    assert second == Decision(
+    assert first == QueueDecision("heavy", (), "needs 9.1 GB", 3)
+    assert second == QueueDecision(
         "light", ("p0",), "gets 1 of 2 idle providers; its owner has no other job running", 0
     )
 
@@ -123,7 +130,7 @@ def test_a_refused_job_holds_the_line_only_where_something_that_ends_could_help(
 )
 def test_the_reason_names_both_figures(wanted: int, idle: int, busy: int, reason: str) -> None:
     (decision,) = decide([WaitingJob("j", "ann", 1.0, min_providers=wanted)], {}, pool(idle), busy)
-    assert decision == Decision("j", (), reason, 0)
+    assert decision == QueueDecision("j", (), reason, 0)
 
 
 jobs = st.builds(

@@ -22,7 +22,7 @@ def test_a_token_is_all_that_goes_to_the_output(tmp_path: Path) -> None:
         assert made.exit_code == 0
         text = made.stdout.strip()
         assert f"ravnest provide --server {running.url} --token {text}" in made.stderr
-        assert running.server.trust.join(JoinToken.parse(text).secret, "alice", "x").role == "provider"
+        assert running.server.auth.join(JoinToken.parse(text).secret, "alice", "x").role == "provider"
 
 
 def test_a_login_link_is_made_for_viewers_and_json_for_programs(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_who_waits_is_answered_when_the_server_stops(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=poll)
         listening = threading.Event()
-        listen = running.server.wakes.listen
-        running.server.wakes.listen = lambda topic: (listening.set(), listen(topic))[1]  # type: ignore[method-assign]
+        listen = running.server.notifications.subscribe
+        running.server.notifications.subscribe = lambda topic: (listening.set(), listen(topic))[1]  # type: ignore[method-assign]
         thread.start()
         assert listening.wait(LONG)
     thread.join(LONG)

@@ -34,12 +34,13 @@ from ravnest.schemas.jobs import (
     TrainingSpec,
 )
 from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
-from ravnest.server.scheduling.shipping import PlannedJob, Shortage, plan_job, ship
+from ravnest.server.scheduling.planning import Infeasible, PlannedJob, plan_job
+from ravnest.server.scheduling.shipping import ship
 from ravnest.split import Chain, PreparedModel
 from ravnest.split.splitter import prepare
 from ravnest.store.bundle import load_module, load_stage
 from ravnest.store.files import sha256_of
-from ravnest.store.node_spec import read_node, write_node
+from ravnest.store.node_spec import node_to_json, read_node, write_node
 
 steady = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -133,7 +134,7 @@ def local(count: int, **figures: float) -> list[tuple[str, ProviderOffer]]:
 
 
 def planned_for(spec: JobSpec, packed: Packed, providers: list[tuple[str, ProviderOffer]]) -> PlannedJob:
-    planned = plan_job(spec, packed.units, providers)
+    planned = plan_job(spec, packed.units.profile, providers)
     assert isinstance(planned, PlannedJob), planned
     return planned
 
@@ -150,7 +151,7 @@ def adder(folder: Path) -> Callable[[Path], Artifact]:
 
 
 def shipped(planned: PlannedJob, packed: Packed, folder: Path) -> tuple[Assignment, ...]:
-    return ship("j1", planned, packed.weights, adder(folder), folder)
+    return ship("j1", planned, packed.units, packed.weights, adder(folder), folder)
 
 
 def rows(share: tuple[RowRange, ...], pieces: tuple[DataFile, ...]) -> list[int]:
@@ -179,7 +180,7 @@ def test_clusters_and_update_frequency_are_the_jobs(packed: Packed) -> None:
 
 
 def test_the_words_name_the_users_layers(packed: Packed) -> None:
-    words = planned_for(job(), packed, local(2)).words
+    words = planned_for(job(), packed, local(2)).explanation
     assert words.startswith("2 nodes in 1 cluster train about ")
     assert "Node(0) at 127.0.0.1:9000 is the Root: layer" in words
     assert "embed" in words
@@ -187,8 +188,8 @@ def test_the_words_name_the_users_layers(packed: Packed) -> None:
 
 
 def test_a_job_that_cannot_fit_says_what_it_needs_and_what_is_there(packed: Packed) -> None:
-    found = plan_job(job(), packed.units, local(2, ram=1e-9))
-    assert isinstance(found, Shortage)
+    found = plan_job(job(), packed.units.profile, local(2, ram=1e-9))
+    assert isinstance(found, Infeasible)
     assert found.reason.startswith("the model needs ")
     assert "kB to train at batch 8; 2 providers offer 0 kB. What helps:" in found.reason
 
@@ -203,11 +204,11 @@ def test_a_provider_that_is_too_small_is_left_out(packed: Packed) -> None:
 def test_the_reason_is_that_of_all_who_could_help(packed: Packed) -> None:
     need = ModelCosts.of(packed.units.profile).smallest_total / 1e9
     providers = [*local(4, ram=need * 0.3), ("small", offer("127.0.0.1:9100", ram=1e-9))]
-    found = plan_job(job(), packed.units, providers)
-    assert isinstance(found, Shortage)
+    found = plan_job(job(), packed.units.profile, providers)
+    assert isinstance(found, Infeasible)
     assert "the largest of 4 providers has 1 kB" in found.reason
-    found = plan_job(job(min_providers=5), packed.units, providers)
-    assert isinstance(found, Shortage)
+    found = plan_job(job(min_providers=5), packed.units.profile, providers)
+    assert isinstance(found, Infeasible)
     assert "node 4 (0 kB) is too small for any stage" in found.reason
 
 
@@ -215,8 +216,8 @@ def test_as_many_are_left_out_as_cannot_be_used(packed: Packed) -> None:
     units = len(packed.units.profile.units)
     planned = planned_for(job(clusters=1), packed, local(units + 2))
     assert planned.providers == tuple(f"p{n}" for n in range(units))
-    found = plan_job(job(clusters=1, min_providers=units + 1), packed.units, local(units + 2))
-    assert isinstance(found, Shortage)
+    found = plan_job(job(clusters=1, min_providers=units + 1), packed.units.profile, local(units + 2))
+    assert isinstance(found, Infeasible)
     assert f"can be cut into at most {units} stages" in found.reason
 
 
@@ -227,19 +228,19 @@ def test_of_two_providers_at_one_address_one_is_used(packed: Packed) -> None:
         ("c", offer("127.0.0.1:9001")),
     ]
     assert planned_for(job(), packed, same).providers == ("a", "c")
-    found = plan_job(job(min_providers=3), packed.units, same)
-    assert isinstance(found, Shortage)
+    found = plan_job(job(min_providers=3), packed.units.profile, same)
+    assert isinstance(found, Infeasible)
     assert found.reason.endswith(
-        "on at least 3 providers at addresses of their own; idle ones of these: 2"
+        "on at least 3 providers with different addresses; 2 such providers are idle"
     )
-    few = plan_job(job(clusters=3), packed.units, local(2))
-    assert isinstance(few, Shortage)
+    few = plan_job(job(clusters=3), packed.units.profile, local(2))
+    assert isinstance(few, Infeasible)
     assert "on at least 3 providers" in few.reason
 
 
 def test_no_cluster_is_without_a_sample(packed: Packed) -> None:
     small = job(train=data("train", [2]), clusters=3)
-    assert plan_job(small, packed.units, local(4)) == Shortage(
+    assert plan_job(small, packed.units.profile, local(4)) == Infeasible(
         "clusters=3 is too many: 2 samples are enough for 2"
     )
     free = job(train=data("train", [3]), training={"drop_last": True, "batch_size": 2})
@@ -276,7 +277,7 @@ def test_node_files_and_stages_are_those_of_clusterize(
     assert [each.node for each in assignments] == [0, 1, 2, 3]
     for each in assignments:
         expected = json.loads((folder / "nodes" / f"node_{each.node}.json").read_bytes())
-        theirs, ours = dict(expected), dict(each.node_file)
+        theirs, ours = dict(expected), json.loads(json.dumps(node_to_json(each.node_spec)))
         assert theirs.pop("plan") != ours.pop("plan"), "it names the job too"
         stage = load_stage(folder / f"cluster_{ours['cluster']}" / f"node_{each.node}")
         assert ours.pop("sha256") == each.stage.sha256
@@ -300,16 +301,12 @@ def unpack(assignment: Assignment, artifacts: Path, bundle: Path) -> None:
     shutil.copy(artifacts / assignment.weights.sha256, bundle / "weights.safetensors")
 
 
-def test_a_shipped_node_file_can_be_written_and_read(packed: Packed, tmp_path: Path) -> None:
+def test_a_shipped_node_spec_can_be_written_and_read(packed: Packed, tmp_path: Path) -> None:
     for each in shipped(planned_for(job(), packed, local(2)), packed, tmp_path):
-        path = tmp_path / "nodes" / f"node_{each.node}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(each.node_file))
-        node = read_node(tmp_path, f"node_{each.node}")
-        write_node(tmp_path / "again", node)
-        assert (
-            json.loads((tmp_path / f"again/nodes/node_{each.node}.json").read_bytes()) == each.node_file
-        )
+        received = Assignment.model_validate_json(each.model_dump_json())
+        assert received == each
+        write_node(tmp_path, received.node_spec)
+        assert read_node(tmp_path, f"node_{each.node}") == each.node_spec
 
 
 def test_assignments_are_named_and_of_one_plan_a_job(packed: Packed, tmp_path: Path) -> None:
@@ -320,10 +317,10 @@ def test_assignments_are_named_and_of_one_plan_a_job(packed: Packed, tmp_path: P
         ("j1-1", "j1", 1),
     ]
     assert all(each.training == planned.spec.training for each in assignments)
-    other = ship("j2", planned, packed.weights, adder(tmp_path), tmp_path)
-    plans = {each.node_file["plan"] for each in assignments}
+    other = ship("j2", planned, packed.units, packed.weights, adder(tmp_path), tmp_path)
+    plans = {each.node_spec.plan for each in assignments}
     assert len(plans) == 1
-    assert plans != {each.node_file["plan"] for each in other}, "nodes of two jobs are no peers"
+    assert plans != {each.node_spec.plan for each in other}, "nodes of two jobs are no peers"
 
 
 def test_clusters_that_are_cut_alike_share_their_files(packed: Packed, tmp_path: Path) -> None:
@@ -334,7 +331,7 @@ def test_clusters_that_are_cut_alike_share_their_files(packed: Packed, tmp_path:
         return adder(tmp_path)(file)
 
     planned = planned_for(job(clusters=4), packed, local(4))
-    assignments = ship("j1", planned, packed.weights, add, tmp_path)
+    assignments = ship("j1", planned, packed.units, packed.weights, add, tmp_path)
     assert calls == ["stage.json", "weights.safetensors"]
     assert len({(each.stage.sha256, each.weights.sha256) for each in assignments}) == 1
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "nothing is left behind"
@@ -411,10 +408,10 @@ def test_clusters_share_all_samples_and_each_is_somewhere_once(
 def test_data_that_does_not_add_up_is_refused(packed: Packed, name: str) -> None:
     wrong = data(name, [5, 5]).model_copy(update={"samples": 11})
     with pytest.raises(JobError, match=f"the inputs of its {name} data have 10 rows, not 11"):
-        plan_job(job(**{name: wrong}), packed.units, local(2))
+        plan_job(job(**{name: wrong}), packed.units.profile, local(2))
     wrong = data(name, [5, 5], [5, 4])
     with pytest.raises(JobError, match=f"the labels of its {name} data have 9 rows, not 10"):
-        plan_job(job(**{name: wrong}), packed.units, local(2))
+        plan_job(job(**{name: wrong}), packed.units.profile, local(2))
 
 
 def test_shares_are_as_equal_as_whole_samples_allow(packed: Packed, tmp_path: Path) -> None:

@@ -22,14 +22,14 @@ class Scene:
         self.time = Time(now=1_790_000_000.0)
         self.folder = ServerFolder(path)
         self.folder.make()
-        self.store = Database(self.folder.database)
-        self.store.open()
-        self.trust = AuthService(self.store, self.folder, self.time.clock())
-        self.trust.open()
+        self.db = Database(self.folder.database)
+        self.db.open()
+        self.auth = AuthService(self.db, self.folder, self.time.clock())
+        self.auth.open()
 
     def refusals(self) -> list[str]:
-        with self.store.look() as books:
-            return [event.reason for event in books.events.after(0) if event.kind == "refusal"]
+        with self.db.read() as db:
+            return [event.reason for event in db.events.after(0) if event.kind == "refusal"]
 
 
 @pytest.fixture
@@ -38,24 +38,24 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def test_a_token_becomes_a_credential(scene: Scene) -> None:
-    token = scene.trust.create_token(ApiRole.PROVIDER, "ab12")
+    token = scene.auth.create_token(ApiRole.PROVIDER, "ab12")
     assert str(token).startswith("rvn.ab12.")
-    joined = scene.trust.join(token.secret, "alice", "127.0.0.1")
+    joined = scene.auth.join(token.secret, "alice", "127.0.0.1")
     assert joined.role is ApiRole.PROVIDER
-    assert scene.trust.member(joined.credential, "127.0.0.1").id == joined.id
+    assert scene.auth.member(joined.credential, "127.0.0.1").id == joined.id
 
 
 def test_a_token_works_once_unless_it_says_otherwise(scene: Scene) -> None:
-    once = scene.trust.create_token(ApiRole.PROVIDER, "").secret
-    twice = scene.trust.create_token(ApiRole.PROVIDER, "", uses=2).secret
-    often = scene.trust.create_token(ApiRole.PROVIDER, "", uses=None).secret
+    once = scene.auth.create_token(ApiRole.PROVIDER, "").secret
+    twice = scene.auth.create_token(ApiRole.PROVIDER, "", uses=2).secret
+    often = scene.auth.create_token(ApiRole.PROVIDER, "", uses=None).secret
     for secret, uses in [(once, 1), (twice, 2)]:
         for _ in range(uses):
-            scene.trust.join(secret, "alice", "10.0.0.1")
+            scene.auth.join(secret, "alice", "10.0.0.1")
         with pytest.raises(ServerRefusedError, match="used already") as caught:
-            scene.trust.join(secret, "mallory", "10.0.0.1")
+            scene.auth.join(secret, "mallory", "10.0.0.1")
         assert caught.value.status == 401
-    ids = {scene.trust.join(often, "alice", "10.0.0.1").id for _ in range(5)}
+    ids = {scene.auth.join(often, "alice", "10.0.0.1").id for _ in range(5)}
     assert len(ids) == 5
     assert (
         scene.refusals()
@@ -67,33 +67,33 @@ def test_a_token_works_once_unless_it_says_otherwise(scene: Scene) -> None:
 
 
 def test_expired_and_unknown_tokens_are_refused_and_recorded(scene: Scene) -> None:
-    token = scene.trust.create_token(ApiRole.PROVIDER, "", uses=None, hours=1)
+    token = scene.auth.create_token(ApiRole.PROVIDER, "", uses=None, hours=1)
     scene.time.now += 3600
     for secret, words in [(token.secret, "expired"), ("no such secret", "does not know")]:
         with pytest.raises(ServerRefusedError, match=words):
-            scene.trust.join(secret, "mallory", "10.0.0.1")
+            scene.auth.join(secret, "mallory", "10.0.0.1")
     assert len(scene.refusals()) == 2
 
 
 def test_an_unknown_or_expired_credential_is_nobody(scene: Scene) -> None:
-    token = scene.trust.create_token(ApiRole.VIEWER, "")
-    joined = scene.trust.join(token.secret, "a browser", "x", expires=scene.time.now + 10)
-    scene.trust.member(joined.credential, "x")
+    token = scene.auth.create_token(ApiRole.VIEWER, "")
+    joined = scene.auth.join(token.secret, "a browser", "x", expires=scene.time.now + 10)
+    scene.auth.member(joined.credential, "x")
     scene.time.now += 10
     for credential in (joined.credential, "forged"):
         with pytest.raises(ServerRefusedError) as caught:
-            scene.trust.member(credential, "10.0.0.1")
+            scene.auth.member(credential, "10.0.0.1")
         assert caught.value.status == 401
     assert len(scene.refusals()) == 2
 
 
 def test_no_secret_is_in_the_folder(scene: Scene, tmp_path: Path) -> None:
-    token = scene.trust.create_token(ApiRole.PROVIDER, "")
-    joined = scene.trust.join(token.secret, "alice", "x")
+    token = scene.auth.create_token(ApiRole.PROVIDER, "")
+    joined = scene.auth.join(token.secret, "alice", "x")
     with pytest.raises(ServerRefusedError) as caught:
-        scene.trust.join(token.secret, "alice", "x")
+        scene.auth.join(token.secret, "alice", "x")
     with pytest.raises(ServerRefusedError):
-        scene.trust.member("a-forged-credential", "x")
+        scene.auth.member("a-forged-credential", "x")
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     for secret in (token.secret, joined.credential, "a-forged-credential"):
         assert secret.encode() not in everything
@@ -102,7 +102,7 @@ def test_no_secret_is_in_the_folder(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_keys_and_the_admin_credential_are_their_owners_only(scene: Scene) -> None:
-    scene.trust.sign("job-1", 0, [], signing_request("x")[0].decode())
+    scene.auth.sign("job-1", 0, [], signing_request("x")[0].decode())
     secret = [
         scene.folder.admin,
         *scene.folder.authority.glob("*.key"),
@@ -114,8 +114,8 @@ def test_keys_and_the_admin_credential_are_their_owners_only(scene: Scene) -> No
 
 
 def test_the_authority_and_the_admin_stay_the_same(scene: Scene) -> None:
-    fingerprint, admin = scene.trust.fingerprint, scene.folder.admin.read_text()
-    again = AuthService(scene.store, scene.folder, scene.time.clock())
+    fingerprint, admin = scene.auth.fingerprint, scene.folder.admin.read_text()
+    again = AuthService(scene.db, scene.folder, scene.time.clock())
     again.open()
     assert again.fingerprint == fingerprint
     assert scene.folder.admin.read_text() == admin
@@ -125,15 +125,15 @@ def test_the_authority_and_the_admin_stay_the_same(scene: Scene) -> None:
 def test_an_admin_whose_file_was_deleted_gets_another_credential(scene: Scene) -> None:
     old = scene.folder.admin.read_text()
     scene.folder.admin.unlink()
-    scene.trust.open()
-    assert scene.trust.member(scene.folder.admin.read_text(), "x").role is ApiRole.ADMIN
+    scene.auth.open()
+    assert scene.auth.member(scene.folder.admin.read_text(), "x").role is ApiRole.ADMIN
     with pytest.raises(ServerRefusedError):
-        scene.trust.member(old, "x")
+        scene.auth.member(old, "x")
 
 
 def test_a_node_gets_the_name_and_addresses_of_the_plan_and_no_others(scene: Scene) -> None:
     request, _key = signing_request("node_7")
-    signed = scene.trust.sign("job-1", 2, ["10.0.0.5", "node_0", "NODE_1"], request.decode())
+    signed = scene.auth.sign("job-1", 2, ["10.0.0.5", "node_0", "NODE_1"], request.decode())
     certificate = x509.load_pem_x509_certificate(signed.certificate.encode())
     authority = x509.load_pem_x509_certificate(signed.authority.encode())
     certificate.verify_directly_issued_by(authority)
@@ -147,10 +147,10 @@ def test_a_node_gets_the_name_and_addresses_of_the_plan_and_no_others(scene: Sce
 
 def test_each_job_has_an_authority_of_its_own_until_it_ends(scene: Scene) -> None:
     request = signing_request("x")[0].decode()
-    first, again, other = (scene.trust.sign(job, 0, [], request) for job in ("a", "a", "b"))
+    first, again, other = (scene.auth.sign(job, 0, [], request) for job in ("a", "a", "b"))
     assert first.authority == again.authority
-    assert other.authority not in (first.authority, scene.trust.authority)
-    scene.trust.forget_job("a")
+    assert other.authority not in (first.authority, scene.auth.authority)
+    scene.auth.forget_job("a")
     assert sorted(path.name for path in scene.folder.job_authorities.iterdir()) == ["b.key", "b.pem"]
 
 
@@ -176,7 +176,7 @@ def pem(request: x509.CertificateSigningRequest) -> str:
 @pytest.mark.parametrize("request_of", [lambda: "nonsense", weak_request, tampered_request])
 def test_a_request_that_is_not_in_order_is_refused(scene: Scene, request_of: object) -> None:
     with pytest.raises(ServerRefusedError, match="cannot be signed") as caught:
-        scene.trust.sign("job-1", 0, [], request_of())  # type: ignore[operator]
+        scene.auth.sign("job-1", 0, [], request_of())  # type: ignore[operator]
     assert caught.value.status == 422
 
 

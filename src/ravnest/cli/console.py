@@ -59,8 +59,8 @@ def progress_text(progress: JobProgress) -> str:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.diverged:
         parts.append("the loss is not finite")
-    if progress.figure is not None:
-        parts.append(f"validation {progress.figure:.4f}")
+    if progress.validation is not None:
+        parts.append(f"validation {progress.validation:.4f}")
     return ", ".join(parts)
 
 
@@ -123,8 +123,11 @@ class JobStatusLine:
         if (view.state, view.reason) != self._state:
             self._state = (view.state, view.reason)
             self._console.print(f"{view.state:>20} {view.reason}")
-        if view.progress.figure is not None and f"{view.progress.figure:.4f}" != self._validation:
-            self._validation = f"{view.progress.figure:.4f}"
+        if (
+            view.progress.validation is not None
+            and f"{view.progress.validation:.4f}" != self._validation
+        ):
+            self._validation = f"{view.progress.validation:.4f}"
             self._console.print(f"{'':>20} {progress_text(view.progress)}")
         self._status.update(f"{view.state} {progress_text(view.progress)}")
 

@@ -37,17 +37,15 @@ def provide(
     Measures memory, cores, compute speed and the connection to the server first. Runs no code of
     requesters.
     """
-    raise typer.Exit(
-        provide_machine(
-            server,
-            token,
-            ram=ram,
-            cores=cores,
-            hours=hours,
-            folder=folder,
-            name=name,
-            listen=listen,
-            address=address,
-            once=once,
-        )
+    provide_machine(
+        server,
+        token,
+        ram=ram,
+        cores=cores,
+        hours=hours,
+        folder=folder,
+        name=name,
+        listen=listen,
+        address=address,
+        once=once,
     )

@@ -49,10 +49,9 @@ def _show(view: JobView) -> None:
     console.print(f"submitted {local_time(view.created)}, last change {local_time(view.changed)}")
     if progress_text(view.progress):
         console.print(f"{progress_text(view.progress)}; {view.progress.epochs} epochs requested")
-    for place in view.places:
+    for one in view.assignments:
         console.print(
-            f"  cluster {place.cluster}, node {place.node} ({place.role}) on {place.provider_name}: "
-            f"{place.phase}"
+            f"  cluster {one.cluster}, node {one.node} ({one.role}) on {one.provider_name}: {one.phase}"
         )
     if view.plan:
         console.print(f"\n{view.plan}")

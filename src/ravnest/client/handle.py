@@ -81,14 +81,8 @@ class JobHandle:
         return self._api.get(f"{self._path}/events", list[EventView], params={"after": after})
 
     def losses(self, first: int = 0) -> LossHistory:
-        """Return the loss of each update from ``first`` on, and all validation results."""
-        found: list[float | None] = []
-        while True:  # the server limits the length of a reply
-            params = {"first": first + len(found)}
-            part = self._api.get(f"{self._path}/losses", LossHistory, params=params)
-            if not part.losses:
-                return LossHistory(first=first, losses=tuple(found), figures=part.figures)
-            found += part.losses
+        """Return the losses from update ``first`` on, and all validation results."""
+        return self._api.get(f"{self._path}/losses", LossHistory, params={"first": first})
 
     def wait(
         self, timeout: float | None = None, on_change: Callable[[JobView], None] | None = None
@@ -113,7 +107,7 @@ class JobHandle:
                 JobView,
                 params={"changed": view.changed, "timeout": left},
                 wait=left,
-                patience=RESTART,
+                retry=RESTART,
             )
             if on_change is not None and newer != view:
                 on_change(newer)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 from ravnest.errors import LaunchError
+from ravnest.host import INTERRUPT, KILL
 from ravnest.http.credentials import HOME_VARIABLE
+from ravnest.provider.child_process import ChildProcess
 
 _GRACE_SECONDS = (3.0, 5.0)
 """Seconds after the first and the second interrupt; the second ends running work at once."""
@@ -31,9 +31,8 @@ class LocalProviders:
         self._folder = folder
         self._options = [f"--{name}={value}" for name, value in options.items()]
         self._on_output = on_output
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, ChildProcess] = {}
         self._last_lines: dict[str, str] = {}
-        self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         return self
@@ -47,61 +46,49 @@ class LocalProviders:
         """Start a provider in its own process group, so that Ctrl-C reaches it only through us."""
         command = [sys.executable, "-P", "-m", "ravnest.cli.app", "provide", *self._options]
         command += [f"--name={name}", f"--folder={self._folder / name}", *options]
-        process = subprocess.Popen(  # noqa: S603  # our own command
-            command,
-            env={
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                "PYTHONUNBUFFERED": "1",
-                HOME_VARIABLE: str(self._folder / "home"),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            HOME_VARIABLE: str(self._folder / "home"),
+        }
+        process = ChildProcess(name, command, environment)
+        process.start()
         self._processes[name] = process
-        assert process.stdout is not None
-        reader = threading.Thread(target=self._read, args=(name, process.stdout), daemon=True)
-        reader.start()
-        self._readers.append(reader)
+
+        def on_line(line: str) -> None:
+            self._last_lines[name] = line.rstrip()
+            self._on_output(name, line.rstrip())
+
+        process.follow(on_line)
 
     def check(self) -> None:
         """Raise ``LaunchError`` if a provider has ended by itself."""
         for name, process in self._processes.items():
-            if process.poll() is not None:
+            if process.code is not None:
                 last = self._last_lines.get(name, "no output")
-                raise LaunchError(f"{name} ended with exit code {process.returncode}: {last}")
+                raise LaunchError(f"{name} ended with exit code {process.code}: {last}")
 
     def stop(self) -> None:
         """Interrupt all providers, interrupt them again after a grace period, then kill them."""
         try:
             for seconds in _GRACE_SECONDS:
-                self._signal(signal.SIGINT)
+                self._signal(INTERRUPT)
                 if self._wait(seconds):
                     break
         finally:
-            self._signal(signal.SIGKILL)
+            self._signal(KILL)
             self._wait(None)
             self._processes.clear()
 
     def _wait(self, seconds: float | None) -> bool:
         """Wait for all providers and return whether they ended in time."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        try:
-            for process in self._processes.values():
-                process.wait(None if deadline is None else max(deadline - time.monotonic(), 0.01))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return all(
+            process.wait(None if deadline is None else max(deadline - time.monotonic(), 0.01))
+            for process in self._processes.values()
+        )
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, number: Signals) -> None:
         for process in self._processes.values():
-            if process.poll() is None:
-                process.send_signal(number)
-
-    def _read(self, name: str, stream: IO[bytes]) -> None:
-        for line in stream:
-            text = line.decode("utf-8", "replace").rstrip()
-            self._last_lines[name] = text
-            self._on_output(name, text)
+            process.send(number)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from ravnest.errors import ServerError, ServerRefusedError
+from ravnest.host import user_id
 from ravnest.http.credentials import Membership, find, joined, memberships
 from ravnest.schemas.auth import ApiRole
 
@@ -55,7 +56,7 @@ def user_name() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):  # a container's user may have no name
-        user = "user"
+        user = user_id()
     return f"{user}@{socket.gethostname()}"[:100]
 
 

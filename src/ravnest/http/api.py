@@ -1,4 +1,4 @@
-"""Requests to an intermediary server, as typed values and with errors that say what to do."""
+"""HTTP client of the server's API: typed requests and replies, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from ravnest.errors import ServerError, ServerRefusedError, ServerUnreachableError
-from ravnest.http.retry import IMPATIENT, PATIENT, RetryPolicy
+from ravnest.http.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy
 from ravnest.schemas.base import Schema
 
 T = TypeVar("T")
@@ -23,16 +23,16 @@ Params = Mapping[str, str | int | float]
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 _BUSY = (429, 502, 503, 504)
-"""Answers of a server, or of a proxy before it, that is not able to answer now."""
+"""Statuses of a server, or of a proxy in front of it, that is overloaded or restarting."""
 _log = logging.getLogger(__name__)
 
 
 class ApiClient:
-    """The HTTP interface of one server.
+    """Client of one server.
 
-    ``get`` and ``delete`` are tried again while nothing answers; ``post`` only if it is said to be
-    idempotent. ``ServerUnreachableError`` if nothing answers, ``ServerRefusedError`` with the
-    server's own sentence if it says no.
+    ``get`` and ``delete`` are retried while nothing answers, ``post`` only with ``idempotent=True``.
+    Raises ``ServerUnreachableError`` if nothing answers, and ``ServerRefusedError`` with the message of
+    the server if it refuses.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class ApiClient:
         credential: str | None = None,
         authority: str | None = None,
         *,
-        patience: RetryPolicy = PATIENT,
+        retry: RetryPolicy = DEFAULT_RETRY,
         tls: ssl.SSLContext | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """``authority`` is the PEM certificate of the only authority that is trusted.
+        """``authority`` is the PEM certificate of the only authority to trust.
 
-        ``tls`` takes its place, ``transport`` that of the network.
+        ``tls`` replaces the TLS context made from it, ``transport`` the connections of httpx.
         """
         self.url = url.rstrip("/")
-        self.patience = patience
+        self.retry = retry
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {credential}"} if credential else {},
-            verify=tls or trusting(authority),
+            verify=tls or tls_context(authority),
             timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
-            trust_env=not is_loopback(self.url),  # a proxy does not lead to this machine
+            trust_env=not is_loopback(self.url),  # no proxy for this machine
             transport=transport,
         )
 
@@ -79,10 +79,10 @@ class ApiClient:
         *,
         params: Params | None = None,
         wait: float = 0.0,
-        patience: RetryPolicy | None = None,
+        retry: RetryPolicy | None = None,
     ) -> T:
-        """What is at ``path``; the server may take ``wait`` seconds longer to answer."""
-        return self._ask("GET", path, None, answer, params, wait, patience or self.patience)
+        """Send a GET request; the server may take ``wait`` seconds longer to answer."""
+        return self._send("GET", path, None, answer, params, wait, retry or self.retry)
 
     def post(
         self,
@@ -94,18 +94,18 @@ class ApiClient:
         wait: float = 0.0,
         idempotent: bool = False,
     ) -> T:
-        """Send ``body``; ``object`` as the ``answer`` takes anything."""
-        patience = self.patience if idempotent else IMPATIENT
-        return self._ask("POST", path, body, answer, params, wait, patience)
+        """Send a POST request; with ``object`` as ``answer``, any answer is accepted."""
+        retry = self.retry if idempotent else NO_RETRY
+        return self._send("POST", path, body, answer, params, wait, retry)
 
     def delete(self, path: str, *, params: Params | None = None) -> None:
-        """Delete what is at ``path``."""
-        self._ask("DELETE", path, None, object, params, 0.0, self.patience)
+        """Send a DELETE request."""
+        self._send("DELETE", path, None, object, params, 0.0, self.retry)
 
     def put_bytes(
         self, path: str, content: Iterable[bytes], size: int, *, params: Params | None = None
     ) -> None:
-        """Send ``size`` bytes, once: whoever sends them knows where to go on."""
+        """Send ``size`` bytes with a PUT request; it is not retried."""
         with self._translated():
             answer = self._client.put(
                 path, content=content, params=params, headers={"Content-Length": str(size)}
@@ -116,7 +116,7 @@ class ApiClient:
     def stream(
         self, path: str, *, params: Params | None = None, headers: Mapping[str, str] | None = None
     ) -> Iterator[httpx.Response]:
-        """The answer to a GET, whose bytes are still to be read; asked for once."""
+        """Send a GET request and yield the response before its body is read; it is not retried."""
         with (
             self._translated(),
             self._client.stream("GET", path, params=params, headers=headers) as answer,
@@ -126,7 +126,7 @@ class ApiClient:
             _check(answer)
             yield answer
 
-    def _ask(
+    def _send(
         self,
         method: str,
         path: str,
@@ -134,20 +134,20 @@ class ApiClient:
         answer: type[T],
         params: Params | None,
         wait: float,
-        patience: RetryPolicy,
+        retry: RetryPolicy,
     ) -> T:
-        pauses = patience.pauses()
+        pauses = retry.pauses()
         while True:
             try:
-                return self._ask_once(method, path, body, answer, params, wait)
+                return self._send_once(method, path, body, answer, params, wait)
             except (ServerUnreachableError, ServerRefusedError) as error:
                 pause = next(pauses, None)
-                if pause is None or not may_pass(error):
+                if pause is None or not is_temporary(error):
                     raise
                 _log.info("%s; trying again in %.1f s", error, pause)
-            patience.sleep(pause)
+            retry.sleep(pause)
 
-    def _ask_once(
+    def _send_once(
         self,
         method: str,
         path: str,
@@ -170,8 +170,8 @@ class ApiClient:
             return TypeAdapter(answer).validate_json(response.content or b"null")
         except ValidationError as error:
             raise ServerError(
-                f"the answer of {self.url} to {method} {path} is not understood; is it a Ravnest server "
-                f"of the same version? {error.error_count()} fields differ"
+                f"the answer of {self.url} to {method} {path} has another format; is it a Ravnest "
+                f"server of the same version? {error.error_count()} fields differ"
             ) from error
 
     @contextmanager
@@ -187,20 +187,20 @@ class ApiClient:
 
 
 class NotAServerError(ServerUnreachableError):
-    """The address is none, or whoever answers is not the server: asking again would not help."""
+    """Invalid URL, or not a Ravnest server; do not retry."""
 
 
-def may_pass(error: ServerError) -> bool:
-    """Whether the same request may succeed a little later."""
+def is_temporary(error: ServerError) -> bool:
+    """Return ``True`` if the same request may succeed a little later."""
     if isinstance(error, ServerRefusedError):
         return error.status in _BUSY
     return isinstance(error, ServerUnreachableError) and not isinstance(error, NotAServerError)
 
 
-def trusting(authority: str | None) -> ssl.SSLContext:
-    """A TLS context that trusts this authority and no other, and checks the host's name.
+def tls_context(authority: str | None) -> ssl.SSLContext:
+    """Return a TLS context that trusts only ``authority`` and checks the host name.
 
-    Without one it trusts nobody at all.
+    Without an authority it trusts no certificate.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if authority is not None:
@@ -209,20 +209,20 @@ def trusting(authority: str | None) -> ssl.SSLContext:
 
 
 def parsed(url: str) -> httpx.URL:
-    """A server's address; ``NotAServerError`` if it cannot be one."""
+    """Parse a server's address; ``NotAServerError`` if it is invalid."""
     try:
         found = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise NotAServerError(f"{url} is not the address of a server: {error}") from error
     if found.scheme not in ("http", "https") or not found.host:
         raise NotAServerError(
-            f"{url} is not the address of a server: it begins with http:// or https://"
+            f"{url} is not the address of a server: it must begin with http:// or https://"
         )
     return found
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address leads to this machine only."""
+    """Return ``True`` if an address leads to this machine only."""
     host = parsed(url).host
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -232,20 +232,20 @@ def is_loopback(url: str) -> bool:
 
 def _check(response: httpx.Response) -> None:
     if not response.is_success:
-        raise ServerRefusedError(_sentence(response), response.status_code)
+        raise ServerRefusedError(_message(response), response.status_code)
 
 
-def _sentence(response: httpx.Response) -> str:
-    """What the server says about a refusal."""
+def _message(response: httpx.Response) -> str:
+    """Return the server's explanation of a refusal."""
     try:
         detail = response.json()["detail"]
     except (ValueError, KeyError, TypeError):
         detail = None
     if isinstance(detail, str) and detail:
         return detail
-    if isinstance(detail, list) and all(isinstance(item, dict) for item in detail):  # of FastAPI
+    if isinstance(detail, list) and all(isinstance(item, dict) for item in detail):  # FastAPI
         fields = [f"{'.'.join(map(str, item.get('loc', [])))}: {item.get('msg')}" for item in detail]
-        return "the server does not accept this: " + "; ".join(fields)
+        return "the server does not accept the request: " + "; ".join(fields)
     request = response.request
     return f"{request.method} {request.url} was answered with {response.status_code}"
 
@@ -255,28 +255,29 @@ def _unreachable(url: str, error: httpx.TransportError) -> ServerUnreachableErro
     if isinstance(reason, ssl.SSLCertVerificationError):
         return NotAServerError(_distrusted(url, reason))
     if reason is not None and "WRONG_VERSION_NUMBER" in str(reason):
-        return NotAServerError(f"what answers at {url} does not speak HTTPS; is it http:// there?")
+        return NotAServerError(f"the server at {url} does not use HTTPS; try http://")
     if isinstance(error, httpx.UnsupportedProtocol):
         return NotAServerError(
-            f"{url} is not the address of a server; it begins with http:// or https://"
+            f"{url} is not the address of a server; it must begin with http:// or https://"
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return ServerUnreachableError(f"nothing answers at {url}: is `ravnest serve` running there?")
     if isinstance(error, httpx.TimeoutException):
-        return ServerUnreachableError(f"{url} takes too long to answer")
+        return ServerUnreachableError(f"{url} did not answer in time")
     return ServerUnreachableError(f"the connection to {url} broke: {error or type(error).__name__}")
 
 
 def _distrusted(url: str, reason: ssl.SSLCertVerificationError) -> str:
     host = httpx.URL(url).host
-    if reason.verify_code in (62, 64):  # a host's name or address that the certificate lacks
+    if reason.verify_code in (62, 64):  # the certificate lacks the host name or address
         return (
-            f"the certificate of {url} is not for the name {host}; use a name that it has, or start "
-            f"the server with `--public-name {host}`"
+            f"the certificate of {url} does not cover the name {host}; use a name that it covers, or "
+            f"start the server with `--public-name {host}`"
         )
     if reason.verify_code in (9, 10):
         return (
-            f"the certificate of {url} is not valid now ({reason.verify_message}); are the clocks right?"
+            f"the certificate of {url} is not valid now ({reason.verify_message}); check the clocks of "
+            "both machines"
         )
     return f"the certificate of {url} is not the one that the token names: it is another server"
 

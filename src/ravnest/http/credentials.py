@@ -1,12 +1,11 @@
-"""Joining a server with a token, and the servers that this user has joined.
+"""Credentials: joining a server with a token, and the memberships of this user.
 
-They are kept in ``$RAVNEST_HOME/servers.json`` (``~/.config/ravnest`` by default), which only its
-owner can read: a credential in it is worth as much as a password.
+Memberships are stored in ``$RAVNEST_HOME/servers.json`` (``~/.config/ravnest`` by default), which only
+its owner can read: a credential is equivalent to a password.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,43 +18,42 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from filelock import FileLock
 
 from ravnest.errors import ServerError
 from ravnest.http.api import ApiClient, NotAServerError, is_loopback
-from ravnest.http.retry import PATIENT, RetryPolicy
+from ravnest.http.retry import DEFAULT_RETRY, RetryPolicy
 from ravnest.schemas.auth import ApiRole, JoinReply, JoinRequest, JoinToken, hashed
 
 HOME_VARIABLE = "RAVNEST_HOME"
 _FILE = "servers.json"
 _LIMIT = 64 << 10
-"""Bytes of a certificate."""
+"""Most bytes of a certificate."""
 
 
 class TokenError(ServerError, ValueError):
-    """A token that is none, or not one for this address."""
+    """A token that is malformed, or not for this address."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Who we are to a server."""
+    """A member's identity and credential at one server."""
 
     url: str
     id: str
     role: ApiRole
     credential: str = field(repr=False)
     authority: str | None = field(default=None, repr=False)
-    """PEM; None where the server speaks plain HTTP on this machine."""
+    """Certificate of the server's authority (PEM); ``None`` for plain HTTP on this machine."""
     name: str = ""
     token: str = field(default="", repr=False)
-    """The hash of the token that it was made with."""
+    """Hash of the token that it was created with."""
 
     def api(
-        self, *, patience: RetryPolicy = PATIENT, transport: httpx.BaseTransport | None = None
+        self, *, retry: RetryPolicy = DEFAULT_RETRY, transport: httpx.BaseTransport | None = None
     ) -> ApiClient:
-        """The server, asked by this member."""
-        return ApiClient(
-            self.url, self.credential, self.authority, patience=patience, transport=transport
-        )
+        """Return a client that sends this member's credential."""
+        return ApiClient(self.url, self.credential, self.authority, retry=retry, transport=transport)
 
 
 def join(
@@ -64,16 +62,16 @@ def join(
     name: str,
     *,
     transport: httpx.BaseTransport | None = None,
-    patience: RetryPolicy = PATIENT,
+    retry: RetryPolicy = DEFAULT_RETRY,
 ) -> Membership:
-    """Exchange a token for a membership; it is not saved yet.
+    """Exchange a token for a membership, without saving it.
 
-    The token says by which authority the server is known: nothing secret is sent to another one.
+    The token names the authority of the server; no secret is sent to a server of another authority.
     """
     token = _parse(token_text)
     url = _address(url, token)
     authority = _authority(url, token.fingerprint, transport) if token.fingerprint else None
-    with ApiClient(url, authority=authority, patience=patience, transport=transport) as api:
+    with ApiClient(url, authority=authority, retry=retry, transport=transport) as api:
         answer = api.post("/api/join", JoinRequest(secret=token.secret, name=name), JoinReply)
     return Membership(
         url, answer.id, answer.role, answer.credential, authority, name, hashed(token.secret)
@@ -87,11 +85,11 @@ def joined(
     *,
     folder: Path | None = None,
     transport: httpx.BaseTransport | None = None,
-    patience: RetryPolicy = PATIENT,
+    retry: RetryPolicy = DEFAULT_RETRY,
 ) -> Membership:
-    """The membership that this token gave to this name before, else a new one, which is saved.
+    """Return the membership that this token gave to this name before, or join and save a new one.
 
-    So a command with a token that is good for one use can be repeated as it is.
+    A command with a one-time token can therefore be repeated as it is.
     """
     token = _parse(token_text)
     known = [
@@ -102,7 +100,7 @@ def joined(
     ]
     if known:
         return known[-1]
-    member = join(url, token_text, name, transport=transport, patience=patience)
+    member = join(url, token_text, name, transport=transport, retry=retry)
     save(member, folder)
     return member
 
@@ -115,43 +113,43 @@ def _parse(text: str) -> JoinToken:
 
 
 def _address(url: str, token: JoinToken) -> str:
-    """The server's address, if a secret may be sent there as the token says."""
+    """Return the server's address with its scheme, if the token allows to send a secret there."""
     scheme = "https" if token.fingerprint else "http"
     url = (url if "://" in url else f"{scheme}://{url}").rstrip("/")
     if token.fingerprint and not url.startswith("https://"):
         raise TokenError(
-            f"the token is for a server that speaks HTTPS, and {url} does not begin with https://"
+            f"the token is for a server that uses HTTPS, and {url} does not begin with https://"
         )
     if not token.fingerprint and url.startswith("https://"):
         raise TokenError(
-            f"the token names no certificate by which to know {url}; make one with `ravnest token "
-            "create` on the server that speaks HTTPS"
+            f"the token has no fingerprint to identify {url} with; create another with `ravnest token "
+            "create` on the server that uses HTTPS"
         )
     if not token.fingerprint and not is_loopback(url):
         raise TokenError(
             f"the token is for a server on the machine that made it, and {url} is another machine; "
-            "start that server with `ravnest serve --host 0.0.0.0` and make a new token there"
+            "start that server with `ravnest serve --host 0.0.0.0` and create a new token there"
         )
     return url
 
 
 def _authority(url: str, fingerprint: str, transport: httpx.BaseTransport | None) -> str:
-    """The certificate of the server's authority, which the token's fingerprint vouches for."""
+    """Fetch the certificate of the server's authority and compare it with the fingerprint."""
     pem = _unverified(url, transport)
     try:
         der = ssl.PEM_cert_to_DER_cert(pem)
     except ValueError as error:
-        raise ServerError(f"what {url} calls its authority is not a certificate") from error
+        raise ServerError(f"the authority that {url} shows is not a certificate") from error
     if not secrets.compare_digest(hashlib.sha256(der).hexdigest(), fingerprint):
         raise NotAServerError(
             f"the certificate of {url} is not the one that the token names: it is another server, or "
-            "the token is of an earlier one"
+            "the token is older than the server's folder"
         )
     return ssl.DER_cert_to_PEM_cert(der)
 
 
 def _unverified(url: str, transport: httpx.BaseTransport | None) -> str:
-    """The one request that needs no trust: its answer is compared with the token."""
+    """Fetch the authority's certificate without verification; the caller compares it with the token."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     tls.check_hostname = False
     tls.verify_mode = ssl.CERT_NONE
@@ -163,18 +161,18 @@ def _unverified(url: str, transport: httpx.BaseTransport | None) -> str:
         for chunk in answer.iter_bytes():
             pem += chunk
             if len(pem) > _LIMIT:
-                raise ServerError(f"what {url} calls its authority is too long")
+                raise ServerError(f"the authority that {url} shows is too long to be a certificate")
     return pem.decode("ascii", "replace")
 
 
 def home() -> Path:
-    """Where a user's servers are remembered."""
+    """Return the folder of the user's credentials."""
     found = os.environ.get(HOME_VARIABLE)
     return Path(found) if found else Path.home() / ".config" / "ravnest"
 
 
 def memberships(folder: Path | None = None) -> tuple[Membership, ...]:
-    """All that were saved."""
+    """Return all saved memberships."""
     path = (folder or home()) / _FILE
     try:
         listed: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["servers"]
@@ -188,14 +186,14 @@ def memberships(folder: Path | None = None) -> tuple[Membership, ...]:
 
 
 def save(membership: Membership, folder: Path | None = None) -> None:
-    """Remember a membership in place of an earlier one of the same server, role and name."""
+    """Save a membership; it replaces an earlier one of the same server, role and name."""
     with _locked(folder or home()) as path:
         kept = [other for other in memberships(path.parent) if _key(other) != _key(membership)]
         _write(path, [*kept, membership])
 
 
 def forget(membership: Membership, folder: Path | None = None) -> None:
-    """Remember a membership no longer."""
+    """Remove a saved membership."""
     with _locked(folder or home()) as path:
         _write(path, [other for other in memberships(path.parent) if _key(other) != _key(membership)])
 
@@ -203,7 +201,7 @@ def forget(membership: Membership, folder: Path | None = None) -> None:
 def find(
     url: str, roles: Sequence[ApiRole], name: str | None = None, folder: Path | None = None
 ) -> Membership | None:
-    """The newest membership of a server in the first of these roles that there is one of."""
+    """Return the newest membership of a server, in the first of ``roles`` that has one."""
     known = [
         member
         for member in memberships(folder)
@@ -219,15 +217,14 @@ def _key(membership: Membership) -> tuple[str, str, str]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
-    """The file, while no other process changes it: several providers may join at once."""
+    """Lock the file while the block runs: several providers may join at once."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / f".{_FILE}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / f".{_FILE}.lock"):
         yield folder / _FILE
 
 
 def _write(path: Path, members: Sequence[Membership]) -> None:
-    """Atomically, and never readable by others, not even for a moment."""
+    """Write the file atomically; at no time can others read it."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     listed = [{**asdict(member), "role": member.role.value} for member in members]
     try:

@@ -1,4 +1,4 @@
-"""Files to and from a server, by digest: whatever breaks, they go on where they stopped."""
+"""File transfer to and from a server, by digest; an interrupted transfer is resumed."""
 
 from __future__ import annotations
 
@@ -8,117 +8,110 @@ from functools import partial
 from pathlib import Path
 
 from ravnest.errors import ServerError, ServerRefusedError
-from ravnest.http.api import ApiClient, may_pass
+from ravnest.http.api import ApiClient, is_temporary
 from ravnest.http.retry import RetryPolicy
-from ravnest.schemas.base import Artifact, Schema
-from ravnest.schemas.jobs import MissingArtifacts
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import MissingArtifacts, UploadStatus
 from ravnest.store.files import sha256_of
 
 Progress = Callable[[int, int], None]
-"""Bytes that are done, and bytes in all."""
+"""Called with the bytes transferred so far and the total."""
 
 _PART = 32 << 20
-"""Bytes of a request: a server or a proxy may refuse longer ones."""
+"""Most bytes of a request; servers and proxies may refuse longer ones."""
 _CHUNK = 1 << 20
-TRANSFER = RetryPolicy(tries=10)
-"""A server may take seconds to see that a connection broke, and takes no bytes before."""
-_ASKED = 1000
-"""Digests of a question for those that are missing."""
-
-
-class Received(Schema):
-    """How much of an artifact the server has."""
-
-    received: int
+TRANSFER_RETRY = RetryPolicy(tries=10)
+"""Enough tries for a server that takes seconds to notice a broken connection and to accept a new one."""
+_DIGESTS = 1000
+"""Most digests of a request for the missing ones."""
 
 
 def upload(
     api: ApiClient,
     files: Mapping[str, Path],
     progress: Progress | None = None,
-    patience: RetryPolicy = TRANSFER,
+    retry: RetryPolicy = TRANSFER_RETRY,
 ) -> None:
-    """Send those of ``files`` (by sha256) that the server does not have.
+    """Upload those of ``files`` (by sha256) that the server does not have.
 
-    ``ServerUnreachableError`` once nothing more gets through; calling again goes on from there.
+    Raises ``ServerUnreachableError`` if the server stays unreachable; another call continues from there.
     """
     missing = {digest: files[digest] for digest in missing_of(api, files)}
     total = sum(path.stat().st_size for path in missing.values())
     before = 0
-    tell = progress or _nobody
-    tell(0, total)
+    report = progress or _no_progress
+    report(0, total)
     for digest, path in missing.items():
-        one = _Upload(api, digest, path, patience)
-        one.run(partial(_tell_of_all, tell, before, total))
+        one = _Upload(api, digest, path, retry)
+        one.run(partial(_report_total, report, before, total))
         before += one.size
 
 
 def missing_of(api: ApiClient, digests: Mapping[str, object]) -> list[str]:
-    """Which artifacts the server lacks, each once and in the order given."""
+    """Return the digests of the artifacts that the server lacks, in the order given."""
     names = list(digests)
-    lacking: list[str] = []
-    for start in range(0, len(names), _ASKED):
-        asked = MissingArtifacts(digests=tuple(names[start : start + _ASKED]))
+    missing: list[str] = []
+    for start in range(0, len(names), _DIGESTS):
+        asked = MissingArtifacts(digests=tuple(names[start : start + _DIGESTS]))
         answer = api.post("/api/artifacts/missing", asked, MissingArtifacts, idempotent=True)
-        lacking += [digest for digest in asked.digests if digest in set(answer.digests)]
-    return lacking
+        missing += [digest for digest in asked.digests if digest in set(answer.digests)]
+    return missing
 
 
 class _Upload:
-    """One file: parts in order, each from where the server says that it stopped."""
+    """Upload of one file in parts, each from the position that the server has reached."""
 
-    def __init__(self, api: ApiClient, digest: str, path: Path, patience: RetryPolicy) -> None:
+    def __init__(self, api: ApiClient, digest: str, path: Path, retry: RetryPolicy) -> None:
         self._api = api
-        self._patience = patience
-        self._where = f"/api/artifacts/{digest}/upload"
+        self._retry = retry
+        self._route = f"/api/artifacts/{digest}/upload"
         self._path = path
         self.size = path.stat().st_size
-        self._tell: Callable[[int], None]
 
-    def run(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
-        pauses = _Pauses(self._patience)
+    def run(self, report: Callable[[int], None]) -> None:
+        """Send the file; ``report`` is called with the bytes sent so far."""
+        pauses = _Pauses(self._retry)
         offset = self._received()
         while True:
             try:
-                offset = self._send(offset)  # an empty part, where only the server's check is missing
+                offset = self._send(offset, report)  # an empty part makes the server check the whole
             except ServerError as error:
-                elsewhere = isinstance(error, ServerRefusedError) and error.status == 409
-                if not elsewhere and not may_pass(error):
+                moved = isinstance(error, ServerRefusedError) and error.status == 409
+                if not moved and not is_temporary(error):
                     raise
                 reached = self._received()
-                if elsewhere and reached == self.size:
+                if moved and reached == self.size:
                     return
                 if reached > offset:
-                    pauses.begin_again()
+                    pauses.restart()
                 pauses.wait(error)
                 offset = reached
             else:
                 if offset == self.size:
                     return
-                pauses.begin_again()
+                pauses.restart()
 
     def _received(self) -> int:
-        """Bytes that the server has; all of them if it has the artifact."""
-        return min(self.size, self._api.get(self._where, Received).received)
+        """Return the bytes that the server has; all of them if it has the artifact."""
+        return min(self.size, self._api.get(self._route, UploadStatus).received)
 
-    def _send(self, offset: int) -> int:
+    def _send(self, offset: int, report: Callable[[int], None]) -> int:
         stop = min(self.size, offset + _PART)
         params = {"offset": offset, "size": self.size}
-        self._api.put_bytes(self._where, self._read(offset, stop), stop - offset, params=params)
-        self._tell(stop)
+        self._api.put_bytes(self._route, self._read(offset, stop, report), stop - offset, params=params)
+        report(stop)
         return stop
 
-    def _read(self, start: int, stop: int) -> Iterator[bytes]:
+    def _read(self, start: int, stop: int, report: Callable[[int], None]) -> Iterator[bytes]:
         with self._path.open("rb") as file:
             file.seek(start)
             while start < stop:
                 chunk = file.read(min(_CHUNK, stop - start))
                 if not chunk:
-                    raise ServerError(f"{self._path} became shorter while it was sent")
+                    raise ServerError(f"{self._path} became shorter during the upload")
                 yield chunk
                 start += len(chunk)
-                self._tell(start)
+                report(start)
 
 
 def download(
@@ -126,55 +119,53 @@ def download(
     artifact: Artifact,
     path: Path,
     progress: Progress | None = None,
-    patience: RetryPolicy = TRANSFER,
+    retry: RetryPolicy = TRANSFER_RETRY,
 ) -> None:
-    """Fetch an artifact into ``path``; what is there of it already is not fetched again.
+    """Download an artifact to ``path``, unless it is there already.
 
-    Until it is whole it is in ``<path>.part``, where another call goes on. ``ServerError`` if what
-    comes does not have the artifact's digest.
+    Until it is complete it is in ``<path>.part``, where another call continues. Raises ``ServerError``
+    if the bytes do not have the artifact's digest.
     """
-    tell = progress or _nobody
+    report = progress or _no_progress
     if path.is_file() and path.stat().st_size == artifact.size and sha256_of(path) == artifact.sha256:
-        tell(artifact.size, artifact.size)
+        report(artifact.size, artifact.size)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     found = part.stat().st_size if part.exists() else 0
-    _fetch(api, artifact, part, tell, patience)
-    if found and sha256_of(part) != artifact.sha256:  # perhaps it was another file's beginning
+    _fetch(api, artifact, part, report, retry)
+    if found and sha256_of(part) != artifact.sha256:  # perhaps the beginning of another file
         part.unlink()
-        _fetch(api, artifact, part, tell, patience)
+        _fetch(api, artifact, part, report, retry)
     if sha256_of(part) != artifact.sha256:
         part.unlink()
         raise ServerError(
-            f"{api.url} sent other bytes than those of the artifact {artifact.sha256[:12]}; its folder "
-            "is damaged, or something changes files on the way"
+            f"{api.url} sent other bytes than those of the artifact {artifact.sha256[:12]}: the "
+            "server's folder is damaged, or something changes the bytes in transit"
         )
     part.replace(path)
 
 
-def _fetch(
-    api: ApiClient, artifact: Artifact, part: Path, tell: Progress, patience: RetryPolicy
-) -> None:
-    pauses = _Pauses(patience)
+def _fetch(api: ApiClient, artifact: Artifact, part: Path, report: Progress, retry: RetryPolicy) -> None:
+    pauses = _Pauses(retry)
     part.touch()
     while (done := part.stat().st_size) < artifact.size:
         try:
-            _fetch_once(api, artifact, part, done, tell)
+            _fetch_once(api, artifact, part, done, report)
         except ServerError as error:
-            if not may_pass(error):
+            if not is_temporary(error):
                 raise
             if part.stat().st_size > done:
-                pauses.begin_again()
+                pauses.restart()
             pauses.wait(error)
 
 
-def _fetch_once(api: ApiClient, artifact: Artifact, part: Path, done: int, tell: Progress) -> None:
+def _fetch_once(api: ApiClient, artifact: Artifact, part: Path, done: int, report: Progress) -> None:
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
     with api.stream(f"/api/artifacts/{artifact.sha256}", headers=headers) as answer:
-        goes_on = done > 0 and answer.status_code == 206
-        done = done if goes_on else 0
-        with part.open("ab" if goes_on else "wb") as file:
+        resumes = done > 0 and answer.status_code == 206
+        done = done if resumes else 0
+        with part.open("ab" if resumes else "wb") as file:
             for chunk in answer.iter_bytes():
                 done += len(chunk)
                 if done > artifact.size:
@@ -184,37 +175,38 @@ def _fetch_once(api: ApiClient, artifact: Artifact, part: Path, done: int, tell:
                         f"{artifact.sha256[:12]}"
                     )
                 file.write(chunk)
-                tell(done, artifact.size)
+                report(done, artifact.size)
 
 
 class _Pauses:
-    """Pauses of one transfer; they begin anew whenever something got through."""
+    """Pauses of one transfer; they restart whenever some bytes were transferred."""
 
-    def __init__(self, patience: RetryPolicy) -> None:
-        self._patience = patience
-        self.begin_again()
+    def __init__(self, retry: RetryPolicy) -> None:
+        self._retry = retry
+        self._left = retry.pauses()
 
-    def begin_again(self) -> None:
-        self._left = self._patience.pauses()
+    def restart(self) -> None:
+        """Allow as many pauses as at the start."""
+        self._left = self._retry.pauses()
 
     def wait(self, error: ServerError) -> None:
-        """Pause, or raise the error if there were enough of them."""
+        """Pause, or raise ``error`` if no pause is left."""
         pause = next(self._left, None)
         if pause is None:
             raise error
-        self._patience.sleep(pause)
+        self._retry.sleep(pause)
 
 
-def _tell_of_all(tell: Progress, before: int, total: int, done: int) -> None:
-    tell(before + done, total)
+def _report_total(report: Progress, before: int, total: int, done: int) -> None:
+    report(before + done, total)
 
 
-def _nobody(_done: int, _total: int) -> None:
-    """Progress that nobody wants to know."""
+def _no_progress(_done: int, _total: int) -> None:
+    """Ignore progress."""
 
 
 def artifact_of(path: Path) -> Artifact:
-    """The artifact that a file would be."""
+    """Return the digest and size of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Artifact(sha256=digest, size=path.stat().st_size)

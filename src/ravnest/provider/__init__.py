@@ -1,1 +1,1 @@
-"""What a provider's machine does around its nodes: which live here, starting and ending them."""
+"""Provider: agent and worker processes of a machine that trains for others, and ``launch``."""

@@ -1,4 +1,4 @@
-"""Where others reach this provider's node, and where it listens."""
+"""Addresses of a provider's node: where it listens, and where others reach it."""
 
 from __future__ import annotations
 
@@ -12,54 +12,56 @@ from urllib.parse import urlsplit
 from ravnest.errors import ServerUnreachableError, SettingsError
 from ravnest.types import Address
 
-_EVERYWHERE = "0.0.0.0"  # noqa: S104 - behind a router, nobody knows by which interface they come
+_ALL_INTERFACES = "0.0.0.0"  # noqa: S104 - behind a router, the incoming interface is unknown
 _PORTS = range(20_000, 32_768)
-"""Below those that systems give to outgoing connections."""
+"""Below the ports that systems use for outgoing connections."""
 _TRIES = 100
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Both are ``host:port``."""
+    """Addresses of a node, each as ``host:port``."""
 
     known: str
-    """Where others reach the node."""
+    """Address at which others reach the node."""
     listen: str | None
-    """Where it listens, if that is not the same."""
+    """Address at which it listens, if that is another."""
 
 
 @contextmanager
 def addresses(server: str, listen: str | None = None, address: str | None = None) -> Iterator[Addresses]:
-    """Addresses that are this provider's while inside: its port is kept free for its nodes.
+    """Choose the addresses of this provider and reserve its port while the block runs.
 
-    ``listen`` and ``address`` are the owner's: ``host:port``, ``host`` or ``:port``.
+    ``listen`` and ``address`` are options of the owner: ``host:port``, ``host`` or ``:port``.
     """
-    listen_host, listen_port = _parts(listen, "--listen")
-    host, port = _parts(address, "--address")
+    listen_host, listen_port = _host_and_port(listen, "--listen")
+    host, port = _host_and_port(address, "--address")
     known_host = host or listen_host or local_host(server)
-    bound_host = listen_host or (known_host if _is_own(known_host) else _EVERYWHERE)
-    with _kept(bound_host, listen_port or port) as kept:
-        known = Address.parse(str(Address(known_host, port or kept)))
-        bound = Address(bound_host, kept)
+    bound_host = listen_host or (known_host if _is_own(known_host) else _ALL_INTERFACES)
+    with _reserved(bound_host, listen_port or port) as reserved:
+        known = Address.parse(str(Address(known_host, port or reserved)))
+        bound = Address(bound_host, reserved)
         yield Addresses(str(known), None if bound == known else str(bound))
 
 
 def local_host(server: str) -> str:
-    """The address of this machine from which the server is reached."""
+    """Return the address of this machine that connections to the server come from."""
     parts = urlsplit(server if "://" in server else f"http://{server}")
     try:
         family, kind, _, _, target = socket.getaddrinfo(
             parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
         )[0]
-        with socket.socket(family, kind) as asking:
-            asking.connect(target)  # of a datagram socket: nothing is sent
-            return str(asking.getsockname()[0])
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # a datagram socket sends nothing here
+            return str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
-        raise ServerUnreachableError(f"there is no way from here to {server}: {error}") from error
+        raise ServerUnreachableError(
+            f"there is no route from this machine to {server}: {error}"
+        ) from error
 
 
-def _parts(text: str | None, option: str) -> tuple[str | None, int | None]:
-    """Host and port of an option, each where it is given."""
+def _host_and_port(text: str | None, option: str) -> tuple[str | None, int | None]:
+    """Return the host and the port of an option; ``None`` for what is not given."""
     if text is None:
         return None, None
     try:
@@ -69,12 +71,12 @@ def _parts(text: str | None, option: str) -> tuple[str | None, int | None]:
             return Address.parse(f"{text}:1").host, None
         found = Address.parse(text)
     except ValueError as error:
-        raise SettingsError(f"{option} {error}; or only the host, or only :port") from error
+        raise SettingsError(f"{option} {error}; only the host or only :port is allowed too") from error
     return found.host, found.port
 
 
 def _is_own(host: str) -> bool:
-    """Whether a node can listen there."""
+    """Return ``True`` if this machine can listen at ``host``."""
     try:
         with _bound(host, 0):
             return True
@@ -83,15 +85,15 @@ def _is_own(host: str) -> bool:
 
 
 @contextmanager
-def _kept(host: str, port: int | None) -> Iterator[int]:
-    """A port that no other program gets while inside, and that a node of ours can listen at."""
-    holder = _given(host, port) if port is not None else _free(host)
+def _reserved(host: str, port: int | None) -> Iterator[int]:
+    """Reserve a port while the block runs: other programs cannot bind it, a node of ours can."""
+    holder = _bound_to(host, port) if port is not None else _bound_to_free(host)
     with holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the node gets it
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets the node bind it
         yield int(holder.getsockname()[1])
 
 
-def _given(host: str, port: int) -> socket.socket:
+def _bound_to(host: str, port: int) -> socket.socket:
     try:
         return _bound(host, port)
     except OSError as error:
@@ -100,7 +102,7 @@ def _given(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _free(host: str) -> socket.socket:
+def _bound_to_free(host: str) -> socket.socket:
     for port in random.sample(_PORTS, _TRIES):
         try:
             return _bound(host, port)

@@ -1,9 +1,9 @@
-"""What a provider does about the server's orders; decides, and touches nothing.
+"""Decides what a provider does next; does no input or output itself.
 
-Orders name the assignment that the provider should have, whatever it does now. The agent compares
-the two and moves toward the orders: it fetches, starts the worker, uploads what a Root has trained,
-or stops. One heartbeat waits at the server for news (the poll); what this provider has to tell
-travels in others, which wait for nothing.
+A heartbeat reply names the assignment that the provider should work on, whatever it does now. The agent
+compares the two and acts on the difference: it fetches files, starts the worker, uploads the trained
+stages of a Root, or stops. One heartbeat, the poll, waits at the server for a change; reports travel in
+other heartbeats, which do not wait.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+from ravnest.errors import JobEndedError, RavnestError, ServerRefusedError
 from ravnest.provider.assignment_progress import FIRST_PAUSE, AssignmentProgress
 from ravnest.provider.events import (
     Action,
-    Answered,
-    Began,
+    AgentEvent,
+    Announce,
+    ConnectionsRejected,
     DeadlinePassed,
     Discard,
-    Event,
     Exit,
     Fetch,
     Fetched,
+    HeartbeatAnswered,
     InterruptReceived,
-    Learned,
     Leave,
     Left,
-    OfferRefused,
-    Say,
+    OfferAccepted,
+    RecordsReceived,
     SendHeartbeat,
     SendOffer,
+    ServerRefused,
+    ServerUnreachable,
     StartWorker,
     Stop,
-    TurnedAway,
-    Unanswered,
     Upload,
     Uploaded,
     WorkerEnded,
@@ -41,22 +42,22 @@ from ravnest.provider.events import (
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply, Phase, TlsRejections
 
 POLL_SECONDS = 10.0
-"""How long a poll may wait at the server."""
+"""Longest time that a poll waits at the server."""
 REPORT_SECONDS = 1.0
-"""Losses are not told more often."""
+"""Shortest time between two reports of records."""
 _GAP = 0.25
-"""Between polls, whatever the server answers."""
+"""Shortest time between two polls."""
 _LONGEST_PAUSE = 10.0
-"""A server that comes back waits longer than this before it takes us for lost."""
-_LOSTNESS = "the provider was restarted while it worked on this"
-_STRANGERS = "somebody without a good certificate was turned away; the server is told how often"
-_ENDS = (401, 403)
-"""Answers after which there is no point in asking again."""
+"""Longest pause between two tries; shorter than the time after which a restarted server gives us up."""
+_RESTARTED = "the provider was restarted while it worked on this assignment"
+_REJECTED = "connections without a valid certificate were rejected; the server gets their number"
+_FINAL = (401, 403)
+"""HTTP statuses after which trying again is useless."""
 _UNKNOWN = 404
 
 
 class Agent:
-    """A provider's decisions, in virtual time."""
+    """State machine of a provider: maps events and time to actions."""
 
     def __init__(
         self,
@@ -66,9 +67,9 @@ class Agent:
         lost: Iterable[str] = (),
         jitter: random.Random | None = None,
     ) -> None:
-        """``ends``: when the hours that were offered are over. ``once``: leave after one assignment.
+        """``ends``: time at which the offered hours are over. ``once``: leave after one assignment.
 
-        ``lost``: assignments that an earlier process of this provider was at work on.
+        ``lost``: assignments that an earlier process of this provider worked on.
         """
         self._ends = ends
         self._once = once
@@ -78,60 +79,61 @@ class Agent:
         self._wanted: str | None = None
         self._number = 0
         self._newest = 0
-        """The newest heartbeat that was answered."""
+        """Number of the newest heartbeat that was answered."""
         self._poll: int | None = None
-        self._telling: int | None = None
-        self._news = False
-        """There is something that the server was not told."""
+        self._report: int | None = None
+        """Number of the heartbeat in flight that carries a report."""
+        self._has_news = False
+        """There is something to report."""
         self._away = False
         """The server does not answer."""
         self._pause = FIRST_PAUSE
         self._poll_at: float | None = None
-        self._tell_at = 0.0
+        self._report_at = 0.0
         self._offering: int | None = None
         self._interrupted = False
         self._leaving: str | None = None
         self._left = False
-        self._code = 0
+        self._error: RavnestError | None = None
 
     @property
     def deadline(self) -> float | None:
-        """When to come back with ``DeadlinePassed``; None: not at all."""
+        """Time at which ``DeadlinePassed`` is due; ``None`` if it is not."""
         times = [self._ends, self._poll_at, None if self._work is None else self._work.again_at]
-        if self._news and self._telling is None and not self._away:
-            times.append(self._tell_at)
+        if self._has_news and self._report is None and not self._away:
+            times.append(self._report_at)
         return min((time for time in times if time is not None), default=None)
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do about an event."""
+    def handle(self, event: AgentEvent, now: float) -> list[Action]:
+        """Return the actions that follow from an event."""
         match event:
             case InterruptReceived() if self._interrupted:
-                return [Exit(130)]
+                return [Exit(interrupted=True)]
             case InterruptReceived():
                 self._interrupted = True
             case Left():
-                return [Exit(self._code)]
+                return [Exit(self._error)]
         if self._left:
             return []
-        return [*self._react(event, now), *self._settle(now), *self._talk(now)]
+        return [*self._react(event, now), *self._reconcile(now), *self._due_heartbeats(now)]
 
-    def _react(self, event: Event, now: float) -> list[Action]:
+    def _react(self, event: AgentEvent, now: float) -> list[Action]:
         match event:
-            case Began():
+            case OfferAccepted():
                 self._poll, self._poll_at = None, now
-                return self._is_back()
-            case Answered(number, orders):
-                return self._answered(number, orders, now)
-            case Unanswered(number, reason):
+                return self._server_is_back()
+            case HeartbeatAnswered(number, reply):
+                return self._answered(number, reply, now)
+            case ServerUnreachable(number, reason):
                 return self._unanswered(number, reason, now)
-            case OfferRefused(number, status, reason):
+            case ServerRefused(number, status, reason):
                 return self._refused(number, status, reason, now)
             case InterruptReceived() if self._leaving is None:
                 return self._leave("its owner stopped it")
             case DeadlinePassed() if self._ends is not None and now >= self._ends:
                 self._ends = None
-                return self._leave("the hours that it offered are over")
-            case Fetched() | Learned() | TurnedAway() | WorkerEnded() | Uploaded():
+                return self._leave("the offered hours are over")
+            case Fetched() | RecordsReceived() | ConnectionsRejected() | WorkerEnded() | Uploaded():
                 work = self._work
                 if work is None or work.assignment != event.assignment:
                     return []
@@ -139,50 +141,50 @@ class Agent:
             case _:
                 return []
 
-    # The server
+    # Answers of the server
 
-    def _answered(self, number: int, orders: HeartbeatReply, now: float) -> list[Action]:
-        polled = number == self._poll
-        actions = self._is_back() if polled else []
+    def _answered(self, number: int, reply: HeartbeatReply, now: float) -> list[Action]:
+        is_poll = number == self._poll
+        actions = self._server_is_back() if is_poll else []
         overtaken = number < self._newest
-        self._over(number, now if overtaken else now + _GAP)
-        if overtaken:  # by a later one: what this says may be older, so that it is asked again
+        self._heartbeat_ended(number, now if overtaken else now + _GAP)
+        if overtaken:  # a later heartbeat was answered first: this reply may be outdated, so poll again
             return actions
         self._newest = number
-        if orders.assignment != self._wanted:
-            self._wanted = orders.assignment
-            if self._work is not None and not self._work.is_over and orders.reason:
-                actions.append(Say(f"the server says: {orders.reason}"))
+        if reply.assignment != self._wanted:
+            self._wanted = reply.assignment
+            if self._work is not None and not self._work.is_over and reply.reason:
+                actions.append(Announce(f"message of the server: {reply.reason}"))
         work = self._work
-        if work is not None and work.assignment == orders.assignment:
-            work.acknowledged = min(orders.losses_known, len(work.losses))
-            self._news |= work.acknowledged < len(work.losses) or (polled and work.is_over)
+        if work is not None and work.assignment == reply.assignment:
+            work.records.acknowledge(reply.records_known)
+            self._has_news |= work.records.waiting > 0 or (is_poll and work.is_over)
         return actions
 
     def _unanswered(self, number: int, reason: str, now: float) -> list[Action]:
-        if number == self._telling:
-            self._telling, self._news = None, True
+        if number == self._report:
+            self._report, self._has_news = None, True
             return []
         if number != self._poll:
             return []
-        self._over(number, now + self._jittered(self._pause))
+        self._heartbeat_ended(number, now + self._jittered(self._pause))
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if self._away:
             return []
         self._away = True
         busy = self._work is not None and self._work.busy
-        what = "; its job goes on, and it tries again" if busy else "; it tries again"
-        return [Say(f"the server does not answer: {reason}{what}")]
+        then = "training continues, and the provider tries again" if busy else "the provider tries again"
+        return [Announce(f"the server does not answer: {reason}; {then}")]
 
     def _refused(self, number: int, status: int, reason: str, now: float) -> list[Action]:
-        if number == self._telling:  # the poll will say what to do instead
-            self._telling = None
+        if number == self._report:  # the answer to the poll says what to do instead
+            self._report = None
             return []
         if number != self._poll:
             return []
-        if status in _ENDS:
-            self._code = 1
-            return [Say(f"the server refuses this provider: {reason}"), *self._leave(reason)]
+        if status in _FINAL:
+            self._error = ServerRefusedError(f"the server refuses this provider: {reason}", status)
+            return self._leave(reason)
         if status == _UNKNOWN and number != self._offering:
             again = self._unanswered(number, f"it does not know this provider ({reason})", now)
             self._poll_at, self._poll = None, self._next_number()
@@ -190,38 +192,37 @@ class Agent:
             return [*again, SendOffer(self._poll)]
         return self._unanswered(number, reason, now)
 
-    def _over(self, number: int, next_poll: float) -> None:
-        """A heartbeat is over, with or without an answer."""
+    def _heartbeat_ended(self, number: int, next_poll: float) -> None:
+        """Note that a heartbeat is over, with or without an answer."""
         if number == self._poll:
             self._poll, self._poll_at = None, next_poll
-        elif number == self._telling:
-            self._telling = None
+        elif number == self._report:
+            self._report = None
 
-    def _is_back(self) -> list[Action]:
+    def _server_is_back(self) -> list[Action]:
         away, self._away = self._away, False
         self._pause = FIRST_PAUSE
-        return [Say("the server is back")] if away else []
+        return [Announce("the server answers again")] if away else []
 
     def _jittered(self, pause: float) -> float:
         return pause * self._jitter.uniform(0.5, 1.5)
 
-    # The work
+    # The assignment
 
     def _progress(
         self,
         work: AssignmentProgress,
-        event: Fetched | Learned | TurnedAway | WorkerEnded | Uploaded,
+        event: Fetched | RecordsReceived | ConnectionsRejected | WorkerEnded | Uploaded,
         now: float,
     ) -> list[Action]:
-        if isinstance(event, Learned):
-            work.losses += event.losses
-            work.figures = event.figures
-            self._news = True
+        if isinstance(event, RecordsReceived):
+            work.records.add(event.records)
+            self._has_news = True
             return []
-        if isinstance(event, TurnedAway):
-            known, work.strangers = work.strangers, event.strangers
-            self._news = True
-            return [] if known != TlsRejections() else [Say(f"{work.title}: {_STRANGERS}")]
+        if isinstance(event, ConnectionsRejected):
+            known, work.tls_rejections = work.tls_rejections, event.tls_rejections
+            self._has_news = True
+            return [] if known != TlsRejections() else [Announce(f"{work.title}: {_REJECTED}")]
         work.busy = False
         if work.stopping:
             return []
@@ -230,35 +231,37 @@ class Agent:
             work.pause = min(2 * work.pause, _LONGEST_PAUSE)
             return []
         if event.failure:
-            return self._fails(work, event.failure, now)
+            return self._fail(work, event.failure, now)
         match event:
             case Fetched():
-                work.is_root, work.place = event.is_root, event.place
-                said = Say(f"{event.place}: trains")
-                return [said, *self._next(work, "training", StartWorker(work.assignment), now)]
+                work.is_root, work.node_title = event.is_root, event.node_title
+                line = Announce(f"{event.node_title}: starts training")
+                return [line, *self._next_step(work, "training", StartWorker(work.assignment), now)]
             case WorkerEnded() if work.is_root:
-                return self._next(work, "uploading", Upload(work.assignment), now)
+                return self._next_step(work, "uploading", Upload(work.assignment), now)
             case Uploaded():
                 work.result = event.files
         work.phase = "finished"
-        self._urgent(now)
-        return [Say(f"{work.place}: finished")]
+        self._report_soon(now)
+        return [Announce(f"{work.node_title}: finished")]
 
-    def _next(self, work: AssignmentProgress, phase: Phase, action: Action, now: float) -> list[Action]:
+    def _next_step(
+        self, work: AssignmentProgress, phase: Phase, action: Action, now: float
+    ) -> list[Action]:
         work.phase, work.busy = phase, True
-        self._urgent(now)
+        self._report_soon(now)
         return [action]
 
-    def _fails(self, work: AssignmentProgress, failure: str, now: float) -> list[Action]:
+    def _fail(self, work: AssignmentProgress, failure: str, now: float) -> list[Action]:
         work.phase, work.failure = "failed", failure
-        self._urgent(now)
-        return [Say(f"{work.title}: failed: {failure}")]
+        self._report_soon(now)
+        return [Announce(f"{work.title}: failed: {failure}")]
 
-    def _urgent(self, now: float) -> None:
-        self._news, self._tell_at = True, now
+    def _report_soon(self, now: float) -> None:
+        self._has_news, self._report_at = True, now
 
-    def _settle(self, now: float) -> list[Action]:
-        """Bring what is done in line with what is wanted."""
+    def _reconcile(self, now: float) -> list[Action]:
+        """Return the actions that bring the current assignment in line with the wanted one."""
         if self._left:
             return []
         wanted = None if self._leaving is not None else self._wanted
@@ -267,13 +270,14 @@ class Agent:
         if work is not None and (work.assignment != wanted or work.stopping):
             if work.busy:
                 stops, work.stopping = work.stopping, True
-                return [] if stops else [Say(f"{work.title}: stops"), Stop(work.assignment)]
+                return [] if stops else [Announce(f"{work.title}: stops"), Stop(work.assignment)]
             actions.append(Discard(work.assignment))
             if self._once and self._leaving is None:
-                self._code = 1 if work.phase == "failed" else 0
-                self._leaving = "it was to work on one job"
+                if work.phase == "failed":
+                    self._error = JobEndedError(f"{work.title}: {work.failure}")
+                self._leaving = "it was started for one job"
             work = self._work = None
-            self._news = False
+            self._has_news = False
         if self._leaving is not None:
             self._left = True
             return [*actions, Leave(self._leaving)]
@@ -287,33 +291,32 @@ class Agent:
 
     def _begin(self, assignment: str, now: float) -> list[Action]:
         self._work = AssignmentProgress(assignment)
-        self._urgent(now)
+        self._report_soon(now)
         if assignment in self._lost:
-            self._work.phase, self._work.failure, self._work.busy = "failed", _LOSTNESS, False
-            return [Say(f"the job fails: {_LOSTNESS}")]
-        return [Say("the server has a job for this provider; it fetches its part"), Fetch(assignment)]
+            self._work.phase, self._work.failure, self._work.busy = "failed", _RESTARTED, False
+            return [Announce(f"the job fails: {_RESTARTED}")]
+        return [Announce("got an assignment from the server; fetching its files"), Fetch(assignment)]
 
     def _leave(self, reason: str) -> list[Action]:
         self._leaving = reason
-        return [Say(f"leaves: {reason}")]
+        return [Announce(f"leaving the server: {reason}")]
 
     # Heartbeats
 
-    def _talk(self, now: float) -> list[Action]:
-        """The heartbeats that are due."""
+    def _due_heartbeats(self, now: float) -> list[Action]:
         if self._left:
             return []
         actions: list[Action] = []
-        if self._news and self._telling is None and not self._away and now >= self._tell_at:
+        if self._has_news and self._report is None and not self._away and now >= self._report_at:
             if self._work is not None:
-                self._telling = self._next_number()
+                self._report = self._next_number()
                 heartbeat = Heartbeat(report=self._work.report(), known=self._wanted, wait=0)
-                actions.append(SendHeartbeat(self._telling, heartbeat))
-            self._news = False
-            self._tell_at = now + REPORT_SECONDS
+                actions.append(SendHeartbeat(self._report, heartbeat))
+            self._has_news = False
+            self._report_at = now + REPORT_SECONDS
         if self._poll is None and self._poll_at is not None and now >= self._poll_at:
             self._poll, self._poll_at = self._next_number(), None
-            wait = 0 if self._away else POLL_SECONDS  # one that was away is to be noticed at once
+            wait = 0 if self._away else POLL_SECONDS  # notice at once that the server is back
             actions.append(SendHeartbeat(self._poll, Heartbeat(known=self._wanted, wait=wait)))
         return actions
 

@@ -1,58 +1,122 @@
-"""What a provider does for one assignment, as far as it is."""
+"""Progress of one assignment, and the report that the server gets about it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ravnest.provider.record_pipe import is_sample
 from ravnest.schemas.jobs import ResultFile
-from ravnest.schemas.providers import AssignmentReport, Phase, TlsRejections
+from ravnest.schemas.providers import MOST_RECORDS, AssignmentReport, Phase, TlsRejections
+from ravnest.telemetry import WorkerRecord
 
 FIRST_PAUSE = 1.0
-MOST_LOSSES = 10_000
-"""In one report."""
+KEPT_RECORDS = 20_000
+"""Acknowledged records that are kept, in case the server restarts with an older state."""
+MOST_KEPT_RECORDS = 200_000
+"""Records that are kept at most, some 50 MB; beyond that the oldest are lost."""
+MOST_SAMPLES_WAITING = 20_000
+"""Unacknowledged records before further timings and queue lengths are dropped."""
+_LONGEST_REASON = 4000
+
+
+class RecordLog:
+    """Records of a worker by position, from the oldest that is kept.
+
+    Records that the server has not acknowledged are kept for as long as there is room. Timings and queue
+    lengths are dropped on arrival, before they get a position, while too many records wait.
+    """
+
+    def __init__(self) -> None:
+        self._records: list[WorkerRecord] = []
+        self._first = 0
+        """Position of the oldest record that is kept."""
+        self._acknowledged = 0
+        self.is_progressing = True
+        """``False`` if the last answer of the server acknowledged no further record."""
+
+    @property
+    def end(self) -> int:
+        """Position after the newest record."""
+        return self._first + len(self._records)
+
+    @property
+    def waiting(self) -> int:
+        """Records that the server does not have."""
+        return self.end - self._acknowledged
+
+    def add(self, records: Iterable[WorkerRecord]) -> None:
+        """Append records."""
+        for record in records:
+            if not is_sample(record) or self.waiting < MOST_SAMPLES_WAITING:
+                self._records.append(record)
+        self._forget(len(self._records) - MOST_KEPT_RECORDS)
+
+    def acknowledge(self, known: int) -> None:
+        """Note that the server has the first ``known`` records, fewer than before if it lost some."""
+        before, self._acknowledged = self._acknowledged, max(self._first, min(known, self.end))
+        self.is_progressing = self._acknowledged > before
+        dispensable = self._acknowledged - KEPT_RECORDS - self._first
+        if dispensable > KEPT_RECORDS:  # rarely: a list moves all that remains
+            self._forget(dispensable)
+
+    def _forget(self, count: int) -> None:
+        if count > 0:
+            del self._records[:count]
+            self._first += count
+            self._acknowledged = max(self._acknowledged, self._first)
+
+    def next(self) -> tuple[int, tuple[WorkerRecord, ...]]:
+        """Return the records to report next, with the position of the first."""
+        start = self._acknowledged - self._first
+        return self._acknowledged, tuple(self._records[start : start + MOST_RECORDS])
 
 
 @dataclass
 class AssignmentProgress:
-    """What is done for one assignment."""
+    """Progress of one assignment."""
 
     assignment: str
     phase: Phase = "fetching"
     busy: bool = True
-    """Something runs for it: a fetch, the worker or an upload."""
+    """A fetch, the worker or an upload runs."""
     again_at: float | None = None
-    """When to try the same again, after the server was away."""
+    """Time at which the last step is tried again, after the server did not answer."""
     pause: float = FIRST_PAUSE
     stopping: bool = False
     is_root: bool = False
-    place: str = ""
+    node_title: str = ""
+    """Description of the node, known once the assignment is fetched."""
     failure: str = ""
-    losses: list[float | None] = field(default_factory=list)
-    acknowledged: int = 0
-    figures: tuple[float | None, ...] = ()
+    records: RecordLog = field(default_factory=RecordLog)
     result: tuple[ResultFile, ...] = ()
-    strangers: TlsRejections = field(default_factory=TlsRejections)
+    tls_rejections: TlsRejections = field(default_factory=TlsRejections)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left but to say so."""
+        """``True`` once only the final report is left to send."""
         return self.phase in ("finished", "failed")
 
     @property
     def title(self) -> str:
-        """For lines that a human reads."""
-        return self.place or "the job"
+        """Name of the assignment in messages to the owner."""
+        return self.node_title or "the job"
 
     def report(self) -> AssignmentReport:
-        """As the server is told, with the losses that it does not have."""
-        first = min(self.acknowledged, len(self.losses))
+        """Return the report to send, with the oldest records that the server does not have.
+
+        The server takes no records of a finished assignment, so the end is reported with the last
+        records, unless the server stops to acknowledge them.
+        """
+        first, records = self.records.next()
+        is_last = first + len(records) == self.records.end
+        held_back = self.phase == "finished" and not is_last and self.records.is_progressing
         return AssignmentReport(
             assignment=self.assignment,
-            phase=self.phase,
-            reason=self.failure[:4000],
-            first_loss=first,
-            losses=tuple(self.losses[first : first + MOST_LOSSES]),
-            figures=self.figures,
-            result=self.result,
-            strangers=self.strangers,
+            phase=("uploading" if self.is_root else "training") if held_back else self.phase,
+            reason=self.failure[:_LONGEST_REASON],
+            result=() if held_back else self.result,
+            tls_rejections=self.tls_rejections,
+            first_record=first,
+            records=records,
         )

@@ -1,8 +1,7 @@
-"""What this machine can offer: measured, and within the limits of its owner."""
+"""Measures what this machine can offer, within the limits of its owner."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import statistics
 import time
@@ -15,6 +14,7 @@ import psutil
 import torch
 
 from ravnest.errors import SettingsError
+from ravnest.host import usable_cores
 from ravnest.http.api import ApiClient
 from ravnest.schemas.base import Schema
 from ravnest.schemas.providers import ProviderOffer
@@ -22,22 +22,22 @@ from ravnest.version import __version__
 
 GB = 1e9
 _SHARE = 0.8
-"""Of the memory that is free: the owner of the machine has programs of their own."""
+"""Share of the free memory that is offered; the rest is for the owner's other programs."""
 PLANNED = 0.9
-"""Of the memory that a worker may take, what plans may count on: what they predict is a few hundredths
-off, and a worker that takes more than its owner allowed is ended."""
+"""Share of a worker's memory that plans may use: their predictions are off by a few percent, and a
+worker that takes more than its owner allows is ended."""
 _SIZE = 512
 _COMPUTE_SECONDS = 0.3
 _PROBE_SECONDS = 0.25
-"""A transfer that takes so long tells enough."""
+"""A transfer of this duration is long enough to measure the rate."""
 _PROBE_SIZES = (1 << 16, 1 << 19, 1 << 22)
-_TRIPS = 5
+_ROUND_TRIPS = 5
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class OwnerLimits:
-    """The most that the owner wants to give; None: what the machine has."""
+    """Upper limits that the owner sets; ``None``: no limit but the machine's."""
 
     ram: float | None = None
     """GB."""
@@ -50,41 +50,41 @@ class OwnerLimits:
             raise SettingsError(f"at least 1 core is needed, not {self.cores}")
 
 
-class Load(Schema):
-    """Bytes that the server throws away."""
+class ProbeLoad(Schema):
+    """Bytes that the server discards."""
 
     load: str
 
 
-class MachineProbe(Protocol):
-    """A server that bytes can be sent to and fetched from."""
+class BandwidthProbe(Protocol):
+    """A server to which bytes can be sent and from which they can be fetched."""
 
     def fetch(self, size: int) -> None:
-        """Fetch so many bytes."""
+        """Fetch ``size`` bytes."""
 
     def send(self, size: int) -> None:
-        """Send so many bytes."""
+        """Send ``size`` bytes."""
 
 
 @dataclass(frozen=True)
 class ServerProbe:
-    """Implements ``MachineProbe``."""
+    """Bandwidth probe that uses the server's API."""
 
     api: ApiClient
 
     def fetch(self, size: int) -> None:
-        """Fetch so many bytes."""
+        """Fetch ``size`` bytes."""
         with self.api.stream("/api/probe", params={"bytes": size}) as answer:
             for _ in answer.iter_bytes():
                 pass
 
     def send(self, size: int) -> None:
-        """Send so many bytes."""
-        self.api.post("/api/probe", Load(load=secrets.token_hex(size // 2)), object)
+        """Send ``size`` bytes."""
+        self.api.post("/api/probe", ProbeLoad(load=secrets.token_hex(size // 2)), object)
 
 
-def measure(name: str, address: str, limits: OwnerLimits, probe: MachineProbe) -> ProviderOffer:
-    """The machine as others will plan with it; takes about a second."""
+def measure(name: str, address: str, limits: OwnerLimits, probe: BandwidthProbe) -> ProviderOffer:
+    """Measure this machine, in about a second, and return the offer."""
     cores = cores_for(limits, usable_cores())
     trip = round_trip(probe)
     return ProviderOffer(
@@ -102,24 +102,18 @@ def measure(name: str, address: str, limits: OwnerLimits, probe: MachineProbe) -
 
 
 def ram_for(limits: OwnerLimits, free: int) -> float:
-    """Bytes that a worker may take of those that are free."""
+    """Return the bytes that a worker may take if ``free`` bytes are free."""
     share = _SHARE * free
     return share if limits.ram is None else min(share, limits.ram * GB)
 
 
 def cores_for(limits: OwnerLimits, usable: int) -> int:
-    """Cores to offer of those that are usable."""
+    """Return the number of cores to offer if ``usable`` cores are usable."""
     return usable if limits.cores is None else min(usable, limits.cores)
 
 
-def usable_cores() -> int:
-    """That this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
 def free_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes that a new process could have: of the machine, and of the container it runs in."""
+    """Return the bytes that are free, on the machine and in the container that this process runs in."""
     free: int = psutil.virtual_memory().available
     try:
         most = (cgroup / "memory.max").read_text().strip()
@@ -136,12 +130,12 @@ def _free_vram() -> float:
 
 
 def compute(cores: int, seconds: float = _COMPUTE_SECONDS) -> float:
-    """GFLOP/s of a matrix product on so many cores."""
+    """Return the GFLOP/s of a matrix product on ``cores`` cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(cores)
     try:
         matrix = torch.ones(_SIZE, _SIZE)
-        torch.mm(matrix, matrix)  # the first one starts threads and reserves memory
+        torch.mm(matrix, matrix)  # the first product starts threads and allocates memory
         products, begin = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - begin) < seconds or not products:
             torch.mm(matrix, matrix)
@@ -151,14 +145,16 @@ def compute(cores: int, seconds: float = _COMPUTE_SECONDS) -> float:
     return products * 2 * _SIZE**3 / max(elapsed, 1e-9) / 1e9
 
 
-def round_trip(probe: MachineProbe, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds to the server and back; the first question only opens the connection."""
+def round_trip(probe: BandwidthProbe, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds to the server and back; the first request only opens the connection."""
     probe.fetch(1)
-    return statistics.median(_took(probe.fetch, 1, clock) for _ in range(_TRIPS))
+    return statistics.median(_took(probe.fetch, 1, clock) for _ in range(_ROUND_TRIPS))
 
 
-def bandwidth(probe: MachineProbe, trip: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Mbit/s of the slower direction."""
+def bandwidth(
+    probe: BandwidthProbe, trip: float, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the Mbit/s of the slower direction."""
     return min(_rate(probe.fetch, trip, clock), _rate(probe.send, trip, clock))
 
 

@@ -1,160 +1,186 @@
-"""Processes that run side by side, show their output line by line, and end together."""
+"""Child processes: started in process groups of their own, with threads that read their output."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from ravnest import host
 from ravnest.errors import LaunchError
 from ravnest.provider.signals import interrupts
 from ravnest.provider.supervision import (
-    DeadlinePassed,
-    Ended,
-    Event,
+    GracePassed,
     Interrupted,
     OutputClosed,
+    ProcessEnded,
     Supervision,
+    SupervisionEvent,
 )
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 1 << 16
-_OUTPUT_SECONDS = 2.0
-"""How long to wait for the rest of the output, which a grandchild may keep open."""
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+OUTPUT_SECONDS = 2.0
+"""Longest wait for the rest of the output of an ended process; a grandchild may keep it open."""
 
+OnLine = Callable[[str], None]
+"""Called with each line of the output, without its line break, from a thread of the child process."""
+OnEnd = Callable[[int], None]
+"""Called with the exit code, after the last line; a negative code is the number of a signal."""
 Show = Callable[[str, str], None]
 """Called with the name of a process and a line of its output, from several threads."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A process to start."""
+@dataclass
+class ChildProcess:
+    """A process of ours: ``start`` it, ``follow`` it, signal it, wait for its end.
+
+    Its output, stdout and stderr together, is read line by line; with ``stdout``, only stderr is, and
+    stdout is written to that file.
+    """
 
     name: str
     argv: Sequence[str]
+    environment: Mapping[str, str]
+    folder: Path | None = None
+    stdout: IO[bytes] | None = None
+    pass_fds: tuple[int, ...] = ()
+    """Descriptors that the process inherits under the same numbers."""
+    holds_stdin: bool = False
+    """Keep the other end of its stdin open until it ends, so that it notices our end."""
+    ends_with_us: bool = False
+    """Have the system kill it if this process ends; see ``host.start_process``."""
+    _process: subprocess.Popen[bytes] = field(init=False, repr=False)
+    _ended: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    def start(self) -> None:
+        """Start the process; ``LaunchError`` if the system cannot."""
+        alone = self.stdout is not None
+        try:
+            self._process = host.start_process(
+                list(self.argv),
+                ends_with_us=self.ends_with_us,
+                pass_fds=self.pass_fds,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.PIPE if self.holds_stdin else subprocess.DEVNULL,
+                stdout=self.stdout if alone else subprocess.PIPE,
+                stderr=subprocess.PIPE if alone else subprocess.STDOUT,
+            )
+        except OSError as error:
+            raise LaunchError(f"{self.name} cannot be started: {error}") from error
+
+    def follow(self, on_line: OnLine, on_end: OnEnd | None = None) -> None:
+        """Read the output and wait for the end, each in a thread."""
+        stream = self._process.stdout or self._process.stderr
+        assert stream is not None
+        reader = threading.Thread(
+            target=_read_lines, args=(stream, on_line), name=f"output of {self.name}", daemon=True
+        )
+
+        def wait() -> None:
+            code = self._process.wait()
+            self._ended.set()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            reader.join(OUTPUT_SECONDS)  # the last lines come before the end
+            if on_end is not None:
+                on_end(code)
+
+        reader.start()
+        threading.Thread(target=wait, name=f"end of {self.name}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Exit code; ``None`` while the process runs."""
+        return self._process.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        self._process.send_signal(number)
+
+    def send_to_group(self, number: signal.Signals) -> None:
+        """Send a signal to the process and to the processes that it started."""
+        host.signal_group(self._process, number)
+
+    def kill(self) -> None:
+        """End the process at once, if it runs, and wait for its end."""
+        self._process.kill()
+        self._process.wait()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait at most ``seconds``, once ``follow`` runs; return ``True`` if the process has ended."""
+        return self._ended.wait(seconds)
 
 
-def run_together(
-    commands: Sequence[Command],
-    supervision: Supervision,
-    show: Show,
-    *,
-    environment: Mapping[str, str],
-    folder: Path | None = None,
-) -> None:
-    """Run all to their end, as ``supervision`` decides.
+def _read_lines(stream: IO[bytes], on_line: OnLine) -> None:
+    with stream:
+        while line := stream.readline(_LONGEST_LINE):
+            on_line(line.decode("utf-8", "replace").rstrip("\n"))
 
-    They have process groups of their own, so that an interrupt at the terminal reaches them once,
-    through us; on Linux they are killed if this process is.
-    """
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    running: dict[str, subprocess.Popen[bytes]] = {}
+
+def run_together(children: Sequence[ChildProcess], supervision: Supervision, show: Show) -> None:
+    """Run all processes to their end; ``supervision`` decides which gets a signal, and when."""
+    events: queue.SimpleQueue[SupervisionEvent] = queue.SimpleQueue()
+    running: dict[str, ChildProcess] = {}
     with interrupts(lambda: events.put(Interrupted())):
         try:
-            for command in commands:  # all before the first thread: see _start
-                running[command.name] = _start(command, environment, folder)
-            readers = [_follow(name, process, show, events) for name, process in running.items()]
+            for child in children:  # all before the first thread: see host.start_process
+                child.start()
+                running[child.name] = child
+            for child in children:
+                _follow(child, show, events)
             _supervise(running, supervision, events)
         finally:
-            for process in running.values():
-                process.kill()  # does nothing to one that has ended
-                process.wait()
-    for reader in readers:
-        reader.join(_OUTPUT_SECONDS)
+            for child in running.values():
+                child.kill()
+
+
+def _follow(child: ChildProcess, show: Show, events: queue.SimpleQueue[SupervisionEvent]) -> None:
+    name, shown = child.name, True
+
+    def on_line(line: str) -> None:
+        """Show a line; read on if that is no longer possible, as a full pipe would stop the process."""
+        nonlocal shown
+        if not shown:
+            return
+        try:
+            show(name, line)
+        except (OSError, SystemExit):  # rich raises SystemExit when a pipe is closed
+            shown = False
+            events.put(OutputClosed())
+
+    child.follow(on_line, lambda code: events.put(ProcessEnded(name, code)))
 
 
 def _supervise(
-    running: Mapping[str, subprocess.Popen[bytes]],
+    running: Mapping[str, ChildProcess],
     supervision: Supervision,
-    events: queue.SimpleQueue[Event],
+    events: queue.SimpleQueue[SupervisionEvent],
 ) -> None:
     while supervision.running:
         event = _next(events, supervision.deadline)
         for send in supervision.handle(event, time.monotonic()):
             logger.info("%s gets %s", send.name, send.signal.name)
-            running[send.name].send_signal(send.signal)
+            running[send.name].send(send.signal)
 
 
-def _next(events: queue.SimpleQueue[Event], deadline: float | None) -> Event:
+def _next(events: queue.SimpleQueue[SupervisionEvent], deadline: float | None) -> SupervisionEvent:
     left = None if deadline is None else max(deadline - time.monotonic(), 0)
     try:
         return events.get(timeout=left)
     except queue.Empty:
-        return DeadlinePassed()
-
-
-def _start(
-    command: Command, environment: Mapping[str, str], folder: Path | None
-) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(  # noqa: S603 - the user's own script
-            command.argv,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509 - no thread of ours runs yet
-        )
-    except OSError as error:
-        raise LaunchError(f"{command.name} cannot be started: {error}") from error
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Runs in the child before its program; calls nothing that could need a lock."""
-    if _LIBC is None:
-        return None
-    prctl = _LIBC.prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it was gone before we asked
-            os._exit(1)
-
-    return ask
-
-
-def _follow(
-    name: str, process: subprocess.Popen[bytes], show: Show, events: queue.SimpleQueue[Event]
-) -> threading.Thread:
-    """Show what a process writes and report its end, each in a thread; the one that reads."""
-    assert process.stdout is not None
-    reader = threading.Thread(
-        target=_read, args=(name, process.stdout, show, events), name=f"output of {name}", daemon=True
-    )
-    reader.start()
-
-    def wait() -> None:
-        code = process.wait()
-        reader.join(_OUTPUT_SECONDS)  # its last words first
-        events.put(Ended(name, code))
-
-    threading.Thread(target=wait, name=f"end of {name}", daemon=True).start()
-    return reader
-
-
-def _read(name: str, stream: IO[bytes], show: Show, events: queue.SimpleQueue[Event]) -> None:
-    """Read to the end, also when nobody can be shown it: a full pipe would stop the process."""
-    shown = True
-    while line := stream.readline(_LONGEST_LINE):
-        if not shown:
-            continue
-        try:
-            show(name, line.decode("utf-8", "replace").rstrip("\n"))
-        except (OSError, SystemExit):  # rich leaves by SystemExit when a pipe is closed
-            shown = False
-            events.put(OutputClosed())
+        return GracePassed()

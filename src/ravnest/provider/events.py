@@ -1,4 +1,4 @@
-"""What happens to a provider, and what it does about it."""
+"""Events that a provider's agent handles, and the actions that it returns."""
 
 from __future__ import annotations
 
@@ -6,74 +6,74 @@ from dataclasses import dataclass
 
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply, TlsRejections
+from ravnest.telemetry import WorkerRecord
 
 # Events
 
 
 @dataclass(frozen=True)
-class Began:
+class OfferAccepted:
     """The server has the offer."""
 
 
 @dataclass(frozen=True)
-class Answered:
+class HeartbeatAnswered:
     """The server answered the heartbeat with this number."""
 
     number: int
-    orders: HeartbeatReply
+    reply: HeartbeatReply
 
 
 @dataclass(frozen=True)
-class Unanswered:
-    """No answer came; the server may be gone for a while."""
+class ServerUnreachable:
+    """No answer came to the heartbeat or offer with this number; the server may be down."""
 
     number: int
     reason: str
 
 
 @dataclass(frozen=True)
-class OfferRefused:
-    """The server does not take the heartbeat."""
+class ServerRefused:
+    """The server refused the heartbeat or offer with this number."""
 
     number: int
     status: int
-    """Of HTTP."""
+    """HTTP status."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """All files of an assignment are here; or not, for a reason."""
+    """The files of an assignment are here, or could not be fetched."""
 
     assignment: str
     is_root: bool = False
-    place: str = ""
-    """Which node of which job this is, in words."""
+    node_title: str = ""
+    """Description of the node and its job."""
     failure: str = ""
     again: bool = False
-    """It failed because the server was away."""
+    """The fetch failed because the server did not answer."""
 
 
 @dataclass(frozen=True)
-class Learned:
-    """Further losses, and all validations so far, of a worker."""
+class RecordsReceived:
+    """A worker has sent telemetry records."""
 
     assignment: str
-    losses: tuple[float | None, ...]
-    figures: tuple[float | None, ...]
+    records: tuple[WorkerRecord, ...]
 
 
 @dataclass(frozen=True)
-class TurnedAway:
-    """Strangers that a worker has not let in so far."""
+class ConnectionsRejected:
+    """A worker has rejected a connection; the counts include earlier ones."""
 
     assignment: str
-    strangers: TlsRejections
+    tls_rejections: TlsRejections
 
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker has ended; without a failure if it has trained to the end."""
+    """A worker has ended; ``failure`` is empty if it has trained to the end."""
 
     assignment: str
     failure: str = ""
@@ -81,23 +81,23 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """The server has the trained files of a cluster; or not, for a reason."""
+    """The server has the trained files of a cluster, or the upload failed."""
 
     assignment: str
     files: tuple[ResultFile, ...] = ()
     failure: str = ""
     again: bool = False
-    """It failed because the server was away."""
+    """The upload failed because the server did not answer."""
 
 
 @dataclass(frozen=True)
 class InterruptReceived:
-    """The owner of the machine wants to leave."""
+    """The owner of the machine stops the provider."""
 
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """It is ``Agent.deadline``."""
+    """``Agent.deadline`` has passed."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class Left:
     """The server knows that this provider leaves, or did not answer."""
 
 
-Event = (
-    Began
-    | Answered
-    | Unanswered
-    | OfferRefused
+AgentEvent = (
+    OfferAccepted
+    | HeartbeatAnswered
+    | ServerUnreachable
+    | ServerRefused
     | Fetched
-    | Learned
-    | TurnedAway
+    | RecordsReceived
+    | ConnectionsRejected
     | WorkerEnded
     | Uploaded
     | InterruptReceived
@@ -125,7 +125,7 @@ Event = (
 
 @dataclass(frozen=True)
 class SendHeartbeat:
-    """Send a heartbeat; its answer is an event."""
+    """Send a heartbeat; its answer becomes an event."""
 
     number: int
     heartbeat: Heartbeat
@@ -133,35 +133,35 @@ class SendHeartbeat:
 
 @dataclass(frozen=True)
 class SendOffer:
-    """Offer this machine to a server that does not know it; ``Began`` if it takes it."""
+    """Send the offer to a server that does not know this provider."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Make the folder of an assignment."""
+    """Download the files of an assignment."""
 
     assignment: str
 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Start the worker in the folder of an assignment."""
+    """Start the worker of an assignment."""
 
     assignment: str
 
 
 @dataclass(frozen=True)
 class Upload:
-    """Give the trained files of an assignment to the server."""
+    """Upload the trained files of an assignment."""
 
     assignment: str
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End whatever is done for an assignment; it is reported as ended in a bounded time."""
+    """End the fetch, worker or upload of an assignment; its end is reported in a bounded time."""
 
     assignment: str
 
@@ -181,17 +181,22 @@ class Leave:
 
 
 @dataclass(frozen=True)
-class Say:
-    """A line for the owner of the machine."""
+class Announce:
+    """Show a line to the owner of the machine."""
 
     line: str
 
 
 @dataclass(frozen=True)
 class Exit:
-    """All is over; whatever still runs is killed."""
+    """End the provider; a worker that still runs is killed."""
 
-    code: int
+    error: Exception | None = None
+    """Reason, if the provider does not end normally."""
+    interrupted: bool = False
+    """The owner interrupted it a second time."""
 
 
-Action = SendHeartbeat | SendOffer | Fetch | StartWorker | Upload | Stop | Discard | Leave | Say | Exit
+Action = (
+    SendHeartbeat | SendOffer | Fetch | StartWorker | Upload | Stop | Discard | Leave | Announce | Exit
+)

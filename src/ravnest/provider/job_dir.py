@@ -1,4 +1,4 @@
-"""The folder that a worker has to itself; its names are ours, none is the server's."""
+"""Folders of a provider: one per assignment, with file names that are chosen here, not by the server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ravnest.errors import StageFormatError
-from ravnest.runtime.control.metric_files import ACCURACIES, name_for
 from ravnest.schemas.base import Artifact, Schema
 from ravnest.schemas.providers import Assignment
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
@@ -25,24 +24,24 @@ _LIMIT = 256 << 20
 
 
 class WorkerSettings(Schema):
-    """What the provider, not the server, decides about a worker."""
+    """Settings of a worker that the provider chooses, not the server."""
 
     ram: int
     """Bytes."""
     cores: int
     listen: str | None = None
-    """Where it differs from the address that others know."""
+    """Address at which the node listens, if it differs from the address that others use."""
 
 
 @dataclass(frozen=True)
 class JobDir:
-    """Where everything of one assignment is."""
+    """The folder of one assignment, in which its worker runs."""
 
     folder: Path
 
     @property
     def node_data(self) -> Path:
-        """As ``clusterize`` would write it, for one node."""
+        """Folder with the same layout as ``clusterize`` writes, for one node."""
         return self.folder / "node_data"
 
     @property
@@ -55,46 +54,38 @@ class JobDir:
         """Graph and weights of the requester's own loss."""
         return self.folder / "loss" / STAGE_FILE, self.folder / "loss" / WEIGHTS_FILE
 
-    def piece(self, artifact: Artifact) -> Path:
-        """A piece of the data."""
+    def data_file(self, artifact: Artifact) -> Path:
+        """Return the path of a file of samples or labels."""
         return self.folder / "data" / f"{artifact.sha256}.safetensors"
 
     @property
     def trained(self) -> Path:
-        """Trained stages."""
+        """Folder of the trained stages."""
         return self.folder / "trained"
 
     def trained_files(self, cluster: int) -> list[Path]:
-        """The trained stages of a cluster with their manifests."""
+        """Return the files of a cluster's trained stages."""
         found = (self.trained / f"cluster_{cluster}").glob("node_*")
         return sorted(path for path in found if path.suffix in (".json", ".safetensors"))
 
     @property
     def losses(self) -> Path:
-        """As ``Node(loss_filename=...)`` takes it."""
+        """Loss file of the node, as ``Node(loss_filename=...)`` takes it."""
         return self.folder / "losses.txt"
-
-    def losses_of(self, cluster: int) -> Path:
-        """Losses by update."""
-        return name_for(self.losses, cluster)
-
-    def figures_of(self, cluster: int) -> Path:
-        """Results of validations."""
-        return name_for(self.folder / ACCURACIES, cluster)
 
     @property
     def output(self) -> Path:
-        """What the worker writes to stdout."""
+        """Stdout of the worker."""
         return self.folder / "output.txt"
 
     @property
     def errors(self) -> Path:
-        """What the worker writes to stderr; its last line says why it failed."""
+        """Stderr of the worker; its last line says why training failed."""
         return self.folder / "errors.txt"
 
     @property
     def idle(self) -> Path:
-        """The bytes that the worker had before it read anything of the job's."""
+        """Bytes of memory that the worker held before it read the job's data."""
         return self.folder / "idle.json"
 
     @property
@@ -106,39 +97,39 @@ class JobDir:
         return self.folder / "settings.json"
 
     def write_assignment(self, assignment: Assignment) -> None:
-        """Once all that it names is here."""
+        """Write the assignment, once all files that it names are here."""
         write_json(self._assignment, assignment.model_dump(mode="json"), compact=True)
 
     def read_assignment(self) -> Assignment:
-        """What the worker is to do."""
+        """Read the assignment."""
         return Assignment.model_validate(read_json(self._assignment, _LIMIT))
 
     def write_settings(self, settings: WorkerSettings) -> None:
-        """For the worker, before it starts."""
+        """Write the settings for the worker, before it starts."""
         write_json(self._settings, settings.model_dump(mode="json"))
 
     def read_settings(self) -> WorkerSettings:
-        """What the provider decided."""
+        """Read the settings."""
         return WorkerSettings.model_validate(read_json(self._settings, _LIMIT))
 
 
 @dataclass(frozen=True)
 class JobsDir:
-    """The folder of a provider, with a workplace for each assignment."""
+    """The folder of a provider, with a folder for each assignment."""
 
     folder: Path
 
-    def place(self, assignment: str) -> JobDir:
-        """The workplace of an assignment; refuses names that could lead elsewhere."""
+    def job_dir(self, assignment: str) -> JobDir:
+        """Return the folder of an assignment; refuses names that could lead elsewhere."""
         if not _NAME.fullmatch(assignment):
             raise StageFormatError(f"{assignment[:100]!r} is not the name of an assignment")
         return JobDir(self.folder / assignment)
 
-    def places(self) -> Iterator[str]:
-        """Assignments that have one."""
+    def assignments(self) -> Iterator[str]:
+        """Yield the assignments that have a folder."""
         if self.folder.is_dir():
             yield from sorted(p.name for p in self.folder.iterdir() if _NAME.fullmatch(p.name))
 
     def discard(self, assignment: str) -> None:
-        """Remove a workplace."""
-        shutil.rmtree(self.place(assignment).folder, ignore_errors=True)
+        """Remove the folder of an assignment."""
+        shutil.rmtree(self.job_dir(assignment).folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Starts the nodes that live on this machine, each in a process of its own."""
+"""Starts the nodes of this machine, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ravnest.errors import LaunchError
-from ravnest.provider.child_process import Command, run_together
+from ravnest.host import usable_cores
+from ravnest.provider.child_process import ChildProcess, run_together
 from ravnest.provider.supervision import Supervision
 from ravnest.store.node_spec import NodeSpec, read_nodes
 from ravnest.transport.tls import dialled, is_loopback
@@ -36,7 +37,7 @@ def launch(
     """Run ``python script node_<i> arguments...`` for every node of ``folder`` on this machine.
 
     Shows their output with the node's name before each line, ends them together, and returns 0 or
-    the exit code of the first that failed. ``work`` is the folder they run in; this one if None.
+    the exit code of the first that failed. They run in the folder ``work``, by default the current one.
     """
     path = Path(script).absolute()
     if not path.is_file():
@@ -47,28 +48,34 @@ def launch(
             f"no node of {folder} has an address of this machine: check the IPs in node_configs.json, "
             "or start its nodes on their own machines"
         )
-    output = Output(Console() if console is None else console, [node.name for node in nodes])
-    shares = thread_shares(os.environ, len(nodes), _cores())
+    output = NodeOutput(Console() if console is None else console, [node.name for node in nodes])
+    cores = usable_cores()
+    shares = thread_shares(os.environ, len(nodes), cores)
     if shares:
         output.say(
-            f"{len(nodes)} nodes share {_cores()} cores: {_THREADS}={shares[_THREADS]} for each, "
-            f"unless you set it"
+            f"{len(nodes)} nodes share {cores} cores: {_THREADS}={shares[_THREADS]} for each; set "
+            f"{_THREADS} to change it"
         )
     supervision = Supervision(node.name for node in nodes)
-    run_together(
-        [Command(node.name, (sys.executable, str(path), node.name, *arguments)) for node in nodes],
-        supervision,
-        output.show,
-        environment={"PYTHONUNBUFFERED": "1", **os.environ, **shares},
-        folder=None if work is None else Path(work),
-    )
+    environment = {"PYTHONUNBUFFERED": "1", **os.environ, **shares}
+    children = [
+        ChildProcess(
+            node.name,
+            (sys.executable, str(path), node.name, *arguments),
+            environment,
+            None if work is None else Path(work),
+            ends_with_us=True,
+        )
+        for node in nodes
+    ]
+    run_together(children, supervision, output.show)
     for line in supervision.summary():
         output.say(line)
     return supervision.exit_code
 
 
 def nodes_here(nodes: Sequence[NodeSpec], hosts: frozenset[str]) -> list[NodeSpec]:
-    """The nodes whose address is one of this machine's ``hosts``."""
+    """Return the nodes whose address is one of this machine's ``hosts``."""
     return [node for node in nodes if _is_here(Address.parse(node.address), hosts)]
 
 
@@ -84,7 +91,7 @@ def _is_here(address: Address, hosts: frozenset[str]) -> bool:
 
 
 def own_hosts() -> frozenset[str]:
-    """The addresses of this machine's interfaces."""
+    """Return the addresses of this machine's network interfaces."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = (entry for entries in psutil.net_if_addrs().values() for entry in entries)
     return frozenset(entry.address.partition("%")[0] for entry in found if entry.family in families)
@@ -98,34 +105,28 @@ def _resolved(name: str) -> set[str]:
 
 
 def thread_shares(environment: Mapping[str, str], nodes: int, cores: int) -> dict[str, str]:
-    """What to set so that nodes of one machine do not fight for its cores."""
+    """Return environment variables that divide the cores between the nodes of this machine."""
     if nodes < 2 or _THREADS in environment:
         return {}
     return {_THREADS: str(max(cores // nodes, 1))}
 
 
-def _cores() -> int:
-    """That this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
 @dataclass(frozen=True)
-class Output:
-    """Lines of several nodes in one place: a name before each, on a terminal in the node's colour."""
+class NodeOutput:
+    """Output of several nodes in one console: the node's name before each line, in its own colour."""
 
     console: Console
     names: Sequence[str]
 
     def show(self, name: str, line: str) -> None:
-        """A line that a node has written; of one that rewrites itself, what it ended as."""
+        """Show a line of a node; a progress line that rewrites itself is shown in its last state."""
         width = max(map(len, self.names))
         colour = _COLOURS[self.names.index(name) % len(_COLOURS)]
         last = line.rstrip("\r").rpartition("\r")[2]
         self._print(Text.assemble((f"{name:<{width}} | ", colour), last))
 
     def say(self, line: str) -> None:
-        """A line of the launcher's own."""
+        """Show a line of the launcher."""
         self._print(Text(line, "bold"))
 
     def _print(self, text: Text) -> None:

@@ -1,8 +1,7 @@
-"""``provide``: this machine works for the jobs of a server."""
+"""``provide``: this machine trains for the jobs of a server."""
 
 from __future__ import annotations
 
-import fcntl
 import re
 import socket
 import sys
@@ -10,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from ravnest.errors import ServerError, SettingsError
 from ravnest.http.credentials import Membership, find, home, joined
@@ -37,49 +38,54 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     address: str | None = None,
     once: bool = False,
     say: Callable[[str], None] | None = None,
-) -> int:
-    """Offer this machine to a server and work for its jobs, until interrupted; the exit code.
+) -> None:
+    """Offer this machine to a server and train for its jobs, until it is interrupted.
 
-    ``token`` is needed the first time only. ``ram`` (GB), ``cores`` and ``hours`` are the most that
-    is given. ``name`` is that of this machine unless given; two providers on one machine need two.
-    ``listen`` and ``address`` (``host:port``, ``host`` or ``:port``) say where the node listens and
-    where others reach it. ``folder`` holds what jobs need while they run. ``once``: leave after one
-    job. ``say`` gets a line for each event; stdout if None.
+    ``token`` is needed the first time only. ``ram`` (GB), ``cores`` and ``hours`` are upper limits.
+    ``name`` is the machine's by default; two providers on one machine need two names. ``listen`` and
+    ``address`` (``host:port``, ``host`` or ``:port``) say where the node listens and where others
+    reach it. ``folder`` holds the files of a job while it runs. ``once``: leave after one job. ``say``
+    is called with a line for each event; stdout by default.
+
+    Returns once the provider has left the server. Raises ``ServerError`` if the server cannot be
+    reached at the start or refuses the provider, ``SettingsError`` if an argument is wrong,
+    ``JobEndedError`` if ``once`` is set and the job fails, and ``KeyboardInterrupt`` if it is
+    interrupted a second time while it leaves.
     """
     limits = OwnerLimits(ram, cores)
     if hours is not None and not hours > 0:
         raise SettingsError(f"the hours to offer must be more than 0, not {hours:g}")
-    told = _say if say is None else say
-    known_as = (name or socket.gethostname())[:100]
-    target = home() / "providers" / _slug(known_as) if folder is None else Path(folder)
-    with _alone(target, known_as), addresses(server, listen, address) as found:
-        member = _member(server, token, known_as)
+    show = _say if say is None else say
+    own_name = (name or socket.gethostname())[:100]
+    target = home() / "providers" / _slug(own_name) if folder is None else Path(folder)
+    with _locked(target, own_name), addresses(server, listen, address) as found:
+        member = _member(server, token, own_name)
         with member.api() as api:
-            offer = measure(known_as, found.known, limits, ServerProbe(api))
+            offer = measure(own_name, found.known, limits, ServerProbe(api))
             provider = api.post("/api/providers", offer, ProviderView, idempotent=True)
             for line in describe(offer, limits, hours, member.url):
-                told(line)
-            workshop = JobsDir(target.absolute() / _JOBS)
-            lost = list(workshop.places())
+                show(line)
+            jobs_dir = JobsDir(target.absolute() / _JOBS)
+            lost = list(jobs_dir.assignments())
             for assignment in lost:
-                workshop.discard(assignment)
+                jobs_dir.discard(assignment)
             room = int(offer.ram / PLANNED * GB)
             ends = None if hours is None else time.monotonic() + 3600 * hours
-            return Provider(
+            Provider(
                 api,
                 offer,
                 Agent(ends=ends, once=once, lost=lost),
-                workshop,
+                jobs_dir,
                 WorkerSettings(ram=room, cores=offer.cores, listen=found.listen),
-                told,
+                show,
                 provider.id,
             ).run()
 
 
 def describe(offer: ProviderOffer, limits: OwnerLimits, hours: float | None, url: str) -> list[str]:
-    """The offer in a few plain lines."""
+    """Return the offer as a few lines for the owner."""
     capped = limits.ram is not None and offer.ram < 0.999 * PLANNED * limits.ram
-    fewer = f" ({limits.ram:g} were asked for: no more is free)" if capped else ""
+    fewer = f" ({limits.ram:g} GB were requested, but less is free)" if capped else ""
     vram = f" and {offer.vram:.1f} GB of VRAM" if offer.vram else ""
     until = "until Ctrl-C" if hours is None else f"for {hours:g} h, or until Ctrl-C"
     plural = "" if offer.cores == 1 else "s"
@@ -96,31 +102,36 @@ def _member(server: str, token: str | None, name: str) -> Membership:
         member = joined(server, token, name)
         if member.role not in (ApiRole.PROVIDER, ApiRole.ADMIN):
             raise ServerError(
-                f"the token is for a {member.role}; make one with `ravnest token create --role provider`"
+                f"the token is for the role {member.role}; create one with `ravnest token create --role "
+                "provider`"
             )
         return member
     urls = [server] if "://" in server else [f"https://{server}", f"http://{server}"]
     known = next((m for url in urls if (m := find(url, (ApiRole.PROVIDER,), name)) is not None), None)
     if known is None:
         raise ServerError(
-            f"{name} has not joined {server} yet: give --token, as `ravnest token create --role "
-            "provider` prints it"
+            f"{name} has not joined {server} yet: add --token with a token that `ravnest token create "
+            "--role provider` prints on the server's machine"
         )
     return known
 
 
 @contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
-    """The folder, for one provider only; the lock goes with the process."""
+def _locked(folder: Path, name: str) -> Iterator[None]:
+    """Hold the folder for this provider; the system releases the lock if the process ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise SettingsError(
-                f"a provider named {name} runs here already; a second one needs another --name"
-            ) from error
+    lock = FileLock(folder / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise SettingsError(
+            f"a provider named {name} already runs here and uses {folder}: stop it, or give this one "
+            "another --name"
+        ) from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _slug(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Does what the agent decides: threads for heartbeats, fetches and uploads, and the worker."""
+"""Carries out the agent's actions: threads for heartbeats, fetches and uploads, and the worker."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ravnest.errors import RavnestError, ServerError, ServerRefusedError
-from ravnest.http.api import ApiClient, may_pass
+from ravnest.errors import LaunchError, RavnestError, ServerError, ServerRefusedError
+from ravnest.http.api import ApiClient, is_temporary
 from ravnest.http.transfer import artifact_of, upload
 from ravnest.provider.agent import Agent
-from ravnest.provider.download import Fetching
+from ravnest.provider.download import AssignmentDownload
 from ravnest.provider.events import (
     Action,
-    Answered,
-    Began,
+    AgentEvent,
+    Announce,
     DeadlinePassed,
     Discard,
-    Event,
     Exit,
     Fetch,
     Fetched,
+    HeartbeatAnswered,
     InterruptReceived,
     Leave,
     Left,
-    OfferRefused,
-    Say,
+    OfferAccepted,
     SendHeartbeat,
     SendOffer,
+    ServerRefused,
+    ServerUnreachable,
     StartWorker,
     Stop,
-    Unanswered,
     Upload,
     Uploaded,
     WorkerEnded,
@@ -43,22 +43,21 @@ from ravnest.provider.job_dir import JobsDir, WorkerSettings
 from ravnest.provider.signals import interrupts
 from ravnest.provider.worker_process import WorkerProcess
 from ravnest.schemas.jobs import ResultFile
-from ravnest.schemas.providers import HeartbeatReply, ProviderView
-from ravnest.schemas.providers import ProviderOffer as OfferMessage
+from ravnest.schemas.providers import HeartbeatReply, ProviderOffer, ProviderView
 
 logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 5.0
-"""That a server may take to hear of a provider that leaves."""
+"""Longest wait for the server's answer when this provider leaves."""
 
 
 class _StoppedError(RavnestError):
-    """What was under way is not wanted any longer."""
+    """The fetch or upload in progress was stopped."""
 
 
 @dataclass
 class _Task:
-    """What is known of the assignment that is worked on."""
+    """The current assignment and its worker."""
 
     assignment: str
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -66,37 +65,39 @@ class _Task:
     worker: WorkerProcess | None = None
 
     def check(self) -> None:
+        """Raise if the task was stopped."""
         if self.stopped.is_set():
             raise _StoppedError("it was stopped")
 
 
 @dataclass
 class Provider:
-    """A provider at work, from its offer to its leaving."""
+    """A running provider, from its offer until it leaves."""
 
     api: ApiClient
-    offer: OfferMessage
+    offer: ProviderOffer
     agent: Agent
-    workshop: JobsDir
+    jobs_dir: JobsDir
     settings: WorkerSettings
     say: Callable[[str], None]
+    """Called with lines for the owner of the machine."""
     id: str
-    """By which the server knows it."""
-    _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    """Id of this provider at the server."""
+    _events: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _task: _Task | None = None
 
-    def run(self) -> int:
-        """Work until the agent says that it is over; its exit code."""
+    def run(self) -> None:
+        """Work until the agent ends and raise its error; ``KeyboardInterrupt`` if interrupted twice."""
         try:
             with interrupts(self.interrupt):
-                self._events.put(Began())
+                self._events.put(OfferAccepted())
                 while True:
                     event = self._next()
                     logger.debug("%s", event)
                     for action in self.agent.handle(event, time.monotonic()):
                         if isinstance(action, Exit):
-                            return action.code
+                            return _end(action)
                         self._act(action)
         finally:
             self._over.set()
@@ -106,10 +107,10 @@ class Provider:
                     self._task.worker.kill()
 
     def interrupt(self) -> None:
-        """Leave; the second time, end at once."""
+        """Leave the server; a second call ends the provider at once."""
         self._events.put(InterruptReceived())
 
-    def _next(self) -> Event:
+    def _next(self) -> AgentEvent:
         deadline = self.agent.deadline
         left = None if deadline is None else max(deadline - time.monotonic(), 0)
         try:
@@ -120,7 +121,7 @@ class Provider:
     def _act(self, action: Action) -> None:
         match action:
             case SendHeartbeat(number) | SendOffer(number):
-                self._start(lambda: self._send(action), lambda why: Unanswered(number, why))
+                self._start(lambda: self._send(action), lambda why: ServerUnreachable(number, why))
             case Fetch(assignment):
                 task = self._task = _Task(assignment)
                 self._start(lambda: self._fetch(task), lambda why: Fetched(assignment, failure=why))
@@ -136,10 +137,10 @@ class Provider:
                     task.worker.stop()
             case Discard(assignment):
                 self._task = None
-                self.workshop.discard(assignment)
+                self.jobs_dir.discard(assignment)
             case Leave(reason):
                 self._leave(reason)
-            case Say(line):
+            case Announce(line):
                 self.say(line)
 
     def _current(self, assignment: str) -> _Task:
@@ -147,65 +148,67 @@ class Provider:
         assert self._task.assignment == assignment
         return self._task
 
-    def _start(self, run: Callable[[], Event], failed: Callable[[str], Event]) -> None:
-        """Run something that takes time, whose end is an event, also where we made a mistake."""
+    def _start(self, run: Callable[[], AgentEvent], failed: Callable[[str], AgentEvent]) -> None:
+        """Run ``run`` in a thread; its result, or ``failed`` after an unexpected error, is the event."""
 
         def put() -> None:
             try:
                 self._events.put(run())
             except Exception as error:
-                if not self._over.is_set():  # then connections are closed under our feet
+                if not self._over.is_set():  # otherwise the connections were closed meanwhile
                     logger.exception("a task of the provider failed")
                 self._events.put(failed(f"{type(error).__name__}: {error}"))
 
         threading.Thread(target=put, daemon=True).start()
 
-    def _send(self, action: SendHeartbeat | SendOffer) -> Event:
+    def _send(self, action: SendHeartbeat | SendOffer) -> AgentEvent:
         try:
             if isinstance(action, SendOffer):
                 self.id = self.api.post("/api/providers", self.offer, ProviderView).id
-                return Began()
+                return OfferAccepted()
             beat = action.heartbeat
             path = f"/api/providers/{self.id}/heartbeat"
-            return Answered(action.number, self.api.post(path, beat, HeartbeatReply, wait=beat.wait))
+            return HeartbeatAnswered(
+                action.number, self.api.post(path, beat, HeartbeatReply, wait=beat.wait)
+            )
         except ServerRefusedError as error:
-            return OfferRefused(action.number, error.status, str(error))
+            return ServerRefused(action.number, error.status, str(error))
         except ServerError as error:
-            return Unanswered(action.number, str(error))
+            return ServerUnreachable(action.number, str(error))
 
-    def _fetch(self, task: _Task) -> Event:
+    def _fetch(self, task: _Task) -> AgentEvent:
         name = task.assignment
         try:
-            fetching = Fetching(self.api, self.offer.address)
-            assignment, node = fetching.fetch(name, self.workshop.place(name), task.check)
+            download = AssignmentDownload(self.api, self.offer.address)
+            assignment, node = download.run(name, self.jobs_dir.job_dir(name), task.check)
         except ServerError as error:
-            return Fetched(name, failure=str(error), again=may_pass(error))
+            return Fetched(name, failure=str(error), again=is_temporary(error))
         except (RavnestError, OSError) as error:
-            return Fetched(name, failure=f"its part cannot be fetched: {error}")
+            return Fetched(name, failure=f"the files of the assignment cannot be fetched: {error}")
         task.cluster = node.cluster
-        place = f"{node.name}, {node.role} of cluster {node.cluster} of {assignment.job}"
-        return Fetched(name, is_root=node.stage == 0, place=place)
+        title = f"{node.name}, {node.role} of cluster {node.cluster} of {assignment.job}"
+        return Fetched(name, is_root=node.stage == 0, node_title=title)
 
     def _start_worker(self, task: _Task) -> None:
-        """In this thread, not in one that ends: the worker lives no longer than it."""
-        place = self.workshop.place(task.assignment)
-        worker = WorkerProcess(task.assignment, place, task.cluster, self.settings, self._events.put)
+        """Start the worker in this thread: the system ends the worker when the thread ends."""
+        job_dir = self.jobs_dir.job_dir(task.assignment)
+        worker = WorkerProcess(task.assignment, job_dir, self.settings, self._events.put)
         try:
             worker.start()
-        except OSError as error:
+        except (OSError, LaunchError) as error:
             self._events.put(WorkerEnded(task.assignment, f"the worker cannot be started: {error}"))
             return
         task.worker = worker
 
-    def _upload(self, task: _Task) -> Event:
+    def _upload(self, task: _Task) -> AgentEvent:
         name = task.assignment
         try:
-            files = self.workshop.place(name).trained_files(task.cluster)
+            files = self.jobs_dir.job_dir(name).trained_files(task.cluster)
             artifacts = {path: artifact_of(path) for path in files}
             by_digest: dict[str, Path] = {artifact.sha256: path for path, artifact in artifacts.items()}
             upload(self.api, by_digest, lambda _done, _total: task.check())
         except ServerError as error:
-            return Uploaded(name, failure=str(error), again=may_pass(error))
+            return Uploaded(name, failure=str(error), again=is_temporary(error))
         except (RavnestError, OSError) as error:
             return Uploaded(name, failure=f"the trained stages cannot be uploaded: {error}")
         return Uploaded(
@@ -213,14 +216,21 @@ class Provider:
         )
 
     def _leave(self, reason: str) -> None:
-        def leave() -> Event:
+        def leave() -> AgentEvent:
             try:
                 self.api.delete(f"/api/providers/{self.id}", params={"reason": reason[:1000]})
             except ServerError as error:
-                logger.info("the server was not told: %s", error)
+                logger.info("the server was not told that this provider leaves: %s", error)
             return Left()
 
         self._start(leave, lambda _: Left())
-        late = threading.Timer(_LEAVE_SECONDS, lambda: self._events.put(Left()))
-        late.daemon = True
-        late.start()
+        timer = threading.Timer(_LEAVE_SECONDS, lambda: self._events.put(Left()))
+        timer.daemon = True
+        timer.start()
+
+
+def _end(action: Exit) -> None:
+    if action.interrupted:
+        raise KeyboardInterrupt
+    if action.error is not None:
+        raise action.error

@@ -1,4 +1,4 @@
-"""What would end this process becomes an event instead."""
+"""Signals that ask this process to end, turned into calls of a function."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from ravnest.host import END_SIGNALS
+
 
 @contextmanager
 def interrupts(note: Callable[[], None]) -> Iterator[None]:
-    """While inside, call ``note`` for each signal that asks us to end; only the main thread can."""
+    """Call ``note`` for each signal that asks this process to end, while the block runs.
+
+    Only the main thread can receive signals; in other threads this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -19,8 +24,7 @@ def interrupts(note: Callable[[], None]) -> Iterator[None]:
     def noted(_number: int, _frame: FrameType | None) -> None:
         note()
 
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, noted) for number in signals}
+    before = {number: signal.signal(number, noted) for number in END_SIGNALS}
     try:
         yield
     finally:

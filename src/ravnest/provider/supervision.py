@@ -1,4 +1,4 @@
-"""When processes that belong together are ended; decides, and touches none of them."""
+"""Decides when processes that belong together are ended; does no input or output itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
+from ravnest.host import INTERRUPT, KILL, TERMINATE, signal_name
+
 
 @dataclass(frozen=True)
-class Ended:
-    """A process has ended; a negative code is the signal that ended it."""
+class ProcessEnded:
+    """A process has ended; a negative code is the number of the signal that ended it."""
 
     name: str
     code: int
@@ -18,24 +20,24 @@ class Ended:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The user wants it all to end."""
+    """The user asks all processes to end."""
 
 
 @dataclass(frozen=True)
 class OutputClosed:
-    """Nobody can see any longer what a process writes."""
+    """The output of the processes cannot be shown any longer."""
 
 
 @dataclass(frozen=True)
-class DeadlinePassed:
-    """It is ``Supervision.deadline``."""
+class GracePassed:
+    """``Supervision.deadline`` has passed."""
 
 
-Event = Ended | Interrupted | OutputClosed | DeadlinePassed
+SupervisionEvent = ProcessEnded | Interrupted | OutputClosed | GracePassed
 
 
 @dataclass(frozen=True)
-class Send:
+class SendSignal:
     """Send a signal to a process that still runs."""
 
     name: str
@@ -43,7 +45,7 @@ class Send:
 
 
 class _Step(IntEnum):
-    """How far the ending has come."""
+    """Progress of ending all processes."""
 
     RUNNING = auto()
     ENDING = auto()
@@ -52,66 +54,66 @@ class _Step(IntEnum):
 
 
 class Supervision:
-    """All go on, or all end.
+    """State machine that keeps all processes running, or ends all of them.
 
     When one fails, the others get ``grace`` seconds to end by themselves, as nodes do that lose a
     neighbour; then SIGTERM, and after ``patience`` more seconds SIGKILL. An interrupt is passed on
-    and starts the same; the second one kills. Output that is closed (``| head``) is an interrupt.
+    and starts the same sequence; a second one kills. Closed output (``| head``) is an interrupt.
     """
 
     def __init__(self, names: Iterable[str], *, grace: float = 10.0, patience: float = 5.0) -> None:
         self.running = list(names)
         self.deadline: float | None = None
-        """When to come back with ``DeadlinePassed``; None: not at all."""
+        """Time at which ``GracePassed`` is due; ``None`` if it is not."""
         self._grace = grace
         self._patience = patience
         self._step = _Step.RUNNING
         self._interrupted = False
-        self._failed: list[Ended] = []
+        self._failed: list[ProcessEnded] = []
         self._sent: set[int] = set()
 
-    def handle(self, event: Event, now: float) -> list[Send]:
-        """What to do about an event."""
+    def handle(self, event: SupervisionEvent, now: float) -> list[SendSignal]:
+        """Return the signals to send after ``event``."""
         match event:
-            case Ended(name, code):
+            case ProcessEnded(name, code):
                 self.running.remove(name)
                 if code:
                     self._failed.append(event)
                     self._begin_ending(now)
                 return []
             case Interrupted() if self._interrupted:
-                return self._all(signal.SIGKILL, _Step.KILLED, None)
+                return self._all(KILL, _Step.KILLED, None)
             case OutputClosed() if self._interrupted:
                 return []
             case Interrupted() | OutputClosed():
                 self._interrupted = True
                 self._begin_ending(now)
-                return [Send(name, signal.SIGINT) for name in self.running]
-            case DeadlinePassed():
+                return [SendSignal(name, INTERRUPT) for name in self.running]
+            case GracePassed():
                 if self._step is _Step.ENDING:
-                    return self._all(signal.SIGTERM, _Step.TERMINATED, now + self._patience)
-                return self._all(signal.SIGKILL, _Step.KILLED, None)
+                    return self._all(TERMINATE, _Step.TERMINATED, now + self._patience)
+                return self._all(KILL, _Step.KILLED, None)
 
     def _begin_ending(self, now: float) -> None:
         if self._step is _Step.RUNNING:
             self._step = _Step.ENDING
             self.deadline = now + self._grace
 
-    def _all(self, kind: signal.Signals, step: _Step, deadline: float | None) -> list[Send]:
+    def _all(self, kind: signal.Signals, step: _Step, deadline: float | None) -> list[SendSignal]:
         self._step, self.deadline = step, deadline
         self._sent.add(kind)
-        return [Send(name, kind) for name in self.running]
+        return [SendSignal(name, kind) for name in self.running]
 
     @property
     def exit_code(self) -> int:
-        """Of the first that failed, as a shell gives it; 0 if none has."""
+        """Exit code of the first process that failed, as a shell reports it; 0 if none failed."""
         if not self._failed:
             return 0
         code = self._failed[0].code
         return code if code > 0 else 128 - code
 
     def summary(self) -> list[str]:
-        """A line for each that failed, in the order in which they ended."""
+        """Return a line for each process that failed, in the order in which they ended."""
         return [f"{ended.name} {self._words(ended.code)}" for ended in self._failed]
 
     def _words(self, code: int) -> str:
@@ -120,12 +122,5 @@ class Supervision:
         if code == -signal.SIGINT and self._interrupted:
             return "was interrupted"
         if -code in self._sent:
-            return f"did not end by itself: {_name(-code)}"
-        return f"failed: ended by {_name(-code)}"
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+            return f"did not end by itself: {signal_name(-code)}"
+        return f"failed: ended by {signal_name(-code)}"

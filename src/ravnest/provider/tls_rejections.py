@@ -1,7 +1,7 @@
-"""Connections that TLS did not let through, as far as gRPC tells of them.
+"""Connections that TLS rejected, read from the log of gRPC.
 
-gRPC ends such a handshake before any code of ours hears of it; all there is is a line that it writes
-on stderr. The worker's gRPC is told to write it (``limits.environment``), and the agent reads it.
+gRPC ends such a handshake before any callback runs; the only trace is a line on stderr. The worker's
+gRPC is configured to write it (``limits.environment``), and the agent reads it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Kind = Literal["foreign", "bare", "plain"]
-"""The fields of ``api.providers.Strangers``."""
+RejectionKind = Literal["foreign", "bare", "plain"]
+"""The fields of ``schemas.providers.TlsRejections``."""
 
-_LOGGED = re.compile(r"[IW]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\] ")
-"""How gRPC begins a line that is no error."""
+_LOG_LINE = re.compile(r"[IW]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\] ")
+"""Start of a line of gRPC's log that is not an error."""
 _FAILED = "Handshake failed with error"
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, RejectionKind] = {
     "CERTIFICATE_VERIFY_FAILED": "foreign",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "bare",
     "WRONG_VERSION_NUMBER": "plain",
@@ -23,13 +23,13 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def is_logged(line: str) -> bool:
-    """Whether this is a line of gRPC's, and tells no error of this process."""
-    return _LOGGED.match(line) is not None
+def is_log_line(line: str) -> bool:
+    """Return ``True`` for a line of gRPC's log that is not an error."""
+    return _LOG_LINE.match(line) is not None
 
 
-def kind_of(line: str) -> Kind | None:
-    """Who was refused, if this line of gRPC's is about that."""
+def rejection_kind(line: str) -> RejectionKind | None:
+    """Return the kind of connection that a line says was rejected, or ``None``."""
     if _FAILED not in line:
         return None
     return next((kind for name, kind in _KINDS.items() if name in line), None)

@@ -18,13 +18,14 @@ from ravnest.runtime.trainer import Trainer
 from ravnest.schemas.jobs import GraphLoss, TrainingSpec
 from ravnest.schemas.providers import DataShare, RowRange
 from ravnest.seed import set_seed
+from ravnest.telemetry import RecordSink
 
 _CONNECT_SECONDS = 300.0
-"""For the others to have their parts too."""
+"""Longest wait for the neighbours, which may still download their stages."""
 
 
 def warm_up(cores: int) -> None:
-    """Have torch load what it loads at first use, so that it is not taken for the job's memory."""
+    """Have torch load what it loads at first use, so that it does not count as the job's memory."""
     torch.set_num_threads(cores)
     weight = torch.ones(8, 8, requires_grad=True)
     optimizer = torch.optim.AdamW([weight])
@@ -32,15 +33,15 @@ def warm_up(cores: int) -> None:
     optimizer.step()
 
 
-def train(place: JobDir, settings: WorkerSettings) -> None:
-    """Train the node of a workplace to the end."""
-    assignment = place.read_assignment()
+def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = None) -> None:
+    """Train the node of an assignment to the end; ``sink`` receives its telemetry records."""
+    assignment = job_dir.read_assignment()
     training = assignment.training
     set_seed(training.seed)
     train_loader = loader(
-        place, assignment.train, training, shuffle=training.shuffle, drop_last=training.drop_last
+        job_dir, assignment.train, training, shuffle=training.shuffle, drop_last=training.drop_last
     )
-    val_loader = loader(place, assignment.validation, training)
+    val_loader = loader(job_dir, assignment.validation, training)
     scheduler = training.scheduler
     with Node(
         name=f"node_{assignment.node}",
@@ -49,12 +50,12 @@ def train(place: JobDir, settings: WorkerSettings) -> None:
         lr_scheduler=None if scheduler is None else scheduler_class(scheduler.name),
         lr_scheduler_params={} if scheduler is None else scheduler.params,
         lr_step_on_epoch_change=training.lr_step_on_epoch_change,
-        criterion=criterion(place, training),
+        criterion=criterion(job_dir, training),
         update_frequency=training.update_frequency,
         reduce_factor=training.reduce_factor,
         labels=train_loader,
         test_labels=val_loader,
-        loss_filename=place.losses,
+        loss_filename=job_dir.losses,
         compression=training.compression or False,
         average_optim=training.average_optim,
         schedule=training.schedule,
@@ -63,9 +64,10 @@ def train(place: JobDir, settings: WorkerSettings) -> None:
         look_ahead=training.look_ahead,
         listen=settings.listen,
         connect_timeout=_CONNECT_SECONDS,
-        folder=place.node_data,
-        trained_folder=place.trained,
+        folder=job_dir.node_data,
+        trained_folder=job_dir.trained,
         progress=False,
+        record_sink=sink,
     ) as node:
         trainer = Trainer(
             node=node,
@@ -82,19 +84,19 @@ def train(place: JobDir, settings: WorkerSettings) -> None:
 
 
 def loader(
-    place: JobDir,
+    job_dir: JobDir,
     share: DataShare | None,
     training: TrainingSpec,
     *,
     shuffle: bool = False,
     drop_last: bool = False,
 ) -> DataLoader[dict[str, torch.Tensor]] | None:
-    """The batches of a share, in the same order at Root and Leaf; None where a node needs none."""
+    """Return the batches of a share, in the same order at Root and Leaf; ``None`` without data."""
     if share is None or not (share.inputs or share.labels):
         return None
-    data = SharedData(_rows(place, share.inputs), _rows(place, share.labels))
+    data = SharedData(_rows(job_dir, share.inputs), _rows(job_dir, share.labels))
     if len(data) != share.samples:
-        raise DataError(f"a share of {share.samples} samples came with {len(data)}")
+        raise DataError(f"the data share should hold {share.samples} samples, but holds {len(data)}")
     return DataLoader(
         data,
         training.batch_size,
@@ -104,12 +106,12 @@ def loader(
     )
 
 
-def _rows(place: JobDir, slices: Sequence[RowRange]) -> list[Rows]:
-    return [Rows(place.piece(each.artifact), each.start, each.stop) for each in slices]
+def _rows(job_dir: JobDir, ranges: Sequence[RowRange]) -> list[Rows]:
+    return [Rows(job_dir.data_file(each.artifact), each.start, each.stop) for each in ranges]
 
 
-def criterion(place: JobDir, training: TrainingSpec) -> Callable[..., Any]:
-    """The loss: one of torch by its name, or the requester's own as a graph."""
+def criterion(job_dir: JobDir, training: TrainingSpec) -> Callable[..., Any]:
+    """Return the loss: one of torch by its name, or the requester's own as a graph."""
     if isinstance(training.loss, GraphLoss):
-        return load_loss(*place.loss)
+        return load_loss(*job_dir.loss)
     return loss_function(training.loss)

@@ -1,8 +1,7 @@
-"""The worker of a provider: ``python -I -m ravnest.provider.worker FOLDER``.
+"""Program of the worker process; ``worker_process.py`` starts it.
 
-Trains one node by the ``assignment.json`` of its folder. All that it gets of the requester is data:
-a graph of known operators, tensors, and names of optimizers, schedulers and losses. It ends with 0,
-or with 1 and one line on stderr that says why.
+Trains one node by the ``assignment.json`` of its folder. Everything that comes from the requester is
+data: a graph of known operators, tensors, and names of optimizers, schedulers and losses.
 """
 
 from __future__ import annotations
@@ -13,22 +12,28 @@ from pathlib import Path
 
 from ravnest.errors import RavnestError
 from ravnest.provider.job_dir import JobDir
-from ravnest.provider.limits import confine, limit_memory
+from ravnest.provider.limits import limit_memory
+from ravnest.provider.record_pipe import record_writer
 from ravnest.provider.training import train, warm_up
 from ravnest.store.files import write_json
 
 logger = logging.getLogger(__name__)
 
 
-def work(folder: str) -> int:
-    """Train in a process that is confined already; the exit code."""
+def work(folder: str, records: int | None = None) -> int:
+    """Train in a process that is confined already and return its exit code.
+
+    ``records`` is the descriptor to which telemetry records are written. If training fails, the last
+    line on stderr says why.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    place = JobDir(Path(folder))
-    settings = place.read_settings()
+    job_dir = JobDir(Path(folder))
+    settings = job_dir.read_settings()
     try:
-        warm_up(settings.cores)
-        write_json(place.idle, limit_memory(settings.ram))
-        train(place, settings)
+        with record_writer(records) as sink:
+            warm_up(settings.cores)
+            write_json(job_dir.idle, limit_memory(settings.ram))
+            train(job_dir, settings, sink)
     except KeyboardInterrupt:
         return _failed("it was stopped")
     except RavnestError as error:
@@ -48,8 +53,3 @@ def _reason(error: Exception, ram: float) -> str:
 def _failed(reason: str) -> int:
     sys.stderr.write(" ".join(reason.split()) + "\n")
     return 1
-
-
-if __name__ == "__main__":
-    confine()
-    sys.exit(work(sys.argv[1]))

@@ -1,77 +1,46 @@
-"""A worker process: started, watched and ended; what it has written is passed on."""
+"""A worker process, as its agent sees it: started, watched and ended; its records are passed on."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from ravnest.provider.events import Learned, TurnedAway, WorkerEnded
+from ravnest.host import INTERRUPT, KILL, signal_name
+from ravnest.provider.child_process import OUTPUT_SECONDS, ChildProcess
+from ravnest.provider.events import ConnectionsRejected, RecordsReceived, WorkerEnded
 from ravnest.provider.job_dir import JobDir, WorkerSettings
 from ravnest.provider.limits import HOME, TEMPORARY, environment, excess, held_memory
-from ravnest.provider.tls_rejections import is_logged, kind_of
+from ravnest.provider.record_pipe import read_records
+from ravnest.provider.tls_rejections import is_log_line, rejection_kind
 from ravnest.schemas.providers import TlsRejections
+from ravnest.telemetry import WorkerRecord
 
 _SAMPLE_SECONDS = 0.25
 _GRACE_SECONDS = 10.0
-"""For a worker to say goodbye to its neighbours."""
-_OUTPUT_SECONDS = 2.0
-"""For its last words to arrive, once it has ended."""
-_LONGEST_LINE = 1 << 16
+"""Time for a worker to close its links before it is killed."""
 _LONGEST_REASON = 2000
 _TAIL = 1 << 14
 _BOOT = (
-    "import runpy, sys\n"
-    "runpy.run_path(sys.argv[1] + '/ravnest/provider/limits.py')['confine']()\n"
+    "import sys\n"
     "sys.path.insert(0, sys.argv[1])\n"
+    "from ravnest.provider.limits import confine\n"
+    "confine()\n"
     "from ravnest.provider.worker import work\n"
-    "sys.exit(work(sys.argv[2]))\n"
+    "sys.exit(work(sys.argv[2], int(sys.argv[3])))\n"
 )
-"""``python -m ravnest.provider.worker`` of the Ravnest that this process runs, installed or not, and
-confined before the seconds that importing torch takes."""
+"""Program of the worker: the Ravnest that runs here, installed or not, confined before it imports torch,
+which takes seconds."""
 
-Tell = Callable[[Learned | TurnedAway | WorkerEnded], None]
-
-
-@dataclass
-class FigureTail:
-    """Figures of a file that another process adds lines to."""
-
-    path: Path
-    _offset: int = 0
-
-    def read(self) -> tuple[float | None, ...]:
-        """Those that are new, None for one that is infinite or no number.
-
-        A line that is not whole yet waits for its rest.
-        """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return ()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return tuple(_finite(line) for line in whole.splitlines())
-
-
-def _finite(line: bytes) -> float | None:
-    try:
-        figure = float(line)
-    except ValueError:
-        return None
-    return figure if math.isfinite(figure) else None
+OnWorkerEvent = Callable[[RecordsReceived | ConnectionsRejected | WorkerEnded], None]
 
 
 @dataclass
@@ -79,126 +48,109 @@ class WorkerProcess:
     """The worker of one assignment."""
 
     assignment: str
-    place: JobDir
-    cluster: int
+    job_dir: JobDir
     settings: WorkerSettings
-    tell: Tell
-    _process: subprocess.Popen[bytes] = field(init=False)
-    _listener: threading.Thread = field(init=False)
-    _ended: threading.Event = field(default_factory=threading.Event)
-    _wake: threading.Event = field(default_factory=threading.Event)
+    on_event: OnWorkerEvent
+    """Called from several threads; ``WorkerEnded`` comes last."""
+    _child: ChildProcess = field(init=False)
+    _records: threading.Thread = field(init=False)
+    _rejections: TlsRejections = field(default_factory=TlsRejections)
     _kill_at: float | None = None
-    _reason: str = ""
+    _excess: str = ""
     _idle: int | None = None
 
     def start(self) -> None:
-        """Start it; call from a thread that lives as long as the worker may."""
-        place = self.place
-        place.write_settings(self.settings)
+        """Start it; call this from a thread that lives as long as the worker may.
+
+        On Linux a process can ask to be killed when the thread that started it ends.
+        """
+        job_dir = self.job_dir
+        job_dir.write_settings(self.settings)
         for name in (HOME, TEMPORARY):
-            (place.folder / name).mkdir(exist_ok=True)
+            (job_dir.folder / name).mkdir(exist_ok=True)
         root = Path(__file__).parents[2]
-        place.errors.touch()
-        with place.output.open("wb") as output:
-            self._process = subprocess.Popen(  # noqa: S603 - our own worker
-                [sys.executable, "-I", "-c", _BOOT, str(root), str(place.folder)],
-                cwd=place.folder,
-                env=environment(place.folder, self.settings.cores),
-                stdin=subprocess.PIPE,  # it ends when this is closed
-                stdout=output,
-                stderr=subprocess.PIPE,
-                process_group=0,
-            )
-        threads = [
-            threading.Thread(target=target, name=f"worker {self.assignment}", daemon=True)
-            for target in (self._listen, self._wait, self._follow)
-        ]
-        self._listener = threads[0]
-        for thread in threads:
-            thread.start()
+        reading, writing = os.pipe()
+        job_dir.errors.write_bytes(b"")
+        try:
+            with job_dir.output.open("wb") as output:
+                self._child = ChildProcess(
+                    f"worker {self.assignment}",
+                    [sys.executable, "-I", "-c", _BOOT, str(root), str(job_dir.folder), str(writing)],
+                    environment(job_dir.folder, self.settings.cores),
+                    job_dir.folder,
+                    stdout=output,
+                    pass_fds=(writing,),
+                    holds_stdin=True,
+                )
+                self._child.start()
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        self._records = threading.Thread(
+            target=read_records, args=(reading, self._on_records), name="worker records", daemon=True
+        )
+        self._records.start()
+        self._child.follow(self._on_error_line, self._on_end)
+        threading.Thread(target=self._watch, name="worker watch", daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
+        """Process id."""
+        return self._child.pid
 
     def stop(self) -> None:
-        """Ask it to end; it is killed if it does not."""
+        """Ask the worker to end; it is killed if it does not end in time."""
         self._kill_at = time.monotonic() + _GRACE_SECONDS
-        self._signal(signal.SIGINT)
+        self._child.send_to_group(INTERRUPT)
 
     def kill(self) -> None:
-        """End it at once, with all that it may have started."""
-        self._signal(signal.SIGKILL)
-        self._ended.wait(_GRACE_SECONDS)
+        """End the worker at once, with all processes that it may have started."""
+        self._child.send_to_group(KILL)
+        self._child.wait(_GRACE_SECONDS)
 
-    def _signal(self, number: signal.Signals) -> None:
-        if not self._ended.is_set():
-            try:
-                os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                return
+    def _on_error_line(self, line: str) -> None:
+        """Keep a line of stderr; lines of gRPC about rejected connections are only counted."""
+        if kind := rejection_kind(line):
+            found = self._rejections
+            self._rejections = found.model_copy(update={kind: getattr(found, kind) + 1})
+            self.on_event(ConnectionsRejected(self.assignment, self._rejections))
+        elif not is_log_line(line):
+            with suppress(OSError), self.job_dir.errors.open("ab") as errors:
+                errors.write(f"{line}\n".encode())
 
-    def _wait(self) -> None:
-        self._process.wait()
-        self._ended.set()
-        self._wake.set()
+    def _on_records(self, records: tuple[WorkerRecord, ...]) -> None:
+        self.on_event(RecordsReceived(self.assignment, records))
 
-    def _listen(self) -> None:
-        """Keep what the worker says on stderr; what gRPC says there is only counted."""
-        stream = self._process.stderr
-        assert stream is not None
-        strangers = TlsRejections()
-        with stream, self.place.errors.open("wb", buffering=0) as errors:
-            while line := stream.readline(_LONGEST_LINE):
-                text = line.decode("utf-8", "replace")
-                if kind := kind_of(text):
-                    strangers = strangers.model_copy(update={kind: getattr(strangers, kind) + 1})
-                    self.tell(TurnedAway(self.assignment, strangers))
-                elif not is_logged(text):
-                    errors.write(line)
+    def _on_end(self, code: int) -> None:
+        self._records.join(OUTPUT_SECONDS)
+        self.on_event(WorkerEnded(self.assignment, self._failure(code)))
 
-    def _follow(self) -> None:
-        process = psutil.Process(self._process.pid)
-        losses = FigureTail(self.place.losses_of(self.cluster))
-        validations = FigureTail(self.place.figures_of(self.cluster))
-        figures: tuple[float | None, ...] = ()
-        over = False
-        while not over:
-            over = self._wake.wait(_SAMPLE_SECONDS)
-            if not over:
-                self._watch(process)
-            new, more = losses.read(), validations.read()
-            figures += more
-            if new or more:
-                self.tell(Learned(self.assignment, new, figures))
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._listener.join(_OUTPUT_SECONDS)
-        self.tell(WorkerEnded(self.assignment, self._failure()))
+    def _watch(self) -> None:
+        """Look at the worker's memory now and then, and end it if it takes too much or too long."""
+        process = psutil.Process(self._child.pid)
+        while not self._child.wait(_SAMPLE_SECONDS):
+            if self._kill_at is not None and time.monotonic() > self._kill_at:
+                self._child.send_to_group(KILL)
+            if self._idle is None:
+                self._idle = _idle_memory(self.job_dir.idle)
+            elif not self._excess:
+                self._excess = excess(held_memory(process), self._idle, self.settings.ram)
+                if self._excess:
+                    self._child.send_to_group(KILL)
 
-    def _watch(self, process: psutil.Process) -> None:
-        if self._kill_at is not None and time.monotonic() > self._kill_at:
-            self._signal(signal.SIGKILL)
-        if self._idle is None:
-            self._idle = _idle_of(self.place.idle)
-        elif not self._reason:
-            self._reason = excess(held_memory(process), self._idle, self.settings.ram)
-            if self._reason:
-                self._signal(signal.SIGKILL)
-
-    def _failure(self) -> str:
-        code = self._process.returncode
-        if self._reason:
-            return self._reason
+    def _failure(self, code: int) -> str:
+        if self._excess:
+            return self._excess
         if code == 0:
             return ""
         if code < 0:
-            return f"the worker was ended by {signal.Signals(-code).name}"
-        return last_line(self.place.errors) or f"the worker ended with exit code {code}"
+            return f"the worker was ended by {signal_name(-code)}"
+        return last_line(self.job_dir.errors) or f"the worker ended with exit code {code}"
 
 
-def _idle_of(path: Path) -> int | None:
+def _idle_memory(path: Path) -> int | None:
     try:
         return int(json.loads(path.read_bytes()))
     except FileNotFoundError:
@@ -206,7 +158,7 @@ def _idle_of(path: Path) -> int | None:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a file that has something in it, shortened."""
+    """Return the last line of a file that is not empty, shortened."""
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - _TAIL, 0))
         lines = file.read().decode("utf-8", "replace").split("\n")

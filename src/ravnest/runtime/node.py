@@ -352,6 +352,8 @@ class Node:
         """
         if self.is_root:
             self.end_phase()
+            if self.clusters > 1:
+                self.session.telemetry.phase("average")
             self._conducting().average(final=True)
 
     def save(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from ravnest.averaging.coordinator import Mode
 from ravnest.errors import SettingsError
 from ravnest.runtime.schedule.machine import Schedule
+from ravnest.telemetry import RecordSink
 from ravnest.transport.base import Transport
 from ravnest.wire.codecs import CODECS, FP16, RAW
 
@@ -49,6 +50,8 @@ class NodeSettings:
     """Show a progress line; validation figures and what the node waits for are always printed."""
     transport: Transport | None = None
     """Another way to reach the neighbours than gRPC."""
+    record_sink: RecordSink | None = None
+    """Receiver of telemetry records; the provider's worker process passes one."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> NodeSettings:

@@ -203,9 +203,7 @@ class Trainer:
         return figure
 
     def _report(self, figure: ValidationResult, what: str) -> None:
-        line = f"{self.node.role}: {what}{figure.name} {figure.value:.4f} on {figure.samples} samples"
-        self.node.session.line.say(line)
-        self.node.session.accuracies.append(figure.value)
+        self.node.session.report_validation(figure, self.node.epoch, what)
 
     def _inputs(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         inputs: tuple[Any, dict[str, Any]] = self._cast(inputs_in(batch, self.node.signature))

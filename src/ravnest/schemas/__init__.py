@@ -1,1 +1,1 @@
-"""Typed messages of the HTTP API."""
+"""Messages of the HTTP API."""

@@ -1,4 +1,4 @@
-"""Joining: a token is exchanged once for a credential."""
+"""Joining a server: a token is exchanged for a credential."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX = "rvn"
 
 
 class ApiRole(StrEnum):
-    """Who may do what; ``admin`` is whoever can read the server's folder."""
+    """Roles of members; ``admin`` is anybody who can read the server's folder."""
 
     ADMIN = "admin"
     PROVIDER = "provider"
@@ -26,48 +26,48 @@ class ApiRole(StrEnum):
 
 @dataclass(frozen=True)
 class JoinToken:
-    """A secret, and by which certificate to know the server: ``rvn.<fingerprint>.<secret>``."""
+    """A secret and the fingerprint of the server's certificate: ``rvn.<fingerprint>.<secret>``."""
 
     secret: str
     fingerprint: str = ""
-    """sha256 of the server's authority (DER); empty where it speaks plain HTTP on loopback."""
+    """SHA-256 of the server's authority (DER); empty for a server with plain HTTP on loopback."""
 
     def __str__(self) -> str:
         return f"{_PREFIX}.{self.fingerprint}.{self.secret}"
 
     @classmethod
     def new(cls, fingerprint: str) -> JoinToken:
-        """A token that nobody can guess."""
+        """Return a token with a random secret."""
         return cls(secrets.token_urlsafe(32), fingerprint)
 
     @classmethod
     def parse(cls, text: str) -> JoinToken:
-        """The token in a text; ``ValueError`` if it is none."""
+        """Return the token that ``text`` holds; raise ``ValueError`` if it holds none."""
         parts = text.strip().split(".")
         if len(parts) != 3 or parts[0] != _PREFIX or not parts[2]:
             raise ValueError(
-                "a join token looks like rvn.<fingerprint>.<secret>; copy all of what "
+                "a join token looks like rvn.<fingerprint>.<secret>; copy everything that "
                 "`ravnest token create` printed"
             )
         return cls(parts[2], parts[1])
 
 
 def hashed(secret: str) -> str:
-    """How secrets of full entropy are stored."""
+    """Return the hash under which a secret is stored; it needs no salt, as secrets are random."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 class JoinRequest(Schema):
-    """Who holds this secret wants to join."""
+    """Request to join with the secret of a token."""
 
     secret: Annotated[str, Field(max_length=200)]
     name: Name
 
 
 class JoinReply(Schema):
-    """Who joined is known by this from now on."""
+    """Identity of the new member."""
 
     id: str
     role: ApiRole
     credential: str
-    """For the header ``Authorization: Bearer``."""
+    """Value for the header ``Authorization: Bearer``."""

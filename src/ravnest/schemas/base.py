@@ -1,4 +1,4 @@
-"""The base of all messages, and the kinds of text that they hold."""
+"""Base class of all messages, and the string types that they share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-"""A sha256 in hexadecimal digits."""
+"""SHA-256 digest in hexadecimal digits."""
 Name = Annotated[str, Field(min_length=1, max_length=100)]
-Reason = Annotated[str, Field(max_length=4000)]
+REASON_LIMIT = 4000
+"""Characters of a reason or a warning."""
+Reason = Annotated[str, Field(max_length=REASON_LIMIT)]
+
+
+def clipped(text: str) -> str:
+    """Return ``text``, cut to the length that a reason may have."""
+    return text if len(text) <= REASON_LIMIT else f"{text[: REASON_LIMIT - 2]} …"
 
 
 class Schema(BaseModel):
-    """A value that never changes; fields that nobody knows are refused."""
+    """Immutable message; unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""Jobs: what a requester asks for, and what becomes of it."""
+"""Jobs: specification, state, progress and result."""
 
 from __future__ import annotations
 
@@ -8,54 +8,62 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ravnest.schemas.base import Artifact, Digest, Name, Reason, Schema
+from ravnest.telemetry import (
+    LossRecord,
+    PhaseRecord,
+    QueueRecord,
+    RoundRecord,
+    TimingRecord,
+    ValidationRecord,
+)
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Setting = None | bool | int | float | str | list[float] | list[int] | list[str]
-"""What a parameter of an optimizer, a scheduler or a loss may be."""
+"""Allowed types for a parameter of an optimizer, a scheduler or a loss."""
 
 
 class NamedComponent(Schema):
-    """An optimizer, scheduler or loss of torch by its name, with its parameters."""
+    """An optimizer, scheduler or loss of torch by name, with its parameters."""
 
     name: Name
     params: dict[str, Setting] = Field(default_factory=dict)
 
 
 class GraphLoss(Schema):
-    """A loss of the requester's own: a graph of allow-listed operators, as stages are."""
+    """A custom loss as a graph of allow-listed operators, in the format of a stage."""
 
     stage: Artifact
     weights: Artifact
 
 
 class DataFile(Schema):
-    """Consecutive samples: a safetensors file with one tensor a field, samples first."""
+    """Consecutive samples: a safetensors file with one tensor per field, samples in dimension 0."""
 
     artifact: Artifact
     rows: Count
 
 
 class DatasetFiles(Schema):
-    """Samples in the order in which clusters share them: each gets a run of them."""
+    """Samples in a fixed order; each cluster gets a contiguous run of the training samples."""
 
     samples: Count
     inputs: tuple[DataFile, ...]
-    """Fields are the inputs of the model's forward by name."""
+    """Files whose fields are the inputs of the model's ``forward``, by name."""
     labels: tuple[DataFile, ...]
-    """One field, ``labels``; cut at the same rows as the inputs."""
+    """Files with one field, ``labels``."""
 
 
 class ModelFiles(Schema):
     """The model as data."""
 
     units: Artifact
-    """Its profile, and its graph in the smallest pieces that it can be cut into."""
+    """The model's profile, and its graph cut at every legal position."""
     weights: Artifact
-    """A safetensors file of all its parameters, buffers and constants."""
+    """A safetensors file of all parameters, buffers and constants."""
 
 
 class TrainingSpec(Schema):
-    """How to train; parameters of ``Node`` and ``Trainer`` by the same names."""
+    """Training settings; they have the names of the parameters of ``Node`` and ``Trainer``."""
 
     epochs: Count = 1
     batch_size: Count = 64
@@ -78,7 +86,7 @@ class TrainingSpec(Schema):
 
 
 class JobSpec(Schema):
-    """A training as it is submitted; the artifacts are uploaded before."""
+    """A job as it is submitted; its artifacts are uploaded first."""
 
     name: Name
     model: ModelFiles
@@ -89,11 +97,11 @@ class JobSpec(Schema):
     min_providers: Count = 1
     max_providers: Count | None = None
     on_insufficient: Literal["wait", "fail"] = "wait"
-    """What to do while the providers that are there cannot hold the model."""
+    """Reaction if all connected providers together cannot hold the model."""
 
 
 class JobState(StrEnum):
-    """Where a job is in its life."""
+    """State of a job; ``server/lifecycle.py`` has the transitions."""
 
     SUBMITTED = "submitted"
     PLANNED = "planned"
@@ -105,12 +113,12 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more can happen."""
+        """Return whether the job has ended."""
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
 
 class AssignmentView(Schema):
-    """A provider's part in a job."""
+    """One provider's assignment, as its requester sees it."""
 
     provider: str
     provider_name: str
@@ -118,46 +126,82 @@ class AssignmentView(Schema):
     cluster: int
     role: str
     phase: str
+    """Phase of the assignment, such as ``fetching`` or ``training``."""
+    worker_phase: PhaseRecord | None = None
+    """Newest phase that the worker process reported; not in lists of jobs."""
+    queue: QueueRecord | None = None
+    """Newest queue lengths of the node; not in lists of jobs."""
 
 
 class JobProgress(Schema):
-    """How far a training is, by the Root of its first cluster."""
+    """Progress of a job, as the Root of its leading cluster reports it."""
 
     updates: int = 0
+    """Number of updates so far."""
     epochs: int
+    """Number of epochs that the job asks for."""
     loss: float | None = None
-    """Of the last update."""
+    """Loss of the last update."""
     diverged: bool = False
-    """The last loss was infinite, or no number."""
-    figure: float | None = None
-    """The last validation: accuracy, or loss where that makes no sense."""
+    """True if the last loss is infinite or not a number."""
+    validation: float | None = None
+    """Result of the last validation: the accuracy, or the loss if the model has no accuracy."""
+
+
+class ClusterProgress(Schema):
+    """Newest records of one cluster, as its Root reported them."""
+
+    cluster: int
+    loss: LossRecord | None = None
+    validation: ValidationRecord | None = None
+    round: RoundRecord | None = None
+    """Last averaging round that this cluster coordinated."""
+    timings: tuple[TimingRecord, ...] = ()
+    """Newest timing of each stage, by stage."""
+
+
+class NodeWarning(Schema):
+    """A warning that a worker process logged."""
+
+    time: float
+    """Time at which the server received it."""
+    node: int
+    provider: str
+    message: Reason
 
 
 class JobView(Schema):
-    """A job, as its requester and the page see it."""
+    """A job, as its requester and the web page see it."""
 
     id: str
     name: str
     owner: str
     state: JobState
     reason: Reason
-    """Why it is in this state, or what it waits for."""
+    """Why the job is in this state, or what it waits for."""
     created: float
+    """Seconds since 1970, as all times of the API."""
     changed: float
-    """Seconds since 1970, like all times here."""
     progress: JobProgress
-    places: tuple[AssignmentView, ...] = ()
+    assignments: tuple[AssignmentView, ...] = ()
+    clusters: tuple[ClusterProgress, ...] = ()
+    """Newest records of each cluster; empty in lists of jobs."""
+    warnings: tuple[NodeWarning, ...] = ()
+    """Newest warnings of the nodes, newest first; empty in lists of jobs."""
     plan: str = ""
     """The plan in words."""
 
 
 class LossHistory(Schema):
-    """Losses of a job from one update on."""
+    """Losses and validation results of a job, from its leading cluster."""
 
     first: int
+    """The first update that was asked for."""
+    updates: tuple[int, ...]
+    """Numbers of the updates, ascending; of very long trainings, older ones are thinned out."""
     losses: tuple[float | None, ...]
-    """None: it was infinite, or no number."""
-    figures: tuple[float | None, ...]
+    """Loss of each of ``updates``; ``None`` if it is infinite or not a number."""
+    validations: tuple[ValidationRecord, ...]
     """All validations so far."""
 
 
@@ -169,19 +213,23 @@ class ResultFile(Schema):
 
 
 class JobResult(Schema):
-    """The trained stages of one cluster; ``model_fusion`` makes a state_dict of them."""
+    """The trained stages of one cluster; ``model_fusion`` merges them into a state_dict."""
 
     job: str
     cluster: int
     files: tuple[ResultFile, ...]
 
 
+EventKind = Literal["provider", "job", "server", "refusal", "warning", "round"]
+"""``warning``: a worker's warning; ``round``: an averaging round that was not committed."""
+
+
 class EventView(Schema):
-    """A transition, or a refusal, with its reason."""
+    """A change of state, a refusal or a report of a worker, with its reason."""
 
     sequence: int
     time: float
-    kind: Literal["provider", "job", "server", "refusal"]
+    kind: EventKind
     subject: str
     before: str
     after: str
@@ -189,12 +237,18 @@ class EventView(Schema):
 
 
 class JobCreated(Schema):
-    """The answer to a submission."""
+    """Reply to a submission."""
 
     id: str
 
 
 class MissingArtifacts(Schema):
-    """Artifacts that a submission names and the server does not have."""
+    """Digests of artifacts that the server does not have from this member."""
 
     digests: tuple[Digest, ...]
+
+
+class UploadStatus(Schema):
+    """Number of bytes that the server has of a member's upload."""
+
+    received: int

@@ -1,22 +1,23 @@
-"""Providers: what they offer, what they are to do, and what they say about it."""
+"""Providers: offers, assignments, heartbeats and reports."""
 
 from __future__ import annotations
 
+import dataclasses
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from ravnest.schemas.base import Artifact, Name, Reason, Schema
+from ravnest.schemas.base import Artifact, Name, Reason, Schema, clipped
 from ravnest.schemas.jobs import GraphLoss, ResultFile, TrainingSpec
 from ravnest.store.node_spec import NodeSpec
-from ravnest.telemetry import WorkerRecord
+from ravnest.telemetry import RoundRecord, WarningRecord, WorkerRecord
 
 Positive = Annotated[float, Field(gt=0)]
 
 
 class ProviderState(StrEnum):
-    """Where a provider is in its life with the server."""
+    """State of a provider; ``server/lifecycle.py`` has the transitions."""
 
     OFFERED = "offered"
     RESERVED = "reserved"
@@ -29,7 +30,7 @@ class ProviderOffer(Schema):
 
     name: Name
     address: Annotated[str, Field(max_length=300)]
-    """``host:port`` where other providers reach its node."""
+    """``host:port`` at which other providers reach its node."""
     ram: Positive
     """GB (1e9 bytes) for training."""
     vram: Annotated[float, Field(ge=0)] = 0.0
@@ -45,7 +46,7 @@ class ProviderOffer(Schema):
 
 
 class ProviderView(Schema):
-    """A provider, as the page and ``ravnest nodes`` see it."""
+    """A provider, as the web page and ``ravnest nodes`` show it."""
 
     id: str
     offer: ProviderOffer
@@ -53,10 +54,11 @@ class ProviderView(Schema):
     reason: Reason
     job: str | None
     seen: float
+    """Time of its last request."""
 
 
 class RowRange(Schema):
-    """Rows of a piece of data."""
+    """Rows ``start`` to ``stop - 1`` of a data file."""
 
     artifact: Artifact
     start: Annotated[int, Field(ge=0)]
@@ -64,7 +66,7 @@ class RowRange(Schema):
 
 
 class DataShare(Schema):
-    """What a node gets of the data: inputs at a Root, labels at a Leaf, both where one is both."""
+    """A node's part of the data: inputs for a Root, labels for a Leaf, both for a node that is both."""
 
     samples: int
     inputs: tuple[RowRange, ...] = ()
@@ -72,7 +74,7 @@ class DataShare(Schema):
 
 
 class Assignment(Schema):
-    """A provider's part in a job: everything its worker needs, by digest."""
+    """One provider's part of a job: everything that its worker needs, by digest."""
 
     id: str
     job: str
@@ -85,11 +87,11 @@ class Assignment(Schema):
     validation: DataShare | None = None
     training: TrainingSpec
     tls: bool
-    """Nodes of this plan talk over TLS, with certificates that the server signs."""
+    """True if the nodes of this plan talk over TLS, with certificates that the server signs."""
 
     @property
     def loss(self) -> GraphLoss | None:
-        """The requester's own loss, where there is one."""
+        """The requester's custom loss, if there is one."""
         loss = self.training.loss
         return loss if isinstance(loss, GraphLoss) else None
 
@@ -98,31 +100,52 @@ Phase = Literal["fetching", "training", "uploading", "finished", "failed"]
 
 
 Count = Annotated[int, Field(ge=0)]
-Record = Annotated[WorkerRecord, Field(discriminator="kind")]
+
+_LARGEST_NUMBER = 2**53
+_LONGEST = 10_000
+"""Characters of a text, and clusters of a round."""
+
+
+def _checked(record: WorkerRecord) -> WorkerRecord:
+    """Return ``record`` with texts of a limited length; raise ``ValueError`` if a value is unusable."""
+    if isinstance(record, WarningRecord):
+        return dataclasses.replace(record, message=clipped(record.message))
+    if isinstance(record, RoundRecord):
+        record = dataclasses.replace(record, reason=clipped(record.reason))
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, int) and not 0 <= value < _LARGEST_NUMBER:
+            raise ValueError(f"{field.name} is out of range")
+        if isinstance(value, str | tuple) and len(value) > _LONGEST:
+            raise ValueError(f"{field.name} is too long")
+    return record
+
+
+Record = Annotated[WorkerRecord, Field(discriminator="kind"), AfterValidator(_checked)]
 MOST_RECORDS = 4096
-"""Records in one report."""
+"""Largest number of records in one report."""
 
 
 class TlsRejections(Schema):
-    """Connections of a node that TLS did not let through, since its worker began."""
+    """Connections that a node refused because of TLS, since its worker started."""
 
     foreign: Count = 0
-    """With a certificate that the job's authority did not sign, or that is no longer good."""
+    """Connections with a certificate of another authority, or an expired one."""
     bare: Count = 0
-    """Without a certificate."""
+    """Connections without a certificate."""
     plain: Count = 0
-    """Without TLS."""
+    """Connections without TLS."""
 
 
 class AssignmentReport(Schema):
-    """How a provider's part in a job goes."""
+    """Progress of an assignment, as its provider reports it."""
 
     assignment: str
     phase: Phase
     reason: Reason = ""
-    """Why it failed."""
+    """Why the assignment failed."""
     result: tuple[ResultFile, ...] = ()
-    """Uploaded files of a trained cluster; of a Root that is finished."""
+    """Uploaded files of a trained cluster; only in the report of a Root that is finished."""
     tls_rejections: TlsRejections = TlsRejections()
     first_record: Count = 0
     """Position of the first of ``records`` among all records of the assignment."""
@@ -131,32 +154,33 @@ class AssignmentReport(Schema):
 
 
 class Heartbeat(Schema):
-    """A provider lives; the answer may wait for news for some seconds."""
+    """Sign of life of a provider; the server may delay its reply until there is news."""
 
     report: AssignmentReport | None = None
     known: str | None = None
-    """The assignment that the provider has; an answer with another one comes at once."""
+    """The assignment that the provider works on; a reply that names another is sent at once."""
     wait: Annotated[float, Field(ge=0, le=60)] = 10.0
+    """Seconds that the server may delay the reply."""
 
 
 class HeartbeatReply(Schema):
-    """What a provider should be doing, whatever it does now."""
+    """The assignment that a provider should work on, whatever it does now."""
 
     assignment: str | None
-    """None: nothing; one that is at work on something stops."""
+    """``None``: no assignment; a provider that works on one stops."""
     records_known: int = 0
-    """Records of this assignment that the server has."""
+    """Number of records of this assignment that the server has; the next report starts there."""
     reason: Reason = ""
 
 
 class CertificateRequest(Schema):
-    """A certificate to be signed; the private key stays at the provider."""
+    """A certificate signing request; the private key stays at the provider."""
 
     csr: Annotated[str, Field(max_length=10_000)]
 
 
 class SignedCertificate(Schema):
-    """PEM."""
+    """A node's certificate and its authority, in PEM."""
 
     certificate: str
     authority: str

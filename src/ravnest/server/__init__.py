@@ -1,1 +1,1 @@
-"""The intermediary server: matches jobs and providers, plans, ships, and keeps what happened."""
+"""The intermediary server: queues and plans jobs, ships stages and data, stores records and results."""

@@ -1,4 +1,4 @@
-"""Which artifacts messages name."""
+"""Artifacts that jobs and assignments need, and the time allowed to fetch them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from ravnest.schemas.providers import Assignment, ProviderOffer
 
 
 def needed_files(spec: JobSpec) -> list[Artifact]:
-    """Every artifact that a job names."""
+    """Return every artifact that a job names."""
     data = [spec.train] + ([spec.validation] if spec.validation is not None else [])
     files = [spec.model.units, spec.model.weights]
-    files += [piece.artifact for each in data for piece in (*each.inputs, *each.labels)]
+    files += [file.artifact for each in data for file in (*each.inputs, *each.labels)]
     if isinstance(spec.training.loss, GraphLoss):
         files += [spec.training.loss.stage, spec.training.loss.weights]
     return files
 
 
 def needed_by(assignment: Assignment) -> list[Artifact]:
-    """Every artifact that a provider fetches for its part."""
+    """Return every artifact that a provider fetches for its assignment."""
     shares = [assignment.train] + ([assignment.validation] if assignment.validation is not None else [])
     files = [assignment.stage, assignment.weights]
-    files += [piece.artifact for share in shares for piece in (*share.inputs, *share.labels)]
+    files += [rows.artifact for share in shares for rows in (*share.inputs, *share.labels)]
     if assignment.loss is not None:
         files += [assignment.loss.stage, assignment.loss.weights]
     return files
 
 
 FETCHING = ("waiting", "fetching")
-"""Phases before a part trains."""
+"""Phases of an assignment before training."""
 _SLACK = 4.0
-"""Times what the measured bandwidth explains: several fetch at once, and bandwidth varies."""
+"""Allowed multiple of the time predicted from the bandwidth: several providers fetch at once."""
 
 
 def fetch_limit(assignment: Assignment, offer: ProviderOffer, grace: float) -> float:
-    """Seconds after which a provider is taken to be stuck."""
+    """Return the seconds after which a provider that still fetches is considered stuck."""
     size = sum(artifact.size for artifact in needed_by(assignment))
     return grace + _SLACK * 8 * size / (offer.bandwidth * 1e6)

@@ -1,14 +1,14 @@
-"""The server's folder: where everything is, and how secrets are written."""
+"""The server's folder: paths, lock and private files."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
 from ravnest.errors import ServerError
@@ -16,15 +16,15 @@ from ravnest.store.files import write_json
 
 
 class ServerAddress(BaseModel):
-    """How the server of a folder is reached, for commands on the same machine."""
+    """Address of a folder's server, for commands on the same machine."""
 
     url: str
     fingerprint: str
-    """Of its authority; empty where it speaks plain HTTP."""
+    """Fingerprint of the server's authority; empty with plain HTTP."""
 
 
 class ServerFolder:
-    """Names of files; only its owner can read them."""
+    """Paths of the server's files; only the folder's owner can read them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class ServerFolder:
         self._address = path / "server.json"
 
     def make(self) -> None:
-        """Make what is not there."""
+        """Create the folders that are missing."""
         for folder in (self.path, self.authority, self.job_authorities):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -45,34 +45,37 @@ class ServerFolder:
     def held(self) -> Iterator[None]:
         """While in here no other server uses the folder; the system lets go of it if we die."""
         self.make()
-        with (self.path / "server.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ServerError(
-                    f"another server uses {self.path}: stop it first, or take another folder"
-                ) from None
+        lock = FileLock(self.path / "server.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ServerError(
+                f"another server uses {self.path}: stop it first, or take another folder"
+            ) from None
+        try:
             yield
+        finally:
+            lock.release()
 
     def write_address(self, address: ServerAddress) -> None:
-        """Tell commands on this machine where the server is."""
+        """Write the server's address for commands on this machine."""
         write_json(self._address, address.model_dump())
 
     def address(self) -> ServerAddress:
-        """Where the server is, or was; ``ServerError`` if none was ever started here."""
+        """Return the server's last address; raise ``ServerError`` if no server was ever started here."""
         try:
             return ServerAddress.model_validate_json(self._address.read_bytes())
         except FileNotFoundError:
             raise ServerError(
                 f"{self.path} is not the folder of a server: start one with `ravnest serve --folder "
-                f"{self.path}`, or name the right folder"
+                f"{self.path}`, or pass the right folder"
             ) from None
         except ValidationError as error:
             raise ServerError(f"{self._address} is damaged: start the server again") from error
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, at no moment otherwise; all of it or nothing."""
+    """Write a file atomically; only its owner can read it, from the moment it is created."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""What becomes of a job, by what is known of its parts. Pure."""
+"""State of a running job, derived from the phases of its assignments. Pure."""
 
 from __future__ import annotations
 
@@ -13,63 +13,66 @@ _AT_WORK = ("training", "uploading", "finished")
 
 
 @dataclass(frozen=True)
-class JobVerdict:
-    """Where a job is, and why."""
+class JobStatus:
+    """State of a job and the reason for it."""
 
     state: JobState
     reason: str
     root: AssignmentRecord | None = None
-    """Of a job that is done: whose result it is."""
+    """Assignment whose result is the job's; only if the job is done."""
 
 
-def judge(parts: Sequence[AssignmentRecord], names: Mapping[str, str]) -> JobVerdict:
-    """A job ends when all its parts have. It is done if one cluster has brought a result.
+def job_status(assignments: Sequence[AssignmentRecord], names: Mapping[str, str]) -> JobStatus:
+    """Return the status of a job; ``names`` holds the providers' names by id.
 
-    ``names`` are those of the providers by id.
+    A job ends when all its assignments have ended. It is done if one cluster has delivered a result.
     """
-    failures = _failures(parts, names)
-    if all(part.has_ended for part in parts):
+    failures = _failures(assignments, names)
+    if all(each.has_ended for each in assignments):
         root = next(
-            (part for part in _roots(parts) if part.phase == "finished" and part.has_result), None
+            (root for root in roots(assignments) if root.phase == "finished" and root.has_result), None
         )
         if root is not None:
-            note = f"; of the others: {failures}" if failures else ""
-            return JobVerdict(JobState.DONE, f"cluster {root.cluster} has trained the model{note}", root)
-        return JobVerdict(JobState.FAILED, failures or "no Root has sent a trained model")
-    going = [part for part in parts if part.cluster not in failed_clusters(parts)]
-    if not going:
-        return JobVerdict(JobState.SHIPPING, f"every cluster has failed, the rest is ending: {failures}")
-    if all(part.phase in _AT_WORK for part in going):
-        return JobVerdict(JobState.TRAINING, _with_failures("all nodes are at work", failures))
-    ready = sum(part.phase in _AT_WORK for part in going)
-    words = f"{ready} of {len(going)} nodes have fetched their part"
-    return JobVerdict(JobState.SHIPPING, _with_failures(words, failures))
+            note = f"; other clusters: {failures}" if failures else ""
+            return JobStatus(JobState.DONE, f"cluster {root.cluster} has trained the model{note}", root)
+        return JobStatus(JobState.FAILED, failures or "no Root has sent a trained model")
+    failed = failed_clusters(assignments)
+    healthy = [each for each in assignments if each.cluster not in failed]
+    if not healthy:
+        reason = f"every cluster has failed, their other nodes are stopping: {failures}"
+        return JobStatus(JobState.SHIPPING, reason)
+    if all(each.phase in _AT_WORK for each in healthy):
+        return JobStatus(JobState.TRAINING, _with_failures("all nodes are training", failures))
+    ready = sum(each.phase in _AT_WORK for each in healthy)
+    words = f"{ready} of {len(healthy)} nodes have fetched their assignment"
+    return JobStatus(JobState.SHIPPING, _with_failures(words, failures))
 
 
-def failed_clusters(parts: Iterable[AssignmentRecord]) -> set[int]:
-    """Clusters of which a node has failed: a pipeline with a gap cannot train."""
-    return {part.cluster for part in parts if part.phase == "failed"}
+def failed_clusters(assignments: Iterable[AssignmentRecord]) -> set[int]:
+    """Return the clusters with a failed node: a pipeline with a gap cannot train."""
+    return {each.cluster for each in assignments if each.phase == "failed"}
 
 
-def leading_root(parts: Sequence[AssignmentRecord]) -> AssignmentRecord | None:
-    """The Root whose losses stand for the job's: of the first cluster that has not failed."""
-    roots = _roots(parts)
-    failed = failed_clusters(parts)
-    return next((root for root in roots if root.cluster not in failed), next(iter(roots), None))
+def leading_root(assignments: Sequence[AssignmentRecord]) -> AssignmentRecord | None:
+    """Return the Root whose losses are shown, of the first cluster without a failure."""
+    failed = failed_clusters(assignments)
+    found = roots(assignments)
+    return next((root for root in found if root.cluster not in failed), next(iter(found), None))
 
 
-def _roots(parts: Sequence[AssignmentRecord]) -> list[AssignmentRecord]:
-    return sorted((part for part in parts if part.role == Role.ROOT), key=lambda part: part.cluster)
+def roots(assignments: Sequence[AssignmentRecord]) -> list[AssignmentRecord]:
+    """Return the Roots' assignments, ordered by cluster."""
+    return sorted((each for each in assignments if each.role == Role.ROOT), key=lambda r: r.cluster)
 
 
 def _with_failures(words: str, failures: str) -> str:
     return f"{words}; failed: {failures}" if failures else words
 
 
-def _failures(parts: Sequence[AssignmentRecord], names: Mapping[str, str]) -> str:
-    failed = [part for part in parts if part.phase == "failed"]
+def _failures(assignments: Sequence[AssignmentRecord], names: Mapping[str, str]) -> str:
     return "; ".join(
-        f"node_{part.node} of cluster {part.cluster} ({names.get(part.provider, part.provider)}): "
-        f"{part.reason or 'it failed and did not say why'}"
-        for part in failed
+        f"node_{each.node} of cluster {each.cluster} ({names.get(each.provider, each.provider)}): "
+        f"{each.reason or 'it failed without a reason'}"
+        for each in assignments
+        if each.phase == "failed"
     )

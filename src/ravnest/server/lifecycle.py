@@ -1,4 +1,4 @@
-"""Which changes of state there are; nothing else ever happens to a provider or a job. Pure."""
+"""States of providers and jobs, and the allowed transitions between them. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ravnest.schemas.providers import ProviderState
 Kind = Literal["provider", "job"]
 
 NEW = ""
-"""The state before the first."""
+"""State before the first one."""
 
 _P = ProviderState
 _J = JobState
@@ -26,9 +26,9 @@ _PROVIDER: dict[str, frozenset[str]] = {
 _JOB: dict[str, frozenset[str]] = {
     NEW: frozenset({_J.SUBMITTED}),
     _J.SUBMITTED: frozenset({_J.PLANNED, _J.FAILED, _J.CANCELLED}),
-    # Back to the queue: a provider was lost, or the server stopped, before anything was shipped.
+    # Back to the queue if a provider was lost, or the server stopped, before anything was shipped.
     _J.PLANNED: frozenset({_J.SHIPPING, _J.SUBMITTED, _J.FAILED, _J.CANCELLED}),
-    # Done at once: all nodes can end between two looks of the server.
+    # Directly to done if all nodes ended between two reports.
     _J.SHIPPING: frozenset({_J.TRAINING, _J.DONE, _J.FAILED, _J.CANCELLED}),
     _J.TRAINING: frozenset({_J.DONE, _J.FAILED, _J.CANCELLED}),
     _J.DONE: frozenset(),
@@ -39,11 +39,11 @@ TRANSITIONS: dict[Kind, dict[str, frozenset[str]]] = {"provider": _PROVIDER, "jo
 
 
 class TransitionError(RavnestError):
-    """A provider or a job cannot go from its state to that one."""
+    """A transition that the lifecycle does not allow."""
 
 
-def check(kind: Kind, before: str, after: str) -> None:
-    """``TransitionError`` unless a provider or a job can go from one state to the other."""
+def check_transition(kind: Kind, before: str, after: str) -> None:
+    """Raise ``TransitionError`` unless a provider or a job may go from one state to the other."""
     if after not in TRANSITIONS[kind][before]:
         was = f"is {before}" if before else "does not exist yet"
         raise TransitionError(f"a {kind} that {was} cannot become {after}")

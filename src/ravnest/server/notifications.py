@@ -1,4 +1,4 @@
-"""Requests that wait for news, and how they get it: no request ever looks again just in case."""
+"""Notifications that wake requests which wait for a change; nothing polls."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Topic = tuple[Literal["provider", "job", "clock"], str]
 
 
 class Subscription:
-    """One request that waits."""
+    """A waiting request."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
-        self.is_last = False
-        """The server stops: answer now."""
+        self.is_closed = False
+        """True if the server stops; the request must be answered now."""
 
-    def wake(self, *, is_last: bool = False) -> None:
-        """Called from any thread."""
-        self.is_last = self.is_last or is_last
-        with suppress(RuntimeError):  # its loop has just ended, and with it who waited
+    def notify(self, *, is_closed: bool = False) -> None:
+        """Wake the request; thread-safe."""
+        self.is_closed = self.is_closed or is_closed
+        with suppress(RuntimeError):  # its event loop has just ended, and with it the request
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for news at most so long; whether there was some."""
-        if self.is_last or seconds <= 0:
+        """Wait at most ``seconds`` for a notification; return whether there was one."""
+        if self.is_closed or seconds <= 0:
             return False
         try:
             async with asyncio.timeout(seconds):
@@ -36,43 +36,43 @@ class Subscription:
         except TimeoutError:
             return False
         self._news.clear()
-        return not self.is_last
+        return not self.is_closed
 
 
 class Notifications:
-    """Who waits for news of what."""
+    """Subscriptions by topic."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: dict[Topic, set[Subscription]] = {}
+        self._subscriptions: dict[Topic, set[Subscription]] = {}
         self._closed = False
 
     @contextmanager
-    def listen(self, topic: Topic) -> Iterator[Subscription]:
-        """Listen first and look then: news in between is not missed."""
-        listener = Subscription()
+    def subscribe(self, topic: Topic) -> Iterator[Subscription]:
+        """Subscribe to a topic; read the state afterwards, so that no change in between is missed."""
+        subscription = Subscription()
         with self._lock:
-            listener.is_last = self._closed
-            self._listeners.setdefault(topic, set()).add(listener)
+            subscription.is_closed = self._closed
+            self._subscriptions.setdefault(topic, set()).add(subscription)
         try:
-            yield listener
+            yield subscription
         finally:
             with self._lock:
-                listeners = self._listeners[topic]
-                listeners.discard(listener)
-                if not listeners:
-                    del self._listeners[topic]
+                subscriptions = self._subscriptions[topic]
+                subscriptions.discard(subscription)
+                if not subscriptions:
+                    del self._subscriptions[topic]
 
-    def wake(self, topic: Topic) -> None:
-        """There is news; called from any thread."""
+    def notify(self, topic: Topic) -> None:
+        """Notify the subscribers of a topic; thread-safe."""
         with self._lock:
-            for listener in self._listeners.get(topic, ()):
-                listener.wake()
+            for subscription in self._subscriptions.get(topic, ()):
+                subscription.notify()
 
     def close(self) -> None:
-        """The server stops: nobody waits any longer."""
+        """Wake all requests, for good: the server stops."""
         with self._lock:
             self._closed = True
-            for listeners in self._listeners.values():
-                for listener in listeners:
-                    listener.wake(is_last=True)
+            for subscriptions in self._subscriptions.values():
+                for subscription in subscriptions:
+                    subscription.notify(is_closed=True)

@@ -1,4 +1,4 @@
-"""The server as a whole: its folder, its books, and those who act on them."""
+"""The server: its folder, its database, and the services that use them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from ravnest.server.db.records import JobRecord, MemberRecord
 from ravnest.server.folder import ServerFolder
 from ravnest.server.job_service import JobService
 from ravnest.server.notifications import Notifications
+from ravnest.server.provider_service import ProviderService
 from ravnest.server.scheduling.matching import Matching, MatchingThread
-from ravnest.server.scheduling.planning import JobPlanner, ShippingPlanner
+from ravnest.server.scheduling.planning import JobPlanner
+from ravnest.server.scheduling.shipping import ArtifactPlanner
 from ravnest.server.settings import Clock, ServerSettings
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 from ravnest.server.views import job_view
 
 _STOP_SECONDS = 2.0
+_SHORTEST_PAUSE = 0.05
+_DAY = 86400.0
 
 
 class Server:
-    """Everything but HTTP."""
+    """The whole server except HTTP."""
 
     def __init__(
         self,
@@ -41,61 +45,79 @@ class Server:
         self.clock = clock or Clock()
         self.tls = tls
         self.folder = ServerFolder(folder)
-        self.store = Database(self.folder.database)
-        self.trust = AuthService(self.store, self.folder, self.clock)
+        self.db = Database(self.folder.database)
+        self.auth = AuthService(self.db, self.folder, self.clock)
         self.artifacts = ArtifactFolder(
             self.folder.artifacts,
             largest=self.settings.largest_artifact,
             reserve=self.settings.disk_reserve,
         )
-        self.wakes = Notifications()
-        self._thread = MatchingThread()
-        self._office = UnitOfWorkFactory(
-            self.store, self.trust, self.wakes, self.clock, self._thread.want
+        self.notifications = Notifications()
+        self._matching_thread = MatchingThread()
+        self._units = UnitOfWorkFactory(
+            self.db, self.auth, self.notifications, self.clock, self._matching_thread.request
         )
-        self.steward = JobService(self._office, self.trust, self.settings)
+        self.job_service = JobService(self._units, self.settings)
+        self.provider_service = ProviderService(self._units, self.auth, self.job_service, self.settings)
         self.matching = Matching(
-            self._office, planner or ShippingPlanner(self.artifacts, self.folder.scratch)
+            self._units, planner or ArtifactPlanner(self.artifacts, self.folder.scratch)
         )
 
     @contextmanager
     def opened(self) -> Iterator[Server]:
-        """The folder is this server's, and the state that it left there is taken up."""
+        """Lock the folder, open the database and take up its state."""
         with self.folder.held():
-            self.store.open()
+            self.db.open()
             try:
-                self.trust.open()
-                with self.store.look() as books:
-                    wanted = books.holdings.all()
-                self.artifacts.sweep(wanted, self.clock.wall() - self.settings.kept_parts)
-                self.steward.start()
+                self.auth.open()
+                with self.db.read() as db:
+                    needed = db.artifact_grants.all()
+                self.artifacts.sweep(needed, self.clock.wall() - self.settings.kept_uploads)
+                self._resume()
                 yield self
             finally:
-                self.store.close()
+                self.db.close()
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Jobs are matched in the background."""
-        self._thread.start(self.matching)
+    def matching_in_background(self) -> Iterator[None]:
+        """Match jobs with providers in a thread."""
+        self._matching_thread.start(self.matching)
         try:
             yield
         finally:
-            self._thread.stop(_STOP_SECONDS)
+            self._matching_thread.stop(_STOP_SECONDS)
 
-    def job_of(self, member: MemberRecord, job: str) -> JobRecord:
-        """A job that the member may see; 404 if there is none, 403 if it is another's."""
-        with self.store.look() as books:
-            record = books.jobs.get(job)
+    def run_due(self) -> float:
+        """Carry out what is due; return the seconds until the next call is needed."""
+        deadlines = (self.provider_service.run_due(), self.job_service.run_due())
+        with self.db.write(self.clock.wall()) as db:
+            db.events.forget(self.settings.kept_events)
+            db.members.forget_tokens(db.now - _DAY)
+        now = self.clock.steady()
+        latest = now + self.settings.lost_after
+        return max(_SHORTEST_PAUSE, min(*(latest if d is None else d for d in deadlines), latest) - now)
+
+    def visible_job(self, member: MemberRecord, job: str) -> JobRecord:
+        """Return a job; refuse if it does not exist (404) or the member may not see it (403)."""
+        with self.db.read() as db:
+            record = db.jobs.get(job)
         if record is None:
             raise ServerRefusedError(f"there is no job {job}", 404)
         if member.role is ApiRole.REQUESTER and record.owner != member.id:
-            raise self.trust.refused(member.id, f"{member.name} wanted to see {job}, which is another's")
+            raise self.auth.refused(member.id, f"{member.name} requested {job} of another requester")
         return record
 
-    def jobs_of(self, member: MemberRecord, limit: int = 500) -> list[JobView]:
-        """All jobs that the member may see, newest first."""
+    def visible_jobs(self, member: MemberRecord, limit: int = 500) -> list[JobView]:
+        """Return the jobs that the member may see, newest first, without the records of their nodes."""
         if member.role is ApiRole.PROVIDER:
             return []
         owner = member.id if member.role is ApiRole.REQUESTER else None
-        with self.store.look() as books:
-            return [job_view(books, record) for record in books.jobs.listed(owner, limit)]
+        with self.db.read() as db:
+            return [job_view(db, job, with_records=False) for job in db.jobs.listed(owner, limit)]
+
+    def _resume(self) -> None:
+        with self._units.begin() as uow:
+            running = self.job_service.resume(uow)
+            present = self.provider_service.resume(uow)
+            what = f"the server started: {present} providers, {running} running jobs"
+            uow.db.events.add("server", "server", what)

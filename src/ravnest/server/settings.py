@@ -1,4 +1,4 @@
-"""What can be set about a server, apart from where it listens."""
+"""Settings of a server, apart from its address."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits of time and size; seconds and bytes."""
+    """Limits of time (seconds) and size (bytes)."""
 
     lost_after: float = 30.0
-    """A provider that was not heard of for so long is lost."""
+    """A provider without a heartbeat for this long is lost."""
     fetch_grace: float = 600.0
-    """A provider may take so long to fetch its part, and four times what its bandwidth explains."""
+    """Time to fetch an assignment, in addition to four times the time predicted from the bandwidth."""
     ending_grace: float = 10.0
-    """Nodes of a cluster that failed may take so long to end and to say why."""
+    """Time for the nodes of a failed cluster to end and to report why."""
     shown_after_loss: float = 3600.0
-    """Lost providers are listed for so long."""
+    """Time for which lost providers are listed."""
     longest_wait: float = 60.0
-    """A request may wait for news for so long."""
+    """Longest delay of a reply to a request that waits for a change."""
     largest_artifact: int = 256 << 30
-    kept_parts: float = 7 * 86400.0
-    """An upload that nobody goes on with is removed at a start after so long."""
+    kept_uploads: float = 7 * 86400.0
+    """Age at which an incomplete upload is deleted, at a start of the server."""
     disk_reserve: int = 256 << 20
-    """An upload that would leave less than this on the disk is refused."""
+    """Free disk space that uploads must leave."""
     largest_message: int = 32 << 20
-    """Of a request that is not an upload."""
+    """Size limit of a request that is not an upload."""
     probe_bytes: int = 16 << 20
     page_login: float = 30 * 86400.0
-    """A browser is known for so long."""
-    kept_refusals: int = 10_000
-    """Of refusals, the newest are kept: nobody can fill the disk with wrong tokens."""
+    """Lifetime of a browser login."""
+    kept_events: int = 10_000
+    """Events kept of each kind that members and strangers can cause: they must not fill the disk."""
 
     @property
     def heartbeat_wait(self) -> float:
-        """A heartbeat waits less than it takes to be lost: three fit in."""
+        """Longest delay of a heartbeat's reply: three of them fit into ``lost_after``."""
         return min(self.longest_wait, self.lost_after / 3)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The two kinds of time; tests give their own."""
+    """Wall clock and monotonic clock; tests pass their own."""
 
     wall: Callable[[], float] = time.time
-    """Seconds since 1970, for what people read."""
+    """Seconds since 1970, for times that people read."""
     steady: Callable[[], float] = time.monotonic
-    """For deadlines: nobody sets it."""
+    """Monotonic seconds, for deadlines."""

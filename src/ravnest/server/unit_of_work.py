@@ -1,4 +1,4 @@
-"""Changes of the books, and what follows from them once they are written."""
+"""Unit of work: one database transaction and the actions that follow its commit."""
 
 from __future__ import annotations
 
@@ -11,105 +11,106 @@ from ravnest.schemas.providers import ProviderState
 from ravnest.server.auth.tokens import AuthService
 from ravnest.server.db.database import Database, Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
-from ravnest.server.job_status import judge
+from ravnest.server.job_status import job_status
 from ravnest.server.notifications import Notifications, Topic
 from ravnest.server.settings import Clock
 
 
 @dataclass
 class UnitOfWork:
-    """One transaction, and the news in it."""
+    """One transaction, and what to do after its commit."""
 
-    books: Transaction
+    db: Transaction
     topics: set[Topic] = field(default_factory=set)
-    ended: list[str] = field(default_factory=list)
-    """Jobs."""
-    matching: bool = False
-    """Something changed that may let a job start."""
+    """Topics whose subscribers are notified."""
+    ended_jobs: list[str] = field(default_factory=list)
+    needs_matching: bool = False
+    """True if a waiting job may be able to start now."""
 
-    def release(self, record: ProviderRecord, reason: str) -> None:
-        """A provider has no work any more."""
-        self.books.providers.move(record, ProviderState.OFFERED, reason)
-        self.topics.add(("provider", record.id))
-        self.matching = True
+    def release(self, provider: ProviderRecord, reason: str) -> None:
+        """Make a provider available for other jobs."""
+        self.db.providers.move(provider, ProviderState.OFFERED, reason)
+        self.topics.add(("provider", provider.id))
+        self.needs_matching = True
 
-    def end_part(self, part: AssignmentRecord, phase: str, reason: str) -> None:
-        """A part is over; its provider loses what it was given for it."""
-        self.books.parts.move(part, phase, reason)
-        self.books.holdings.take(part.id)
-        self.topics.add(("provider", part.provider))
+    def end_assignment(self, assignment: AssignmentRecord, phase: str, reason: str) -> None:
+        """Move an assignment to a final phase and revoke its artifacts."""
+        self.db.assignments.move(assignment, phase, reason)
+        self.db.artifact_grants.revoke(assignment.id)
+        self.topics.add(("provider", assignment.provider))
 
     def end_job(
-        self, record: JobRecord, state: JobState, reason: str, root: AssignmentRecord | None = None
+        self, job: JobRecord, state: JobState, reason: str, root: AssignmentRecord | None = None
     ) -> None:
-        """Nothing more happens to a job; its providers are free."""
-        for part in self.books.parts.of_job(record.id):
-            if not part.has_ended:
-                self.end_part(part, "stopped", reason)
-        for provider in self.books.providers.of_job(record.id):
-            self.release(provider, f"{record.name} is {state}")
-        result = None if root is None else self._result(record, root)
-        self.books.jobs.move(record, state, reason, result=result)
-        self.topics.add(("job", record.id))
-        self.ended.append(record.id)
-        self.matching = True
+        """End a job and release its providers; ``root`` is the assignment whose result it takes."""
+        for assignment in self.db.assignments.of_job(job.id):
+            if not assignment.has_ended:
+                self.end_assignment(assignment, "stopped", reason)
+        for provider in self.db.providers.of_job(job.id):
+            self.release(provider, f"job {job.name} is {state}")
+        result = None if root is None else self._result(job, root)
+        self.db.jobs.move(job, state, reason, result=result)
+        self.topics.add(("job", job.id))
+        self.ended_jobs.append(job.id)
+        self.needs_matching = True
 
-    def requeue(self, record: JobRecord, reason: str) -> None:
-        """A job whose plan came to nothing waits again; its providers are free."""
-        for provider in self.books.providers.of_job(record.id):
-            self.release(provider, f"{record.name} waits again")
-        self.books.jobs.move(record, JobState.SUBMITTED, reason, plan="")
-        self.topics.add(("job", record.id))
-        self.matching = True
+    def requeue(self, job: JobRecord, reason: str) -> None:
+        """Return a planned job to the queue and release its providers."""
+        for provider in self.db.providers.of_job(job.id):
+            self.release(provider, f"job {job.name} returned to the queue")
+        self.db.jobs.move(job, JobState.SUBMITTED, reason, plan="")
+        self.topics.add(("job", job.id))
+        self.needs_matching = True
 
-    def judge(self, job: str) -> None:
-        """Draw the conclusions from what is known of a job's parts."""
-        record = self.books.jobs.get(job)
+    def update_job_status(self, job: str) -> None:
+        """Set the state and the reason of a running job from the phases of its assignments."""
+        record = self.db.jobs.get(job)
         if record is None or record.state not in (JobState.SHIPPING, JobState.TRAINING):
             return
-        parts = self.books.parts.of_job(job)
-        verdict = judge(parts, self.books.providers.names(part.provider for part in parts))
+        assignments = self.db.assignments.of_job(job)
+        names = self.db.providers.names(each.provider for each in assignments)
+        status = job_status(assignments, names)
         self.topics.add(("job", job))
-        if verdict.state.is_final:
-            self.end_job(record, verdict.state, verdict.reason, verdict.root)
-        elif verdict.state is JobState.TRAINING and record.state is JobState.SHIPPING:
-            self.books.jobs.move(record, JobState.TRAINING, verdict.reason)
+        if status.state.is_final:
+            self.end_job(record, status.state, status.reason, status.root)
+        elif status.state is JobState.TRAINING and record.state is JobState.SHIPPING:
+            self.db.jobs.move(record, JobState.TRAINING, status.reason)
         else:
-            self.books.jobs.explain(record, verdict.reason)
+            self.db.jobs.explain(record, status.reason)
 
-    def _result(self, record: JobRecord, root: AssignmentRecord) -> str:
-        files = self.books.parts.result(root)
-        self.books.holdings.give(record.owner, [file.artifact for file in files])
-        return JobResult(job=record.id, cluster=root.cluster, files=files).model_dump_json()
+    def _result(self, job: JobRecord, root: AssignmentRecord) -> str:
+        files = tuple(self.db.assignments.result(root))
+        self.db.artifact_grants.grant(job.owner, [file.artifact for file in files])
+        return JobResult(job=job.id, cluster=root.cluster, files=files).model_dump_json()
 
 
 class UnitOfWorkFactory:
-    """Where changes are made: each is written whole, and then told to those who wait for it."""
+    """Opens units of work; notifies subscribers and requests matching after each commit."""
 
     def __init__(
         self,
-        store: Database,
-        trust: AuthService,
-        wakes: Notifications,
+        db: Database,
+        auth: AuthService,
+        notifications: Notifications,
         clock: Clock,
-        match: Callable[[], None],
+        request_matching: Callable[[], None],
     ) -> None:
-        """``match`` is called after each change that may let a job start; it must not wait."""
-        self.store = store
-        self.wakes = wakes
+        """``request_matching`` is called when a job may be able to start; it must not block."""
+        self.db = db
         self.clock = clock
-        self._trust = trust
-        self._match = match
+        self._auth = auth
+        self._notifications = notifications
+        self._request_matching = request_matching
 
     @contextmanager
-    def change(self) -> Iterator[UnitOfWork]:
-        """A transaction; what follows from it happens when it is written."""
-        with self.store.change(self.clock.wall()) as books:
-            change = UnitOfWork(books)
-            yield change
-        for job in change.ended:
-            self._trust.forget_job(job)
-        for topic in change.topics:
-            self.wakes.wake(topic)
-        if change.matching:
-            self._match()
+    def begin(self) -> Iterator[UnitOfWork]:
+        """Open a unit of work; its follow-up actions run after the commit."""
+        with self.db.write(self.clock.wall()) as transaction:
+            uow = UnitOfWork(transaction)
+            yield uow
+        for job in uow.ended_jobs:
+            self._auth.forget_job(job)
+        for topic in uow.topics:
+            self._notifications.notify(topic)
+        if uow.needs_matching:
+            self._request_matching()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ravnest.runtime.control.metric_files import MetricFile
 from ravnest.runtime.control.progress import ProgressLine
+from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
 from ravnest.runtime.schedule.machine import Schedule
 from ravnest.runtime.schedule.simulator import LinkCost, StageCost
 from ravnest.runtime.schedule.window import SPARE, choose_window, unexplained_after
@@ -33,15 +34,21 @@ class MetricsObserver:
     """Implements the worker's ``Observer``."""
 
     def __init__(
-        self, line: ProgressLine, losses: MetricFile | None, window: WindowTuner | None
+        self,
+        line: ProgressLine,
+        telemetry: TelemetryReporter,
+        losses: MetricFile | None = None,
+        window: WindowTuner | None = None,
     ) -> None:
-        """``losses`` and ``window`` are the Root's."""
+        """``losses`` and ``window`` are given at the Root only."""
         self._line = line
+        self._telemetry = telemetry
         self._losses = losses
         self._window = window
 
     def begun(self, begin: PhaseBegin) -> None:
         """A phase has begun here."""
+        self._telemetry.phase(begin.kind, begin.epoch)
         if begin.kind == "train":
             self._line.state.begin(begin.epoch, self._line.clock())
 
@@ -54,10 +61,17 @@ class MetricsObserver:
             state.add_loss(update.loss)
             if self._losses is not None:
                 self._losses.append(update.loss)
+                self._telemetry.update(update)
+        self._telemetry.queues(in_flight=update.in_flight, window=state.window, inbox=update.inbox)
         self._line.changed()
+
+    def saving(self) -> None:
+        """The trained stage is about to be saved."""
+        self._telemetry.phase("save")
 
     def timed(self, timings: tuple[StageTiming, ...], round_trip: float) -> None:
         """At the Root: what a micro-batch cost at each stage, and how long it was under way."""
+        self._telemetry.timings(timings)
         if self._window is not None:
             self._window.timed(timings, round_trip)
 

@@ -21,6 +21,7 @@ from ravnest.runtime.control.progress import ProgressLine, RunState
 from ravnest.runtime.control.rendezvous import Links, Rendezvous
 from ravnest.runtime.control.root_controller import BlockingAverages, RootController
 from ravnest.runtime.control.run_status import RunStatus
+from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
 from ravnest.runtime.data import Criterion
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.settings import NodeSettings
@@ -101,6 +102,7 @@ class NodeRuntime:
         place, settings = assignment.place, assignment.settings
         self.board = RunStatus()
         self.line = ProgressLine(RunState(place.role), console=Console(), shown=settings.progress)
+        self.telemetry = TelemetryReporter(settings.record_sink)
         beside = Path(assignment.loss_filename).with_name(ACCURACIES)
         self.accuracies = MetricFile(name_for(beside, place.cluster))
         self._losses = MetricFile(name_for(assignment.loss_filename, place.cluster))
@@ -153,6 +155,8 @@ class NodeRuntime:
     def open(self) -> None:
         """Meet the neighbours and start to work; closes everything if that fails."""
         assignment = self._assignment
+        self.telemetry.start()
+        self.telemetry.phase("connect")
         meeting = Rendezvous(
             assignment.place,
             assignment.hello(),
@@ -164,6 +168,7 @@ class NodeRuntime:
             self._links = meeting.listen_and_dial(self._transport, self._worker, self._averaging)
         except BaseException:
             self._transport.close()
+            self.telemetry.close()
             raise
         self._worker.start(self._links)
         if self._averaging is not None:
@@ -180,6 +185,13 @@ class NodeRuntime:
         board.wait(lambda: board.returned[call] > 0 or board.finish)
         with board.writing():
             board.returned[call] = max(board.returned[call] - 1, 0)
+
+    def report_validation(self, result: ValidationResult, epoch: int, title: str) -> None:
+        """Show, record and report the result of a validation after ``epoch`` epochs of training."""
+        role = self._assignment.place.role
+        self.line.say(f"{role}: {title}{result.name} {result.value:.4f} on {result.samples} samples")
+        self.accuracies.append(result.value)
+        self.telemetry.validation(result, epoch)
 
     def last_figure(self) -> ValidationResult | None:
         """The result of the last validation."""
@@ -204,6 +216,7 @@ class NodeRuntime:
         self.line.sum_up()
         self._losses.close()
         self.accuracies.close()
+        self.telemetry.close()
 
     def _say_what_was_clamped(self, links: list[Link]) -> None:
         place, codec = self._assignment.place, self._assignment.codec
@@ -217,7 +230,7 @@ class NodeRuntime:
     def _observer(self) -> MetricsObserver:
         assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings
         if place.stage != 0:
-            return MetricsObserver(self.line, None, None)
+            return MetricsObserver(self.line, self.telemetry)
         self.line.state.window = settings.in_flight or place.in_flight
         keeper = None
         if settings.in_flight is None and place.stages > 1:
@@ -228,7 +241,7 @@ class NodeRuntime:
                 update_frequency=assignment.update_frequency,
                 cap=place.in_flight_limit,
             )
-        return MetricsObserver(self.line, self._losses, keeper)
+        return MetricsObserver(self.line, self.telemetry, self._losses, keeper)
 
     def _make_averaging(self) -> AveragingService:
         assignment, place, settings = self._assignment, self._assignment.place, self._assignment.settings
@@ -263,6 +276,7 @@ class NodeRuntime:
         self.rounds["averaged" if outcome.committed else "failed"] += 1
         self.rounds["sent_bytes"] += outcome.sent_bytes
         self.outcomes.append(outcome)
+        self.telemetry.round(outcome)
         trouble = outcome.reason, frozenset(outcome.missing), frozenset(outcome.problems)
         new = any(trouble) and trouble != self._trouble
         self._trouble = trouble

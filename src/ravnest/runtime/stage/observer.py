@@ -24,7 +24,9 @@ class UpdateReport:
     count: int
     """Micro-batches in it."""
     in_flight: int
-    """Micro-batches that this stage has under way."""
+    """Micro-batches that this stage has started and not finished."""
+    inbox: int = 0
+    """Calls that wait for the compute thread."""
 
 
 class WorkerObserver(Protocol):
@@ -38,6 +40,9 @@ class WorkerObserver(Protocol):
 
     def timed(self, timings: tuple[StageTiming, ...], round_trip: float) -> None:
         """At the Root: what a micro-batch cost at each stage, and how long it was under way."""
+
+    def saving(self) -> None:
+        """The trained stage is about to be saved."""
 
 
 class StageKeeper(Protocol):

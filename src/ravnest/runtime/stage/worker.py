@@ -393,7 +393,10 @@ class Worker:
         samples = self._desk.take_samples()
         if self.averaging is not None:
             self.averaging.updated(samples)
-        self._observer.updated(UpdateReport(update, last.id.epoch, loss, stale, count, in_flight))
+        waiting = self._inbox.qsize()
+        self._observer.updated(
+            UpdateReport(update, last.id.epoch, loss, stale, count, in_flight, waiting)
+        )
         self._step_seconds = self._lap()
         if self.averaging is not None:
             with self._board.writing():
@@ -457,6 +460,7 @@ class Worker:
     # Trained stages
 
     def _save(self, run: str) -> None:
+        self._observer.saving()
         manifest, tensors = self._keeper.save(run)
         if self._links.previous is not None:
             self._to_previous(Message(StageSaved(run, self._node, manifest), tensors))

@@ -1,4 +1,4 @@
-"""Who may call a route: every route says it, and nobody else gets in."""
+"""Permissions of routes, as dependencies: every route declares the roles that may call it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from ravnest.server.server import Server
 
 
 def server_of(request: Request) -> Server:
-    """The server that a request came to."""
+    """Return the server that received a request."""
     server = request.app.state.server
     assert isinstance(server, Server)
     return server
 
 
 def source_of(request: Request) -> str:
-    """Where a request came from."""
-    return request.client.host if request.client is not None else "an unknown place"
+    """Return the host that sent a request."""
+    return request.client.host if request.client is not None else "an unknown host"
 
 
 def allow(*roles: ApiRole) -> Callable[[Request], MemberRecord]:
-    """A dependency: the member that asks, if its role is one of these or admin."""
+    """Return a dependency that yields the calling member if its role is one of these or admin."""
 
     def member(request: Request) -> MemberRecord:
         server = server_of(request)
         scheme, _, credential = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not credential:
-            raise ServerRefusedError("this needs a credential: join the server with a token first", 401)
-        found = server.trust.member(credential.strip(), source_of(request))
+            raise ServerRefusedError(
+                "this request needs a credential: join the server with a token first", 401
+            )
+        found = server.auth.member(credential.strip(), source_of(request))
         if found.role not in (*roles, ApiRole.ADMIN):
-            # The template, not the address: what is in an address may be a secret of another's.
+            # The template of the path: the path itself may hold secrets of others.
             path = getattr(request.scope.get("route"), "path", "this")
-            raise server.trust.refused(
+            raise server.auth.refused(
                 found.id, f"{found.name} is a {found.role} and may not {request.method} {path}"
             )
         return found
@@ -45,16 +47,16 @@ def allow(*roles: ApiRole) -> Callable[[Request], MemberRecord]:
     return member
 
 
-ServerHere = Annotated[Server, Depends(server_of)]
-Anybody = Annotated[MemberRecord, Depends(allow(*ApiRole))]
-AProvider = Annotated[MemberRecord, Depends(allow(ApiRole.PROVIDER))]
-ARequester = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER))]
-AWatcher = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER, ApiRole.VIEWER))]
-AnOverseer = Annotated[MemberRecord, Depends(allow(ApiRole.VIEWER))]
-AWorker = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER, ApiRole.PROVIDER))]
+CurrentServer = Annotated[Server, Depends(server_of)]
+AnyMember = Annotated[MemberRecord, Depends(allow(*ApiRole))]
+ProviderMember = Annotated[MemberRecord, Depends(allow(ApiRole.PROVIDER))]
+RequesterMember = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER))]
+JobReader = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER, ApiRole.VIEWER))]
+EventReader = Annotated[MemberRecord, Depends(allow(ApiRole.VIEWER))]
+ArtifactMember = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER, ApiRole.PROVIDER))]
 
 
-def must_be(server: Server, member: MemberRecord, provider: str, what: str) -> None:
-    """403 unless the member is that provider."""
+def require_self(server: Server, member: MemberRecord, provider: str, action: str) -> None:
+    """Refuse (403) unless the member is this provider."""
     if member.id != provider:
-        raise server.trust.refused(member.id, f"{member.name} wanted to {what} of another provider")
+        raise server.auth.refused(member.id, f"{member.name} tried to {action} another provider")

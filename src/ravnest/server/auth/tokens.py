@@ -1,7 +1,7 @@
-"""Who may join, who somebody is, and what was refused.
+"""Authentication: tokens, credentials, certificates and refusals.
 
-Tokens and credentials are looked up by their hash. A refusal is an event; the secret that was
-refused is in no event, no log and no answer.
+Tokens and credentials are looked up by their hash. Every refusal is an event; events, logs and replies
+never contain the refused secret.
 """
 
 from __future__ import annotations
@@ -27,96 +27,94 @@ _HOUR = 3600.0
 
 
 class AuthService:
-    """Decides who is let in; every decision against somebody is written down."""
+    """Authenticates members and signs certificates; records every refusal."""
 
-    def __init__(self, store: Database, folder: ServerFolder, clock: Clock | None = None) -> None:
-        self._store = store
+    def __init__(self, db: Database, folder: ServerFolder, clock: Clock | None = None) -> None:
+        self._db = db
         self._folder = folder
         self._clock = clock or Clock()
         self._authorities = CertificateAuthorities(folder)
 
     def open(self) -> None:
-        """Make the authority and the admin's credential at the first start."""
-        self._own()
+        """Create the authority and the admin's credential at the first start."""
+        self._authority()
         credential = self._saved_admin() or secrets.token_urlsafe(32)
-        with self._store.change(self._clock.wall()) as books:
-            if books.members.get(ADMIN.id) is None:
-                books.members.add(ADMIN, credential)
-            elif books.members.known_by(credential, books.now) is None:
-                books.members.renew(ADMIN.id, credential)
+        with self._db.write(self._clock.wall()) as db:
+            if db.members.get(ADMIN.id) is None:
+                db.members.add(ADMIN, credential)
+            elif db.members.by_credential(credential, db.now) is None:
+                db.members.renew(ADMIN.id, credential)
         write_private(self._folder.admin, credential.encode())
 
     @property
     def authority(self) -> str:
-        """The certificate of the server's authority (PEM)."""
-        return self._own().certificate.decode()
+        """Certificate of the server's authority (PEM)."""
+        return self._authority().certificate.decode()
 
     @property
     def fingerprint(self) -> str:
-        """By which members know the authority."""
-        return self._own().fingerprint
+        """Fingerprint by which members identify the authority."""
+        return self._authority().fingerprint
 
     def server_identity(self, hosts: Iterable[str]) -> Identity:
-        """A certificate for the server itself, good for these names and addresses."""
-        return self._own().issue("ravnest-server", hosts)
+        """Return a certificate and key of the server, valid for these names and addresses."""
+        return self._authority().issue("ravnest-server", hosts)
 
     def create_token(
         self, role: ApiRole, fingerprint: str, *, uses: int | None = 1, hours: float = DEFAULT_HOURS
     ) -> JoinToken:
-        """A token to join with; ``uses=None``: as often as wanted until it expires."""
+        """Create a token; ``uses=None`` means unlimited uses until it expires."""
         token = JoinToken.new(fingerprint)
         now = self._clock.wall()
-        with self._store.change(now) as books:
-            books.members.add_token(token.secret, role, uses=uses, expires=now + hours * _HOUR)
+        with self._db.write(now) as db:
+            db.members.add_token(token.secret, role, uses=uses, expires=now + hours * _HOUR)
             often = "any number of" if uses is None else str(uses)
-            books.events.add(
+            db.events.add(
                 "server",
                 "token",
-                f"a token for the role {role} was made: {often} uses within {hours:g} hours",
+                f"a token for the role {role} was created: {often} uses within {hours:g} hours",
             )
         return token
 
     def join(self, secret: str, name: str, source: str, *, expires: float | None = None) -> JoinReply:
-        """Exchange a token's secret for a credential; 401 if the token is not good."""
+        """Exchange a token's secret for a credential; refuse (401) if the token is not valid."""
         credential = secrets.token_urlsafe(32)
-        with self._store.change(self._clock.wall()) as books:
-            token = books.members.token(secret)
-            problem = _problem(token, books.now)
+        with self._db.write(self._clock.wall()) as db:
+            token = db.members.token(secret)
+            problem = _problem(token, db.now)
             if token is not None and problem is None:
                 member = MemberRecord(f"{token.role}-{secrets.token_hex(6)}", token.role, name)
-                books.members.use_token(token)
-                books.members.add(member, credential, expires)
-                books.events.add("server", member.id, f"{name} joined as {token.role} from {source}")
+                db.members.use_token(token)
+                db.members.add(member, credential, expires)
+                db.events.add("server", member.id, f"{name} joined as {token.role} from {source}")
                 return JoinReply(id=member.id, role=member.role, credential=credential)
-            books.events.add("refusal", "token", f"{name} wanted to join from {source}: {problem}")
+            db.events.add("refusal", "token", f"{name} tried to join from {source}: {problem}")
         raise ServerRefusedError(f"{problem}; ask for a new one: `ravnest token create`", 401)
 
     def member(self, credential: str, source: str) -> MemberRecord:
-        """Who has this credential; 401 if nobody has."""
+        """Return the member with this credential; refuse (401) if there is none."""
         now = self._clock.wall()
-        with self._store.look() as books:
-            member = books.members.known_by(credential, now)
+        with self._db.read() as db:
+            member = db.members.by_credential(credential, now)
         if member is None:
-            raise self.refused(
-                "credential", f"somebody at {source} showed a credential that is not known", 401
-            )
+            raise self.refused("credential", f"a request from {source} had an unknown credential", 401)
         return member
 
     def refused(self, subject: str, reason: str, status: int = 403) -> ServerRefusedError:
-        """The error to raise for a refusal, which is written down."""
-        with self._store.change(self._clock.wall()) as books:
-            books.events.add("refusal", subject, reason)
+        """Record a refusal; return the error to raise."""
+        with self._db.write(self._clock.wall()) as db:
+            db.events.add("refusal", subject, reason)
         return ServerRefusedError(reason, status)
 
     def sign(self, job: str, node: int, hosts: Iterable[str], request: str) -> SignedCertificate:
-        """A certificate for a node of a job; only to be called for the provider that has the node."""
+        """Sign a certificate for a node of a job; the caller checks that the provider has the node."""
         return self._authorities.sign(job, node, hosts, request, self._now())
 
     def forget_job(self, job: str) -> None:
-        """A job has ended: no more certificates for it."""
+        """Stop signing certificates for a job that has ended."""
         self._authorities.forget(job)
 
-    def _own(self) -> Authority:
+    def _authority(self) -> Authority:
         return self._authorities.own(self._now())
 
     def _now(self) -> datetime.datetime:
@@ -130,7 +128,7 @@ class AuthService:
 
 
 def _problem(token: StoredToken | None, now: float) -> str | None:
-    """Why a token is not good."""
+    """Return why a token is not valid; ``None`` if it is."""
     if token is None:
         return "this server does not know the token"
     if token.expires is not None and token.expires <= now:

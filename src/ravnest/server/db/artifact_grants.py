@@ -1,6 +1,7 @@
-"""Who may have which artifact.
+"""Permissions to read artifact_grants.
 
-Only who sent all its bytes owns an artifact: to know a digest is not enough to get at the file.
+A member is granted an artifact after it has sent all of its bytes: knowing a digest is not enough to
+read a file.
 """
 
 from __future__ import annotations
@@ -11,53 +12,55 @@ from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
 from ravnest.schemas.base import Artifact
-from ravnest.server.db.tables import artifacts
+from ravnest.server.db.tables import artifact_grants
 
 _AT_ONCE = 500
 
 
 class ArtifactGrantRepository:
-    """Owners (members, jobs, assignments) and their artifacts."""
+    """Owners (members and assignments) and the artifacts that they may read."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def give(self, owner: str, files: Iterable[Artifact]) -> None:
-        """From now on the owner has them."""
+    def grant(self, owner: str, files: Iterable[Artifact]) -> None:
+        """Grant artifacts to an owner."""
         rows = [
             {"owner": owner, "sha256": sha, "size": size}
             for sha, size in {file.sha256: file.size for file in files}.items()
         ]
         if rows:
-            self._connection.execute(insert(artifacts).on_conflict_do_nothing(), rows)
+            self._connection.execute(insert(artifact_grants).on_conflict_do_nothing(), rows)
 
-    def take(self, owner: str) -> None:
-        """From now on the owner has none."""
-        self._connection.execute(delete(artifacts).where(artifacts.c.owner == owner))
+    def revoke(self, owner: str) -> None:
+        """Revoke all grants of an owner."""
+        self._connection.execute(delete(artifact_grants).where(artifact_grants.c.owner == owner))
 
     def has(self, owners: Iterable[str], sha256: str) -> bool:
-        """Whether one of the owners has it."""
-        query = select(artifacts.c.sha256).where(
-            artifacts.c.owner.in_(list(owners)), artifacts.c.sha256 == sha256
+        """Return whether any of the owners may read an artifact."""
+        query = select(artifact_grants.c.sha256).where(
+            artifact_grants.c.owner.in_(list(owners)), artifact_grants.c.sha256 == sha256
         )
         return self._connection.execute(query.limit(1)).first() is not None
 
     def missing(self, owner: str, digests: Sequence[str]) -> tuple[str, ...]:
-        """Those that the owner does not have, each once, in the order given."""
+        """Return the distinct digests that are not granted to the owner, in the given order."""
         found: set[str] = set()
         for start in range(0, len(digests), _AT_ONCE):
             asked = digests[start : start + _AT_ONCE]
-            query = select(artifacts.c.sha256).where(
-                artifacts.c.owner == owner, artifacts.c.sha256.in_(asked)
+            query = select(artifact_grants.c.sha256).where(
+                artifact_grants.c.owner == owner, artifact_grants.c.sha256.in_(asked)
             )
             found.update(self._connection.execute(query).scalars())
         return tuple(digest for digest in dict.fromkeys(digests) if digest not in found)
 
     def sizes(self, owner: str) -> dict[str, int]:
-        """All that an owner has, with their bytes."""
-        query = select(artifacts.c.sha256, artifacts.c.size).where(artifacts.c.owner == owner)
+        """Return the sizes of all artifacts of an owner, by digest."""
+        query = select(artifact_grants.c.sha256, artifact_grants.c.size).where(
+            artifact_grants.c.owner == owner
+        )
         return {row.sha256: row.size for row in self._connection.execute(query)}
 
     def all(self) -> set[str]:
-        """Every digest that somebody has."""
-        return set(self._connection.execute(select(artifacts.c.sha256).distinct()).scalars())
+        """Return every digest that is granted to anybody."""
+        return set(self._connection.execute(select(artifact_grants.c.sha256).distinct()).scalars())

@@ -1,7 +1,7 @@
-"""Everything that the server must know after ``kill -9``, in one SQLite file.
+"""Persistent state of the server, in one SQLite file that survives ``kill -9``.
 
-A change of state and the event that tells why are one transaction: there is never one without the
-other. Transactions that write take turns; those that only read do not wait for them.
+A change of state and its event are written in one transaction, so that neither exists without the
+other. Transactions that write run one at a time; those that only read do not wait for them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from ravnest.server.db.events import EventRepository
 from ravnest.server.db.jobs import JobRepository
 from ravnest.server.db.members import MemberRepository
 from ravnest.server.db.providers import ProviderRepository
+from ravnest.server.db.telemetry import TelemetryRepository
 
 _BUSY_SECONDS = 20.0
 
 
 class Transaction:
-    """The books, as one transaction sees them."""
+    """The repositories, within one transaction."""
 
     def __init__(self, connection: Connection, now: float) -> None:
         self.now = now
@@ -35,44 +36,46 @@ class Transaction:
         self.members = MemberRepository(connection, now)
         self.providers = ProviderRepository(connection, self.events, now)
         self.jobs = JobRepository(connection, self.events, now)
-        self.parts = AssignmentRepository(connection)
-        self.holdings = ArtifactGrantRepository(connection)
+        self.assignments = AssignmentRepository(connection)
+        self.telemetry = TelemetryRepository(connection, now)
+        self.artifact_grants = ArtifactGrantRepository(connection)
 
 
 class Database:
-    """The database of a server; several threads and processes may use it at once."""
+    """Database of a server; safe for several threads and processes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._engine = _engine(path)
 
     def open(self) -> None:
-        """Make the tables, or bring them up to date; ``ServerError`` if they are of a later version."""
+        """Create or upgrade the tables; raise ``ServerError`` if their layout is of a later version."""
         with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
             found = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
             if found > tables.VERSION:
                 raise ServerError(
-                    f"{self._path} was made by a later version of Ravnest (layout {found}, this one "
-                    f"knows {tables.VERSION}); use that version, or another folder"
+                    f"{self._path} was written by a later version of Ravnest (layout {found}, this "
+                    f"version knows {tables.VERSION}); use that version, or another folder"
                 )
-            for version in range(found, tables.VERSION) if found else ():
-                connection.exec_driver_sql(tables.UPGRADES[version])
             tables.metadata.create_all(connection)
+            for version in range(found, tables.VERSION) if found else ():
+                for statement in tables.UPGRADES[version]:
+                    connection.exec_driver_sql(statement)
             connection.exec_driver_sql(f"PRAGMA user_version={tables.VERSION}")
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close all connections."""
         self._engine.dispose()
 
     @contextmanager
-    def change(self, now: float) -> Iterator[Transaction]:
-        """A transaction that writes: all of it happens, or nothing if an exception leaves it."""
+    def write(self, now: float) -> Iterator[Transaction]:
+        """Open a transaction that writes; it is rolled back if an exception leaves the block."""
         with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
             yield Transaction(connection, now)
 
     @contextmanager
-    def look(self) -> Iterator[Transaction]:
-        """A transaction that only reads: everything in it is of one moment."""
+    def read(self) -> Iterator[Transaction]:
+        """Open a transaction that only reads; it sees one consistent snapshot."""
         with self._engine.connect() as connection, connection.begin():
             yield Transaction(connection, 0.0)
 
@@ -87,16 +90,16 @@ def _engine(path: Path) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: sqlite3.Connection, _record: Any) -> None:
-        # SQLAlchemy begins transactions itself, below: sqlite3 would begin them too late.
+        # SQLAlchemy begins the transactions, below: sqlite3 would begin them too late.
         connection.isolation_level = None
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("PRAGMA journal_mode=WAL")
-        # With the WAL this survives the death of the process; only a power cut may lose the newest.
+        # With a WAL this survives the death of the process; only a power cut can lose the last commits.
         connection.execute("PRAGMA synchronous=NORMAL")
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        # Who will write says so at once: a reader that becomes a writer may find that it is too late.
+        # Take the write lock at once: upgrading a read transaction fails if another one wrote meanwhile.
         writes = connection.get_execution_options().get("writes", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

@@ -1,27 +1,23 @@
-"""What happened, in order, with its reason."""
+"""Events: every change of state and every refusal, in order, with its reason."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, or_, select
 
-from ravnest.schemas.jobs import EventView
+from ravnest.schemas.base import clipped
+from ravnest.schemas.jobs import EventKind, EventView
 from ravnest.server.db.tables import events
 
-EventKind = Literal["provider", "job", "server", "refusal"]
-
-REASON_LIMIT = 4000
 _AT_ONCE = 1000
-
-
-def clipped(reason: str) -> str:
-    """A reason that fits into a message."""
-    return reason if len(reason) <= REASON_LIMIT else f"{reason[: REASON_LIMIT - 2]} …"
+"""Events in one answer."""
+FORGETTABLE: tuple[EventKind, ...] = ("refusal", "warning", "round")
+"""Kinds that others can cause in any number; only the newest of each are kept."""
 
 
 class EventRepository:
-    """The list of events; it only grows, but for old refusals."""
+    """The list of events."""
 
     def __init__(self, connection: Connection, now: float) -> None:
         self._connection = connection
@@ -37,7 +33,7 @@ class EventRepository:
         after: str = "",
         job: str | None = None,
     ) -> None:
-        """Write down what happens now."""
+        """Add an event with the time of the transaction."""
         self._connection.execute(
             insert(events).values(
                 time=self._now,
@@ -51,25 +47,24 @@ class EventRepository:
         )
 
     def after(self, sequence: int, *, job: str | None = None, limit: int = _AT_ONCE) -> list[EventView]:
-        """Events after one of them, oldest first; of a job: its own and those of its providers."""
+        """Return the events after number ``sequence``, oldest first.
+
+        With ``job``: the job's own events and those of its providers that concern it.
+        """
         query = select(events).where(events.c.sequence > sequence).order_by(events.c.sequence)
         if job is not None:
             query = query.where(or_(events.c.subject == job, events.c.job == job))
         return [_event(row) for row in self._connection.execute(query.limit(limit))]
 
-    def newest(self, limit: int) -> list[EventView]:
-        """The last events, newest first."""
-        query = select(events).order_by(events.c.sequence.desc()).limit(limit)
-        return [_event(row) for row in self._connection.execute(query)]
-
-    def forget_refusals(self, keep: int) -> None:
-        """Keep the newest refusals only."""
-        refusals = select(events.c.sequence).where(events.c.kind == "refusal")
-        oldest_kept = refusals.order_by(events.c.sequence.desc()).offset(keep).limit(1)
-        limit = self._connection.execute(oldest_kept).scalar()
-        if limit is not None:
-            old = (events.c.kind == "refusal") & (events.c.sequence <= limit)
-            self._connection.execute(delete(events).where(old))
+    def forget(self, keep: int) -> None:
+        """Delete all but the newest ``keep`` events of each kind in ``FORGETTABLE``."""
+        for kind in FORGETTABLE:
+            numbers = select(events.c.sequence).where(events.c.kind == kind)
+            newest_surplus = numbers.order_by(events.c.sequence.desc()).offset(keep).limit(1)
+            limit = self._connection.execute(newest_surplus).scalar()
+            if limit is not None:
+                old = (events.c.kind == kind) & (events.c.sequence <= limit)
+                self._connection.execute(delete(events).where(old))
 
 
 def _event(row: Row[Any]) -> EventView:

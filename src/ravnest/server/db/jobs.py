@@ -1,4 +1,4 @@
-"""Jobs, and where each is in its life."""
+"""Jobs and their states."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 
+from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobResult, JobSpec, JobState
-from ravnest.server.db.events import EventRepository, clipped
+from ravnest.server.db.events import EventRepository
 from ravnest.server.db.records import JobRecord
 from ravnest.server.db.tables import jobs
-from ravnest.server.lifecycle import NEW, check
+from ravnest.server.lifecycle import NEW, check_transition
 
 _SHORT = [column for column in jobs.c if column.name not in ("spec", "result")]
 _TICK = 1e-6
-"""Two changes of a job never have the same time: who waits for a later one would miss it."""
+"""Smallest step between two changes of a job, so that a request that waits for a later one sees it."""
 
 RUNNING = (JobState.PLANNED, JobState.SHIPPING, JobState.TRAINING)
 
 
 class JobRepository:
-    """All that were ever submitted."""
+    """All jobs, including those that have ended."""
 
     def __init__(self, connection: Connection, events: EventRepository, now: float) -> None:
         self._connection = connection
@@ -28,8 +29,8 @@ class JobRepository:
         self._now = now
 
     def add(self, job: str, owner: str, spec: JobSpec, reason: str) -> None:
-        """A new job."""
-        check("job", NEW, JobState.SUBMITTED)
+        """Add a submitted job."""
+        check_transition("job", NEW, JobState.SUBMITTED)
         self._connection.execute(
             insert(jobs).values(
                 id=job,
@@ -48,49 +49,49 @@ class JobRepository:
         self._events.add("job", job, reason, before=NEW, after=JobState.SUBMITTED)
 
     def move(self, record: JobRecord, after: JobState, reason: str, **columns: Any) -> None:
-        """Change a job's state, and other columns with it; ``TransitionError`` if that cannot be."""
-        check("job", record.state, after)
+        """Set a job's state and other columns; raise ``TransitionError`` if this is not allowed."""
+        check_transition("job", record.state, after)
         self._set(record.id, state=after, reason=clipped(reason), **columns)
         self._events.add("job", record.id, reason, before=record.state, after=after)
 
     def explain(self, record: JobRecord, reason: str) -> None:
-        """Say something else about a job whose state stays; an event only if it is new."""
+        """Set the reason of a job whose state stays; add an event if the reason is new."""
         if clipped(reason) != record.reason:
             self._set(record.id, reason=clipped(reason))
             self._events.add("job", record.id, reason, before=record.state, after=record.state)
 
     def touch(self, job: str) -> None:
-        """There is news of a job, such as a loss."""
+        """Set the time of a job's last change, for news such as a loss."""
         self._set(job)
 
-    def pass_over(self, job: str, times: int) -> None:
-        """How often others went before it."""
+    def set_passed_over(self, job: str, times: int) -> None:
+        """Store the number of later jobs that started before this one."""
         self._connection.execute(update(jobs).where(jobs.c.id == job).values(passed_over=times))
 
     def get(self, job: str) -> JobRecord | None:
-        """A job by id."""
+        """Return a job by id."""
         row = self._connection.execute(select(*_SHORT).where(jobs.c.id == job)).first()
         return None if row is None else _record(row)
 
     def spec(self, job: str) -> JobSpec:
-        """What was submitted."""
+        """Return the specification of a job."""
         text = self._connection.execute(select(jobs.c.spec).where(jobs.c.id == job)).scalar_one()
         return JobSpec.model_validate_json(text)
 
     def result(self, job: str) -> JobResult | None:
-        """The trained files, once there are some."""
+        """Return the trained files of a job that is done."""
         text = self._connection.execute(select(jobs.c.result).where(jobs.c.id == job)).scalar()
         return None if text is None else JobResult.model_validate_json(text)
 
     def listed(self, owner: str | None = None, limit: int = 500) -> list[JobRecord]:
-        """The newest jobs of an owner, or of all; newest first."""
+        """Return the newest jobs of one owner, or of all, newest first."""
         query = select(*_SHORT).order_by(jobs.c.created.desc(), jobs.c.id).limit(limit)
         if owner is not None:
             query = query.where(jobs.c.owner == owner)
         return [_record(row) for row in self._connection.execute(query)]
 
     def in_state(self, *states: JobState) -> list[JobRecord]:
-        """Jobs in one of these states, oldest first."""
+        """Return the jobs in any of these states, oldest first."""
         query = select(*_SHORT).where(jobs.c.state.in_(states)).order_by(jobs.c.created, jobs.c.id)
         return [_record(row) for row in self._connection.execute(query)]
 

@@ -1,4 +1,4 @@
-"""Tokens and credentials. Both are random and long, so a plain sha256 of them is all that is kept."""
+"""Tokens and credentials, stored as SHA-256 hashes; they are long and random, so no salt is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ravnest.server.db.tables import credentials, tokens
 
 @dataclass(frozen=True)
 class StoredToken:
-    """A token as it is kept."""
+    """A token as it is stored."""
 
     hash: str
     role: ApiRole
@@ -22,14 +22,14 @@ class StoredToken:
 
 
 class MemberRepository:
-    """Who may join, and who has joined."""
+    """Tokens, and the members that joined with them."""
 
     def __init__(self, connection: Connection, now: float) -> None:
         self._connection = connection
         self._now = now
 
     def add_token(self, secret: str, role: ApiRole, *, uses: int | None, expires: float | None) -> None:
-        """Keep a new token; ``uses=None``: as often as wanted."""
+        """Add a token; ``uses=None`` means unlimited uses."""
         self._connection.execute(
             insert(tokens).values(
                 hash=hashed(secret), role=role, uses_left=uses, created=self._now, expires=expires
@@ -37,20 +37,20 @@ class MemberRepository:
         )
 
     def token(self, secret: str) -> StoredToken | None:
-        """The token with this secret, even if it can no longer be used."""
+        """Return the token with this secret, even if it is used up or has expired."""
         row = self._connection.execute(select(tokens).where(tokens.c.hash == hashed(secret))).first()
         if row is None:
             return None
         return StoredToken(row.hash, ApiRole(row.role), row.uses_left, row.expires)
 
     def use_token(self, token: StoredToken) -> None:
-        """Count one use."""
+        """Count one use of a token."""
         if token.uses_left is not None:
             chosen = update(tokens).where(tokens.c.hash == token.hash)
             self._connection.execute(chosen.values(uses_left=tokens.c.uses_left - 1))
 
     def add(self, member: MemberRecord, credential: str, expires: float | None = None) -> None:
-        """Keep a new member."""
+        """Add a member."""
         self._connection.execute(
             insert(credentials).values(
                 hash=hashed(credential),
@@ -63,12 +63,12 @@ class MemberRepository:
         )
 
     def renew(self, member: str, credential: str) -> None:
-        """Give a member another credential in place of the one it had."""
+        """Replace the credential of a member."""
         chosen = update(credentials).where(credentials.c.member == member)
         self._connection.execute(chosen.values(hash=hashed(credential)))
 
-    def known_by(self, credential: str, now: float) -> MemberRecord | None:
-        """The member with this credential, unless it has expired."""
+    def by_credential(self, credential: str, now: float) -> MemberRecord | None:
+        """Return the member with this credential, unless it has expired."""
         found = select(credentials).where(credentials.c.hash == hashed(credential))
         row = self._connection.execute(found).first()
         if row is None or (row.expires is not None and row.expires <= now):
@@ -76,10 +76,10 @@ class MemberRepository:
         return MemberRecord(row.member, ApiRole(row.role), row.name)
 
     def get(self, member: str) -> MemberRecord | None:
-        """A member by id."""
+        """Return a member by id."""
         row = self._connection.execute(select(credentials).where(credentials.c.member == member)).first()
         return None if row is None else MemberRecord(row.member, ApiRole(row.role), row.name)
 
     def forget_tokens(self, expired_before: float) -> None:
-        """Remove tokens that expired long ago."""
+        """Delete tokens that expired before a time."""
         self._connection.execute(delete(tokens).where(tokens.c.expires < expired_before))

@@ -1,4 +1,4 @@
-"""Providers, and where each is in its life."""
+"""Providers and their states."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, insert, or_, select, update
 
+from ravnest.schemas.base import clipped
 from ravnest.schemas.providers import ProviderOffer, ProviderState
-from ravnest.server.db.events import EventRepository, clipped
+from ravnest.server.db.events import EventRepository
 from ravnest.server.db.records import ProviderRecord
 from ravnest.server.db.tables import providers
-from ravnest.server.lifecycle import NEW, check
+from ravnest.server.lifecycle import NEW, check_transition
 
 
 class ProviderRepository:
-    """All that ever offered something."""
+    """All providers, including lost ones."""
 
     def __init__(self, connection: Connection, events: EventRepository, now: float) -> None:
         self._connection = connection
@@ -23,8 +24,8 @@ class ProviderRepository:
         self._now = now
 
     def add(self, provider: str, offer: ProviderOffer, reason: str) -> None:
-        """A provider that was not known."""
-        check("provider", NEW, ProviderState.OFFERED)
+        """Add a new provider."""
+        check_transition("provider", NEW, ProviderState.OFFERED)
         self._connection.execute(
             insert(providers).values(
                 id=provider,
@@ -37,7 +38,7 @@ class ProviderRepository:
         self._events.add("provider", provider, reason, before=NEW, after=ProviderState.OFFERED)
 
     def update(self, provider: str, offer: ProviderOffer) -> None:
-        """Another offer of a known provider; its state stays."""
+        """Replace the offer of a provider; its state stays."""
         chosen = update(providers).where(providers.c.id == provider)
         self._connection.execute(chosen.values(offer=offer.model_dump_json()))
 
@@ -50,35 +51,36 @@ class ProviderRepository:
         job: str | None = None,
         left: bool = False,
     ) -> None:
-        """Change a provider's state; ``TransitionError`` if that cannot be."""
-        check("provider", record.state, after)
+        """Set a provider's state; raise ``TransitionError`` if the transition is not allowed."""
+        check_transition("provider", record.state, after)
         self._connection.execute(
             update(providers)
             .where(providers.c.id == record.id)
             .values(state=after, reason=clipped(reason), job=job, changed=self._now, left=left)
         )
-        about = job or record.job
-        self._events.add("provider", record.id, reason, before=record.state, after=after, job=about)
+        self._events.add(
+            "provider", record.id, reason, before=record.state, after=after, job=job or record.job
+        )
 
     def get(self, provider: str) -> ProviderRecord | None:
-        """A provider by id."""
+        """Return a provider by id."""
         row = self._connection.execute(select(providers).where(providers.c.id == provider)).first()
         return None if row is None else _record(row)
 
     def present(self, lost_since: float = float("inf")) -> list[ProviderRecord]:
-        """Those that are not lost, and those that were lost at that time or later, by id."""
-        here = or_(providers.c.state != ProviderState.LOST, providers.c.changed >= lost_since)
-        query = select(providers).where(here).order_by(providers.c.id)
+        """Return providers that are not lost, or were lost at ``lost_since`` or later, ordered by id."""
+        listed = or_(providers.c.state != ProviderState.LOST, providers.c.changed >= lost_since)
+        query = select(providers).where(listed).order_by(providers.c.id)
         return [_record(row) for row in self._connection.execute(query)]
 
     def names(self, ids: Iterable[str]) -> dict[str, str]:
-        """How providers call themselves."""
+        """Return the names of providers by id."""
         name = func.json_extract(providers.c.offer, "$.name").label("name")
         query = select(providers.c.id, name).where(providers.c.id.in_(list(ids)))
         return {row.id: row.name for row in self._connection.execute(query)}
 
     def of_job(self, job: str) -> list[ProviderRecord]:
-        """Those that are reserved for a job or train it."""
+        """Return the providers that are reserved for a job or train it."""
         query = select(providers).where(providers.c.job == job).order_by("id")
         return [_record(row) for row in self._connection.execute(query)]
 

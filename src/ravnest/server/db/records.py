@@ -1,4 +1,4 @@
-"""What the store holds, as values."""
+"""Rows of the database as values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import ProviderOffer, ProviderState, TlsRejections
 
 ENDED = ("finished", "failed", "stopped")
-"""Phases after which nothing more is expected of a part."""
+"""Final phases of an assignment."""
 
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """Who joined; known by a credential."""
+    """A member: somebody who joined with a token and holds a credential."""
 
     id: str
     role: ApiRole
@@ -23,7 +23,7 @@ class MemberRecord:
 
 @dataclass(frozen=True)
 class ProviderRecord:
-    """A provider and where it is in its life."""
+    """A provider and its state."""
 
     id: str
     offer: ProviderOffer
@@ -32,7 +32,7 @@ class ProviderRecord:
     job: str | None
     changed: float
     left: bool
-    """It went by itself: it comes back with an offer, not with a late heartbeat."""
+    """True if it left by itself; it comes back with a new offer, not with a late heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class AssignmentRecord:
-    """A provider's part in a job, without the assignment itself."""
+    """An assignment without its body, which can be long."""
 
     id: str
     job: str
@@ -65,14 +65,15 @@ class AssignmentRecord:
     role: str
     phase: str
     reason: str
-    figures: tuple[float | None, ...]
+    records: int
+    """Number of telemetry records received, including those no longer stored."""
     losses: int
-    """So many are known."""
+    """Number of stored losses."""
     has_result: bool
-    strangers: TlsRejections
-    """So many are known of."""
+    tls_rejections: TlsRejections
+    """Rejections reported so far."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is expected of it."""
+        """Return whether the assignment is in a final phase."""
         return self.phase in ENDED

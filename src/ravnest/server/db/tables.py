@@ -1,13 +1,31 @@
-"""The tables of the server's database."""
+"""Tables of the server's database, and the upgrades from earlier layouts."""
 
 from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 2
-"""Of this layout; a later one is refused."""
-UPGRADES = {1: "ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{}'"}
-"""What makes the next layout of an earlier one."""
+VERSION = 3
+"""Version of this layout; the server refuses a database of a later one."""
+UPGRADES: dict[int, tuple[str, ...]] = {
+    1: ("ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{}'",),
+    2: (
+        "ALTER TABLE assignments RENAME COLUMN strangers TO tls_rejections",
+        "ALTER TABLE assignments ADD COLUMN records INTEGER NOT NULL DEFAULT 0",
+        "INSERT INTO records SELECT assignments.id, 'validation', json_each.key, 0.0, json_object("
+        "'number', json_each.key, 'epoch', 0, 'name', 'accuracy', 'value', json_each.value, "
+        "'samples', 0, 'kind', 'validation') FROM assignments, json_each(assignments.figures)",
+        "ALTER TABLE assignments DROP COLUMN figures",
+        "UPDATE assignments SET body = json_set(json_remove(body, '$.node_file'), '$.node_spec', "
+        "json_remove(json_extract(body, '$.node_file'), '$.format', '$.version'))",
+        "ALTER TABLE losses RENAME COLUMN position TO update_number",
+        "ALTER TABLE losses ADD COLUMN epoch INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE losses ADD COLUMN microbatches INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE losses ADD COLUMN staleness INTEGER NOT NULL DEFAULT 0",
+        "UPDATE jobs SET spec = json_remove(json_set(spec, '$.on_insufficient', "
+        "json_extract(spec, '$.if_short')), '$.if_short')",
+    ),
+}
+"""Statements that turn each earlier layout into the next one; tables that are missing exist by then."""
 
 metadata = MetaData()
 
@@ -16,7 +34,7 @@ tokens = Table(
     metadata,
     Column("hash", String, primary_key=True),
     Column("role", String, nullable=False),
-    Column("uses_left", Integer),  # NULL: as often as wanted
+    Column("uses_left", Integer),  # NULL: unlimited
     Column("created", Float, nullable=False),
     Column("expires", Float),
 )
@@ -75,18 +93,32 @@ assignments = Table(
     Column("body", Text, nullable=False),
     Column("phase", String, nullable=False),
     Column("reason", Text, nullable=False, default=""),
-    Column("figures", Text, nullable=False, default="[]"),
-    Column("losses", Integer, nullable=False, default=0),
+    Column("records", Integer, nullable=False, server_default="0"),  # received, with forgotten ones
+    Column("losses", Integer, nullable=False, default=0),  # rows in `losses`
     Column("result", Text),
-    Column("strangers", Text, nullable=False, server_default="{}"),
+    Column("tls_rejections", Text, nullable=False, server_default="{}"),
 )
 
 losses = Table(
     "losses",
     metadata,
     Column("assignment", ForeignKey("assignments.id"), primary_key=True),
-    Column("position", Integer, primary_key=True),
-    Column("value", Float),  # NULL: infinite, or no number
+    Column("update_number", Integer, primary_key=True),
+    Column("value", Float),  # NULL: infinite, or not a number
+    Column("epoch", Integer, nullable=False, server_default="0"),
+    Column("microbatches", Integer, nullable=False, server_default="0"),
+    Column("staleness", Integer, nullable=False, server_default="0"),
+    sqlite_with_rowid=False,
+)
+
+records = Table(
+    "records",
+    metadata,
+    Column("assignment", ForeignKey("assignments.id"), primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("position", Integer, primary_key=True),  # among all records of the assignment
+    Column("time", Float, nullable=False),
+    Column("body", Text, nullable=False),
     sqlite_with_rowid=False,
 )
 
@@ -97,7 +129,7 @@ events = Table(
     Column("time", Float, nullable=False),
     Column("kind", String, nullable=False),
     Column("subject", String, nullable=False),
-    Column("job", String),  # of a provider's event: the job that it is about
+    Column("job", String),  # the job that a provider's event is about
     Column("before", String, nullable=False),
     Column("after", String, nullable=False),
     Column("reason", Text, nullable=False),
@@ -105,10 +137,10 @@ events = Table(
     sqlite_autoincrement=True,
 )
 
-artifacts = Table(
+artifact_grants = Table(
     "artifacts",
     metadata,
-    # A member who sent it, a job that has it as its result, or an assignment that needs it.
+    # A member that uploaded the artifact, or an assignment that needs it.
     Column("owner", String, primary_key=True),
     Column("sha256", String, primary_key=True),
     Column("size", Integer, nullable=False),

@@ -1,4 +1,4 @@
-"""The server's HTTP side."""
+"""The HTTP application of the server."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _log = logging.getLogger(__name__)
 
 
 def create_app(server: Server) -> FastAPI:
-    """All routes of an opened server."""
+    """Return the application of an opened server, with all routes."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        clock = asyncio.create_task(_run_clock(server))
+        timers = asyncio.create_task(_run_timers(server))
         try:
-            with server.at_work():
+            with server.matching_in_background():
                 yield
         finally:
-            clock.cancel()
+            timers.cancel()
             with suppress(asyncio.CancelledError):
-                await clock
+                await timers
 
     app = FastAPI(
         title="Ravnest",
         summary="The intermediary server: matches jobs and providers, plans and ships.",
         version=__version__,
         lifespan=lifespan,
-        openapi_url=None,  # served by a route of ours, to members; its page would load from elsewhere
+        openapi_url=None,  # members get it from a route of ours; FastAPI's page loads scripts from a CDN
     )
     app.state.server = server
     explain_errors(app)
@@ -50,13 +50,13 @@ def create_app(server: Server) -> FastAPI:
     return app
 
 
-async def _run_clock(server: Server) -> None:
-    """Do what is due when it is due; sleeps in between, unless something becomes due earlier."""
-    with server.wakes.listen(("clock", "")) as earlier:
-        while not earlier.is_last:
+async def _run_timers(server: Server) -> None:
+    """Call ``run_due`` at each deadline; a notification announces an earlier deadline."""
+    with server.notifications.subscribe(("clock", "")) as earlier:
+        while not earlier.is_closed:
             try:
-                delay = await run_in_threadpool(server.steward.clock)
+                delay = await run_in_threadpool(server.run_due)
             except Exception:
-                _log.exception("the clock failed; it goes on")
+                _log.exception("a timer failed; the timers continue")
                 delay = server.settings.lost_after
             await earlier.wait(delay)

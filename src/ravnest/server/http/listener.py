@@ -1,4 +1,4 @@
-"""Where a server listens, by which names it is reached, and whether it needs TLS there."""
+"""Listening socket of a server, the names by which it is reached, and the need for TLS."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ravnest.transport.tls import is_loopback
 from ravnest.types import Address
 
 _BACKLOG = 2048
-_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  # what a user writes for "this machine, for all"
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104  # wildcard addresses
 
 
 def needs_tls(host: str) -> bool:
-    """Whether others can reach a listener at this host."""
+    """Return whether other machines can reach a listener at this host."""
     return not is_loopback(Address(host, 1))
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; ``ServerError`` says why not. Port 0: any that is free."""
+    """Return a listening socket; port 0 means any free port. Raise ``ServerError`` if it fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -38,22 +38,24 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-        raise ServerError(f"{host}:{port} {reason}; choose another with --port (0: any)") from error
+        raise ServerError(
+            f"{host}:{port} {reason}; choose another with --port (0: any free port)"
+        ) from error
     return listener
 
 
-def host_to_show(host: str, public_names: Iterable[str]) -> str:
-    """How others reach the server: as it was told, or as the machine itself believes."""
+def public_host(host: str, public_names: Iterable[str]) -> str:
+    """Return the host for the server's URL: the first public name, or this machine's own address."""
     names = list(public_names)
     if names:
         return names[0]
-    return _own_address() if host in _EVERYWHERE else host
+    return _own_address() if host in _WILDCARDS else host
 
 
-def names_of(host: str, public_names: Iterable[str]) -> list[str]:
-    """All names and addresses that the server's certificate should be good for."""
+def certificate_names(host: str, public_names: Iterable[str]) -> list[str]:
+    """Return all names and addresses for the server's certificate."""
     names = [*public_names, "127.0.0.1", "::1"]
-    if host not in _EVERYWHERE:
+    if host not in _WILDCARDS:
         return [*names, host]
     addresses = [
         entry.address.partition("%")[0] for each in psutil.net_if_addrs().values() for entry in each
@@ -62,15 +64,15 @@ def names_of(host: str, public_names: Iterable[str]) -> list[str]:
 
 
 def url_of(host: str, port: int, *, tls: bool) -> str:
-    """The address for browsers and commands."""
+    """Return the URL for browsers and commands."""
     return f"{'https' if tls else 'http'}://{Address(host, port)}"
 
 
 def _own_address() -> str:
-    """The address by which this machine talks to the world; nothing is sent to find out."""
+    """Return the address of this machine's default route; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address that nobody has
+            probe.connect(("192.0.2.1", 9))  # TEST-NET, reserved for documentation
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostname()

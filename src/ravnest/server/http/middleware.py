@@ -1,4 +1,4 @@
-"""What happens to every request: a log without secrets, a limit on bodies, errors as sentences."""
+"""Middleware: access log without secrets, size limit of bodies, errors as sentences."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ravnest.errors import ServerRefusedError
 from ravnest.server.lifecycle import TransitionError
 
-_access = logging.getLogger("ravnest.server.auth.dependencies")
+_access = logging.getLogger("ravnest.server.access")
 _log = logging.getLogger(__name__)
 
-_STRANGER_BYTES = 64 << 10
-"""Of a body from somebody who shows no credential: enough to join with."""
+_ANONYMOUS_BYTES = 64 << 10
+"""Size limit of a body without a credential: enough for a request to join."""
 
 
 class AccessLog:
-    """One line a request: method, path, status, time. No query: a login link has its token there."""
+    """Logs method, path, status and time of each request; no query, as login links have tokens there."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI says."""
+        """Handle a request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,19 +51,19 @@ class AccessLog:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, before they are in memory. Uploads have their own limit."""
+    """Refuses too long bodies before they are in memory. Uploads have their own limit."""
 
     def __init__(self, app: ASGIApp, largest: int) -> None:
         self._app = app
         self._largest = largest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI says."""
+        """Handle a request (ASGI)."""
         if scope["type"] != "http" or _is_upload(scope):
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        limit = self._largest if b"authorization" in headers else _STRANGER_BYTES
+        limit = self._largest if b"authorization" in headers else _ANONYMOUS_BYTES
         announced = headers.get(b"content-length", b"0")
         if not announced.isdigit() or int(announced) > limit:
             await _too_long(limit)(scope, receive, send)
@@ -81,7 +81,7 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
 
-_TOO_LONG = "a request may have {} bytes here at most"
+_TOO_LONG = "a request may have {} bytes at most"
 
 
 def _too_long(limit: int) -> JSONResponse:
@@ -93,7 +93,7 @@ def _is_upload(scope: Scope) -> bool:
 
 
 def explain_errors(app: FastAPI) -> None:
-    """Every error is ``{"detail": "<sentence>"}``; what was sent is not repeated in it."""
+    """Answer every error with ``{"detail": "<sentence>"}``; it does not repeat the input."""
 
     @app.exception_handler(ServerRefusedError)
     async def _refused(_request: Request, error: ServerRefusedError) -> JSONResponse:
@@ -107,9 +107,9 @@ def explain_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
         found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:10]]
-        return JSONResponse({"detail": f"the request is not understood: {'; '.join(found)}"}, 422)
+        return JSONResponse({"detail": f"the request is not valid: {'; '.join(found)}"}, 422)
 
     @app.exception_handler(Exception)
     async def _broken(_request: Request, _error: Exception) -> JSONResponse:
-        detail = "the server made a mistake; its log says more"
+        detail = "internal error of the server; see its log"
         return JSONResponse({"detail": detail}, 500)

@@ -1,4 +1,4 @@
-"""Running a server: in a thread of somebody else's process, or as a process of its own."""
+"""Runs a server: in a thread of the calling process, or in the foreground."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ravnest.server.auth.tokens import DEFAULT_HOURS, AuthService
 from ravnest.server.db.database import Database
 from ravnest.server.folder import ServerAddress, ServerFolder, write_private
 from ravnest.server.http.app import create_app
-from ravnest.server.http.listener import host_to_show, listen, names_of, needs_tls, url_of
+from ravnest.server.http.listener import certificate_names, listen, needs_tls, public_host, url_of
 from ravnest.server.server import Server
 from ravnest.server.settings import ServerSettings
 
@@ -32,21 +33,21 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that is up."""
+    """A running server."""
 
     url: str
     server: Server
     fingerprint: str
-    """Of its authority; empty where it speaks plain HTTP."""
+    """Fingerprint of the server's authority; empty with plain HTTP."""
 
     def token(self, role: ApiRole | str, *, uses: int | None = 1, hours: float = DEFAULT_HOURS) -> str:
-        """A token to join it with; ``uses=None``: as often as wanted until it expires."""
-        made = self.server.trust.create_token(ApiRole(role), self.fingerprint, uses=uses, hours=hours)
+        """Create a join token; ``uses=None`` means unlimited uses until it expires."""
+        made = self.server.auth.create_token(ApiRole(role), self.fingerprint, uses=uses, hours=hours)
         return str(made)
 
     @property
     def admin_credential(self) -> str:
-        """What the owner of the folder is known by."""
+        """Credential of the folder's owner."""
         return self.server.folder.admin.read_text(encoding="ascii").strip()
 
 
@@ -60,10 +61,11 @@ def serve(
     tls: bool | None = None,
     settings: ServerSettings | None = None,
 ) -> Iterator[RunningServer]:
-    """An intermediary server while the block runs, in a thread of this process.
+    """Run an intermediary server in a thread of this process while the block runs.
 
-    On loopback it speaks plain HTTP, elsewhere HTTPS with a certificate of its own authority;
-    ``tls=True`` asks for that on loopback too. Port 0 is any that is free.
+    It uses plain HTTP on loopback, and HTTPS with a certificate of its own authority elsewhere;
+    ``tls=True`` selects HTTPS on loopback too. Port 0 means any free port. Raise ``ServerError`` if the
+    server cannot start.
     """
     with _prepared(folder, host, port, public_names, tls, settings) as (running, loop, listener):
         thread = threading.Thread(target=loop.run_in_thread, args=(listener,), name="ravnest-server")
@@ -85,35 +87,37 @@ def serve_in_foreground(
     public_names: Sequence[str] = (),
     tls: bool | None = None,
 ) -> None:
-    """Run a server until Ctrl-C or SIGTERM; ``announce`` is called once it listens."""
-    with _prepared(folder, host, port, public_names, tls, None) as (running, loop, listener):
-        loop.on_start = lambda: announce(running)  # by then a signal is a wish to stop
-        try:
-            asyncio.run(loop.serve(sockets=[listener]))
-        except KeyboardInterrupt:  # raised again by uvicorn once everything is closed
-            return
+    """Run a server until Ctrl-C or SIGTERM; ``announce`` is called once it listens.
+
+    Return after an orderly stop; raise ``ServerError`` if the server cannot start.
+    """
+    prepared = _prepared(folder, host, port, public_names, tls, None, announce)
+    with prepared as (_, loop, listener), suppress(KeyboardInterrupt):  # raised after an orderly stop
+        asyncio.run(loop.serve(sockets=[listener]))
+        loop.check_start()
 
 
 def create_token(
     folder: Path, role: ApiRole, *, uses: int | None = 1, hours: float = DEFAULT_HOURS
 ) -> tuple[str, str]:
-    """The address of a folder's server, and a token for it; the server may be running or not."""
-    place = ServerFolder(folder)
-    address = place.address()
-    store = Database(place.database)
+    """Return the URL of a folder's server and a new token for it; the server need not be running."""
+    server_folder = ServerFolder(folder)
+    address = server_folder.address()
+    db = Database(server_folder.database)
     try:
-        store.open()
-        made = AuthService(store, place).create_token(role, address.fingerprint, uses=uses, hours=hours)
+        db.open()
+        auth = AuthService(db, server_folder)
+        made = auth.create_token(role, address.fingerprint, uses=uses, hours=hours)
     finally:
-        store.close()
+        db.close()
     return address.url, str(made)
 
 
 class _QuietProtocol(H11Protocol):
-    """HTTP without uvicorn's own access log, which would hold the tokens of login links.
+    """HTTP without uvicorn's access log, which would contain the tokens of login links.
 
-    To switch that log off by its name would do so for other servers in this process too, and whoever
-    configures logging could switch it on again.
+    Disabling that logger by name would affect other servers in this process, and a logging
+    configuration could enable it again.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -122,11 +126,11 @@ class _QuietProtocol(H11Protocol):
 
 
 class _Loop(uvicorn.Server):
-    """Uvicorn, which tells when it has started and lets nobody wait when it stops."""
+    """Uvicorn with a start event; waiting requests are answered when it stops."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(self, config: uvicorn.Config, server: Server, on_start: Callable[[], None]) -> None:
         super().__init__(config)
-        self.on_start: Callable[[], None] = lambda: None
+        self._on_start = on_start  # signal handlers are installed by then
         self._ravnest = server
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -134,22 +138,26 @@ class _Loop(uvicorn.Server):
     def run_in_thread(self, listener: socket.socket) -> None:
         try:
             asyncio.run(self.serve(sockets=[listener]))
-        except BaseException as error:  # it is raised where the server was started
+        except BaseException as error:  # raised by ``await_start``
             self._failure = error
         finally:
             self._started.set()
 
     def await_start(self) -> None:
-        if not self._started.wait(_START_SECONDS) or self._failure is not None or not self.started:
+        self._started.wait(_START_SECONDS)
+        self.check_start()
+
+    def check_start(self) -> None:
+        if self._failure is not None or not self.started:
             raise ServerError(f"the server did not start: {self._failure or 'see its log'}")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.on_start()
+        self._on_start()
         self._started.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._ravnest.wakes.close()
+        self._ravnest.notifications.close()
         await super().shutdown(sockets)
 
 
@@ -161,14 +169,23 @@ def _prepared(
     public_names: Sequence[str],
     tls: bool | None,
     settings: ServerSettings | None,
+    announce: Callable[[RunningServer], None] = lambda _: None,
 ) -> Iterator[tuple[RunningServer, _Loop, socket.socket]]:
     if tls is False and needs_tls(host):
-        raise ServerError(f"{host} can be reached by others: without TLS they could read every secret")
+        raise ServerError(
+            f"other machines can reach {host}: without TLS all secrets would be readable on the network"
+        )
     secure = needs_tls(host) if tls is None else tls
     server = Server(Path(folder), settings=settings, tls=secure)
     with server.opened(), listen(host, port) as listener:
+        url = url_of(public_host(host, public_names), listener.getsockname()[1], tls=secure)
+        fingerprint = server.auth.fingerprint if secure else ""
+        running = RunningServer(url, server, fingerprint)
+        certificate, key = _certificate(server, host, public_names) if secure else (None, None)
         config = uvicorn.Config(
             create_app(server),
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
             http=_QuietProtocol,
             ws="none",
             lifespan="on",
@@ -178,18 +195,13 @@ def _prepared(
             timeout_keep_alive=30,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
-        if secure:
-            config.ssl_certfile, config.ssl_keyfile = _certificate(server, host, public_names)
-        shown = host_to_show(host, public_names)
-        url = url_of(shown, listener.getsockname()[1], tls=secure)
-        fingerprint = server.trust.fingerprint if secure else ""
         server.folder.write_address(ServerAddress(url=url, fingerprint=fingerprint))
-        yield RunningServer(url, server, fingerprint), _Loop(config, server), listener
+        yield running, _Loop(config, server, partial(announce, running)), listener
 
 
 def _certificate(server: Server, host: str, public_names: Sequence[str]) -> tuple[Path, Path]:
-    """A new one at each start, for the names that the machine has now."""
-    identity = server.trust.server_identity(names_of(host, public_names))
+    """Write a new certificate for the names that the machine has now; return its path and the key's."""
+    identity = server.auth.server_identity(certificate_names(host, public_names))
     certificate, key = (server.folder.authority / name for name in ("server.pem", "server.key"))
     write_private(certificate, identity.certificate)
     write_private(key, identity.key)

@@ -1,4 +1,4 @@
-"""Which rows of a job's data each node gets, as slices of its pieces. Pure."""
+"""Data shares: the rows of a job's data that each node gets, as slices of its files. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ from ravnest.schemas.providers import DataShare, RowRange
 
 
 def check_data(spec: JobSpec) -> None:
-    """``JobError`` if pieces and samples do not add up; workers would notice only when they have all."""
+    """Raise ``JobError`` if files and samples have different row counts.
+
+    Workers would notice it only after they have fetched everything.
+    """
     for name, data in (("train", spec.train), ("validation", spec.validation or spec.train)):
-        for kind, pieces in (("inputs", data.inputs), ("labels", data.labels)):
-            rows = sum(piece.rows for piece in pieces)
+        for kind, files in (("inputs", data.inputs), ("labels", data.labels)):
+            rows = sum(file.rows for file in files)
             if rows != data.samples:
                 raise JobError(f"the {kind} of its {name} data have {rows} rows, not {data.samples}")
 
 
 def least_rows(spec: JobSpec) -> int:
-    """A cluster with fewer samples would have nothing to train on."""
+    """Return the number of samples below which a cluster has nothing to train on."""
     return spec.training.batch_size if spec.training.drop_last else 1
 
 
 def rows_of(spec: JobSpec, plan: Plan, cluster: int) -> range:
-    """A cluster's share, by its predicted rate, so that all come to the end of an epoch together."""
+    """Return the training rows of a cluster.
+
+    The share is proportional to the cluster's predicted rate, so that all clusters finish an epoch at
+    the same time. Every cluster gets at least ``least_rows``.
+    """
     least = least_rows(spec)
     rates = [each.samples_per_second for each in plan.clusters]
     free = max(spec.train.samples - least * len(rates), 0)
@@ -39,12 +46,12 @@ def rows_of(spec: JobSpec, plan: Plan, cluster: int) -> range:
 
 
 def whole(data: DatasetFiles | None, plan: Plan, stage: StagePlan) -> DataShare | None:
-    """Validation data: every cluster has all of it."""
+    """Return the validation data of a stage: every cluster gets all rows."""
     return None if data is None else share(data, plan, stage, range(data.samples))
 
 
 def share(data: DatasetFiles, plan: Plan, stage: StagePlan, rows: range) -> DataShare:
-    """Inputs to the Root and labels to the Leaf; the only node of a cluster is both."""
+    """Return the inputs for a Root, the labels for a Leaf, and both for a cluster's only node."""
     first, last = stage.index == 0, plan.next(stage.node.id) is None
     return DataShare(
         samples=len(rows),
@@ -53,10 +60,10 @@ def share(data: DatasetFiles, plan: Plan, stage: StagePlan, rows: range) -> Data
     )
 
 
-def _slices(pieces: Sequence[DataFile], rows: range) -> Iterator[RowRange]:
+def _slices(files: Sequence[DataFile], rows: range) -> Iterator[RowRange]:
     begin = 0
-    for piece in pieces:
-        start, stop = max(rows.start - begin, 0), min(rows.stop - begin, piece.rows)
+    for file in files:
+        start, stop = max(rows.start - begin, 0), min(rows.stop - begin, file.rows)
         if start < stop:
-            yield RowRange(artifact=piece.artifact, start=start, stop=stop)
-        begin += piece.rows
+            yield RowRange(artifact=file.artifact, start=start, stop=stop)
+        begin += file.rows

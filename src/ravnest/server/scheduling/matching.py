@@ -1,7 +1,7 @@
-"""Jobs find providers: queue, plan, reserve, ship.
+"""Matching of waiting jobs with idle providers: queue, plan, reserve, ship.
 
-Planning and shipping take seconds, so they happen between transactions, in a thread of their own.
-Whether the world is still as they assumed is checked before anything is written.
+Planning and shipping take seconds, so they run between transactions, in a thread of their own. Before
+anything is written, the transaction checks that their assumptions still hold.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ravnest.schemas.providers import Assignment, ProviderOffer, ProviderState
 from ravnest.server.assignments import needed_by
 from ravnest.server.db.jobs import RUNNING
 from ravnest.server.db.records import JobRecord, ProviderRecord
-from ravnest.server.scheduling.planning import JobPlanner, Planned, Short
-from ravnest.server.scheduling.queue import Decision, IdleProvider, Refusal, WaitingJob, decide
+from ravnest.server.scheduling.planning import Infeasible, JobPlanner, PlannedJob
+from ravnest.server.scheduling.queue import IdleProvider, QueueDecision, Refusal, WaitingJob, decide
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 
 _log = logging.getLogger(__name__)
 
-_REMEMBERED = 2
-"""Plans of a job: for those that it could have now, and for all that are here."""
+_CACHED_PLANS = 2
+"""Cached plans per job: for the providers that it could have now, and for all that are connected."""
 
 _Chosen = tuple[tuple[str, ProviderOffer], ...]
-"""Providers and what they offer, strongest first."""
+"""Ids and offers of providers, strongest first."""
 
 
 @dataclass(frozen=True)
-class _Scene:
-    """What a round of matching goes by."""
+class _Snapshot:
+    """Jobs and providers at the start of a pass."""
 
     waiting: Sequence[JobRecord]
     queue: Sequence[WaitingJob]
@@ -43,24 +43,24 @@ class _Scene:
 
 
 class Matching:
-    """Starts jobs. Only one thread at a time runs ``run_once``."""
+    """Starts jobs. Only one thread at a time may call ``run_once``."""
 
-    def __init__(self, office: UnitOfWorkFactory, planner: JobPlanner) -> None:
-        self._office = office
+    def __init__(self, units: UnitOfWorkFactory, planner: JobPlanner) -> None:
+        self._units = units
         self._planner = planner
-        self._remembered: dict[str, dict[_Chosen, Planned | Short]] = {}
-        """The last plans of each waiting job, and for whom: most changes do not concern it."""
+        self._plans: dict[str, dict[_Chosen, PlannedJob | Infeasible]] = {}
+        """Last plans of each waiting job, by providers: most changes do not affect a job."""
 
     def run_once(self) -> None:
-        """Start what can be started."""
-        while (scene := self._scene()).waiting and self._round(scene):
+        """Start every job that can start."""
+        while (snapshot := self._snapshot()).waiting and self._pass(snapshot):
             pass
 
-    def _scene(self) -> _Scene:
-        with self._office.store.look() as books:
-            waiting = books.jobs.in_state(JobState.SUBMITTED)
-            running = Counter(job.owner for job in books.jobs.in_state(*RUNNING))
-            here = books.providers.present()
+    def _snapshot(self) -> _Snapshot:
+        with self._units.db.read() as db:
+            waiting = db.jobs.in_state(JobState.SUBMITTED)
+            running = Counter(job.owner for job in db.jobs.in_state(*RUNNING))
+            present = db.providers.present()
         queue = [
             WaitingJob(
                 job.id,
@@ -72,102 +72,101 @@ class Matching:
             )
             for job in waiting
         ]
-        idle = [provider for provider in here if provider.state is ProviderState.OFFERED]
-        busy = [provider for provider in here if provider.state is not ProviderState.OFFERED]
-        return _Scene(waiting, queue, running, idle, busy)
+        idle = [provider for provider in present if provider.state is ProviderState.OFFERED]
+        busy = [provider for provider in present if provider.state is not ProviderState.OFFERED]
+        return _Snapshot(waiting, queue, running, idle, busy)
 
-    def _round(self, scene: _Scene) -> bool:
-        """One pass through the queue; whether something started, so that another may be worthwhile."""
-        self._remembered = {
-            job.id: self._remembered[job.id] for job in scene.waiting if job.id in self._remembered
-        }
-        offers = {each.id: each.offer for each in scene.idle}
-        plans: dict[str, Planned] = {}
+    def _pass(self, snapshot: _Snapshot) -> bool:
+        """Go through the queue once; return whether a job started, so that another pass may help."""
+        self._plans = {job.id: self._plans[job.id] for job in snapshot.waiting if job.id in self._plans}
+        offers = {each.id: each.offer for each in snapshot.idle}
+        plans: dict[str, PlannedJob] = {}
         hopeless: set[str] = set()
         broken: dict[str, str] = {}
 
         def fit(job: WaitingJob, providers: tuple[str, ...]) -> tuple[str, ...] | Refusal:
             try:
                 plan = self._plan(job, tuple((name, offers[name]) for name in providers))
-                if isinstance(plan, Planned):
+                if isinstance(plan, PlannedJob):
                     plans[job.id] = plan
                     return plan.providers
-                if self._is_hopeless(job, scene):
+                if self._is_hopeless(job, snapshot):
                     hopeless.add(job.id)
-            except Exception as error:  # a job may hold anything; the others must not suffer
+            except Exception as error:  # a job's files may hold anything; other jobs must go on
                 broken[job.id] = _explained("planned", error)
                 return Refusal(broken[job.id], hopeless=True)
             return Refusal(plan.reason, hopeless=job.id in hopeless)
 
-        idle = [IdleProvider(each.id, each.offer.compute, each.offer.ram) for each in scene.idle]
+        idle = [IdleProvider(each.id, each.offer.compute, each.offer.ram) for each in snapshot.idle]
         started = False
-        for decision in decide(scene.queue, scene.running, idle, len(scene.busy), fit):
+        for decision in decide(snapshot.queue, snapshot.running, idle, len(snapshot.busy), fit):
             if decision.providers:
                 started |= self._start(decision, plans[decision.job])
             elif decision.job in broken:
                 self._fail(decision.job, broken[decision.job])
             else:
-                self._wait(decision, scene, is_short=decision.job in hopeless)
+                self._wait(decision, snapshot, is_insufficient=decision.job in hopeless)
         return started
 
-    def _plan(self, job: WaitingJob, chosen: _Chosen) -> Planned | Short:
-        plans = self._remembered.setdefault(job.id, {})
+    def _plan(self, job: WaitingJob, chosen: _Chosen) -> PlannedJob | Infeasible:
+        plans = self._plans.setdefault(job.id, {})
         if chosen not in plans:
-            with self._office.store.look() as books:
-                spec = books.jobs.spec(job.id)
-            while len(plans) >= _REMEMBERED:
+            with self._units.db.read() as db:
+                spec = db.jobs.spec(job.id)
+            while len(plans) >= _CACHED_PLANS:
                 del plans[next(iter(plans))]
             plans[chosen] = self._planner.plan(spec, chosen)
         return plans[chosen]
 
-    def _is_hopeless(self, job: WaitingJob, scene: _Scene) -> bool:
-        """Whether even all that are here, idle and at work, could not hold it."""
-        if not scene.busy:
+    def _is_hopeless(self, job: WaitingJob, snapshot: _Snapshot) -> bool:
+        """Return whether even all connected providers together, idle and busy, cannot hold the job."""
+        if not snapshot.busy:
             return True
         everybody = sorted(
-            (*scene.idle, *scene.busy), key=lambda each: (-each.offer.compute * each.offer.ram, each.id)
+            (*snapshot.idle, *snapshot.busy),
+            key=lambda each: (-each.offer.compute * each.offer.ram, each.id),
         )
         chosen = tuple((each.id, each.offer) for each in everybody[: job.max_providers])
-        return isinstance(self._plan(job, chosen), Short)
+        return isinstance(self._plan(job, chosen), Infeasible)
 
-    def _wait(self, decision: Decision, scene: _Scene, *, is_short: bool) -> None:
-        """A job does not start now: say why, or end it if it was asked for so."""
-        wanted = next(job.min_providers for job in scene.queue if job.id == decision.job)
-        is_short = is_short or len(scene.idle) + len(scene.busy) < wanted
-        with self._office.change() as change:
-            record = change.books.jobs.get(decision.job)
+    def _wait(self, decision: QueueDecision, snapshot: _Snapshot, *, is_insufficient: bool) -> None:
+        """Store why a job waits, or fail it if it asked for that."""
+        wanted = next(job.min_providers for job in snapshot.queue if job.id == decision.job)
+        is_insufficient = is_insufficient or len(snapshot.idle) + len(snapshot.busy) < wanted
+        with self._units.begin() as uow:
+            record = uow.db.jobs.get(decision.job)
             if record is None or record.state is not JobState.SUBMITTED:
                 return
-            if is_short and change.books.jobs.spec(record.id).on_insufficient == "fail":
-                change.end_job(record, JobState.FAILED, decision.reason)
+            if is_insufficient and uow.db.jobs.spec(record.id).on_insufficient == "fail":
+                uow.end_job(record, JobState.FAILED, decision.reason)
                 return
-            change.books.jobs.pass_over(record.id, decision.passed_over)
+            uow.db.jobs.set_passed_over(record.id, decision.passed_over)
             if decision.reason != record.reason:
-                change.books.jobs.explain(record, decision.reason)
-                change.topics.add(("job", record.id))
+                uow.db.jobs.explain(record, decision.reason)
+                uow.topics.add(("job", record.id))
 
     def _fail(self, job: str, reason: str) -> None:
-        with self._office.change() as change:
-            record = change.books.jobs.get(job)
+        with self._units.begin() as uow:
+            record = uow.db.jobs.get(job)
             if record is not None and not record.state.is_final:
-                change.end_job(record, JobState.FAILED, reason)
+                uow.end_job(record, JobState.FAILED, reason)
 
-    def _start(self, decision: Decision, plan: Planned) -> bool:
-        """Reserve the providers, write the stages, hand out the assignments; whether it was begun."""
+    def _start(self, decision: QueueDecision, plan: PlannedJob) -> bool:
+        """Reserve the providers, write the stages, store the assignments; return whether it began."""
         if not self._reserve(decision, plan):
             return False
         try:
             assignments = self._planner.ship(decision.job, plan)
-        except Exception as error:  # the model's files are the requester's: anything can be wrong
+        except Exception as error:  # the model's files are the requester's and may hold anything
             self._fail(decision.job, _explained("shipped", error))
             return True
-        self._hand_out(decision.job, plan, assignments)
+        self._assign(decision.job, plan, assignments)
         return True
 
-    def _reserve(self, decision: Decision, plan: Planned) -> bool:
-        with self._office.change() as change:
-            record = change.books.jobs.get(decision.job)
-            providers = [change.books.providers.get(provider) for provider in plan.providers]
+    def _reserve(self, decision: QueueDecision, plan: PlannedJob) -> bool:
+        with self._units.begin() as uow:
+            record = uow.db.jobs.get(decision.job)
+            providers = [uow.db.providers.get(provider) for provider in plan.providers]
             if record is None or record.state is not JobState.SUBMITTED:
                 return False
             free = [each for each in providers if each and each.state is ProviderState.OFFERED]
@@ -175,64 +174,64 @@ class Matching:
                 return False
             for provider in free:
                 reason = f"reserved for {record.name}"
-                change.books.providers.move(provider, ProviderState.RESERVED, reason, job=record.id)
-            change.books.jobs.move(record, JobState.PLANNED, decision.reason, plan=plan.words)
-            change.topics.add(("job", record.id))
+                uow.db.providers.move(provider, ProviderState.RESERVED, reason, job=record.id)
+            uow.db.jobs.move(record, JobState.PLANNED, decision.reason, plan=plan.explanation)
+            uow.topics.add(("job", record.id))
         return True
 
-    def _hand_out(self, job: str, plan: Planned, assignments: Sequence[Assignment]) -> None:
-        with self._office.change() as change:
-            record = change.books.jobs.get(job)
+    def _assign(self, job: str, plan: PlannedJob, assignments: Sequence[Assignment]) -> None:
+        with self._units.begin() as uow:
+            record = uow.db.jobs.get(job)
             if record is None or record.state is not JobState.PLANNED:
                 return
             for provider, assignment in zip(plan.providers, assignments, strict=True):
-                change.books.parts.add(assignment, provider)
-                change.books.holdings.give(assignment.id, needed_by(assignment))
-                change.topics.add(("provider", provider))
-            reason = f"{len(assignments)} providers fetch their part"
-            change.books.jobs.move(record, JobState.SHIPPING, reason)
-            change.topics.add(("job", job))
+                uow.db.assignments.add(assignment, provider)
+                uow.db.artifact_grants.grant(assignment.id, needed_by(assignment))
+                uow.topics.add(("provider", provider))
+            reason = f"{len(assignments)} providers fetch their assignments"
+            uow.db.jobs.move(record, JobState.SHIPPING, reason)
+            uow.topics.add(("job", job))
 
 
 class MatchingThread:
-    """Runs matching whenever it is wanted."""
+    """Thread that runs matching on request."""
 
     def __init__(self) -> None:
-        self._wanted = threading.Event()
+        self._requested = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def want(self) -> None:
-        """Something changed; called from any thread."""
-        self._wanted.set()
+    def request(self) -> None:
+        """Request a run; thread-safe, does not block."""
+        self._requested.set()
 
     def start(self, matching: Matching) -> None:
-        """Run until ``stop``."""
+        """Start the thread; it runs until ``stop``."""
         self._thread = threading.Thread(target=self._run, args=(matching,), name="matching", daemon=True)
         self._thread.start()
 
-    def stop(self, patience: float) -> None:
-        """Stop; a plan that takes longer than ``patience`` seconds is left to die with the process."""
+    def stop(self, timeout: float) -> None:
+        """Stop the thread; a plan that takes longer than ``timeout`` seconds ends with the process."""
         self._stopping = True
-        self._wanted.set()
+        self._requested.set()
         if self._thread is not None:
-            self._thread.join(patience)
+            self._thread.join(timeout)
 
     def _run(self, matching: Matching) -> None:
         while True:
-            self._wanted.wait()
-            self._wanted.clear()
+            self._requested.wait()
+            self._requested.clear()
             if self._stopping:
                 return
             try:
                 matching.run_once()
             except Exception:
-                _log.exception("matching failed; it is tried again at the next change")
+                _log.exception("matching failed; it runs again at the next change")
 
 
-def _explained(what: str, error: Exception) -> str:
-    """Our own errors say it all; for others the log has the rest."""
+def _explained(action: str, error: Exception) -> str:
+    """Return the reason of a failure; errors that are not Ravnest's own are logged with a traceback."""
     if isinstance(error, RavnestError):
-        return f"it cannot be {what}: {error}"
-    _log.exception("a job cannot be %s", what)
-    return f"it cannot be {what}: {type(error).__name__}: {error}"
+        return f"it cannot be {action}: {error}"
+    _log.exception("a job cannot be %s", action)
+    return f"it cannot be {action}: {type(error).__name__}: {error}"

@@ -1,77 +1,155 @@
-"""The seam between matching and what plans a job and writes its stages."""
+"""Planning of a job for a list of providers."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from ravnest.jobs.model import UnitModel, read_units
+from ravnest.errors import PlanError
+from ravnest.plan.cost import ModelCosts
+from ravnest.plan.explain import explain
+from ravnest.plan.infeasible import lightest_stage
+from ravnest.plan.memory import averaging_copies, size
+from ravnest.plan.node_configs import NodeConfig
+from ravnest.plan.plan import Plan
+from ravnest.plan.planner import make_plan
+from ravnest.plan.profile import ModelProfile
 from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment, ProviderOffer
-from ravnest.server.artifacts import ArtifactFolder
-from ravnest.server.scheduling.shipping import PlannedJob, Shortage, plan_job, ship
+from ravnest.server.scheduling.data_shares import check_data, least_rows
+from ravnest.types import Address
+
+Candidates = Sequence[tuple[str, ProviderOffer]]
+"""Ids and offers of providers, strongest first."""
 
 
 @dataclass(frozen=True)
-class Planned:
-    """Who does what in a job."""
+class PlannedJob:
+    """A job with its plan and the providers of its nodes."""
 
+    spec: JobSpec
+    plan: Plan
     providers: tuple[str, ...]
-    """The provider of each node, by the node's number."""
-    words: str
+    """Provider of each node, by the node's number."""
+    explanation: str
     """The plan in words."""
-    details: Any
-    """The planner's own, for ``ship``."""
 
 
 @dataclass(frozen=True)
-class Short:
-    """The providers cannot hold the model, and why."""
+class Infeasible:
+    """No plan exists for the job and these providers."""
 
     reason: str
+    """What the job needs and what the providers offer, with numbers."""
 
 
 class JobPlanner(Protocol):
-    """Both take seconds of CPU, and are called in a thread of their own."""
+    """Plans jobs and creates their assignments; both take seconds of CPU time."""
 
-    def plan(self, spec: JobSpec, providers: Sequence[tuple[str, ProviderOffer]]) -> Planned | Short:
-        """Plan a job for these providers, strongest first."""
+    def plan(self, spec: JobSpec, providers: Candidates) -> PlannedJob | Infeasible:
+        """Plan a job for these providers."""
         ...
 
-    def ship(self, job: str, planned: Planned) -> tuple[Assignment, ...]:
-        """Write the stages among the artifacts; an assignment for each node, by number."""
+    def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
+        """Write the stages as artifacts; return the assignment of each node, by number."""
         ...
 
 
-class ShippingPlanner:
-    """For one thread."""
+def plan_job(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> PlannedJob | Infeasible:
+    """Plan a job for providers; node ``i`` is the ``i``-th provider that the plan uses.
 
-    def __init__(self, artifacts: ArtifactFolder, scratch: Path) -> None:
-        self._artifacts = artifacts
-        self._scratch = scratch
-        self._model: tuple[str, UnitModel] | None = None
-        """The last one that was read: a job that waits is planned again at each change."""
+    The plan uses all providers if possible. Otherwise those with the least RAM are left out, down to
+    ``min_providers``: a provider that is too small for any stage must not block the others.
+    Raise ``JobError`` if the row counts of the job's data are inconsistent.
+    """
+    check_data(spec)
+    costs = ModelCosts.of(profile, spec.training.update_frequency)
+    least = max(spec.min_providers, spec.clusters or 1)
+    chosen = _useful(costs, _with_own_address(providers), spec.clusters, least)
+    infeasible: Infeasible | None = None
+    while len(chosen) >= least:
+        if infeasible and sum(offer.ram for _, offer in chosen) * 1e9 < costs.smallest_total:
+            break
+        plan = _plan(spec, profile, chosen)
+        if isinstance(plan, Plan):
+            explanation = explain(plan, profile, _unit_names(profile))
+            return PlannedJob(spec, plan, tuple(name for name, _ in chosen), explanation)
+        infeasible = infeasible or plan
+        chosen = _without_smallest(chosen, max(len(chosen) // 8, 1))
+    return infeasible or Infeasible(
+        f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size}, on at least"
+        f" {least} providers with different addresses; {len(chosen)} such providers are idle"
+    )
 
-    def plan(self, spec: JobSpec, providers: Sequence[tuple[str, ProviderOffer]]) -> Planned | Short:
-        """Plan a job for these providers, strongest first."""
-        planned = plan_job(spec, self._read(spec.model.units.sha256), providers)
-        if isinstance(planned, Shortage):
-            return Short(planned.reason)
-        return Planned(planned.providers, planned.words, planned)
 
-    def ship(self, job: str, planned: Planned) -> tuple[Assignment, ...]:
-        """Write the stages among the artifacts; an assignment for each node, by number."""
-        details = planned.details
-        assert isinstance(details, PlannedJob)
-        shutil.rmtree(self._scratch, ignore_errors=True)  # of a process that was killed here
-        self._scratch.mkdir(parents=True)
-        weights = self._artifacts.path(details.spec.model.weights.sha256)
-        return ship(job, details, weights, self._artifacts.add, self._scratch)
+def _with_own_address(providers: Candidates) -> list[tuple[str, ProviderOffer]]:
+    """Return the first provider of each address: two cannot listen on one address."""
+    first: dict[Address, tuple[str, ProviderOffer]] = {}
+    for name, offer in providers:
+        first.setdefault(Address.parse(offer.address), (name, offer))
+    return list(first.values())
 
-    def _read(self, sha256: str) -> UnitModel:
-        if self._model is None or self._model[0] != sha256:
-            self._model = (sha256, read_units(self._artifacts.path(sha256)))
-        return self._model[1]
+
+def _useful(
+    costs: ModelCosts, providers: list[tuple[str, ProviderOffer]], clusters: int | None, least: int
+) -> list[tuple[str, ProviderOffer]]:
+    """Return the providers that can hold a stage, or all if they are too few: the reason names them."""
+    need = lightest_stage(costs, len(providers), clusters)
+    useful = [provider for provider in providers if provider[1].ram * 1e9 >= need]
+    return useful if len(useful) >= least else providers
+
+
+def _without_smallest(providers: Candidates, count: int) -> list[tuple[str, ProviderOffer]]:
+    """Return the providers without the ``count`` ones with the least RAM; ties remove the last."""
+    largest = sorted(range(len(providers)), key=lambda i: (-providers[i][1].ram, i))
+    return [providers[i] for i in sorted(largest[: len(providers) - count])]
+
+
+def _plan(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Plan | Infeasible:
+    nodes = [
+        NodeConfig(number, Address.parse(offer.address), offer.ram, offer.bandwidth, offer.compute)
+        for number, (_, offer) in enumerate(providers)
+    ]
+    training, most = spec.training, _most_clusters(spec)
+    if spec.clusters is not None and spec.clusters > most:
+        return Infeasible(
+            f"clusters={spec.clusters} is too many: {spec.train.samples} samples are enough for {most}"
+        )
+
+    def planned(clusters: int | None) -> Plan:
+        return make_plan(
+            profile,
+            nodes,
+            clusters=clusters,
+            seed=training.seed,
+            update_frequency=training.update_frequency,
+            averaging=averaging_copies(
+                compressed=training.compression is not None,
+                with_optimizer=training.average_optim,
+                optimizer_factor=profile.optimizer_bytes_per_parameter_byte,
+            ),
+            source="",
+        )
+
+    try:
+        plan = planned(spec.clusters)
+        return plan if len(plan.clusters) <= most else planned(most)
+    except PlanError as error:
+        return Infeasible(str(error))
+
+
+def _most_clusters(spec: JobSpec) -> int:
+    """Return the largest number of clusters that all have a batch to train on."""
+    return max(spec.train.samples // least_rows(spec), 1)
+
+
+def _unit_names(profile: ModelProfile) -> list[str]:
+    """Return a module name per unit: that of its first tensor, or the previous unit's name."""
+    names = [""] * len(profile.units)
+    for tensor in reversed(profile.state):
+        names[tensor.units[0]] = tensor.name.rpartition(".")[0] or tensor.name
+    current = next((name for name in names if name), "forward")
+    for unit, name in enumerate(names):
+        current = names[unit] = name or current
+    return names

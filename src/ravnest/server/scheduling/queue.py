@@ -1,8 +1,8 @@
-"""Which waiting job goes next, and with which idle providers. Pure.
+"""Job queue: which waiting job starts next, and with which idle providers. Pure.
 
-An owner with fewer running jobs goes first, then who came first. A job that does not fit now lets
-later ones pass, but not for ever: after ``PATIENCE`` of them it holds the line, and nobody behind it
-starts until it does. A job that even all providers together could not hold holds up nobody.
+Jobs of owners with fewer running jobs go first, then older jobs. A job that does not fit now lets
+later ones start, but not forever: after ``PATIENCE`` of them it blocks the queue, and no job behind it
+starts before it. A job that even all providers together cannot hold does not block others.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 PATIENCE = 3
-"""So many jobs may pass one that does not fit."""
+"""Number of later jobs that may start before a job that does not fit."""
 
 
 @dataclass(frozen=True)
 class WaitingJob:
-    """A job that no provider works on yet."""
+    """A job in the queue."""
 
     id: str
     owner: str
@@ -25,12 +25,12 @@ class WaitingJob:
     min_providers: int = 1
     max_providers: int | None = None
     passed_over: int = 0
-    """Jobs behind it that started while it did not fit."""
+    """Number of later jobs that started while this one did not fit."""
 
 
 @dataclass(frozen=True)
 class IdleProvider:
-    """A provider without work, and what makes it strong."""
+    """A provider without a job; its strength is compute times RAM."""
 
     id: str
     compute: float
@@ -39,27 +39,27 @@ class IdleProvider:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a job cannot be planned for the providers that it would get."""
+    """Reason why a job cannot be planned for the providers that it would get."""
 
     reason: str
     hopeless: bool = False
-    """All providers that are here, idle and busy, would not be enough either."""
+    """True if all connected providers, idle and busy, are not enough either."""
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What becomes of a waiting job now, and why."""
+class QueueDecision:
+    """Providers for a waiting job, or the reason why it keeps waiting."""
 
     job: str
     providers: tuple[str, ...]
-    """Those it starts with, strongest first; empty: it waits."""
+    """Providers that the job starts with, strongest first; empty if it waits."""
     reason: str
     passed_over: int
-    """To be kept with a job that waits."""
+    """New value for a job that waits."""
 
 
 Fit = Callable[[WaitingJob, tuple[str, ...]], tuple[str, ...] | Refusal]
-"""Those of the given providers that a plan of the job uses, or why there is none."""
+"""Function that returns those of the given providers that a plan uses, or why there is no plan."""
 
 
 def decide(
@@ -68,19 +68,19 @@ def decide(
     idle: Iterable[IdleProvider],
     busy: int = 0,
     fit: Fit = lambda _, providers: providers,
-) -> tuple[Decision, ...]:
-    """One decision for each waiting job, in the order in which they were tried.
+) -> tuple[QueueDecision, ...]:
+    """Return one decision for each waiting job, in the order in which they were tried.
 
-    ``running`` counts the running jobs of each owner, ``busy`` the providers that are here and at
-    work. ``fit`` is asked once for each job that has enough providers; without it every job fits.
+    ``running`` counts the running jobs of each owner, ``busy`` the connected providers that have a job.
+    ``fit`` is called once for each job that has enough providers; without it every job fits.
     """
-    line = _Line(Counter(running), _by_strength(idle), busy)
+    queue = _Queue(Counter(running), _by_strength(idle), busy)
     left = list(waiting)
     while left:
-        job = min(left, key=line.turn)
+        job = min(left, key=queue.priority)
         left.remove(job)
-        line.offer(job, fit)
-    return tuple(replace(made, passed_over=line.passed[made.job]) for made in line.decisions)
+        queue.offer(job, fit)
+    return tuple(replace(made, passed_over=queue.passed[made.job]) for made in queue.decisions)
 
 
 def _by_strength(idle: Iterable[IdleProvider]) -> list[str]:
@@ -88,28 +88,28 @@ def _by_strength(idle: Iterable[IdleProvider]) -> list[str]:
     return [provider.id for provider in ordered]
 
 
-class _Line:
-    """The jobs of one call of ``decide``, as far as they were tried."""
+class _Queue:
+    """State of one call of ``decide``."""
 
     def __init__(self, running: Counter[str], free: list[str], busy: int) -> None:
-        self.decisions: list[Decision] = []
+        self.decisions: list[QueueDecision] = []
         self.passed: dict[str, int] = {}
         self._running = running
         self._free = free
         self._busy = busy
         self._patient: list[str] = []
-        """Jobs that do not fit now and may when others have ended."""
-        self._holder: str | None = None
+        """Jobs that do not fit now and may fit when others have ended."""
+        self._blocker: str | None = None
 
-    def turn(self, job: WaitingJob) -> tuple[int, float, str]:
-        """Jobs are tried by this, smallest first; starts of the same call count."""
+    def priority(self, job: WaitingJob) -> tuple[int, float, str]:
+        """Return the sort key of a job, smallest first; it counts jobs that this call started."""
         return self._running[job.owner], job.submitted, job.id
 
     def offer(self, job: WaitingJob, fit: Fit) -> None:
-        """Let a job start with what is free, or say why it waits."""
+        """Start a job with free providers, or store why it waits."""
         self.passed[job.id] = job.passed_over
-        if self._holder is not None:
-            self._add(job, f"waits for its turn: {self._holder} was passed over {PATIENCE} times")
+        if self._blocker is not None:
+            self._add(job, f"waits for its turn: {self._blocker} was passed over {PATIENCE} times")
             return
         found = self._providers_for(job, fit)
         if isinstance(found, Refusal):
@@ -119,7 +119,7 @@ class _Line:
         else:
             self._add(job, _granted(len(found), len(self._free), self._running[job.owner]), found)
             self._start(job, found)
-        self._holder = next((each for each in self._patient if self.passed[each] >= PATIENCE), None)
+        self._blocker = next((each for each in self._patient if self.passed[each] >= PATIENCE), None)
 
     def _providers_for(self, job: WaitingJob, fit: Fit) -> tuple[str, ...] | Refusal:
         needed = max(job.min_providers, 1)
@@ -130,7 +130,7 @@ class _Line:
         return fit(job, tuple(self._free[:most]))
 
     def _add(self, job: WaitingJob, reason: str, providers: tuple[str, ...] = ()) -> None:
-        self.decisions.append(Decision(job.id, providers, reason, job.passed_over))
+        self.decisions.append(QueueDecision(job.id, providers, reason, job.passed_over))
 
     def _start(self, job: WaitingJob, providers: Sequence[str]) -> None:
         self._free = [provider for provider in self._free if provider not in providers]

@@ -1,26 +1,31 @@
-"""The page at ``/``: providers, jobs, and how their losses fall. Plain, and without any script."""
+"""The web page: providers, jobs and their losses, as HTML without scripts.
+
+Jinja2 escapes every value: names and reasons come from other people.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.auth import JoinToken
-from ravnest.server.auth.dependencies import ServerHere, server_of, source_of
+from ravnest.server.auth.dependencies import CurrentServer, server_of, source_of
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.job_status import leading_root
 from ravnest.server.server import Server
 from ravnest.server.views import provider_views
-from ravnest.server.web.rendering import document, lost_way, overview, welcome
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 COOKIE = "ravnest"
 _JOBS = 30
 _POINTS = 300
+_WIDTH, _HEIGHT = 220, 44
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -32,40 +37,42 @@ _HEADERS = {
 
 @router.get("/")
 def page(request: Request) -> HTMLResponse:
-    """All that this browser's member may see."""
+    """Show everything that this browser's member may see."""
     server = server_of(request)
     member = _visitor(server, request)
     if member is None:
-        return HTMLResponse(document(lost_way()), 401, headers=_HEADERS)
-    jobs = server.jobs_of(member, _JOBS)
-    since = server.clock.wall() - server.settings.shown_after_loss
-    with server.store.look() as books:
-        providers = provider_views(books, server.steward.liveness, since)
-        curves = {}
+        return _rendered("login.html", 401, problem="")
+    now = server.clock.wall()
+    jobs = server.visible_jobs(member, _JOBS)
+    curves = {}
+    with server.db.read() as db:
+        lost_since = now - server.settings.shown_after_loss
+        providers = provider_views(db, server.provider_service.liveness, lost_since)
         for job in jobs:
-            root = leading_root(books.parts.of_job(job.id))
-            curves[job.id] = [] if root is None else books.parts.sampled_losses(root, _POINTS)
-    body = overview(member, providers, jobs, curves, server.clock.wall())
-    return HTMLResponse(document(body, refresh="10"), headers=_HEADERS)
+            root = leading_root(db.assignments.of_job(job.id))
+            curves[job.id] = [] if root is None else db.telemetry.sampled_losses(root, _POINTS)
+    return _rendered(
+        "overview.html", member=member, providers=providers, jobs=jobs, curves=curves, now=now
+    )
 
 
 @router.get("/login")
 def login(
-    request: Request, server: ServerHere, token: Annotated[str, Query(max_length=400)] = ""
+    request: Request, server: CurrentServer, token: Annotated[str, Query(max_length=400)] = ""
 ) -> HTMLResponse:
-    """Exchange the token in a link for a cookie that only this server sees.
+    """Exchange the token of a login link for a cookie that only this server receives.
 
-    It answers with a page that goes on to ``/`` by itself, not with a redirect: a browser that came
-    from elsewhere would not send a strict cookie along with that.
+    The reply is a page that loads ``/``, not a redirect: after a redirect, a browser that follows a
+    link from another site would not send a cookie with ``SameSite=Strict``.
     """
     lifetime = server.settings.page_login
     try:
         secret = JoinToken.parse(token).secret
         expires = server.clock.wall() + lifetime
-        joined = server.trust.join(secret, "a browser", source_of(request), expires=expires)
+        joined = server.auth.join(secret, "a browser", source_of(request), expires=expires)
     except (ValueError, ServerRefusedError) as error:
-        return HTMLResponse(document(lost_way(str(error))), 401, headers=_HEADERS)
-    answer = HTMLResponse(document(welcome(), refresh="0;url=/"), headers=_HEADERS)
+        return _rendered("login.html", 401, problem=str(error))
+    answer = _rendered("welcome.html")
     answer.set_cookie(
         COOKIE,
         joined.credential,
@@ -82,6 +89,43 @@ def _visitor(server: Server, request: Request) -> MemberRecord | None:
     if not credential:
         return None
     try:
-        return server.trust.member(credential, source_of(request))
+        return server.auth.member(credential, source_of(request))
     except ServerRefusedError:
         return None
+
+
+def _rendered(template: str, status: int = 200, **values: object) -> HTMLResponse:
+    return HTMLResponse(_templates.get_template(template).render(values), status, headers=_HEADERS)
+
+
+def _points(curve: Sequence[tuple[int, float]]) -> str:
+    """Return the points of an SVG polyline: updates from left to right, losses from bottom to top."""
+    first, last = curve[0][0], curve[-1][0]
+    low = min(loss for _, loss in curve)
+    span = max(loss for _, loss in curve) - low or 1.0
+    return " ".join(
+        f"{(update - first) / (last - first) * _WIDTH:.1f},{(1 - (loss - low) / span) * _HEIGHT:.1f}"
+        for update, loss in curve
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"
+
+
+_templates = Environment(
+    loader=PackageLoader("ravnest.server.web"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_templates.filters.update(points=_points, number=_number, ago=_ago)
+_templates.globals.update(width=_WIDTH, height=_HEIGHT)

@@ -1,1 +1,1 @@
-"""Routes of the HTTP API, by subject; thin: they check who asks, and call the server."""
+"""Routes of the HTTP API, one module per subject: they check permissions and call the services."""

@@ -1,4 +1,4 @@
-"""Joining the server, and what everybody may know about it."""
+"""Routes of the server itself: health, authority, join, events, API description."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi.responses import PlainTextResponse
 
 from ravnest.schemas.auth import JoinReply, JoinRequest
 from ravnest.schemas.jobs import EventView
-from ravnest.server.auth.dependencies import AnOverseer, Anybody, ServerHere, source_of
+from ravnest.server.auth.dependencies import AnyMember, CurrentServer, EventReader, source_of
 from ravnest.version import __version__
 
 router = APIRouter(prefix="/api", tags=["server"])
@@ -17,31 +17,31 @@ router = APIRouter(prefix="/api", tags=["server"])
 
 @router.get("/health")
 async def health() -> dict[str, str]:
-    """The server lives."""
+    """Return the status and the version."""
     return {"status": "ok", "version": __version__}
 
 
 @router.get("/authority", response_class=PlainTextResponse)
-def authority(server: ServerHere) -> str:
-    """The certificate of the server's authority (PEM); a token has its fingerprint."""
-    return server.trust.authority
+def authority(server: CurrentServer) -> str:
+    """Return the certificate of the server's authority (PEM); tokens contain its fingerprint."""
+    return server.auth.authority
 
 
 @router.post("/join")
-def join(body: JoinRequest, request: Request, server: ServerHere) -> JoinReply:
+def join(body: JoinRequest, request: Request, server: CurrentServer) -> JoinReply:
     """Exchange a token for a credential."""
-    return server.trust.join(body.secret, body.name, source_of(request))
+    return server.auth.join(body.secret, body.name, source_of(request))
 
 
 @router.get("/events")
-def events(_: AnOverseer, server: ServerHere, after: int = 0) -> list[EventView]:
-    """What happened after an event, oldest first."""
-    with server.store.look() as books:
-        return books.events.after(after)
+def events(_: EventReader, server: CurrentServer, after: int = 0) -> list[EventView]:
+    """Return the events after number ``after``, oldest first."""
+    with server.db.read() as db:
+        return db.events.after(after)
 
 
 @router.get("/openapi.json", include_in_schema=False)
-def openapi(_: Anybody, request: Request) -> dict[str, Any]:
-    """The API, described for programs."""
+def openapi(_: AnyMember, request: Request) -> dict[str, Any]:
+    """Return the OpenAPI description of the API."""
     document: dict[str, Any] = request.app.openapi()
     return document

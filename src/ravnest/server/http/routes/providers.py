@@ -1,4 +1,4 @@
-"""Providers: offers, heartbeats, and leaving."""
+"""Routes of providers: offer, heartbeat, leave."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply, ProviderOffer, ProviderView
-from ravnest.server.auth.dependencies import Anybody, AProvider, ServerHere, must_be
+from ravnest.server.auth.dependencies import AnyMember, CurrentServer, ProviderMember, require_self
 from ravnest.server.views import provider_views
 
 router = APIRouter(prefix="/api/providers", tags=["providers"])
 
 
 @router.get("")
-def listed(_: Anybody, server: ServerHere) -> list[ProviderView]:
-    """Who is here, and who was lost lately."""
+def listed(_: AnyMember, server: CurrentServer) -> list[ProviderView]:
+    """Return the connected providers and those lost recently."""
     since = server.clock.wall() - server.settings.shown_after_loss
-    with server.store.look() as books:
-        return provider_views(books, server.steward.liveness, since)
+    with server.db.read() as db:
+        return provider_views(db, server.provider_service.liveness, since)
 
 
 @router.post("")
-def offer(body: ProviderOffer, member: AProvider, server: ServerHere) -> ProviderView:
-    """Offer this machine; again: with other figures."""
-    return server.steward.offer(member, body)
+def offer(body: ProviderOffer, member: ProviderMember, server: CurrentServer) -> ProviderView:
+    """Offer this machine, or replace its offer."""
+    return server.provider_service.offer(member, body)
 
 
 @router.post("/{provider}/heartbeat")
 async def heartbeat(
-    provider: str, body: Heartbeat, member: AProvider, server: ServerHere
+    provider: str, body: Heartbeat, member: ProviderMember, server: CurrentServer
 ) -> HeartbeatReply:
-    """Say that this provider lives and how its work goes; the answer says what it should do."""
+    """Report progress; the reply names the assignment that the provider should work on."""
     clock = asyncio.get_running_loop().time
-    with server.wakes.listen(("provider", provider)) as news:
-        await run_in_threadpool(must_be, server, member, provider, "speak for the machine")
-        await run_in_threadpool(server.steward.beat, provider, body)
+    with server.notifications.subscribe(("provider", provider)) as news:
+        await run_in_threadpool(require_self, server, member, provider, "send a heartbeat of")
+        await run_in_threadpool(server.provider_service.heartbeat, provider, body)
         deadline = clock() + min(body.wait, server.settings.heartbeat_wait)
         while True:
-            orders = await run_in_threadpool(server.steward.orders, provider)
-            if orders.assignment != body.known or not await news.wait(deadline - clock()):
-                return orders
+            reply = await run_in_threadpool(server.provider_service.reply, provider)
+            if reply.assignment != body.known or not await news.wait(deadline - clock()):
+                return reply
 
 
 @router.delete("/{provider}")
 def leave(
     provider: str,
-    member: AProvider,
-    server: ServerHere,
+    member: ProviderMember,
+    server: CurrentServer,
     reason: Annotated[str, Query(max_length=1000)] = "",
 ) -> None:
-    """Go; what it worked at is lost."""
-    must_be(server, member, provider, "end the offer")
-    server.steward.leave(provider, reason)
+    """Withdraw the offer; the provider's assignment fails."""
+    require_self(server, member, provider, "withdraw the offer of")
+    server.provider_service.leave(provider, reason)

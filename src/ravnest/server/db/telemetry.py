@@ -1,0 +1,237 @@
+"""Records of worker processes: losses in a table of their own, all other kinds in another.
+
+Both are bounded per assignment. Losses are thinned out as they get old; of the other kinds the newest
+are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy.dialects.sqlite import insert
+
+from ravnest.server.db.records import AssignmentRecord
+from ravnest.server.db.tables import assignments, losses, records
+from ravnest.telemetry import (
+    LossRecord,
+    PhaseRecord,
+    QueueRecord,
+    RoundRecord,
+    TimingRecord,
+    ValidationRecord,
+    WarningRecord,
+    WorkerRecord,
+)
+
+MOST_LOSSES = 100_000
+"""Losses that are kept per assignment; half of them remain when older ones are thinned out."""
+NEWEST_KEPT = {
+    "validation": 10_000,
+    "round": 1000,
+    "timing": 1000,
+    "queue": 200,
+    "warning": 200,
+    "phase": 200,
+}
+"""Records that are kept per assignment and kind."""
+
+Stored = TypeVar(
+    "Stored", ValidationRecord, RoundRecord, TimingRecord, QueueRecord, WarningRecord, PhaseRecord
+)
+
+_ANY_RECORD: TypeAdapter[WorkerRecord] = TypeAdapter(WorkerRecord)
+_KINDS = {
+    ValidationRecord: "validation",
+    RoundRecord: "round",
+    TimingRecord: "timing",
+    QueueRecord: "queue",
+    WarningRecord: "warning",
+    PhaseRecord: "phase",
+}
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
+
+
+@dataclass(frozen=True)
+class StoredWarning:
+    """A warning, and when the server received it."""
+
+    assignment: str
+    time: float
+    message: str
+
+
+class TelemetryRepository:
+    """Records of all assignments."""
+
+    def __init__(self, connection: Connection, now: float) -> None:
+        self._connection = connection
+        self._now = now
+
+    def add(
+        self,
+        assignment: AssignmentRecord,
+        first: int,
+        reported: Sequence[WorkerRecord],
+        *,
+        most_losses: int = MOST_LOSSES,
+    ) -> Sequence[WorkerRecord]:
+        """Store those of the reported records that are new, and return them.
+
+        ``first`` is the position of the first of them among all records of the assignment. A report is
+        sent again until it is acknowledged, so that its beginning may be known already.
+        """
+        start = max(assignment.records, first)
+        new = reported[start - first :]
+        if not new:
+            return ()
+        kept = self._add_losses(assignment, [each for each in new if isinstance(each, LossRecord)])
+        if kept > most_losses:
+            kept = self._thin_losses(assignment.id, most_losses)
+        self._add_others(assignment.id, start, new)
+        self._connection.execute(
+            update(assignments)
+            .where(assignments.c.id == assignment.id)
+            .values(records=start + len(new), losses=kept)
+        )
+        return new
+
+    def losses(self, assignment: str, first: int = 0) -> list[LossRecord]:
+        """Return the stored losses of update ``first`` and later, in order."""
+        query = (
+            select(losses)
+            .where(losses.c.assignment == assignment, losses.c.update_number >= first)
+            .order_by(losses.c.update_number)
+        )
+        return [
+            LossRecord(row.update_number, row.epoch, row.value, row.microbatches, row.staleness)
+            for row in self._connection.execute(query)
+        ]
+
+    def last_loss(self, assignment: str) -> LossRecord | None:
+        """Return the loss of the last update."""
+        query = select(func.max(losses.c.update_number)).where(losses.c.assignment == assignment)
+        last = self._connection.execute(query).scalar()
+        return None if last is None else self.losses(assignment, last)[0]
+
+    def sampled_losses(self, assignment: AssignmentRecord, count: int) -> list[tuple[int, float]]:
+        """Return about ``count`` finite losses, evenly spread, with the numbers of their updates."""
+        row_number = func.row_number().over(order_by=losses.c.update_number.desc()) - 1
+        numbered = (
+            select(losses.c.update_number, losses.c.value, row_number.label("age"))
+            .where(losses.c.assignment == assignment.id)
+            .subquery()
+        )
+        step = max(1, assignment.losses // count)
+        query = (
+            select(numbered.c.update_number, numbered.c.value)
+            .where(numbered.c.age % step == 0, numbered.c.value.is_not(None))
+            .order_by(numbered.c.update_number)
+        )
+        return [(row.update_number, row.value) for row in self._connection.execute(query)]
+
+    def newest(self, assignment: str, kind: type[Stored], limit: int = 1) -> list[Stored]:
+        """Return the newest records of one kind, newest first."""
+        query = (
+            select(records.c.body)
+            .where(records.c.assignment == assignment, records.c.kind == _KINDS[kind])
+            .order_by(records.c.position.desc())
+            .limit(limit)
+        )
+        return [self._parsed(kind, body) for body in self._connection.execute(query).scalars()]
+
+    def validations(self, assignment: str) -> tuple[ValidationRecord, ...]:
+        """Return all validations, oldest first."""
+        return tuple(reversed(self.newest(assignment, ValidationRecord, NEWEST_KEPT["validation"])))
+
+    def timings(self, assignment: str) -> tuple[TimingRecord, ...]:
+        """Return the newest timing of each stage, by stage."""
+        stage = func.json_extract(records.c.body, "$.stage")
+        query = (
+            select(records.c.body, func.max(records.c.position))  # SQLite: the body of that position
+            .where(records.c.assignment == assignment, records.c.kind == "timing")
+            .group_by(stage)
+            .order_by(stage)
+        )
+        return tuple(self._parsed(TimingRecord, row.body) for row in self._connection.execute(query))
+
+    def warnings(self, assignment_ids: Iterable[str], limit: int) -> list[StoredWarning]:
+        """Return the newest warnings of several assignments, newest first."""
+        query = (
+            select(records.c.assignment, records.c.time, records.c.body)
+            .where(records.c.assignment.in_(list(assignment_ids)))
+            .where(records.c.kind == "warning")
+            .order_by(records.c.time.desc(), records.c.position.desc())
+            .limit(limit)
+        )
+        return [
+            StoredWarning(row.assignment, row.time, self._parsed(WarningRecord, row.body).message)
+            for row in self._connection.execute(query)
+        ]
+
+    def _add_losses(self, assignment: AssignmentRecord, new: Sequence[LossRecord]) -> int:
+        if not new:
+            return assignment.losses
+        rows = [
+            {
+                "assignment": assignment.id,
+                "update_number": record.update,
+                "value": record.loss,
+                "epoch": record.epoch,
+                "microbatches": record.microbatches,
+                "staleness": record.staleness,
+            }
+            for record in {record.update: record for record in new}.values()
+        ]
+        self._connection.execute(insert(losses).on_conflict_do_nothing(), rows)
+        return assignment.losses + len(rows)
+
+    def _thin_losses(self, assignment: str, most: int) -> int:
+        """Keep the losses of every n-th update and the last one; return how many remain."""
+        own = losses.c.assignment == assignment
+        last = self._connection.execute(select(func.max(losses.c.update_number)).where(own)).scalar_one()
+        step = 2
+        while (last + 1) // step > most // 2:
+            step *= 2
+        number = losses.c.update_number
+        self._connection.execute(delete(losses).where(own, number % step != 0, number != last))
+        query = select(func.count()).select_from(losses).where(own)
+        return int(self._connection.execute(query).scalar_one())
+
+    def _add_others(self, assignment: str, start: int, new: Sequence[WorkerRecord]) -> None:
+        rows = [
+            {
+                "assignment": assignment,
+                "kind": record.kind,
+                "position": start + offset,
+                "time": self._now,
+                "body": _ANY_RECORD.dump_json(record).decode(),
+            }
+            for offset, record in enumerate(new)
+            if not isinstance(record, LossRecord)
+        ]
+        if rows:
+            self._connection.execute(insert(records).on_conflict_do_nothing(), rows)
+        for kind in {record.kind for record in new} - {"loss"}:
+            self._forget(assignment, kind)
+
+    def _forget(self, assignment: str, kind: str) -> None:
+        own = (records.c.assignment == assignment) & (records.c.kind == kind)
+        surplus = (
+            select(records.c.position)
+            .where(own)
+            .order_by(records.c.position.desc())
+            .offset(NEWEST_KEPT[kind])
+            .limit(1)
+        )
+        last = self._connection.execute(surplus).scalar()
+        if last is not None:
+            self._connection.execute(delete(records).where(own, records.c.position <= last))
+
+    @staticmethod
+    def _parsed(kind: type[Stored], body: str) -> Stored:
+        record: Stored = _ADAPTERS[kind].validate_json(body)
+        return record

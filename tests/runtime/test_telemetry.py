@@ -1,0 +1,131 @@
+"""Records that a node reports to its sink."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+
+import pytest
+from local_cluster import Formed
+from training_cases import points
+
+from ravnest import Trainer
+from ravnest.averaging.outcome import RoundOutcome
+from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
+from ravnest.runtime.stage.observer import UpdateReport
+from ravnest.telemetry import (
+    LossRecord,
+    PhaseRecord,
+    QueueRecord,
+    RoundRecord,
+    TimingRecord,
+    ValidationRecord,
+    WarningRecord,
+    WorkerRecord,
+)
+from ravnest.wire.messages import RoundId, StageTiming
+
+
+class _Sink:
+    """Keeps the records."""
+
+    def __init__(self) -> None:
+        self.records: list[WorkerRecord] = []
+
+    def emit(self, record: WorkerRecord) -> None:
+        self.records.append(record)
+
+    def phases(self) -> list[tuple[str, int]]:
+        return [(r.phase, r.epoch) for r in self.records if isinstance(r, PhaseRecord)]
+
+
+@pytest.fixture
+def sink() -> _Sink:
+    return _Sink()
+
+
+def test_records_of_a_training(cluster: Formed) -> None:
+    local = cluster()
+    sinks = {name: _Sink() for name in local.names}
+
+    def script(name: str) -> None:
+        loader = points()
+        with local.node(name, labels=loader, test_labels=loader, record_sink=sinks[name]) as own:
+            Trainer(own, train_loader=loader, val_loader=loader, epochs=2, save=True).train()
+
+    local.results(script)
+    root, leaf = (sinks[name] for name in (local.names[0], local.names[-1]))
+    losses = [r for r in root.records if isinstance(r, LossRecord)]
+    assert [(r.update, r.epoch) for r in losses] == [(n, n // 5) for n in range(10)]
+    written = [float(line) for line in (local.folder / "losses.txt").read_text().split()]
+    assert [r.loss for r in losses] == pytest.approx(written)
+    validations = [r for r in root.records if isinstance(r, ValidationRecord)]
+    assert [(r.number, r.epoch, r.name) for r in validations] == [(0, 1, "accuracy"), (1, 2, "accuracy")]
+    stages = {r.stage for r in root.records if isinstance(r, TimingRecord)}
+    assert stages == set(range(len(local.names)))
+    assert any(isinstance(r, QueueRecord) and r.window >= 1 for r in root.records)
+    phases = [("connect", 0), ("train", 0), ("validate", 1), ("train", 1), ("validate", 2)]
+    assert root.phases() == leaf.phases() == [*phases, ("save", 2), ("end", 2)]
+    assert not any(isinstance(r, LossRecord | ValidationRecord | TimingRecord) for r in leaf.records)
+
+
+def test_rates_are_bounded(sink: _Sink) -> None:
+    now = [0.0]
+    reporter = TelemetryReporter(sink, clock=lambda: now[0])
+    timing = StageTiming(1.0, 2.0, 3.0, 4.0, 0.0, 5.0, 0.0)
+    for step in range(300):
+        now[0] = step / 100
+        reporter.timings((timing, timing))
+        reporter.queues(in_flight=1, window=2, inbox=3)
+    kinds = Counter(type(record) for record in sink.records)
+    assert kinds == {TimingRecord: 3 * 2, QueueRecord: 3}
+    last = [r for r in sink.records if isinstance(r, TimingRecord)][-1]
+    assert last == TimingRecord(1, 100, 1.0, 2.0, 3.0, 4.0, 5.0)
+
+
+def test_a_repeated_phase_is_reported_once(sink: _Sink) -> None:
+    reporter = TelemetryReporter(sink)
+    for _ in range(3):
+        reporter.phase("predict", 1)
+    reporter.phase("train", 1)
+    reporter.phase("predict", 1)
+    assert sink.phases() == [("predict", 1), ("train", 1), ("predict", 1)]
+
+
+def test_a_loss_that_is_not_finite_is_none(sink: _Sink) -> None:
+    TelemetryReporter(sink).update(UpdateReport(3, 1, math.nan, staleness=2, count=4, in_flight=1))
+    assert sink.records == [LossRecord(3, 1, None, 4, 2)]
+
+
+def test_warnings_between_start_and_close(sink: _Sink) -> None:
+    logger = logging.getLogger("ravnest.runtime.test")
+    reporter = TelemetryReporter(sink)
+    logger.warning("too early")
+    reporter.start()
+    logger.warning("cluster %d is slow", 3)
+    logger.info("not a warning")
+    reporter.close()
+    logger.warning("too late")
+    assert [r for r in sink.records if isinstance(r, WarningRecord)] == [
+        WarningRecord("cluster 3 is slow")
+    ]
+
+
+def test_a_round_names_missing_clusters(sink: _Sink) -> None:
+    outcome = RoundOutcome(
+        RoundId(4, 1), "final", True, "", {0: 0.5, 2: 0.5}, {1: "lost"}, sent_bytes=10, seconds=0.5
+    )
+    TelemetryReporter(sink).round(outcome)
+    (record,) = sink.records
+    expected = RoundRecord(4, 2, "final", True, (0, 2), 0.5, 10, "cluster 1 missing: lost")
+    assert record == expected
+
+
+def test_no_sink_no_work() -> None:
+    reporter = TelemetryReporter(None)
+    before = list(logging.getLogger("ravnest").handlers)
+    reporter.start()
+    reporter.phase("train", 0)
+    reporter.close()
+    assert logging.getLogger("ravnest").handlers == before
