@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +99,9 @@ def test_a_provider_that_ends_early_is_reported_with_its_last_line(tmp_path: Pat
     options = {"server": "http://127.0.0.1:9", "token": "rvn..secret"}
     with LocalProviders(tmp_path, options, lambda *line: lines.append(line)) as providers:
         providers.start("pc", "--ram=1")
-        providers._processes["pc"].wait(60)
+        for thread in threading.enumerate():
+            if thread.name == "end of pc":  # it ends after the last line of the output
+                thread.join(60)
         with pytest.raises(LaunchError, match=r"pc ended with exit code 4: .*nothing answers"):
             providers.check()
     assert lines[-1][0] == "pc"

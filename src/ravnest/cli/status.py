@@ -53,5 +53,7 @@ def _show(view: JobView) -> None:
         console.print(
             f"  cluster {one.cluster}, node {one.node} ({one.role}) on {one.provider_name}: {one.phase}"
         )
+    for warning in view.warnings:
+        console.print(f"  {local_time(warning.time)} warning of node {warning.node}: {warning.message}")
     if view.plan:
         console.print(f"\n{view.plan}")

@@ -33,6 +33,8 @@ class LocalProviders:
         self._on_output = on_output
         self._processes: dict[str, ChildProcess] = {}
         self._last_lines: dict[str, str] = {}
+        self._exit_codes: dict[str, int] = {}
+        """Exit codes of the providers that have ended, set after their last line."""
 
     def __enter__(self) -> Self:
         return self
@@ -60,14 +62,16 @@ class LocalProviders:
             self._last_lines[name] = line.rstrip()
             self._on_output(name, line.rstrip())
 
-        process.follow(on_line)
+        def on_end(code: int) -> None:
+            self._exit_codes[name] = code
+
+        process.follow(on_line, on_end)
 
     def check(self) -> None:
         """Raise ``LaunchError`` if a provider has ended by itself."""
-        for name, process in self._processes.items():
-            if process.code is not None:
-                last = self._last_lines.get(name, "no output")
-                raise LaunchError(f"{name} ended with exit code {process.code}: {last}")
+        for name, code in list(self._exit_codes.items()):
+            last = self._last_lines.get(name, "no output")
+            raise LaunchError(f"{name} ended with exit code {code}: {last}")
 
     def stop(self) -> None:
         """Interrupt all providers, interrupt them again after a grace period, then kill them."""
