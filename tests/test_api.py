@@ -1,4 +1,4 @@
-"""The names, paths and signatures that the documentation promises."""
+"""Public names, import paths and signatures as documented."""
 
 import inspect
 import random
@@ -19,9 +19,11 @@ import ravnest.utils
 def test_public_names() -> None:
     assert ravnest.__all__ == [
         "Job",
+        "JobHandle",
         "Node",
         "Trainer",
         "__version__",
+        "attach",
         "clusterize",
         "model_fusion",
         "provide",
@@ -37,7 +39,7 @@ def test_version_is_a_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(a|b|rc|dev)\d+)?", ravnest.__version__)
 
 
-def test_documented_paths_lead_to_the_same_functions() -> None:
+def test_documented_import_paths_give_the_same_objects() -> None:
     assert ravnest.operations.utils.clusterize is ravnest.clusterize
     assert ravnest.utils.model_fusion is ravnest.model_fusion
     assert ravnest.utils.set_seed is ravnest.set_seed
@@ -119,8 +121,18 @@ BUFFERS = (
 )
 
 
+def test_signatures_of_submit_and_attach() -> None:
+    submit = inspect.signature(ravnest.submit).parameters
+    assert parameters_of(ravnest.submit) == {"job": None}
+    assert takes_keywords(ravnest.submit), "the fields of a job"
+    assert {"server", "token", "serve_here", "progress"} <= set(submit)
+    fields = set(inspect.signature(ravnest.Job).parameters)
+    assert not fields & set(submit), "no option hides a field of a job"
+    assert list(parameters_of(ravnest.attach).items())[1:] == [("server", None)]
+
+
 def parameters_of(function: Any) -> dict[str, Any]:
-    """Those that can be given by position, with their defaults."""
+    """Return the parameters that can be given by position, with their defaults."""
     found = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"}
 
@@ -137,7 +149,7 @@ def test_signatures_of_node_and_trainer(made: type, documented: dict[str, Any]) 
         if default == {}:
             assert dict(found[name]) == {}, f"the default of {name}"
             with pytest.raises(TypeError):
-                found[name]["x"] = 1  # one that a call could change would be everyone's
+                found[name]["x"] = 1  # a default that a call could change would affect all calls
         else:
             assert found[name] == default, f"the default of {name}"
 
@@ -188,10 +200,10 @@ def untouched_generators() -> Any:
 
 @pytest.mark.usefixtures("untouched_generators")
 @pytest.mark.parametrize("seed", [0, 7, 42, 2**32 - 1])
-def test_set_seed_makes_every_generator_repeat(seed: int) -> None:
+def test_set_seed_resets_every_generator(seed: int) -> None:
     ravnest.set_seed(seed)
     first = draw()
-    assert all(a != b for a, b in zip(first, draw(), strict=True)), "the generators stand still"
+    assert all(a != b for a, b in zip(first, draw(), strict=True)), "the generators do not advance"
     ravnest.set_seed(seed)
     assert draw() == first
 

@@ -1,11 +1,12 @@
-"""Documentation pages agree with the code, and their links lead to pages and headings."""
+"""Documentation pages agree with the code, and their links lead to existing pages and headings."""
 
 import ast
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,31 +18,43 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
 
-def settings_table() -> str:
-    """Return a table of every keyword setting of ``Node`` with its default and docstring."""
-    described = dict(described_fields())
-    rows = [
-        f"| `{field.name}` | `{field.default!r}` | {described[field.name]} |"
-        for field in fields(settings.NodeSettings)
-    ]
+def fields_table(kind: type) -> str:
+    """Return a table of the fields of a dataclass with their defaults and docstrings."""
+    described = dict(described_fields(kind))
+    rows = [f"| `{f.name}` | {default_of(f)} | {described[f.name]} |" for f in fields(kind)]
     return "\n".join(["| name | default | |", "|---|---|---|", *rows])
 
 
-def described_fields() -> Iterator[tuple[str, str]]:
-    (tree,) = ast.parse(inspect.getsource(settings.NodeSettings)).body
+def default_of(field: Field[Any]) -> str:
+    if field.default is not MISSING:
+        value = field.default
+    elif field.default_factory is not MISSING:
+        value = field.default_factory()
+    else:
+        return ""
+    return f"`{value.__name__ if isinstance(value, type) else repr(value)}`"
+
+
+def described_fields(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield each field of a dataclass with the docstring below it."""
+    (tree,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(tree, ast.ClassDef)
-    for field, text in zip(tree.body, tree.body[1:], strict=False):
+    for field, text in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             assert isinstance(text, ast.Expr), f"{field.target.id} has no docstring"
             assert isinstance(text.value, ast.Constant)
             yield field.target.id, " ".join(str(text.value.value).split()).replace("``", "`")
 
 
-def test_the_page_of_node_has_every_setting_as_the_code_describes_it() -> None:
-    page = (DOCS / "node.md").read_text()
-    shown = re.search(r"<!-- settings -->\n(.*?)\n?<!-- end -->", page, re.DOTALL)
-    assert shown, "the page has no settings table"
-    assert shown[1] == settings_table(), "\n" + settings_table()
+@pytest.mark.parametrize(
+    ("page", "marker", "kind"),
+    [("node.md", "settings", settings.NodeSettings), ("submitting.md", "fields", ravnest.Job)],
+)
+def test_a_table_of_fields_agrees_with_the_code(page: str, marker: str, kind: type) -> None:
+    text = (DOCS / page).read_text()
+    shown = re.search(rf"<!-- {marker} -->\n(.*?)\n?<!-- end -->", text, re.DOTALL)
+    assert shown, f"{page} has no table of {marker}"
+    assert shown[1] == fields_table(kind), "\n" + fields_table(kind)
 
 
 @pytest.mark.parametrize(("page", "made"), [("node.md", ravnest.Node), ("trainer.md", ravnest.Trainer)])

@@ -47,4 +47,4 @@ def test_two_unequal_clusters_end_with_one_model(tmp_path: Path) -> None:
     assert "Cluster 0 : Node(0) -> Node(1) -> Node(2)\nCluster 1 : Node(3) -> Node(4)\n" in shown
     assert re.search(r"^node_0 \| Root: final round \d+: averaged clusters 0, 1 ", shown, re.M)
     assert "trains on all data" not in shown, "each cluster has its share"
-    assert "the clusters have one and the same model" in shown
+    assert "the clusters have identical models" in shown

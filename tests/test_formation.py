@@ -1,4 +1,4 @@
-"""``clusterize`` from end to end: what it writes, prints, replaces, and refuses."""
+"""``clusterize`` from end to end: written files, log, replacement of earlier output, errors."""
 
 import hashlib
 import ipaddress
@@ -66,7 +66,7 @@ class Tied(nn.Module):
 
 
 def configure(folder: Path, *addresses: str, ram: float = 1) -> Path:
-    """Write a pool of equal nodes; returns ``folder``."""
+    """Write a pool of equal nodes and return ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = ",\n".join(
         f'    "{number}": {{"IP": "{address}", "benchmarks": {{"ram": {ram}, "bandwidth": 100}}}}'
@@ -81,7 +81,7 @@ def local(count: int) -> list[str]:
 
 
 def listing(folder: Path) -> list[str]:
-    """Every file and empty folder below ``folder``, hidden ones too."""
+    """Return every file and empty folder below ``folder``, including hidden ones."""
     return sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -94,7 +94,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def expected_files(plan: Plan) -> set[str]:
-    """What DESIGN, "Files", lists for a plan."""
+    """Return the documented files of a plan."""
     files = {"plan.json", "certificates/authority.pem"}
     for stage in plan.stages:
         name = f"node_{stage.node.id}"
@@ -109,7 +109,7 @@ def nodes_of(folder: Path) -> dict[int, NodeSpec]:
 
 
 def check_whole(folder: Path) -> None:
-    """The output hangs together: every node's stage is there with its digest, of one plan."""
+    """Check that every node's stage exists with its digest and that all belong to one plan."""
     nodes = nodes_of(folder)
     plan = json.loads((folder / "plan.json").read_bytes())
     assert {node.plan for node in nodes.values()} == {plan["plan"]}
@@ -134,7 +134,7 @@ EXAMPLE = torch.arange(24).reshape(8, 3) % 13
 
 
 def formed(folder: Path, model: nn.Module, prepared: PreparedModel, clusters: int) -> Result:
-    """``clusterize`` of a model that was captured before; four nodes."""
+    """Run ``clusterize`` for four nodes with a model that was captured before."""
     torch.manual_seed(11)
     configure(folder, *ADDRESSES)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as log:
@@ -145,7 +145,7 @@ def formed(folder: Path, model: nn.Module, prepared: PreparedModel, clusters: in
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Four nodes in two clusters, twice; and in three."""
+    """Output for four nodes in two clusters (twice) and in three."""
     torch.manual_seed(7)
     model, folder = Tied(), tmp_path_factory.mktemp("formed")
     prepared = formation.prepare(model, (EXAMPLE,))
@@ -158,15 +158,15 @@ def result(request: pytest.FixtureRequest, results: dict[str, Result]) -> Result
     return results[request.param]
 
 
-# --- what is written -----------------------------------------------------------------------------
+# --- written files -------------------------------------------------------------------------------
 
 
-def test_the_files_are_those_of_the_design(result: Result) -> None:
+def test_the_documented_files_are_written(result: Result) -> None:
     assert set(listing(result.folder)) == expected_files(result.plan) | {"node_configs.json"}
     check_whole(result.folder)
 
 
-def test_node_files_describe_the_plan(result: Result) -> None:
+def test_node_specs_describe_the_plan(result: Result) -> None:
     assert sorted(result.nodes) == [0, 1, 2, 3]
     for number, node in result.nodes.items():
         stage = result.plan.stage_of(number)
@@ -178,11 +178,11 @@ def test_node_files_describe_the_plan(result: Result) -> None:
         assert node.bundle == f"cluster_{node.cluster}/node_{number}"
         assert node.seed == 11
         assert node.update_frequency == 1
-        assert node.in_flight == node.stages, "what the Root keeps in flight, on every node alike"
+        assert node.in_flight == node.stages, "the window of the Root, the same on every node"
         assert node.in_flight_limit >= node.in_flight
 
 
-def test_node_files_have_the_documented_fields(result: Result) -> None:
+def test_node_specs_have_the_documented_fields(result: Result) -> None:
     data = json.loads((result.folder / "nodes" / "node_0.json").read_bytes())
     assert (data["format"], data["version"]) == ("ravnest-node", 1)
     fields = {"plan", "node", "cluster", "stage", "stages", "role", "address", "previous", "next"}
@@ -259,7 +259,7 @@ def test_every_cluster_computes_what_the_model_computes(result: Result) -> None:
         assert all(torch.equal(fused[key], state[key]) for key in state)
 
 
-def test_digests_name_graph_and_weights(result: Result) -> None:
+def test_digests_cover_graph_and_weights(result: Result) -> None:
     for node in result.nodes.values():
         stage = (result.folder / node.bundle / "stage.json").read_bytes()
         assert hashlib.sha256(stage).hexdigest() == node.sha256
@@ -267,7 +267,7 @@ def test_digests_name_graph_and_weights(result: Result) -> None:
         assert json.loads(stage)["weights"]["sha256"] == hashlib.sha256(weights).hexdigest()
 
 
-def test_the_same_call_makes_the_same_plan(results: dict[str, Result]) -> None:
+def test_a_repeated_call_gives_the_same_plan(results: dict[str, Result]) -> None:
     first, again, other = (results[n] for n in ("two clusters", "once more", "three clusters"))
     assert again.log == first.log
     digests = [{node.plan for node in result.nodes.values()} for result in (first, again, other)]
@@ -276,7 +276,7 @@ def test_the_same_call_makes_the_same_plan(results: dict[str, Result]) -> None:
     assert digests[0] != digests[2]
 
 
-# --- what is printed -----------------------------------------------------------------------------
+# --- log -----------------------------------------------------------------------------------------
 
 
 def expected_block(node: NodeSpec) -> str:
@@ -295,7 +295,7 @@ def expected_block(node: NodeSpec) -> str:
     )
 
 
-def test_the_log_has_a_block_a_node_then_clusters_then_roles(result: Result) -> None:
+def test_the_log_lists_nodes_then_clusters_then_roles(result: Result) -> None:
     *blocks, clusters, roles = result.log.removesuffix("\n").split("\n\n\n")
     order = sorted(result.nodes.values(), key=lambda node: (node.cluster, node.stage))
     assert blocks == [expected_block(node) for node in order]
@@ -396,7 +396,7 @@ def context(side: int, folder: Path, number: int) -> ssl.SSLContext:
 
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> ssl.SSLObject:
-    """A TLS handshake in memory; returns the server's side."""
+    """Do a TLS handshake in memory and return the server's side."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     serving = server.wrap_bio(to_server, to_client, server_side=True)
     calling = client.wrap_bio(to_client, to_server, server_hostname=host)
@@ -411,7 +411,7 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> ss
     return serving
 
 
-def test_nodes_of_one_plan_know_each_other_and_strangers_do_not(results: dict[str, Result]) -> None:
+def test_only_nodes_of_one_plan_accept_each_other(results: dict[str, Result]) -> None:
     server = context(ssl.PROTOCOL_TLS_SERVER, results["two clusters"].folder, 1)
     client = context(ssl.PROTOCOL_TLS_CLIENT, results["two clusters"].folder, 3)
     peer = shake_hands(server, client, "10.1.2.3").getpeercert()
@@ -419,12 +419,12 @@ def test_nodes_of_one_plan_know_each_other_and_strangers_do_not(results: dict[st
     assert peer["subject"] == ((("commonName", "node_3"),),)
     with pytest.raises(ssl.SSLCertVerificationError, match="IP address mismatch"):
         shake_hands(server, client, "10.1.2.4")
-    stranger = context(ssl.PROTOCOL_TLS_CLIENT, results["once more"].folder, 3)
+    other_plan = context(ssl.PROTOCOL_TLS_CLIENT, results["once more"].folder, 3)
     with pytest.raises(ssl.SSLError, match=r"(?i)certificate.verify.failed"):
-        shake_hands(server, stranger, "10.1.2.3")
+        shake_hands(server, other_plan, "10.1.2.3")
 
 
-# --- the cheap way to many calls -----------------------------------------------------------------
+# --- many calls with one captured model ----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -442,10 +442,10 @@ def plans() -> dict[Any, formation.Formation]:
 def call(
     prepared: Any, plans: dict[Any, formation.Formation], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Plan]:
-    """``clusterize`` of a model that is captured, checked and planned for once, not at each call."""
+    """``clusterize`` with cached capture, check and plan."""
     form_clusters = formation.form_clusters
 
-    def remembered(*args: Any, nodes: tuple[Any, ...], clusters: int | None, **rest: Any) -> Any:
+    def cached(*args: Any, nodes: tuple[Any, ...], clusters: int | None, **rest: Any) -> Any:
         key = nodes, clusters
         if key not in plans:
             plans[key] = form_clusters(*args, nodes=nodes, clusters=clusters, **rest)
@@ -453,7 +453,7 @@ def call(
 
     monkeypatch.setattr(formation, "prepare", lambda *_, **__: prepared)
     monkeypatch.setattr(formation, "verify", lambda *_, **__: None)
-    monkeypatch.setattr(formation, "form_clusters", remembered)
+    monkeypatch.setattr(formation, "form_clusters", cached)
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
     def clusterize_again(folder: Path, clusters: int | None = None) -> Plan:
@@ -463,7 +463,7 @@ def call(
     return clusterize_again
 
 
-def test_private_keys_are_for_the_owner_only(tmp_path: Path, call: Callable[..., Plan]) -> None:
+def test_only_the_owner_can_read_private_keys(tmp_path: Path, call: Callable[..., Plan]) -> None:
     configure(tmp_path, *local(2))
     old = os.umask(0)
     try:
@@ -476,7 +476,7 @@ def test_private_keys_are_for_the_owner_only(tmp_path: Path, call: Callable[...,
         assert mode == 0o600 if path.suffix == ".key" else mode & 0o044, f"{path.name}: {mode:o}"
 
 
-def test_two_calls_make_two_authorities(tmp_path: Path, call: Callable[..., Plan]) -> None:
+def test_each_call_creates_a_new_authority(tmp_path: Path, call: Callable[..., Plan]) -> None:
     configure(tmp_path, *local(2))
     keys = []
     for _ in range(2):
@@ -512,7 +512,7 @@ def users_files_are_untouched(folder: Path) -> bool:
     return all((folder / name).read_bytes() == content for name, content in USERS_FILES.items())
 
 
-def test_a_repeated_call_replaces_its_own_output_only(tmp_path: Path, call: Callable[..., Plan]) -> None:
+def test_a_repeated_call_replaces_only_its_own_output(tmp_path: Path, call: Callable[..., Plan]) -> None:
     add_users_files(configure(tmp_path, *local(3)))
     for count, clusters in [(3, None), (4, 2), (1, None), (3, 3), (2, 1)]:
         configure(tmp_path, *local(count))
@@ -524,7 +524,7 @@ def test_a_repeated_call_replaces_its_own_output_only(tmp_path: Path, call: Call
         assert users_files_are_untouched(tmp_path)
 
 
-def test_the_real_function_replaces_its_output_too(tmp_path: Path) -> None:
+def test_uncached_calls_replace_their_output_too(tmp_path: Path) -> None:
     for addresses, model in [(local(3), Small()), (local(2), Small())]:
         configure(tmp_path, *addresses)
         with redirect_stdout(StringIO()):
@@ -537,7 +537,7 @@ def test_the_real_function_replaces_its_output_too(tmp_path: Path) -> None:
         assert all(torch.equal(fused[key], tensor) for key, tensor in model.state_dict().items())
 
 
-def test_the_default_folder_is_node_data_here(
+def test_the_default_folder_is_node_data(
     tmp_path: Path, call: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configure(tmp_path / "node_data", *local(2))
@@ -552,15 +552,15 @@ def test_the_default_folder_is_node_data_here(
 
 
 class Killed(BaseException):
-    """The process ends here: no handler can do anything on the disk any more."""
+    """End of the process: no handler can write to the disk afterwards."""
 
 
 STEPS = ("replace", "unlink", "rmdir", "mkdir")
-"""What changes the folder; a crash comes before one of these."""
+"""Functions of ``os`` that change the folder; a crash is injected before one of these calls."""
 
 
 class Crash:
-    """Fails at the ``at``-th step; ``dead`` ones fail at every step after it too."""
+    """Failure at the ``at``-th step, and if ``dead`` at every later step as well."""
 
     def __init__(self, at: int, dead: bool) -> None:
         self.at, self.dead, self.count = at, dead, 0
@@ -578,7 +578,7 @@ class Crash:
 
 
 def crashed(patch: pytest.MonkeyPatch, run: Callable[[], object], crash: Crash) -> bool:
-    """Whether the crash came before ``run`` was done."""
+    """Return whether the crash stopped ``run``."""
     with patch.context() as patched:
         for name in STEPS:
             patched.setattr(os, name, crash.wrap(getattr(os, name)))
@@ -591,7 +591,7 @@ def crashed(patch: pytest.MonkeyPatch, run: Callable[[], object], crash: Crash) 
 
 @pytest.fixture
 def before(tmp_path: Path, call: Callable[..., Plan]) -> Path:
-    """Output of an earlier call for two nodes in one cluster, beside files of the user's."""
+    """Output of an earlier call for two nodes in one cluster, next to files of the user."""
     folder = configure(tmp_path / "before", *local(2))
     call(folder, 1)
     add_users_files(folder)
@@ -599,13 +599,13 @@ def before(tmp_path: Path, call: Callable[..., Plan]) -> Path:
 
 
 def visible(folder: Path) -> dict[str, bytes]:
-    """Without our own files of a replacement under way, which start with a dot."""
+    """Return the contents without our own files of an unfinished replacement, which start with a dot."""
     return {name: data for name, data in contents(folder).items() if not name.startswith(".")}
 
 
 @pytest.mark.parametrize("dead", [False, True], ids=["error", "kill"])
 @pytest.mark.parametrize("following", [1, 2], ids=["then the earlier", "then the same"])
-def test_a_crash_at_any_step_is_made_good(
+def test_a_crash_at_any_step_can_be_recovered(
     before: Path,
     tmp_path: Path,
     call: Callable[..., Plan],
@@ -613,11 +613,11 @@ def test_a_crash_at_any_step_is_made_good(
     dead: bool,
     following: int,
 ) -> None:
-    """Two clusters replace one; the call is stopped at each of its steps in turn."""
+    """Replace one cluster by two, and stop the call at each of its steps in turn."""
     earlier, outcomes = visible(before), set()
     counter = Crash(at=-1, dead=False)
     crashed(monkeypatch, partial(call, Path(shutil.copytree(before, tmp_path / "count")), 2), counter)
-    first, stride = following + 2 * dead, 4  # the four cases look at different steps, together at all
+    first, stride = following + 2 * dead, 4  # the four cases cover different steps, together all
     for at in range(first, counter.count + stride + 1, stride):
         folder = Path(shutil.copytree(before, tmp_path / f"at {at}"))
         stopped = crashed(monkeypatch, partial(call, folder, 2), Crash(at, dead))
@@ -627,15 +627,15 @@ def test_a_crash_at_any_step_is_made_good(
         if not as_before:
             finished = Path(shutil.copytree(folder, tmp_path / f"finished {at}"))
             finish_replacement(finished)
-            check_whole_beside_users_files(finished, clusters=2)
+            check_whole_next_to_users_files(finished, clusters=2)
         plan = call(folder, following)
         expected = expected_files(plan) | {"node_configs.json"} | set(USERS_FILES)
         assert set(listing(folder)) == expected, f"after a crash at step {at}"
-        check_whole_beside_users_files(folder, clusters=following)
+        check_whole_next_to_users_files(folder, clusters=following)
     assert outcomes == {(True, True), (True, False), (False, False)}, "a kind of crash is missing"
 
 
-def check_whole_beside_users_files(folder: Path, clusters: int) -> None:
+def check_whole_next_to_users_files(folder: Path, clusters: int) -> None:
     assert users_files_are_untouched(folder)
     for name in USERS_FILES:
         (folder / name).unlink()
@@ -668,7 +668,7 @@ def test_a_failure_while_a_stage_is_written_leaves_the_earlier_output(
     assert contents(before) == earlier
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 class Branching(nn.Module):
@@ -686,7 +686,7 @@ def unequal(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def untouched(tmp_path: Path) -> Iterator[Path]:
-    """A folder with files of the user's that must be the same after the test."""
+    """A folder with files of the user that must not change during the test."""
     folder = configure(tmp_path / "node_data", *local(2))
     add_users_files(folder)
     earlier = contents(folder)
@@ -709,22 +709,22 @@ def test_stages_that_differ_from_the_model_are_not_written(
     assert capsys.readouterr().out == "", "a plan was printed that does not exist"
 
 
-def bytes_of(figure: str) -> float:
-    number, unit = figure.split()
+def bytes_of(amount: str) -> float:
+    number, unit = amount.split()
     return float(number) * {"kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
 
 
-def test_too_little_ram_is_refused_with_the_figures(tmp_path: Path, call: Callable[..., Plan]) -> None:
+def test_too_little_ram_is_refused_with_the_amounts(tmp_path: Path, call: Callable[..., Plan]) -> None:
     configure(tmp_path, *local(3), ram=1e-6)
     with pytest.raises(ValueError, match=r"^the model needs ") as caught:
         call(tmp_path)
     assert isinstance(caught.value, PlanError)
-    figures = re.search(
+    amounts = re.search(
         r"needs (\S+ [kMG]B) to train at batch 8; the 3 nodes of node_configs\.json offer (\S+ [kMG]B)",
         str(caught.value),
     )
-    assert figures, caught.value
-    needed, offered = (bytes_of(figure) for figure in figures.groups())
+    assert amounts, caught.value
+    needed, offered = (bytes_of(amount) for amount in amounts.groups())
     assert offered == 3000
     assert needed > offered
     assert listing(tmp_path) == ["node_configs.json"]
@@ -743,7 +743,7 @@ def test_a_model_is_needed(untouched: Path) -> None:
         clusterize(example_args=torch.rand(8, 4), folder=untouched)
 
 
-def test_missing_node_configs_are_named_with_an_example(tmp_path: Path) -> None:
+def test_missing_node_configs_are_refused_with_an_example(tmp_path: Path) -> None:
     with pytest.raises(
         NodeConfigError, match=r"node_configs\.json does not exist[^\0]*\"IP\""
     ) as caught:
@@ -761,7 +761,7 @@ def test_malformed_node_configs_write_nothing(untouched: Path) -> None:
     config.write_bytes(good)
 
 
-def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_model_is_not_changed(tmp_path: Path) -> None:
     configure(tmp_path, *local(2))
     model = Small().eval()
     earlier = {key: tensor.clone() for key, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Shares of a dataset: each sample once, the same on all nodes of a cluster."""
+"""``shard``: each sample in one share, and the same share on all nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write_plan(folder: Path, sizes: list[int]) -> list[list[str]]:
     for cluster, size in enumerate(sizes):
         names.append([f"node_{node + stage}" for stage in range(size)])
         for stage in range(size):
-            place = node_file(node, stage=stage, stages=size, cluster=cluster, roots=roots)
-            write_node(folder, place)
+            spec = node_file(node, stage=stage, stages=size, cluster=cluster, roots=roots)
+            write_node(folder, spec)
             node += 1
     return names
 
@@ -36,15 +36,15 @@ def numbers(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count))
 
 
-def drawn(dataset: Any) -> list[int]:
+def values(dataset: Any) -> list[int]:
     return [int(dataset[index][0]) for index in range(len(dataset))]
 
 
-def test_clusters_see_each_sample_once(tmp_path: Path) -> None:
+def test_each_sample_is_in_one_share(tmp_path: Path) -> None:
     first, second, third = write_plan(tmp_path, [2, 1, 1])
     data = numbers(100)
     shares = [
-        drawn(ravnest.shard(data, names[0], 7, folder=tmp_path)) for names in (first, second, third)
+        values(ravnest.shard(data, names[0], 7, folder=tmp_path)) for names in (first, second, third)
     ]
     assert sorted(chain(*shares)) == list(range(100))
     assert [len(share) for share in shares] == [33, 33, 34]
@@ -59,7 +59,7 @@ def test_shares_differ_by_at_most_one(
     folder = tmp_path_factory.mktemp("plan")
     names = write_plan(folder, [1] * clusters)
     data = numbers(clusters + more)
-    shares = [drawn(ravnest.shard(data, name, seed, folder=folder)) for (name,) in names]
+    shares = [values(ravnest.shard(data, name, seed, folder=folder)) for (name,) in names]
     assert sorted(chain(*shares)) == list(range(clusters + more))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -68,17 +68,17 @@ def test_nodes_of_a_cluster_get_the_same_share_in_the_same_order(tmp_path: Path)
     (root, leaf), _ = write_plan(tmp_path, [2, 1])
     data = numbers(50)
     torch.manual_seed(1)
-    share = drawn(ravnest.shard(data, root, 3, folder=tmp_path))
+    share = values(ravnest.shard(data, root, 3, folder=tmp_path))
     torch.manual_seed(2)
-    assert drawn(ravnest.shard(data, leaf, 3, folder=tmp_path)) == share
+    assert values(ravnest.shard(data, leaf, 3, folder=tmp_path)) == share
 
 
-def test_other_seeds_give_other_shares_and_42_is_the_default(tmp_path: Path) -> None:
+def test_the_seed_determines_the_shares_and_defaults_to_42(tmp_path: Path) -> None:
     (name,), _ = write_plan(tmp_path, [1, 1])
     data = numbers(50)
-    shares = {seed: drawn(ravnest.shard(data, name, seed, folder=tmp_path)) for seed in (0, 1, 42)}
+    shares = {seed: values(ravnest.shard(data, name, seed, folder=tmp_path)) for seed in (0, 1, 42)}
     assert set(shares[0]) != set(shares[1])
-    assert drawn(ravnest.shard(data, name, folder=tmp_path)) == shares[42]
+    assert values(ravnest.shard(data, name, folder=tmp_path)) == shares[42]
 
 
 def test_the_global_generator_is_not_used(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_global_generator_is_not_used(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_loader_takes_a_share(tmp_path: Path) -> None:
+def test_a_data_loader_accepts_a_share(tmp_path: Path) -> None:
     (name,), _ = write_plan(tmp_path, [1, 1])
     share = ravnest.shard(numbers(10), name, folder=tmp_path)
     assert isinstance(share, Subset)

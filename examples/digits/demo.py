@@ -1,9 +1,9 @@
-"""Split the digits CNN, train it with a provider for each node, fuse it, load and score it.
+"""Split the digits CNN, train it with one provider per node, fuse it and measure its accuracy.
 
     python demo.py      three nodes in one cluster
-    python demo.py 2    five nodes in two clusters, each with half of the data, which average
+    python demo.py 2    five nodes in two clusters, each with half of the data
 
-The providers are processes of their own on this machine, and talk to each other over gRPC.
+The providers are processes on this machine that communicate over gRPC.
 """
 
 import re
@@ -24,8 +24,8 @@ NODES = {1: "node_configs.json", 2: "node_configs_2_clusters.json"}
 
 
 def node_configs(clusters: int) -> str:
-    """The example's nodes, with ports that are free on this machine."""
-    with ExitStack() as held:  # all at once, so that no port is given twice
+    """Return the example's node configurations with free ports of this machine."""
+    with ExitStack() as held:  # all ports at once, so that none is used twice
 
         def free_port(_: re.Match[str]) -> str:
             taken = held.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -35,7 +35,7 @@ def node_configs(clusters: int) -> str:
 
 
 def accuracy(state: dict[str, torch.Tensor]) -> float:
-    """Of the model with these weights, on the validation data."""
+    """Return the accuracy of the model with these weights on the validation data."""
     model = DigitsCNN()
     model.load_state_dict(state)
     model.eval()
@@ -46,13 +46,14 @@ def accuracy(state: dict[str, torch.Tensor]) -> float:
 
 
 def main(folder: Path, clusters: int) -> None:
+    """Run all steps in ``folder``."""
     set_seed(42)
     node_data = folder / "node_data"
     node_data.mkdir()
     (node_data / "node_configs.json").write_text(node_configs(clusters))
     clusterize(model=DigitsCNN(), example_args=(torch.rand(64, 1, 8, 8),), folder=node_data)
 
-    print("\nProviders train it; each runs `python provider.py node_<i>`:")
+    print("\nEach provider runs `python provider.py node_<i>`:")
     failed = launch(HERE / "provider.py", folder=node_data, work=folder)
     if failed:
         sys.exit(failed)
@@ -63,7 +64,7 @@ def main(folder: Path, clusters: int) -> None:
     ]
     if clusters > 1:
         same = all(torch.equal(fused[0][key], other[key]) for other in fused[1:] for key in fused[0])
-        print("\nthe clusters have", "one and the same model" if same else "DIFFERENT models")
+        print("\nthe clusters have", "identical models" if same else "DIFFERENT models")
     print(f"\naccuracy of the fused model: {accuracy(fused[0]):.1%}")
 
 

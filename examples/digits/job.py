@@ -1,4 +1,4 @@
-"""The digits CNN as a job for a server's providers: ``ravnest submit job:job``."""
+"""The digits CNN as a job for the providers of a server: ``ravnest submit job:job``."""
 
 import torch
 from model import DigitsCNN, datasets
@@ -8,7 +8,7 @@ from ravnest import Job, set_seed
 
 
 def job() -> Job:
-    """What to train, with what, and how."""
+    """Return the job: model, data, loss, optimizer and settings."""
     set_seed(42)
     train_set, val_set = datasets()
     return Job(

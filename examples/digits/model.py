@@ -1,4 +1,4 @@
-"""A small CNN for scikit-learn's handwritten digits, and the data, which ships with scikit-learn."""
+"""A small CNN and the handwritten digits of scikit-learn."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -32,7 +32,7 @@ class DigitsCNN(nn.Module):
 
 
 def datasets(seed: int = 42) -> tuple[TensorDataset, TensorDataset]:
-    """Training and validation data."""
+    """Return training and validation data."""
     images, labels = load_digits(return_X_y=True)
     pixels = torch.tensor(images / 16.0, dtype=torch.float32).reshape(-1, 1, 8, 8)
     train_x, test_x, train_y, test_y = train_test_split(
@@ -42,7 +42,7 @@ def datasets(seed: int = 42) -> tuple[TensorDataset, TensorDataset]:
 
 
 def loaders(seed: int = 42, batch_size: int = 64) -> tuple[DataLoader, DataLoader]:
-    """All of the data in batches, in an order that depends on the seed and nothing else."""
+    """Return loaders of all data, in an order that depends only on the seed."""
     train_set, val_set = datasets(seed)
     order = torch.Generator().manual_seed(seed)
     train_loader = DataLoader(train_set, batch_size, shuffle=True, generator=order)
@@ -50,5 +50,5 @@ def loaders(seed: int = 42, batch_size: int = 64) -> tuple[DataLoader, DataLoade
 
 
 def example() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    """The model and an example batch, for ``ravnest plan model:example``."""
+    """Return the model and an example batch, for ``ravnest plan model:example``."""
     return DigitsCNN(), (torch.rand(64, 1, 8, 8),)

@@ -1,4 +1,4 @@
-"""What every provider runs: ``python provider.py node_0``, on each node with its own name."""
+"""Script of every provider: ``python provider.py node_0``, with the name of its node."""
 
 import sys
 
@@ -13,9 +13,9 @@ set_seed(42)
 
 
 def preprocess_dataset(name: str) -> tuple[DataLoader, DataLoader]:
-    """Training data, of which each cluster gets a share, and validation data.
+    """Return the cluster's share of the training data, and the validation data.
 
-    The order is the same on all nodes of a cluster, which see the same batches.
+    The order is the same on all nodes of a cluster, so that they see the same batches.
     """
     train_set, val_set = datasets()
     order = torch.Generator().manual_seed(42)

@@ -1,4 +1,4 @@
-"""Train PyTorch models that one machine cannot hold, on idle, unequal machines of many people."""
+"""Train PyTorch models too large for one machine, on other people's idle hardware."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ravnest.version import __version__
 
 if TYPE_CHECKING:
+    from ravnest.client.handle import JobHandle, attach
     from ravnest.client.submission import submit
     from ravnest.formation import clusterize
     from ravnest.jobs.job import Job
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Job",
+    "JobHandle",
     "Node",
     "Trainer",
     "__version__",
+    "attach",
     "clusterize",
     "model_fusion",
     "provide",
@@ -31,10 +34,12 @@ __all__ = [
     "submit",
 ]
 
-_HOMES = {
+_MODULES = {
     "Job": "ravnest.jobs.job",
+    "JobHandle": "ravnest.client.handle",
     "Node": "ravnest.runtime.node",
     "Trainer": "ravnest.runtime.trainer",
+    "attach": "ravnest.client.handle",
     "clusterize": "ravnest.formation",
     "model_fusion": "ravnest.store.trained",
     "provide": "ravnest.provider.provide",
@@ -43,16 +48,16 @@ _HOMES = {
     "shard": "ravnest.sharding",
     "submit": "ravnest.client.submission",
 }
-"""Where each name lives; it is imported when it is first used, and torch with it.
+"""Module of each public name; it is imported on first use, because most import torch.
 
-No module of the package may have one of these names: it would be found in the name's place.
+No module directly below ``ravnest`` may have one of these names: it would hide the public name.
 """
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

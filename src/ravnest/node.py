@@ -1,4 +1,4 @@
-"""The documented import path of ``Node``."""
+"""Documented import path of ``Node``."""
 
 from ravnest.runtime.node import Node
 

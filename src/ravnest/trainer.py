@@ -1,4 +1,4 @@
-"""The documented import path of ``Trainer``."""
+"""Documented import path of ``Trainer``."""
 
 from ravnest.runtime.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""``model_fusion`` and ``set_seed`` under their documented path."""
+"""Documented import path of ``model_fusion`` and ``set_seed``."""
 
 from ravnest.seed import set_seed
 from ravnest.store.trained import model_fusion

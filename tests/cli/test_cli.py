@@ -1,4 +1,4 @@
-"""The ``ravnest`` command: what it prints, that ``plan`` writes nothing, and how it ends."""
+"""The ``ravnest`` command without a server: output, written files and exit codes."""
 
 import json
 import os
@@ -66,6 +66,15 @@ def example_is_wrong():
 not_a_function = 5
 """
 
+BROKEN = {
+    "missing_import": "import os\nimport not_installed_anywhere\n",
+    "nameless": "raise ModuleNotFoundError('run setup first')\n",
+    "imports_broken": "import missing_import\n",
+    "late": "def args():\n    import not_installed_anywhere\n",
+    "typo": "def args():\n    return undefined\n",
+}
+"""Modules of a user that cannot be imported, or whose function fails."""
+
 
 def entry(number: int, ram: float) -> dict[str, object]:
     return {"IP": f"127.0.0.1:{8080 + number}", "benchmarks": {"ram": ram, "bandwidth": 100}}
@@ -80,13 +89,16 @@ def configure(path: Path, count: int, ram: float = 1) -> None:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, with ``targets.py`` and four nodes; imports are undone afterwards."""
     (tmp_path / "targets.py").write_text(TARGETS)
-    (tmp_path / "broken.py").write_text("import not_installed_anywhere\n")
+    for name, source in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import not_installed_either\n")
     configure(tmp_path / "node_data" / "node_configs.json", 4)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield tmp_path
-    for name in ("targets", "broken"):
+    for name in ("targets", "package", *BROKEN):
         sys.modules.pop(name, None)
 
 
@@ -128,19 +140,28 @@ def is_one_error(ended: Ended) -> bool:
 
 
 def check_explained(text: str) -> None:
-    """What a plan of the four nodes says."""
-    assert re.search(
-        r"^4 nodes in 2 clusters train about \S+ samples/s in micro-batches of 8\.$", text, re.M
-    )
+    """Check the facts in the explanation of a plan for the four nodes."""
+    assert text.startswith("4 nodes in 2 clusters")
     for node in range(4):
-        assert re.search(
-            rf"^  Node\({node}\) at 127\.0\.0\.1:808{node} is the (Root|Stem|Leaf):", text, re.M
-        )
-    assert text.count(" is the Root: ") == 2
-    assert len(re.findall(r"^    Memory \S+ [kMG]B of 1 GB \(\d+%\): weights ", text, re.M)) == 4
-    assert len(re.findall(r"; the bottleneck is the (compute|link) ", text)) == 2
-    assert len(re.findall(r"^    Time \S+ ms a micro-batch", text, re.M)) == 4
-    assert re.search(r"^  Ring 0: \d+ tensors from first\.weight on, by Node", text, re.M)
+        assert f"Node({node}) at 127.0.0.1:808{node} is the " in text
+    assert text.count(" is the Root") >= 2
+    assert len(re.findall(r"^ +Memory \S+ [kMG]B of 1 GB", text, re.M)) == 4
+    assert text.count("bottleneck") == 2
+    assert re.search(r"Ring 0: .*first\.weight", text)
+
+
+def test_plan_as_json(project: Path, ravnest: Callable[..., Ended]) -> None:
+    before = contents(project)
+    ended = ravnest("plan", "targets:args", "--clusters", "2", "--json")
+    assert ended.code == 0, ended.err
+    plan = json.loads(ended.out)
+    assert [cluster["id"] for cluster in plan["clusters"]] == [0, 1]
+    stages = [stage for cluster in plan["clusters"] for stage in cluster["stages"]]
+    assert sorted(stage["node"]["id"] for stage in stages) == [0, 1, 2, 3]
+    assert {"Root", "Leaf"} <= {stage["role"] for stage in stages}
+    assert all(stage["memory"]["weights"] > 0 for stage in stages)
+    assert plan["rings"][0]["names"][0] == "first.weight"
+    assert contents(project) == before
 
 
 def test_plan_explains_and_writes_nothing(project: Path) -> None:
@@ -173,13 +194,13 @@ def test_plan_as_a_process(project: Path) -> None:
     assert contents(project) == before
 
 
-def test_the_script_is_registered() -> None:
+def test_the_command_is_registered() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         assert tomllib.load(file)["project"]["scripts"] == {"ravnest": "ravnest.cli.app:main"}
 
 
 @pytest.mark.parametrize("target", ["tensor", "keywords", "both"])
-def test_a_target_gives_its_example_in_any_form(
+def test_example_inputs_are_accepted_in_any_form(
     project: Path, ravnest: Callable[..., Ended], target: str
 ) -> None:
     configure(project / "two.json", 2)
@@ -189,7 +210,7 @@ def test_a_target_gives_its_example_in_any_form(
 
 
 @pytest.mark.usefixtures("project")
-def test_plan_takes_its_options(ravnest: Callable[..., Ended]) -> None:
+def test_plan_has_the_options_of_clusterize(ravnest: Callable[..., Ended]) -> None:
     ended = ravnest("plan", "targets:args", "--clusters", "4", "--pass-data", "--update-frequency", "2")
     assert ended.code == 0, ended.err
     assert ended.out.startswith("4 nodes in 4 clusters train about ")
@@ -197,16 +218,21 @@ def test_plan_takes_its_options(ravnest: Callable[..., Ended]) -> None:
 
 
 REFUSED = {
-    "no-colon": (["plan", "targets"], "'targets' is not of the form module:function"),
+    "no colon": (["plan", "targets"], "'targets' is not of the form module:function"),
     "no function": (["plan", "targets:"], "'targets:' is not of the form module:function"),
     "no module": (["plan", ":args"], "':args' is not of the form module:function"),
-    "unknown module": (["plan", "nowhere:args"], "there is no module 'nowhere' here"),
-    "module with missing import": (["plan", "broken:args"], "no module 'not_installed_anywhere' here"),
+    "unknown module": (
+        ["plan", "nowhere:args"],
+        "there is no module 'nowhere' in .*: run the command in the folder",
+    ),
     "unknown function": (["plan", "targets:nobody"], "the module targets has no function nobody"),
     "not a function": (["plan", "targets:not_a_function"], "has no function not_a_function"),
     "returns a model": (["plan", "targets:model_only"], r"must return \(model, args\).*got Small"),
     "returns nothing": (["plan", "targets:nothing"], r"must return \(model, args\).*got NoneType"),
-    "returns a number": (["plan", "targets:number"], "returns a int where example inputs belong"),
+    "returns a number": (
+        ["plan", "targets:number"],
+        "must return example inputs after the model, got int",
+    ),
     "missing node configs": (
         ["plan", "targets:args", "--nodes", "none.json"],
         r"none\.json does not exist",
@@ -224,7 +250,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_is_one_message_and_exit_code_1(
+def test_an_error_is_one_message_and_exit_code_1(
     project: Path, ravnest: Callable[..., Ended], name: str
 ) -> None:
     configure(project / "tiny.json", 2, ram=1e-6)
@@ -234,6 +260,54 @@ def test_a_mistake_is_one_message_and_exit_code_1(
     assert is_one_error(ended), ended
     assert re.search(says, ended.err.splitlines()[0]), ended.err
     assert contents(project) == before
+
+
+@pytest.mark.parametrize(
+    ("target", "cause", "line"),
+    [
+        (
+            "missing_import:args",
+            "ModuleNotFoundError: No module named 'not_installed_anywhere'",
+            "missing_import.py:2: import not_installed_anywhere",
+        ),
+        (
+            "imports_broken:args",
+            "ModuleNotFoundError: No module named 'not_installed_anywhere'",
+            "missing_import.py:2: import not_installed_anywhere",
+        ),
+        (
+            "package.module:args",
+            "ModuleNotFoundError: No module named 'not_installed_either'",
+            "__init__.py:1: import not_installed_either",
+        ),
+        ("nameless:args", "ModuleNotFoundError: run setup first", "nameless.py:1: raise "),
+        (
+            "late:args",
+            "ModuleNotFoundError: No module named 'not_installed_anywhere'",
+            "late.py:2: import not_installed_anywhere",
+        ),
+        ("typo:args", "NameError: name 'undefined'", "typo.py:2: return undefined"),
+    ],
+)
+def test_an_error_in_the_users_module_is_shown_with_its_line(
+    project: Path, ravnest: Callable[..., Ended], target: str, cause: str, line: str
+) -> None:
+    ended = ravnest("plan", target)
+    assert is_one_error(ended), ended
+    first, second = ended.err.splitlines()
+    assert first.startswith(f"error: {target} fails: {cause}")
+    assert second.startswith(str(project))
+    assert line in second
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize(
+    "target", ["targets.more:args", "nowhere.else:args"], ids=["not a package", "no package"]
+)
+def test_a_missing_submodule_is_named(ravnest: Callable[..., Ended], target: str) -> None:
+    ended = ravnest("plan", target)
+    assert is_one_error(ended), ended
+    assert f"there is no module '{target.partition(':')[0]}' in " in ended.err
 
 
 @pytest.mark.usefixtures("project")
@@ -300,7 +374,7 @@ def test_fuse_writes_the_state_dict(project: Path, ravnest: Callable[..., Ended]
         assert not any(Two().load_state_dict(fused, strict=True))
 
 
-def test_fuse_says_which_stage_is_missing(
+def test_fuse_names_the_missing_stage(
     project: Path, ravnest: Callable[..., Ended], stages: Split
 ) -> None:
     save(project / "trained", stages, cluster=0)
@@ -312,7 +386,7 @@ def test_fuse_says_which_stage_is_missing(
     assert not (project / "trained" / "trained_state_dict.pt").exists()
 
 
-# launch
+# --- launch --------------------------------------------------------------------------------------
 
 
 def test_launch_runs_the_script_for_each_node(
@@ -339,7 +413,7 @@ def test_launch_runs_the_script_for_each_node(
         (["--folder", "far", "targets.py"], "no node of far has an address of this machine"),
     ],
 )
-def test_launch_says_what_is_missing(
+def test_launch_names_what_is_missing(
     project: Path, ravnest: Callable[..., Ended], arguments: list[str], message: str
 ) -> None:
     write_node(project / "far", node_file(0, address="192.0.2.1:8080"))

@@ -1,4 +1,4 @@
-"""The commands that look at jobs and providers: what they print, and how they end."""
+"""Commands for jobs and providers against a real server: output and exit codes."""
 
 import json
 import os
@@ -10,14 +10,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from fake_server import JOB, FakeServer, view
+import torch
+from job_server import (
+    JobServer,
+    ScriptedProvider,
+    in_background,
+    job_server,
+    loss_record,
+    validation_record,
+)
 
 from ravnest.cli.app import Commands, main
-from ravnest.cli.exit_codes import EXPLAINED, ExitCode
+from ravnest.cli.exit_codes import EXIT_CODES_HELP, ExitCode
+from ravnest.cli.fetch import FetchedModel
 from ravnest.cli.submit import load_job
+from ravnest.http.credentials import memberships
 from ravnest.plan.node_configs import read_node_configs
-from ravnest.schemas.jobs import AssignmentView, EventView, JobState
-from ravnest.schemas.providers import ProviderOffer, ProviderState, ProviderView
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import EventView, JobState, JobView
+from ravnest.schemas.providers import ProviderView
+from ravnest.telemetry import WarningRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,8 +40,13 @@ class Ended(NamedTuple):
     err: str
 
 
+Command = Callable[..., Ended]
+
+
 @pytest.fixture
-def ravnest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def ravnest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command as the shell runs it, in this process."""
+
     def run(*args: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["ravnest", *args])
         with pytest.raises(SystemExit) as ended:
@@ -41,7 +58,7 @@ def ravnest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, and a user who knows no server."""
+    """An empty current folder, and a user who knows no server."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("RAVNEST_HOME", str(tmp_path / "home"))
@@ -51,39 +68,25 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    """One that the environment names, with a token to join."""
-    with FakeServer().running() as running:
-        monkeypatch.setenv("RAVNEST_SERVER", running.url)
-        monkeypatch.setenv("RAVNEST_TOKEN", "rvn..secret")
-        yield running
+def server(shared_server: JobServer) -> Iterator[JobServer]:
+    """A real server that the user has joined."""
+    shared_server.remember()
+    yield shared_server
+    shared_server.cancel_jobs()
 
 
-def event(number: int, before: str = "planned", after: str = "shipping") -> EventView:
-    return EventView(
-        sequence=number,
-        time=1e9,
-        kind="job",
-        subject=JOB,
-        before=before,
-        after=after,
-        reason=f"reason {number}",
-    )
+@pytest.fixture
+def job(server: JobServer) -> str:
+    return server.submit()
 
 
-def provider(number: int, state: ProviderState = ProviderState.OFFERED) -> ProviderView:
-    offer = ProviderOffer(
-        name=f"pc-{number}",
-        address=f"127.0.0.1:{7000 + number}",
-        ram=4.5,
-        cores=2,
-        compute=31.4,
-        bandwidth=99.5,
-        round_trip=0.01,
-        version="1",
-        torch="2",
-    )
-    return ProviderView(id=f"p{number}", offer=offer, state=state, reason="idle", job=None, seen=1.0)
+@pytest.fixture
+def provider(server: JobServer, job: str) -> Iterator[ScriptedProvider]:
+    """A provider that trains the only stage of ``job``."""
+    with server.provider() as made:
+        assert made.take_assignment().job == job
+        made.report("training")
+        yield made
 
 
 def test_every_command_is_listed_with_its_own_help() -> None:
@@ -104,16 +107,16 @@ def test_help_needs_no_torch_and_names_the_exit_codes() -> None:
     )
     assert done.stdout.endswith("False\n")
     assert all(f" {name} " in done.stdout for name in Commands.lazy)
-    assert EXPLAINED in done.stdout
-    assert all(f" {code.value} " in EXPLAINED for code in ExitCode)
+    assert EXIT_CODES_HELP in done.stdout
+    assert all(f" {code.value} " in EXIT_CODES_HELP for code in ExitCode)
 
 
 @pytest.mark.parametrize(
     ("words", "completed"),
     [("ravnest sta", "status"), ("ravnest status --js", "--json"), ("ravnest token cr", "create")],
 )
-def test_the_shell_completes(
-    monkeypatch: pytest.MonkeyPatch, ravnest: Callable[..., Ended], words: str, completed: str
+def test_the_shell_completes_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, ravnest: Command, words: str, completed: str
 ) -> None:
     monkeypatch.setenv("_RAVNEST_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
@@ -121,111 +124,166 @@ def test_the_shell_completes(
     assert ravnest().out.split() == [completed]
 
 
-def test_completion_can_be_installed(ravnest: Callable[..., Ended]) -> None:
+def test_completion_can_be_installed(ravnest: Command) -> None:
     assert "_RAVNEST_COMPLETE=complete_bash" in ravnest("--show-completion", "bash").out
 
 
-def test_status_lists_and_shows(ravnest: Callable[..., Ended], server: FakeServer) -> None:
-    place = AssignmentView(
-        provider="p", provider_name="pc", node=0, cluster=1, role="Root", phase="training"
-    )
-    shown = view(JobState.TRAINING, "all train", updates=7, loss=0.5, validation=0.9)
-    server.views = [shown.model_copy(update={"assignments": (place,), "plan": "The plan [in words]."})]
+def test_status_lists_jobs_and_shows_one(ravnest: Command, job: str, provider: ScriptedProvider) -> None:
+    warning = WarningRecord("the loader is slow")
+    losses = loss_record(0, 0.75), loss_record(1, 0.5)
+    provider.report("training", *losses, validation_record(0, 0.9), warning)
     ended = ravnest("status")
-    assert ended.code == ExitCode.FINE, ended.err
-    line = ended.out.splitlines()[1]
-    assert line.split() == [
-        *(JOB, "digits", "training", "7", "updates,", "loss", "0.5000,", "validation", "0.9000"),
-        *("all", "train"),
+    assert ended.code == ExitCode.OK, ended.err
+    (line,) = (line for line in ended.out.splitlines() if line.startswith(job))
+    assert line.split()[:9] == [
+        *(job, "digits", "training", "2", "updates,", "loss", "0.5000,", "validation", "0.9000"),
     ]
-    ended = ravnest("status", JOB)
-    assert "digits (job-1) of me is training: all train" in ended.out
-    assert "cluster 1, node 0 (Root) by pc: training" in ended.out
-    assert "The plan [in words]." in ended.out
-    assert json.loads(ravnest("status", "--json").out) == [server.views[0].model_dump(mode="json")]
-    assert json.loads(ravnest("status", JOB, "--json").out)["id"] == JOB
-    server.views = []
-    assert ravnest("status").out.startswith("no jobs; ")
+    shown = ravnest("status", job).out
+    assert f"digits ({job}) of " in shown
+    assert "cluster 0, node 0 (Root) on pc: training" in shown
+    assert "warning of node 0: the loader is slow" in shown
+    assert "1 node in 1 cluster" in shown, "the plan"
+
+
+def test_status_as_json(ravnest: Command, job: str, provider: ScriptedProvider) -> None:
+    provider.report("training", loss_record(0, 0.75))
+    one = JobView.model_validate_json(ravnest("status", job, "--json").out)
+    assert (one.id, one.state, one.progress.loss) == (job, JobState.TRAINING, 0.75)
+    listed = json.loads(ravnest("status", "--json").out)
+    assert (job, "training") in {(entry["id"], entry["state"]) for entry in listed}
+
+
+def test_status_without_jobs(ravnest: Command, shared_server: JobServer) -> None:
+    options = ("--server", shared_server.url, "--token", shared_server.token())
+    assert ravnest("status", *options).out.startswith("no jobs; ")
     assert ravnest("status", "--json").out == "[]\n"
 
 
 def test_a_token_is_needed_once(
-    ravnest: Callable[..., Ended], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ravnest: Command, shared_server: JobServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RAVNEST_TOKEN")
+    monkeypatch.setenv("RAVNEST_SERVER", shared_server.url)
     ended = ravnest("status")
     assert (ended.code, ended.out) == (ExitCode.ERROR, "")
-    assert "was not joined yet: add --token once" in ended.err
-    assert ravnest("status", "--token", "rvn..secret").code == ExitCode.FINE
+    assert "not joined yet: add --token" in ended.err
+    assert ravnest("status", "--token", shared_server.token()).code == ExitCode.OK
     monkeypatch.delenv("RAVNEST_SERVER")
-    assert ravnest("status").code == ExitCode.FINE
-    assert server.asked.count("POST /api/join") == 1
+    assert ravnest("status").code == ExitCode.OK
+    assert len(memberships()) == 1
 
 
-def test_a_server_that_is_not_there(ravnest: Callable[..., Ended], server: FakeServer) -> None:
-    ravnest("status")
+def test_an_unreachable_server_is_exit_code_4(ravnest: Command) -> None:
     ended = ravnest("status", "--server", "http://127.0.0.1:9", "--token", "rvn..s")
-    assert ended == (
-        ExitCode.UNREACHABLE,
-        "",
-        "error: nothing answers at http://127.0.0.1:9: is `ravnest serve` running there?\n",
-    )
+    assert (ended.code, ended.out) == (ExitCode.UNREACHABLE, "")
+    assert ended.err.startswith("error: nothing answers at http://127.0.0.1:9")
 
 
-def test_a_refusal_is_exit_code_1(ravnest: Callable[..., Ended], server: FakeServer) -> None:
-    server.refusals["GET /api/jobs"] = (403, "a viewer may not")
-    assert ravnest("status") == (ExitCode.ERROR, "", "error: a viewer may not\n")
-    ended = ravnest("logs", "job-9")
-    assert (ended.code, ended.err) == (ExitCode.ERROR, "error: there is no /api/jobs/job-9/events\n")
+def test_a_refusal_of_the_server_is_exit_code_1(ravnest: Command, server: JobServer) -> None:
+    for command in ("status", "logs", "fetch", "cancel"):
+        ended = ravnest(command, "job-9", "--server", server.url)
+        assert (ended.code, ended.out) == (ExitCode.ERROR, ""), command
+        assert ended.err.splitlines()[-1].startswith("error: ")
+        assert "job-9" in ended.err
 
 
-def test_logs(ravnest: Callable[..., Ended], server: FakeServer) -> None:
-    server.events = [event(1), event(2, "shipping", "shipping")]
-    ended = ravnest("logs", JOB)
-    assert ended.code == ExitCode.FINE, ended.err
-    first, second = ended.out.splitlines()
-    assert first.endswith("job job-1 planned -> shipping: reason 1")
-    assert second.endswith("job job-1 shipping: reason 2")
-    lines = ravnest("logs", JOB, "--json").out.splitlines()
-    assert [EventView.model_validate_json(line) for line in lines] == server.events
+def test_logs_show_events_as_lines_or_json_lines(
+    ravnest: Command, job: str, provider: ScriptedProvider
+) -> None:
+    lines = ravnest("logs", job, "--json").out.splitlines()
+    events = [EventView.model_validate_json(line) for line in lines]
+    assert [event.after for event in events if event.kind == "job"][-1] == JobState.TRAINING
+    shown = ravnest("logs", job).out.splitlines()
+    assert len(shown) == len(events)
+    last = events[-1]
+    assert shown[-1].endswith(f"job {job} {last.before} -> {last.after}: {last.reason}")
+    same = next(number for number, event in enumerate(events) if event.before == event.after)
+    assert f"job {job} {events[same].after}: " in shown[same]
 
 
-def test_logs_are_followed_to_the_end(ravnest: Callable[..., Ended], server: FakeServer) -> None:
-    server.views = [view(JobState.TRAINING), view(JobState.TRAINING), view(JobState.DONE, "done")]
-    server.events = [event(1)]
-    assert ravnest("logs", JOB, "--follow").code == ExitCode.FINE
-    server.views = [view(JobState.TRAINING), view(JobState.FAILED, "node_1 is lost")]
-    ended = ravnest("logs", JOB, "-f", "--json")
+def test_logs_follow_a_job_to_its_end(
+    ravnest: Command, server: JobServer, job: str, provider: ScriptedProvider
+) -> None:
+    with in_background(provider.finish):
+        ended = ravnest("logs", job, "--follow", "--json")
+    assert ended.code == ExitCode.OK, ended.err
+    assert EventView.model_validate_json(ended.out.splitlines()[-1]).after == JobState.DONE
+
+
+def test_logs_of_a_job_that_fails_are_exit_code_3(
+    ravnest: Command, job: str, provider: ScriptedProvider
+) -> None:
+    with in_background(lambda: provider.report("failed", reason="out of memory")):
+        ended = ravnest("logs", job, "-f")
     assert ended.code == ExitCode.JOB_ENDED
-    assert len(ended.out.splitlines()) == 1
-    assert ended.err == "error: job job-1 failed: node_1 is lost\n"
+    assert ended.err.startswith(f"error: job {job} failed: ")
+    assert "out of memory" in ended.err
 
 
-def test_cancel_and_fetch_of_what_has_ended(ravnest: Callable[..., Ended], server: FakeServer) -> None:
-    assert ravnest("cancel", JOB) == (ExitCode.FINE, f"cancelled {JOB}\n", "")
-    server.views = [view(JobState.CANCELLED, "as its owner asked")]
-    ended = ravnest("fetch", JOB)
+def test_a_cancelled_job_cannot_be_fetched(ravnest: Command, job: str) -> None:
+    assert ravnest("cancel", job) == (ExitCode.OK, f"cancelled {job}\n", "")
+    ended = ravnest("fetch", job)
     assert (ended.code, ended.out) == (ExitCode.JOB_ENDED, "")
-    assert ended.err.endswith("error: job job-1 was cancelled: as its owner asked\n")
+    assert f"error: job {job} was cancelled: " in ended.err
     assert list(Path().iterdir()) == []
 
 
-def test_nodes_are_shown_and_written(
-    ravnest: Callable[..., Ended], server: FakeServer, here: Path
+def test_fetch_waits_and_writes_the_model(
+    ravnest: Command, job: str, provider: ScriptedProvider
 ) -> None:
-    assert ravnest("nodes").out.startswith("no providers; ")
-    assert ravnest("nodes", "--write").err.startswith("error: no provider is there")
-    server.providers = [provider(0), provider(1, ProviderState.LOST), provider(2)]
-    shown = ravnest("nodes").out.splitlines()
-    assert shown[1].split() == ["pc-0", "(p0)", "offered", "-", "4.5", "GB", "2", "31", "100", "idle"]
-    assert [entry["id"] for entry in json.loads(ravnest("nodes", "--json").out)] == ["p0", "p1", "p2"]
-    assert ravnest("nodes", "--write").out == "wrote node_data/node_configs.json\n"
-    assert ravnest("nodes", "--write", "mine.json").out == "wrote mine.json\n"
+    with in_background(provider.finish):
+        ended = ravnest("fetch", job)
+    assert (ended.code, ended.out) == (ExitCode.OK, f"ravnest-{job}/trained_state_dict.pt\n"), ended.err
+    state = torch.load(ended.out.strip(), weights_only=True)
+    assert list(state) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_fetch_reports_as_json(ravnest: Command, job: str, provider: ScriptedProvider) -> None:
+    provider.report("training", loss_record(0, 0.75))
+    provider.finish()
+    ended = ravnest("fetch", job, "--out", "mine", "--json")
+    assert ended.code == ExitCode.OK, ended.err
+    report = FetchedModel.model_validate_json(ended.out)
+    path = Path("mine", "trained_state_dict.pt").resolve()
+    assert (report.job, report.path, report.size) == (job, str(path), path.stat().st_size)
+    assert report.progress.loss == 0.75
+
+
+def test_nodes_are_shown_and_written(ravnest: Command, tmp_path: Path) -> None:
+    with job_server(tmp_path / "fresh") as server:
+        server.remember()
+        assert ravnest("nodes").out.startswith("no providers; ")
+        assert "`ravnest provide`" in ravnest("nodes", "--write").err
+        with server.provider("pc-0", 7000) as first, server.provider("pc-2", 7002):
+            with server.provider("pc-1", 7001):
+                pass  # it leaves and is not written
+            shown = {line.split()[0]: line.split() for line in ravnest("nodes").out.splitlines()}
+            assert shown["pc-0"][1:9] == [
+                *(f"({first.id})", "offered", "-", "4.5", "GB", "2", "31", "100"),
+            ]
+            listed = json.loads(ravnest("nodes", "--json").out)
+            offers = [ProviderView.model_validate(entry).offer.name for entry in listed]
+            assert {"pc-0", "pc-2"} <= set(offers)
+            assert ravnest("nodes", "--write").out == "wrote node_data/node_configs.json\n"
+            assert ravnest("nodes", "--write", "mine.json").out == "wrote mine.json\n"
     for path in ("node_data/node_configs.json", "mine.json"):
-        first, second = read_node_configs(here / path)
-        assert (first.ram, first.bandwidth, first.compute) == (4.5, 99.5, 31.4)
-        assert str(second.address) == "127.0.0.1:7002"
+        nodes = read_node_configs(Path(path))
+        assert {str(node.address) for node in nodes} == {"127.0.0.1:7000", "127.0.0.1:7002"}
+        assert {(n.ram, n.bandwidth, n.compute) for n in nodes} == {(4.5, 99.5, 31.4)}
+
+
+def test_a_path_without_write_is_wrong_usage(ravnest: Command) -> None:
     assert ravnest("nodes", "mine.json").code == ExitCode.USAGE
+
+
+def test_a_viewer_can_read_a_job_but_not_cancel_it(
+    ravnest: Command, server: JobServer, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAVNEST_HOME", str(tmp_path / "viewer"))
+    token = ("--token", server.token(ApiRole.VIEWER))
+    assert ravnest("logs", job, "--server", server.url, *token).code == ExitCode.OK
+    ended = ravnest("cancel", job, "--server", server.url)
+    assert ended.code == ExitCode.ERROR
+    assert "--role requester" in ended.err
 
 
 TARGETS = """
@@ -251,53 +309,57 @@ def targets(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("targets", None)
 
 
-@pytest.mark.usefixtures("targets")
-def test_submit_and_go(ravnest: Callable[..., Ended], server: FakeServer) -> None:
+@pytest.mark.usefixtures("targets", "server")
+def test_submit_detached_prints_the_id(ravnest: Command) -> None:
     ended = ravnest("submit", "targets:job", "--detach")
-    assert (ended.code, ended.out) == (ExitCode.FINE, f"{JOB}\n"), ended.err
+    assert ended.code == ExitCode.OK, ended.err
     assert "uploading" in ended.err
-    assert server.specs[0]["name"] == "Linear"
+    view = JobView.model_validate_json(ravnest("status", ended.out.strip(), "--json").out)
+    assert (view.name, view.state) == ("Linear", JobState.SUBMITTED)
+    ended = ravnest("submit", "targets:job", "--detach", "--json")
+    assert json.loads(ended.out)["id"].startswith("job-")
 
 
 @pytest.mark.usefixtures("targets")
-def test_submit_and_wait_for_one_that_fails(ravnest: Callable[..., Ended], server: FakeServer) -> None:
-    server.views = [
-        view(JobState.TRAINING, "all train", updates=1),
-        view(JobState.TRAINING, "all train", updates=2, loss=0.25, validation=0.75),
-        view(JobState.FAILED, "node_1 is lost"),
-    ]
-    ended = ravnest("submit", "targets:job")
+def test_submit_shows_a_job_until_it_fails(ravnest: Command, server: JobServer) -> None:
+    with server.provider() as provider:
+
+        def script() -> None:
+            provider.take_assignment()
+            provider.report("training", loss_record(0, 0.5), loss_record(1, 0.25))
+            provider.report("training", validation_record(0, 0.75))
+            provider.report("failed", reason="out of memory")
+
+        with in_background(script):
+            ended = ravnest("submit", "targets:job")
     assert (ended.code, ended.out) == (ExitCode.JOB_ENDED, "")
-    assert f"submitted {JOB}\n" in ended.err
     shown = [" ".join(line.split()) for line in ended.err.splitlines()]
-    assert shown[-4:] == [
-        "training all train",
-        "2 updates, loss 0.2500, validation 0.7500",
-        "failed node_1 is lost",
-        "error: job job-1 failed: node_1 is lost",
-    ]
+    assert any(line.startswith("submitted job-") for line in shown)
+    assert "2 updates, loss 0.2500, validation 0.7500" in shown
+    assert shown[-2].startswith("failed ")
+    assert shown[-1].startswith("error: job job-")
+    assert "out of memory" in shown[-1]
 
 
 @pytest.mark.usefixtures("targets")
-def test_what_cannot_be_submitted(ravnest: Callable[..., Ended], server: FakeServer) -> None:
+def test_submit_refuses_what_is_not_a_job(ravnest: Command, server: JobServer) -> None:
+    before = ravnest("status", "--json").out
     ended = ravnest("submit", "targets:model")
-    assert (ended.code, ended.err) == (
-        ExitCode.ERROR,
-        "error: targets:model must return a ravnest.Job, got Linear\n",
-    )
+    assert ended.code == ExitCode.ERROR
+    assert ended.err == "error: targets:model must return a ravnest.Job, got Linear\n"
     assert ravnest("submit", "nowhere:job").code == ExitCode.ERROR
     both = ("--serve-here", "--server", server.url)
     assert ravnest("submit", "targets:job", *both).code == ExitCode.USAGE
-    assert server.specs == []
+    assert ravnest("status", "--json").out == before
 
 
-def test_a_command_cannot_serve_and_go(ravnest: Callable[..., Ended]) -> None:
+def test_a_command_that_serves_cannot_detach(ravnest: Command) -> None:
     ended = ravnest("submit", "targets:job", "--serve-here", "--detach")
     assert ended.code == ExitCode.USAGE
     assert "the server would end with this command" in " ".join(ended.err.split())
 
 
-def test_the_job_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_of_the_example_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.chdir(ROOT / "examples" / "digits")
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,9 +1,10 @@
-"""``ravnest demo`` as its user runs it: real processes, a trained model, and nothing left behind."""
+"""``ravnest demo`` with real processes: a trained model, and no other files or processes left."""
 
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,8 +47,8 @@ def demo(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def left_of(folder: Path) -> list[str]:
-    """Files below the folder, and processes that have it on their command line."""
+def leftovers(folder: Path) -> list[str]:
+    """Return the files below the folder and the processes that have it on their command line."""
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     processes = [
         process.name()
@@ -59,7 +60,7 @@ def left_of(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("environment")
-def test_the_demo_trains_and_leaves_the_model_only(tmp_path: Path) -> None:
+def test_the_demo_trains_and_leaves_only_the_model(tmp_path: Path) -> None:
     with demo(tmp_path) as process:
         shown, _ = process.communicate(timeout=280)
     assert process.returncode == 0, shown
@@ -70,7 +71,7 @@ def test_the_demo_trains_and_leaves_the_model_only(tmp_path: Path) -> None:
     assert found, shown
     assert float(found[1]) > 90
     assert shown.splitlines()[-1] == "ravnest-demo/trained_state_dict.pt"
-    assert left_of(tmp_path) == ["ravnest-demo/trained_state_dict.pt"]
+    assert leftovers(tmp_path) == ["ravnest-demo/trained_state_dict.pt"]
     state = torch.load(tmp_path / "ravnest-demo" / "trained_state_dict.pt", weights_only=True)
     model = network()
     model.load_state_dict(state)
@@ -89,31 +90,33 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signa
                 break
         process.communicate(timeout=60)
     assert process.returncode == 130
-    assert left_of(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_provider_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_provider_that_ends_early_is_reported_with_its_last_line(tmp_path: Path) -> None:
     lines: list[tuple[str, str]] = []
-    invitation = {"server": "http://127.0.0.1:9", "token": "rvn..secret"}
-    with LocalProviders(tmp_path, invitation, lambda *line: lines.append(line)) as neighbours:
-        neighbours.start("pc", "--ram=1")
-        neighbours._processes["pc"].wait(60)
-        for reader in neighbours._readers:
-            reader.join()
-        with pytest.raises(LaunchError, match=r"pc ended with code 4: .*nothing answers"):
-            neighbours.check()
+    options = {"server": "http://127.0.0.1:9", "token": "rvn..secret"}
+    with LocalProviders(tmp_path, options, lambda *line: lines.append(line)) as providers:
+        providers.start("pc", "--ram=1")
+        for thread in threading.enumerate():
+            if thread.name == "end of pc":  # it ends after the last line of the output
+                thread.join(60)
+        with pytest.raises(LaunchError, match=r"pc ended with exit code 4: .*nothing answers"):
+            providers.check()
     assert lines[-1][0] == "pc"
 
 
 @pytest.mark.parametrize("has_sklearn", [True, False])
-def test_there_is_data_without_scikit_learn(monkeypatch: pytest.MonkeyPatch, has_sklearn: bool) -> None:
+def test_the_demo_has_data_with_and_without_scikit_learn(
+    monkeypatch: pytest.MonkeyPatch, has_sklearn: bool
+) -> None:
     if not has_sklearn:
         monkeypatch.setattr(digits, "find_spec", lambda _: None)
-    train, validation, what = digits.digits()
+    train, validation, description = digits.digits()
     assert len(train) > 1000
     assert len(validation) > 400
-    assert ("scikit-learn" in what) is not has_sklearn
+    assert ("scikit-learn" in description) is not has_sklearn
     images, labels = train.tensors
     assert images.shape[1:] == (1, 8, 8)
     assert labels.unique().tolist() == list(range(10))

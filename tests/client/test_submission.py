@@ -1,4 +1,4 @@
-"""Submitting: what reaches the server, and a real server's answers where no provider is there."""
+"""``submit`` and ``attach`` against a real server."""
 
 import os
 import subprocess
@@ -6,40 +6,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
-from fake_server import JOB, FakeServer
+from job_server import JobServer, RecordingTransport, small_job
 from torch import nn
 
 import ravnest
-from ravnest.client.server_selection import choose
-from ravnest.client.submission import hand_in, open_job, submit_job
-from ravnest.errors import JobEndedError, JobError, ServerUnreachableError
-from ravnest.http.api import ApiClient
+from ravnest.client.submission import upload_job
+from ravnest.errors import JobEndedError, JobError, ServerRefusedError, ServerUnreachableError
+from ravnest.http.credentials import Membership, save
 from ravnest.schemas.auth import ApiRole
-from ravnest.schemas.jobs import JobSpec, JobState
-from ravnest.server.http.runner import RunningServer, serve
+from ravnest.schemas.jobs import JobState
+from ravnest.server.http.runner import serve
 
 ROOT = Path(__file__).parents[2]
 
 
-def job(**settings: object) -> ravnest.Job:
-    torch.manual_seed(0)
-    given = {
-        "model": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)),
-        "example_args": (torch.rand(4, 4),),
-        "train_data": (torch.rand(20, 4), torch.randint(3, (20,))),
-        "criterion": nn.CrossEntropyLoss(),
-        "optimizer": torch.optim.SGD,
-        "optimizer_params": {"lr": 0.1},
-        **settings,
-    }
-    return ravnest.Job(**given)  # type: ignore[arg-type]
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user who knows no server, and a folder for temporary files."""
     monkeypatch.setenv("RAVNEST_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("RAVNEST_SERVER", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -47,122 +32,152 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def running(home: Path) -> Iterator[RunningServer]:
-    with serve(folder=home / "server") as server:
-        yield server
+def server(shared_server: JobServer) -> Iterator[JobServer]:
+    shared_server.remember()
+    yield shared_server
+    shared_server.cancel_jobs()
 
 
-def test_all_that_a_job_names_is_sent_before_it() -> None:
-    server = FakeServer()
-    api = ApiClient("http://127.0.0.1:1", transport=httpx.MockTransport(server.answer))
-    told: list[tuple[str, int, int]] = []
-    assert hand_in(api, job(epochs=3), lambda *what: told.append(what)) == JOB
-    spec = JobSpec.model_validate(server.specs[0])
-    assert spec.training.epochs == 3
-    named = [spec.model.units, spec.model.weights]
-    named += [piece.artifact for piece in (*spec.train.inputs, *spec.train.labels)]
-    assert {artifact.sha256 for artifact in named} == set(server.files.whole)
-    assert server.asked[-1] == "POST /api/jobs"
-    assert told[-1] == ("uploading", *[sum(map(len, server.files.whole.values()))] * 2)
-    before = len(server.asked)
-    hand_in(api, job(epochs=5))
-    assert server.asked[before:] == ["POST /api/artifacts/missing", "POST /api/jobs"]
+def test_all_files_are_uploaded_before_the_job_is_created(server: JobServer) -> None:
+    network = RecordingTransport()
+    reported: list[tuple[str, int, int]] = []
+    with server.requester.api(transport=network) as api:
+        job = upload_job(api, small_job(epochs=3, seed=9), lambda *step: reported.append(step))
+        assert network.requests[0] == "POST /api/artifacts/missing"
+        assert any(request.startswith("PUT /api/artifacts/") for request in network.requests)
+        assert network.requests[-1] == "POST /api/jobs"
+        step, done, total = reported[-1]
+        assert (step, done) == ("uploading", total)
+        assert total > 0
+        before = len(network.requests)
+        again = upload_job(api, small_job(epochs=5, seed=9))
+        assert network.requests[before:] == ["POST /api/artifacts/missing", "POST /api/jobs"]
+    for job_id, epochs in ((job, 3), (again, 5)):
+        with ravnest.attach(job_id) as handle:
+            assert handle.progress().epochs == epochs
 
 
-def test_a_job_that_cannot_be_packed_is_not_sent() -> None:
-    server = FakeServer()
-    api = ApiClient("http://127.0.0.1:1", transport=httpx.MockTransport(server.answer))
-    with pytest.raises(JobError):
-        hand_in(api, job(batch_size=0))
-    assert server.asked == []
+def test_a_job_that_cannot_be_packed_sends_nothing(server: JobServer) -> None:
+    network = RecordingTransport()
+    with server.requester.api(transport=network) as api, pytest.raises(JobError):
+        upload_job(api, small_job(batch_size=0))
+    assert network.requests == []
 
 
-def test_without_a_server_nothing_is_packed(home: Path) -> None:
-    with FakeServer().running() as server:
-        choose(server.url, "rvn..s")
+def test_an_unreachable_server_is_reported_before_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    save(Membership("http://127.0.0.1:9", "id", ApiRole.REQUESTER, "credential", None, "me"))
+    monkeypatch.setattr("ravnest.client.submission.pack_job", lambda *_: pytest.fail("packed"))
     with pytest.raises(ServerUnreachableError, match="nothing answers at"):
-        submit_job(job())
+        ravnest.submit(small_job())
 
 
-def test_a_real_server_tells_why_a_job_has_no_model(running: RunningServer, home: Path) -> None:
-    made = job(on_insufficient="fail")
-    with ravnest.submit(
-        made.model,
-        made.example_args,
-        made.train_data,
-        made.criterion,
-        torch.optim.SGD,
-        {"lr": 0.1},
-        epochs=2,
-        on_insufficient="fail",
-        name="hopeless",
-        server=running.url,
-        token=running.token(ApiRole.REQUESTER),
-    ) as handle:
+def test_submit_takes_a_job_and_names_the_reason_of_its_failure(server: JobServer, home: Path) -> None:
+    job = small_job(on_insufficient="fail", name="too large", min_providers=9, max_providers=9)
+    with ravnest.submit(job, server=server.url) as handle:
+        assert isinstance(handle, ravnest.JobHandle)
+        assert handle.invitation is None
         with pytest.raises(JobEndedError, match=rf"job {handle.id} failed: .*provider"):
             handle.result(timeout=60)
         view = handle.view()
-        assert (view.name, view.state, view.progress.epochs) == ("hopeless", JobState.FAILED, 2)
+        assert (view.name, view.state) == ("too large", JobState.FAILED)
         assert [event.after for event in handle.events()][-1] == JobState.FAILED
         assert handle.losses().losses == ()
     assert [path.name for path in home.iterdir() if path.name.startswith("ravnest")] == []
 
 
-def test_a_waiting_job_is_found_again_and_cancelled(running: RunningServer) -> None:
-    token = running.token(ApiRole.REQUESTER)
-    with submit_job(job(), server=running.url, token=token) as handle:
-        assert handle.state() is JobState.SUBMITTED
-        assert handle.invitation is None
-        with pytest.raises(TimeoutError, match="is still submitted"):
-            handle.wait(timeout=0.01)
-    with open_job(handle.id) as again:
-        again.cancel()
-        with pytest.raises(JobEndedError, match="was cancelled"):
-            again.result()
-        again.cancel()
-        assert again.state() is JobState.CANCELLED
+def test_submit_takes_the_fields_of_a_job_as_keywords(server: JobServer) -> None:
+    job = small_job()
+    with ravnest.submit(
+        model=job.model,
+        example_args=job.example_args,
+        train_data=job.train_data,
+        criterion=job.criterion,
+        epochs=2,
+        name="keywords",
+        server=server.url,
+    ) as handle:
+        view = handle.view()
+        assert (view.name, view.progress.epochs) == ("keywords", 2)
 
 
-SCRIPT = """
-import torch
-from torch import nn
+def test_submit_refuses_other_arguments() -> None:
+    with pytest.raises(JobError, match=r"takes a ravnest.Job, not a Linear: .*submit\(model="):
+        ravnest.submit(nn.Linear(2, 2))  # type: ignore[call-overload]
+    with pytest.raises(JobError, match="not both: set epochs in the Job"):
+        ravnest.submit(small_job(), epochs=3)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="epoch"):
+        ravnest.submit(model=nn.Linear(2, 2), epoch=3)
+
+
+ATTACH = """
+import sys
 import ravnest
-data = (torch.rand(20, 4), torch.randint(3, (20,)))
-example = (torch.rand(4, 4),)
-handle = ravnest.submit(nn.Linear(4, 3), example, data, nn.CrossEntropyLoss(), serve_here=True)
-assert handle.state() == "submitted"
-print(handle.invitation)
+with ravnest.attach(sys.argv[1]) as handle:
+    print(handle.state())
+    handle.cancel()
+print("torch" in sys.modules)
 """
 
 
-def test_a_script_that_serves_and_forgets_ends(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
-        "RAVNEST_HOME": str(tmp_path / "home"),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=tmp_path,
-        env=environment,
+def run_script(script: str, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=home,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "RAVNEST_HOME": str(home / "home"),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def test_another_process_attaches_to_a_job_by_its_id(server: JobServer, home: Path) -> None:
+    with ravnest.submit(small_job()) as handle:
+        done = run_script(ATTACH, handle.id, home=home)
+        assert (done.stderr, done.stdout.split()) == ("", ["submitted", "False"])
+        with pytest.raises(JobEndedError, match="was cancelled"):
+            handle.result()
+        handle.cancel()
+        assert handle.state() is JobState.CANCELLED
+
+
+def test_attach_refuses_an_unknown_job(server: JobServer) -> None:
+    with pytest.raises(ServerRefusedError, match="job-none"):
+        ravnest.attach("job-none", server.url)
+
+
+SERVE_HERE = """
+import torch
+from torch import nn
+import ravnest
+data = (torch.rand(20, 4), torch.randint(3, (20,)))
+job = ravnest.Job(nn.Linear(4, 3), (torch.rand(4, 4),), data, nn.CrossEntropyLoss())
+handle = ravnest.submit(job, serve_here=True)
+assert handle.state() == "submitted"
+print(handle.invitation)
+"""
+
+
+def test_a_script_that_does_not_close_its_server_ends(home: Path) -> None:
+    done = run_script(SERVE_HERE, home=home)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("ravnest provide --server http://127.0.0.1:")
 
 
-def test_over_tls_only_the_server_of_the_token_is_talked_to(home: Path) -> None:
+def test_over_tls_the_client_talks_only_to_the_server_of_the_token(home: Path) -> None:
+    torch.manual_seed(0)
     with serve(folder=home / "server", tls=True) as server:
         token = server.token(ApiRole.REQUESTER)
-        with submit_job(job(), server=server.url, token=token) as handle:
+        with ravnest.submit(small_job(), server=server.url, token=token) as handle:
             assert handle.state() is JobState.SUBMITTED
         assert server.url.startswith("https://127.0.0.1:")
     with serve(folder=home / "other", port=int(server.url.rpartition(":")[2]), tls=True):
         with pytest.raises(ServerUnreachableError, match="is not the one that the token names"):
-            open_job(handle.id).view()
+            ravnest.attach(handle.id)
         with pytest.raises(ServerUnreachableError, match="is not the one that the token names"):
-            submit_job(job(), server=server.url, token=f"{token}x")
+            ravnest.submit(small_job(), server=server.url, token=f"{token}x")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ravnest.client.handle import JobHandle
-from ravnest.client.submission import hand_in
+from ravnest.client.submission import upload_job
 from ravnest.http.api import ApiClient
 from ravnest.http.credentials import HOME_VARIABLE, join
 from ravnest.jobs.job import Job
@@ -127,7 +127,7 @@ class World:
         return api
 
     def submit(self, api: ApiClient, job: Job) -> JobHandle:
-        return JobHandle(hand_in(api, job), api)
+        return JobHandle(upload_job(api, job), api)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""A dataset becomes pieces, and a provider's share of them is a dataset again."""
+"""Datasets as files, and the share of a provider read back from them."""
 
 from __future__ import annotations
 
@@ -54,16 +54,18 @@ def test_samples_come_back_in_order(tmp_path: Path) -> None:
     assert shared[7]["labels"].dtype == torch.int64
 
 
-def test_pieces_are_small_and_inputs_and_labels_are_cut_at_the_same_rows(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    packed = _pack(Squares(), tmp_path, piece_bytes=3 * 4 * 6, progress=lambda *what: told.append(what))
+def test_files_have_the_given_size_and_inputs_and_labels_the_same_rows(tmp_path: Path) -> None:
+    reported: list[tuple[str, int, int]] = []
+    packed = _pack(
+        Squares(), tmp_path, piece_bytes=3 * 4 * 6, progress=lambda *step: reported.append(step)
+    )
     assert [rows for _, rows in packed.inputs] == [6, 6, 6, 2]
     assert [rows for _, rows in packed.labels] == [6, 6, 6, 2]
-    assert [done for _, done, _ in told] == [6, 12, 18, 20]
+    assert [done for _, done, _ in reported] == [6, 12, 18, 20]
     assert [int(_all(packed)[i]["labels"]) for i in (0, 5, 6, 19)] == [0, 5, 6, 19]
 
 
-def test_samples_are_put_in_another_order_by_the_seed(tmp_path: Path) -> None:
+def test_the_seed_determines_the_order_of_shuffled_samples(tmp_path: Path) -> None:
     orders = []
     for number, seed in enumerate((1, 1, 2)):
         shared = _all(_pack(Squares(), tmp_path / str(number), seed=seed, shuffle=True))
@@ -73,7 +75,7 @@ def test_samples_are_put_in_another_order_by_the_seed(tmp_path: Path) -> None:
     assert sorted(orders[2]) == list(range(20))
 
 
-def test_a_share_is_a_run_of_rows_over_several_pieces(tmp_path: Path) -> None:
+def test_a_share_spans_several_files(tmp_path: Path) -> None:
     packed = _pack(Squares(), tmp_path, piece_bytes=72)
     labels = [
         Rows(packed.labels[0][0], 4, 6),
@@ -89,7 +91,7 @@ def test_a_share_is_a_run_of_rows_over_several_pieces(tmp_path: Path) -> None:
         share[9]
 
 
-def test_a_loader_makes_batches_of_a_share(tmp_path: Path) -> None:
+def test_a_data_loader_batches_a_share(tmp_path: Path) -> None:
     batches = list(DataLoader(_all(_pack(Squares(), tmp_path)), batch_size=8))
     assert [batch["x"].shape[0] for batch in batches] == [8, 8, 4]
     assert batches[0]["labels"].tolist() == list(range(8))
@@ -109,13 +111,13 @@ SOURCES: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", list(SOURCES))
-def test_datasets_of_all_kinds(tmp_path: Path, name: str) -> None:
+def test_every_form_of_dataset_is_accepted(tmp_path: Path, name: str) -> None:
     shared = _all(_pack(SOURCES[name], tmp_path))
     assert torch.equal(torch.stack([sample["x"] for sample in shared]), X)
     assert torch.equal(torch.stack([sample["labels"] for sample in shared]), Y)
 
 
-def test_numbers_become_what_models_take(tmp_path: Path) -> None:
+def test_python_numbers_become_tensors(tmp_path: Path) -> None:
     shared = _all(_pack([(1.5, 2.5), (2.5, 3.5)], tmp_path))
     assert shared[1]["x"].dtype == torch.float32
     assert shared[1]["labels"].item() == 3.5
@@ -124,14 +126,14 @@ def test_numbers_become_what_models_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64]
 )
-def test_dtypes_survive(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_dtypes_are_kept(tmp_path: Path, dtype: torch.dtype) -> None:
     x = torch.randint(0, 2, (4, 3)).to(dtype)
     shared = _all(_pack((x, torch.arange(4)), tmp_path))
     assert torch.equal(torch.stack([sample["x"] for sample in shared]), x)
     assert shared[0]["x"].dtype == dtype
 
 
-def test_a_model_that_takes_labels_gets_them(tmp_path: Path) -> None:
+def test_labels_can_be_inputs_of_the_model_too(tmp_path: Path) -> None:
     samples = [{"x": X[i], "labels": Y[i]} for i in range(6)]
     packed = _pack(samples, tmp_path, names=("x", "labels"))
     root = SharedData([Rows(path, 0, rows) for path, rows in packed.inputs])
@@ -144,35 +146,38 @@ class Endless(IterableDataset[int]):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "iterable": (Endless(), "collect what it yields"),
-    "generator": ((i for i in range(3)), "collect what it yields"),
+    "iterable": (Endless(), "collect its samples"),
+    "generator": ((i for i in range(3)), "collect its samples"),
     "empty": ([], "no samples"),
     "no target": ([torch.ones(3)], "mappings with 'labels'"),
     "mapping without labels": ([{"x": torch.ones(3)}], "add the target"),
     "mapping without an input": ([{"y": torch.ones(3), "labels": 1}], "have y, labels, not x"),
     "too many inputs": ([(torch.ones(3), torch.ones(3), 1)], "have 2 inputs and a target"),
     "unequal shapes": ([(torch.ones(3), 1), (torch.ones(4), 1)], "pad, crop"),
-    "unequal dtypes": ([(torch.ones(3), 1), (torch.ones(3), 1.0)], "must be alike"),
+    "unequal dtypes": (
+        [(torch.ones(3), 1), (torch.ones(3), 1.0)],
+        "float32, but sample 0 has .* torch.int64",
+    ),
     "text": ([("text", 1)], "must be a tensor or a number"),
     "nested": ([((torch.ones(3), torch.ones(3)), 1)], "is a tuple of 2"),
-    "objects": ([(np.array([object()]), 1)], "cannot become a tensor"),
-    "unequal lengths": ((torch.ones(3, 2), torch.ones(4)), "equally many"),
+    "objects": ([(np.array([object()]), 1)], "cannot be converted to a tensor"),
+    "unequal lengths": ((torch.ones(3, 2), torch.ones(4)), r"differ in length: \[3, 4\]"),
     "collate": (DataLoader(Squares(), collate_fn=list), "collate_fn"),
     "sampler": (
         DataLoader(Squares(), sampler=WeightedRandomSampler([1.0] * 20, 5)),
-        "sampler of its own",
+        "custom sampler",
     ),
 }
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_cannot_become_pieces_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+def test_an_unsuitable_dataset_is_refused_with_a_remedy(tmp_path: Path, name: str) -> None:
     dataset, message = REFUSED[name]
     with pytest.raises(JobError, match=message):
         _pack(dataset, tmp_path)
 
 
-def test_forged_pieces_are_refused(tmp_path: Path) -> None:
+def test_forged_files_are_refused(tmp_path: Path) -> None:
     packed = _pack(Squares(), tmp_path)
     inputs, labels = packed.inputs[0][0], packed.labels[0][0]
     other = tmp_path / "other.safetensors"

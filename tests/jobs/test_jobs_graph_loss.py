@@ -1,4 +1,4 @@
-"""A loss of the requester's own, run by a provider without the requester's code."""
+"""Custom losses as graphs, which providers run without the requester's code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _tensor(rows: int) -> torch.Tensor:
 CASES: dict[str, tuple[Callable[..., Any], Callable[[int], Any]]] = {
     "module with buffers": (Focal(2.0), _tensor),
     "loss of torch with weights": (nn.CrossEntropyLoss(weight=WEIGHTS), _tensor),
-    "its prediction is found": (
+    "prediction inside a dict": (
         nn.CrossEntropyLoss(weight=WEIGHTS),
         lambda rows: {"rest": torch.ones(rows), "logits": torch.randn(rows, 3)},
     ),
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_it_computes_the_same_for_any_batch(tmp_path: Path, name: str) -> None:
+def test_the_graph_computes_the_same_loss_for_any_batch_size(tmp_path: Path, name: str) -> None:
     criterion, make = CASES[name]
     torch.manual_seed(0)
     packed = pack_loss(criterion, make(6), torch.randint(0, 3, (6,)), tmp_path)
@@ -91,38 +91,38 @@ def test_it_computes_the_same_for_any_batch(tmp_path: Path, name: str) -> None:
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "no gradient": (
         lambda output, labels: (output.argmax(1) == labels).float().mean(),
-        "differentiated",
+        "differentiable operations",
     ),
     "many numbers": (lambda output, labels: output * 2, "one number"),
     "no tensor": (lambda output, labels: 1.0, "one number"),
     "fails": (lambda output, labels: output.nothing, "fails on the model's output"),
     "decides": (
         lambda output, labels: output.mean() if output.sum() > 0 else -output.mean(),
-        "cannot be sent as a graph",
+        "cannot be captured as a graph",
     ),
     "fixed batch": (
         lambda output, labels: (output.reshape(18) * torch.ones(18)).sum(),
-        "batches of one size only",
+        "only batches of one size",
     ),
-    "parameters": (nn.Bilinear(3, 3, 1), "parameters of its own"),
+    "parameters": (nn.Bilinear(3, 3, 1), "trainable parameters"),
 }
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_cannot_train_or_travel_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_unsuitable_criterion_is_refused(tmp_path: Path, name: str) -> None:
     criterion, message = REFUSED[name]
     with pytest.raises(JobError, match=message):
         pack_loss(criterion, torch.randn(6, 3), torch.randint(0, 3, (6,)), tmp_path)
 
 
-def test_a_criterion_with_state_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_criterion_with_hidden_state_is_refused(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def counting(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return output.mean() * len(calls)
 
-    with pytest.raises(JobError, match="computes something else"):
+    with pytest.raises(JobError, match="computes another loss"):
         pack_loss(counting, torch.randn(6, 3), torch.randint(0, 3, (6,)), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A job becomes files and a message, and what could not be trained is refused before it is sent."""
+"""Packing of a job into files and a message, and refusal of jobs that cannot be trained."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def _job(**changes: Any) -> Job:
 def _files_exist(packed: PackedJob) -> None:
     assert all(sha256_of(path) == digest for digest, path in packed.files.items())
     text = packed.spec.model_dump_json()
-    assert JobSpec.model_validate_json(text) == packed.spec, "it survives the wire"
+    assert JobSpec.model_validate_json(text) == packed.spec, "it round-trips through JSON"
     assert all(digest in text for digest in packed.files)
 
 
-def test_a_job_is_packed_as_a_whole(tmp_path: Path) -> None:
+def test_all_parts_of_a_job_are_packed(tmp_path: Path) -> None:
     job = _job(val_data=(torch.randn(9, 4), torch.randint(0, 3, (9,))), epochs=3, compression=True)
     before, rng = copy.deepcopy(job.model.state_dict()), torch.get_rng_state()
-    told: list[tuple[str, int, int]] = []
-    packed = pack_job(job, tmp_path, lambda *what: told.append(what))
+    reported: list[tuple[str, int, int]] = []
+    packed = pack_job(job, tmp_path, lambda *step: reported.append(step))
     _files_exist(packed)
     spec = packed.spec
     assert (spec.name, spec.training.batch_size, spec.training.epochs) == ("Sequential", 6, 3)
@@ -58,15 +58,15 @@ def test_a_job_is_packed_as_a_whole(tmp_path: Path) -> None:
     model = read_units(packed.files[spec.model.units.sha256])
     check_weights(model, packed.files[spec.model.weights.sha256])
     assert model.profile.batch_size == 6
-    assert model.profile.optimizer_bytes_per_parameter_byte == 0.0, "SGD keeps nothing"
-    assert told[0][0] == "capturing the model"
-    assert ("packing train_data", 50, 50) in told
+    assert model.profile.optimizer_bytes_per_parameter_byte == 0.0, "SGD has no state"
+    assert reported[0][0] == "capturing the model"
+    assert ("packing train_data", 50, 50) in reported
     assert all(torch.equal(before[key], value) for key, value in job.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng)
     assert job.model.training
 
 
-def test_a_loss_of_ones_own_travels_as_a_graph(tmp_path: Path) -> None:
+def test_a_custom_loss_is_packed_as_a_graph(tmp_path: Path) -> None:
     weights = torch.tensor([1.0, 2.0, 3.0])
 
     def weighted(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_a_loss_of_ones_own_travels_as_a_graph(tmp_path: Path) -> None:
     assert torch.equal(loaded(output, {"labels": labels}), weighted(output, labels))
 
 
-def test_the_batch_size_is_that_of_the_loader_or_the_example(tmp_path: Path) -> None:
+def test_the_batch_size_comes_from_the_job_the_loader_or_the_example(tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(50, 4), torch.randint(0, 3, (50,)))
     cases = {
         "loader": ({"train_data": DataLoader(data, batch_size=10, shuffle=True)}, 10),
@@ -93,7 +93,7 @@ def test_the_batch_size_is_that_of_the_loader_or_the_example(tmp_path: Path) -> 
         packed = pack_job(_job(**changes), tmp_path / name)
         assert packed.spec.training.batch_size == expected, name
         units = read_units(packed.files[packed.spec.model.units.sha256])
-        assert units.profile.batch_size == max(expected, 2), "costs are those of the real batch"
+        assert units.profile.batch_size == max(expected, 2), "costs are measured for the real batch size"
 
 
 class TwoInputs(nn.Module):
@@ -150,9 +150,9 @@ def _tensors(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Ten
 
 
 REFUSED: dict[str, tuple[Callable[[], Job], str]] = {
-    "epochs": (lambda: _job(epochs=0), "epochs of the job is 0"),
+    "epochs": (lambda: _job(epochs=0), "epochs=0"),
     "batch size": (lambda: _job(batch_size=0), "batch_size must be"),
-    "clusters": (lambda: _job(clusters=0), "clusters of the job is 0"),
+    "clusters": (lambda: _job(clusters=0), "clusters=0"),
     "compression": (lambda: _job(compression="zip"), "compression must be"),
     "optimizer": (lambda: _job(optimizer=torch.optim.LBFGS), "a pipeline cannot do"),
     "optimizer parameters": (lambda: _job(optimizer_params={"speed": 1}), "does not accept"),
@@ -167,19 +167,19 @@ REFUSED: dict[str, tuple[Callable[[], Job], str]] = {
             criterion=lambda output, labels: cross_entropy(output[0], labels),
             val_data=_tensors(4),
         ),
-        "another structure in validation",
+        "another structure in evaluation",
     ),
 }
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_cannot_be_trained_is_refused_before_it_is_sent(tmp_path: Path, name: str) -> None:
+def test_a_job_that_cannot_be_trained_is_refused_before_upload(tmp_path: Path, name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(JobError, match=message):
         pack_job(make(), tmp_path)
 
 
-def test_a_model_that_is_not_exact_is_not_sent(tmp_path: Path) -> None:
+def test_a_model_whose_split_is_not_exact_is_refused(tmp_path: Path) -> None:
     job = _job()
     job.model[0].weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[index,union-attr,operator]
     with pytest.raises(RavnestError, match="first tensor that differs"):

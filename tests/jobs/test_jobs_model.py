@@ -1,4 +1,4 @@
-"""A model as two files, from which stages are made without it."""
+"""A model as two files, from which stages are created without its code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def packed(prepared: PreparedModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("starts", [[], [1], [2, 4], [1, 2, 3, 4]])
-def test_stages_from_the_files_train_as_the_model_does(
+def test_stages_from_the_files_equal_the_model(
     prepared: PreparedModel, packed: PackedModel, tmp_path: Path, starts: list[int]
 ) -> None:
     model = read_units(packed.units)
@@ -61,12 +61,14 @@ def test_stages_from_the_files_train_as_the_model_does(
     assert all(torch.equal(expected[key], value) for key, value in chain.state_dict().items())
 
 
-def test_the_profile_comes_back_as_it_was(prepared: PreparedModel, packed: PackedModel) -> None:
+def test_the_profile_round_trips(prepared: PreparedModel, packed: PackedModel) -> None:
     assert read_units(packed.units).profile == profile_model(prepared)
 
 
 @pytest.mark.parametrize("starts", [[3, 2], [2, 2], [99], [-1]])
-def test_stages_begin_at_units_that_exist(packed: PackedModel, starts: list[int]) -> None:
+def test_a_stage_that_begins_at_an_unknown_unit_is_refused(
+    packed: PackedModel, starts: list[int]
+) -> None:
     with pytest.raises(SplitError, match="cannot begin at"):
         read_units(packed.units).stages(starts)
 
@@ -82,24 +84,27 @@ def _graph(data: dict[str, Any], unit: int) -> dict[str, Any]:
 HOSTILE: dict[str, tuple[Change, str]] = {
     "format": (lambda d: d.update(format="ravnest-stage"), "not a model"),
     "version": (lambda d: d.update(version=2), "not a model"),
-    "no units": (lambda d: d.update(units=[]), "does not hold the pieces"),
-    "units are no list": (lambda d: d.update(units={"0": {}}), "does not hold the pieces"),
-    "a unit is missing": (lambda d: d["units"].pop(), "wrong position"),
-    "units are swapped": (lambda d: d["units"].reverse(), "wrong position"),
+    "no units": (lambda d: d.update(units=[]), "does not list the units"),
+    "units are not a list": (lambda d: d.update(units={"0": {}}), "does not list the units"),
+    "a unit is missing": (lambda d: d["units"].pop(), "not in its place"),
+    "units are swapped": (lambda d: d["units"].reverse(), "not in its place"),
     "another signature": (lambda d: d["units"][1]["signature"].pop(), "other inputs"),
     "no profile": (lambda d: d.pop("profile"), "profile of the model is malformed"),
-    "a profile of other units": (lambda d: d["profile"]["units"].pop(), "profile is of"),
-    "a negative cost": (lambda d: d["profile"]["units"][0].update(work=-1.0), "cost of -1"),
-    "an endless cost": (lambda d: d["profile"].update(input_bytes=2**70), "cost of"),
-    "an empty batch": (lambda d: d["profile"].update(batch_size=0), "empty batch"),
-    "a unit that is not there": (lambda d: d["profile"]["state"][0].update(units=[99]), "no such units"),
-    "a state tensor less": (lambda d: d["profile"]["state"].pop(0), "lacks"),
-    "other bytes": (lambda d: d["profile"]["state"][0].update(bytes=1), "do not agree"),
-    "an operator of another kind": (
+    "a profile of other units": (
+        lambda d: d["profile"]["units"].pop(),
+        "profile has 5 units, the model 6",
+    ),
+    "a negative cost": (lambda d: d["profile"]["units"][0].update(work=-1.0), "cost -1"),
+    "a huge cost": (lambda d: d["profile"].update(input_bytes=2**70), "cost 118"),
+    "an empty batch": (lambda d: d["profile"].update(batch_size=0), "batch size of the profile"),
+    "an unknown unit": (lambda d: d["profile"]["state"][0].update(units=[99]), "invalid units"),
+    "a missing state tensor": (lambda d: d["profile"]["state"].pop(0), "lacks"),
+    "another size": (lambda d: d["profile"]["state"][0].update(bytes=1), "differ in the size"),
+    "a forbidden operator": (
         lambda d: _graph(d, 0)["operations"][0].update(target="aten::from_file.default"),
         "not on the list",
     ),
-    "an input from nowhere": (
+    "an undefined input": (
         lambda d: _graph(d, 0).update(outputs=[["other", 1]]),
         "is not an output",
     ),

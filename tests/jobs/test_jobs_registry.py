@@ -1,4 +1,4 @@
-"""What torch has is named; what is the requester's own is not, and nothing is lost on the way."""
+"""Optimizers, schedulers and losses of torch by name, and refusal of custom ones."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ravnest.schemas.jobs import NamedComponent
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.Adafactor, optim.RMSprop, optim.Muon])
-def test_an_optimizer_comes_back_as_itself(kind: type[optim.Optimizer]) -> None:
+def test_an_optimizer_round_trips_by_name(kind: type[optim.Optimizer]) -> None:
     named = named_optimizer(kind, {"lr": 0.01})
     assert optimizer_class(named.name) is kind
     assert named.params == {"lr": 0.01}
 
 
-def test_parameters_survive_the_wire() -> None:
+def test_parameters_round_trip_through_json() -> None:
     params = {"lr": 1e-3, "betas": (0.9, 0.95), "amsgrad": True, "foreach": None}
     named = named_optimizer(optim.AdamW, params)
     again = NamedComponent.model_validate_json(named.model_dump_json())
@@ -50,7 +50,7 @@ def test_parameters_survive_the_wire() -> None:
         (lr_scheduler.CosineAnnealingLR, {"T_max": 10}),
     ],
 )
-def test_a_scheduler_comes_back_as_itself(kind: type[Any], params: dict[str, Any]) -> None:
+def test_a_scheduler_round_trips_by_name(kind: type[Any], params: dict[str, Any]) -> None:
     named = named_scheduler(kind, params)
     assert scheduler_class(named.name) is kind
     check_update(named_optimizer(optim.SGD, {"lr": 0.1, "momentum": 0.9}), named)
@@ -66,7 +66,7 @@ MyAdam.__name__ = "Adam"
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
-        (MyAdam, {}, "providers run no code of yours"),
+        (MyAdam, {}, "providers run none of your code"),
         (optim.LBFGS, {}, "closure"),
         (optim.Adam([nn.Parameter(torch.ones(1))]), {}, "give the class"),
         (None, {}, "needs an optimizer"),
@@ -77,7 +77,7 @@ MyAdam.__name__ = "Adam"
         (optim.Adam, {"betas": [0.1] * 2000}, "lists of up to"),
     ],
 )
-def test_other_optimizers_are_refused(kind: Any, params: Any, message: str) -> None:
+def test_an_unsupported_optimizer_is_refused(kind: Any, params: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
         named_optimizer(kind, params)
 
@@ -86,12 +86,12 @@ def test_other_optimizers_are_refused(kind: Any, params: Any, message: str) -> N
     ("kind", "params", "message"),
     [
         (lr_scheduler.LambdaLR, {"lr_lambda": lambda epoch: epoch}, "takes a function"),
-        (lr_scheduler.SequentialLR, {"schedulers": []}, "made of other schedulers"),
-        (lr_scheduler.LRScheduler, {}, "no learning rate scheduler that jobs can have"),
+        (lr_scheduler.SequentialLR, {"schedulers": []}, "combines other schedulers"),
+        (lr_scheduler.LRScheduler, {}, "not a supported learning rate scheduler"),
         (lr_scheduler.CyclicLR, {"scale_fn": abs}, "is a builtin_function"),
     ],
 )
-def test_other_schedulers_are_refused(kind: Any, params: Any, message: str) -> None:
+def test_an_unsupported_scheduler_is_refused(kind: Any, params: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
         named_scheduler(kind, params)
 
@@ -105,8 +105,8 @@ def test_parameters_that_torch_does_not_take_are_refused() -> None:
 
 @pytest.mark.parametrize("find", [optimizer_class, scheduler_class])
 @pytest.mark.parametrize("name", ["Optimizer", "LBFGS", "LambdaLR", "os.system", "__class__", ""])
-def test_a_name_from_elsewhere_is_refused(find: Any, name: str) -> None:
-    with pytest.raises(JobError, match="for jobs, only"):
+def test_an_unknown_name_is_refused(find: Any, name: str) -> None:
+    with pytest.raises(JobError, match=r"jobs have no .*, only"):
         find(name)
 
 
@@ -165,21 +165,21 @@ def _hooked() -> nn.Module:
         lambda output, labels: output.mean(),
     ],
 )
-def test_a_loss_that_a_name_would_not_describe_is_not_named(criterion: Any) -> None:
+def test_a_custom_loss_has_no_name(criterion: Any) -> None:
     assert named_loss(criterion) is None
 
 
 @pytest.mark.parametrize(
     ("criterion", "message"),
     [
-        (nn.CrossEntropyLoss, "give an instance of it"),
+        (nn.CrossEntropyLoss, "give an instance"),
         (None, "must be a loss"),
         ("mse", "must be a loss"),
         (nn.MSELoss(reduction="none"), "needs one number"),
         (functools.partial(functional.mse_loss, reduction="none"), "needs one number"),
     ],
 )
-def test_what_is_no_loss_is_refused(criterion: Any, message: str) -> None:
+def test_an_unsuitable_criterion_is_refused(criterion: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
         named_loss(criterion)
 

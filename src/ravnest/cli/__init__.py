@@ -1,1 +1,1 @@
-"""The ``ravnest`` command: one module a subcommand; ``app`` only registers them."""
+"""The ``ravnest`` command: one module per subcommand; ``app`` registers them."""

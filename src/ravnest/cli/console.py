@@ -1,76 +1,86 @@
-"""What commands show: results on stdout, what goes on meanwhile on stderr."""
+"""Console output of commands: results on stdout, progress on stderr."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.status import Status
+from rich.table import Table
 
 from ravnest.schemas.base import Schema
-from ravnest.schemas.jobs import EventView, JobView
-from ravnest.schemas.jobs import JobProgress as Training
+from ravnest.schemas.jobs import EventView, JobProgress, JobView
+
+_UNLIMITED = 10_000
+"""Width of a console without a terminal; no row is longer."""
 
 
 def out() -> Console:
-    """Where results go; as wide as they are."""
+    """Return a console for results on stdout, without line wrapping."""
     return Console(soft_wrap=True, highlight=False, markup=False)
 
 
 def err() -> Console:
-    """Where people look while they wait."""
+    """Return a console for progress on stderr."""
     return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
 
-def print_json(value: Schema | Iterable[Schema]) -> None:
-    """One JSON document."""
-    made = value if isinstance(value, Schema) else list(value)
-    out().print(TypeAdapter(object).dump_json(made, indent=2).decode())
+def print_json(value: object) -> None:
+    """Print a schema, a dataclass or a list of them as one JSON document."""
+    out().print(TypeAdapter(object).dump_json(value, indent=2).decode())
 
 
 def print_json_line(value: Schema) -> None:
-    """One JSON document a line, for those that follow."""
+    """Print one JSON document on a line of its own, for streams."""
     out().print(value.model_dump_json())
 
 
-def moment(seconds: float) -> str:
-    """A time as people of this place write it."""
+def print_table(table: Table) -> None:
+    """Print a table: fitted to a terminal, but with one line per row in a pipe or file."""
+    console = out()
+    if not console.is_terminal:
+        console.width = _UNLIMITED
+    console.print(table)
+
+
+def local_time(seconds: float) -> str:
+    """Format seconds since 1970 as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def figures(progress: Training) -> str:
-    """How far a training is, in a few words; empty before the first update."""
+def progress_text(progress: JobProgress) -> str:
+    """Describe the progress of a job in a few words; empty before the first update."""
     parts = [f"{progress.updates} updates"] if progress.updates else []
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.diverged:
-        parts.append("the loss is not a number any more")
+        parts.append("the loss is not finite")
     if progress.validation is not None:
         parts.append(f"validation {progress.validation:.4f}")
     return ", ".join(parts)
 
 
 def event_line(event: EventView) -> str:
-    """An event for people."""
+    """Format an event as one line."""
     change = event.after if event.before in ("", event.after) else f"{event.before} -> {event.after}"
-    what = f"{event.kind} {event.subject}" + (f" {change}" if change else "")
-    return f"{moment(event.time)}  {what}: {event.reason}"
+    subject = f"{event.kind} {event.subject}" + (f" {change}" if change else "")
+    return f"{local_time(event.time)}  {subject}: {event.reason}"
 
 
-class Bars:
-    """A bar for each step of what is done; a step is done when the next begins."""
+class StepBars:
+    """One progress bar per step; a step is complete when the next one begins."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._step = ""
         self._task: TaskID | None = None
 
-    def tell(self, step: str, done: int, total: int) -> None:
-        """So much of a step is done."""
+    def update(self, step: str, done: int, total: int) -> None:
+        """Show the progress of ``step``."""
         if step != self._step or self._task is None:
             self.finish()
             self._step = step
@@ -78,15 +88,15 @@ class Bars:
         self._progress.update(self._task, completed=done, total=total or 1)
 
     def finish(self) -> None:
-        """The last step is done."""
+        """Show the last step as complete."""
         if self._task is not None:
             task = next(one for one in self._progress.tasks if one.id == self._task)
             self._progress.update(self._task, completed=task.total)
 
 
 @contextmanager
-def bars(console: Console) -> Iterator[Bars]:
-    """Bars that stay where they ended; only their end where there is no terminal."""
+def progress_bars(console: Console) -> Iterator[StepBars]:
+    """Show progress bars; without a terminal, only their final state."""
     columns = (
         TextColumn("{task.description:>20}"),
         BarColumn(),
@@ -94,33 +104,36 @@ def bars(console: Console) -> Iterator[Bars]:
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
     with Progress(*columns, console=console) as progress:
-        shown = Bars(progress)
-        yield shown
-        shown.finish()
+        bars = StepBars(progress)
+        yield bars
+        bars.finish()
 
 
-class JobLine:
-    """A job's states and validations one below the other, and a live line with its figures."""
+class JobStatusLine:
+    """State changes and validation results of a job as lines, and a live line with its progress."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console = console
         self._status = status
-        self._said = ("", "")
-        self._validated = ""
+        self._state = ("", "")
+        self._validation = ""
 
     def show(self, view: JobView) -> None:
-        """There is news."""
-        if (view.state, view.reason) != self._said:
-            self._said = (view.state, view.reason)
+        """Print what changed since the last view, and update the live line."""
+        if (view.state, view.reason) != self._state:
+            self._state = (view.state, view.reason)
             self._console.print(f"{view.state:>20} {view.reason}")
-        if view.progress.validation is not None and f"{view.progress.validation:.4f}" != self._validated:
-            self._validated = f"{view.progress.validation:.4f}"
-            self._console.print(f"{'':>20} {figures(view.progress)}")
-        self._status.update(f"{view.state} {figures(view.progress)}")
+        if (
+            view.progress.validation is not None
+            and f"{view.progress.validation:.4f}" != self._validation
+        ):
+            self._validation = f"{view.progress.validation:.4f}"
+            self._console.print(f"{'':>20} {progress_text(view.progress)}")
+        self._status.update(f"{view.state} {progress_text(view.progress)}")
 
 
 @contextmanager
-def job_line(console: Console) -> Iterator[JobLine]:
-    """Follow a job while in here."""
+def job_status_line(console: Console) -> Iterator[JobStatusLine]:
+    """Show the status of a job while the context lasts."""
     with console.status("") as status:
-        yield JobLine(console, status)
+        yield JobStatusLine(console, status)

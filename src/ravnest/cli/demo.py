@@ -12,12 +12,12 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from ravnest.cli.console import bars, job_line, out
+from ravnest.cli.console import job_status_line, out, progress_bars
 from ravnest.client.digits import accuracy, digits, digits_job
 from ravnest.client.handle import JobHandle, ended_without_model
 from ravnest.client.local_providers import LocalProviders
 from ravnest.client.results import load_trained
-from ravnest.client.submission import hand_in
+from ravnest.client.submission import upload_job
 from ravnest.errors import JobEndedError
 from ravnest.http.api import ApiClient
 from ravnest.http.credentials import join
@@ -27,71 +27,70 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobState
 from ravnest.server.http.runner import serve
 
-_LIMIT = 900.0
-"""Seconds that a demo may take."""
-_HOURS = "--hours=0.3"
-"""Providers end by then, even if the demo is killed and cannot end them."""
-_LOOK = 2.0
-"""Seconds after which to see whether the providers still live."""
+_TIME_LIMIT = 900.0
+"""Seconds that the demo may take."""
+_PROVIDER_LIFETIME = "--hours=0.3"
+"""Option that ends the providers even if the demo is killed and cannot stop them."""
+_CHECK_SECONDS = 2.0
+"""Seconds between checks that the providers are running."""
 
 
 def demo(
-    providers: Annotated[int, typer.Option(min=1, max=8, help="How many providers to start.")] = 3,
-    epochs: Annotated[int, typer.Option(min=1, help="Of the training.")] = 10,
+    providers: Annotated[int, typer.Option(min=1, max=8, help="Number of providers to start.")] = 3,
+    epochs: Annotated[int, typer.Option(min=1, help="Number of epochs.")] = 10,
     folder: Annotated[
-        Path, typer.Option("--out", metavar="FOLDER", help="Where the trained model is kept.")
+        Path, typer.Option("--out", metavar="FOLDER", help="Folder for the trained model.")
     ] = Path("ravnest-demo"),
 ) -> None:
-    """See it all work on this machine, in one command.
+    """Run a server, providers and a job on this machine.
 
-    Starts a server and some providers, has them train a small network, and ends them. Only the
-    trained model is kept.
+    The providers train a small network. Everything is stopped and removed at the end, except for the
+    trained model.
     """
     console = out()
-    train, validation, what = digits()
-    with interrupts(_interrupt), ExitStack() as opened:
-        scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-demo-")))
-        server = opened.enter_context(serve(folder=scratch / "server", host="127.0.0.1", port=0))
+    train, validation, description = digits()
+    with interrupts(_interrupt), ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-demo-")))
+        server = stack.enter_context(serve(folder=scratch / "server", host="127.0.0.1", port=0))
         console.print(f"1. A server runs at {server.url}, as with `ravnest serve`.")
-        invitation = {"server": server.url, "token": server.token(ApiRole.PROVIDER, uses=providers)}
+        options = {"server": server.url, "token": server.token(ApiRole.PROVIDER, uses=providers)}
         console.print(f"2. {providers} providers join it, as with `ravnest provide`:")
-        show = partial(_show_line, console)
-        neighbours = opened.enter_context(LocalProviders(scratch, invitation, show))
+        running = stack.enter_context(LocalProviders(scratch, options, partial(_show_line, console)))
         for number in range(providers):
-            neighbours.start(f"provider-{number}", "--ram=1", "--cores=1", _HOURS)
+            running.start(f"provider-{number}", "--ram=1", "--cores=1", _PROVIDER_LIFETIME)
         member = join(server.url, server.token(ApiRole.REQUESTER), "demo")
-        api = opened.enter_context(member.api())
-        console.print(f"3. A job is submitted, as with `ravnest submit`: a CNN that learns {what}.")
+        api = stack.enter_context(member.api())
+        console.print(f"3. A job is submitted, as with `ravnest submit`: a CNN on {description}.")
         job = digits_job(train, validation, epochs=epochs, providers=providers)
         handle = _submit(console, api, job)
-        console.print("4. The server splits the model, ships the stages, and the providers train it:")
-        _follow(console, handle, neighbours)
+        console.print("4. The server splits the model and ships the stages; the providers train:")
+        _follow(console, handle, running)
         path = handle.fetch(folder)
         load_trained(path, job.model)
-    console.print("5. All that ran is ended, and the trained model is here:")
-    console.print(f"accuracy {accuracy(job.model, validation):.1%} on data that it has not seen")
+    console.print("5. The server and the providers have stopped. The trained model:")
+    console.print(f"accuracy {accuracy(job.model, validation):.1%} on data that was held out")
     console.print(f"{path}")
 
 
 def _submit(console: Console, api: ApiClient, job: Job) -> JobHandle:
-    with bars(console) as shown:
-        return JobHandle(hand_in(api, job, shown.tell), api)
+    with progress_bars(console) as bars:
+        return JobHandle(upload_job(api, job, bars.update), api)
 
 
-def _follow(console: Console, handle: JobHandle, neighbours: LocalProviders) -> None:
-    """Show the job until it is done; an error as soon as something ended that should not have."""
-    deadline = time.monotonic() + _LIMIT
-    with job_line(console) as line:
+def _follow(console: Console, handle: JobHandle, providers: LocalProviders) -> None:
+    """Show the job until it is done; raise an error if the job or a provider ends early."""
+    deadline = time.monotonic() + _TIME_LIMIT
+    with job_status_line(console) as line:
         while time.monotonic() < deadline:
-            neighbours.check()
+            providers.check()
             try:
-                ended = handle.wait(_LOOK, line.show)
+                ended = handle.wait(_CHECK_SECONDS, line.show)
             except TimeoutError:
                 continue
             if ended.state is not JobState.DONE:
                 raise ended_without_model(ended)
             return
-    raise JobEndedError(f"the job is not done after {_LIMIT:g} s: {handle.view().reason}")
+    raise JobEndedError(f"the job is not done after {_TIME_LIMIT:g} s: {handle.view().reason}")
 
 
 def _show_line(console: Console, name: str, line: str) -> None:

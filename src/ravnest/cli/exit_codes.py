@@ -1,4 +1,4 @@
-"""How the command ends."""
+"""Exit codes of the command."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from ravnest.errors import JobEndedError, RavnestError, ServerUnreachableError
 
 
 class ExitCode(IntEnum):
-    """For scripts; also in ``ravnest --help``."""
+    """Exit codes for scripts; ``ravnest --help`` lists them."""
 
-    FINE = 0
+    OK = 0
     ERROR = 1
-    """A mistake of the user's, or the server refuses."""
+    """The user made a mistake, or the server refused the request."""
     USAGE = 2
-    """Unknown commands or options."""
+    """The command or an option does not exist."""
     JOB_ENDED = 3
     """The job failed or was cancelled."""
     UNREACHABLE = 4
     """No server answers."""
 
 
-EXPLAINED = (
-    "Exit codes: 0 fine; 1 an error, or the server refuses; 2 wrong usage; 3 the job failed or was "
+EXIT_CODES_HELP = (
+    "Exit codes: 0 success; 1 error, or the server refused; 2 wrong usage; 3 the job failed or was "
     "cancelled; 4 no server answers."
 )
 
 
-def code_of(error: RavnestError) -> ExitCode:
-    """The code for an error that ended a command."""
+def exit_code_for(error: RavnestError) -> ExitCode:
+    """Return the exit code for an error that ended a command."""
     if isinstance(error, ServerUnreachableError):
         return ExitCode.UNREACHABLE
     if isinstance(error, JobEndedError):

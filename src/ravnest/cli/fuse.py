@@ -1,4 +1,4 @@
-"""``ravnest fuse``: trained stages to one state_dict."""
+"""``ravnest fuse``: fuse trained stages into one state_dict."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ravnest.store.trained import model_fusion
 
 
 def fuse(
-    cluster: Annotated[int, typer.Option(min=0, help="The cluster whose stages are fused.")] = 0,
-    folder: Annotated[Path, typer.Option(help="Where the trained stages are.")] = Path("trained"),
+    cluster: Annotated[int, typer.Option(min=0, help="Cluster whose stages are fused.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Folder of the trained stages.")] = Path("trained"),
 ) -> None:
-    """Combine a cluster's trained stages into one state_dict for the original model."""
+    """Fuse a cluster's trained stages into one state_dict for the model."""
     typer.echo(f"wrote {model_fusion(cluster, folder=folder)}")

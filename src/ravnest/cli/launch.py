@@ -1,4 +1,4 @@
-"""``ravnest launch``: all nodes of this machine with one command."""
+"""``ravnest launch``: start all nodes of this machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ravnest.provider.launch import launch as launch_nodes
 
 
 def launch(
-    script: Annotated[Path, typer.Argument(help="The script that every provider runs.")],
+    script: Annotated[Path, typer.Argument(help="Script that every provider runs.")],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ARGS]...", help="Given to the script after the node's name."),
+        typer.Argument(metavar="[ARGS]...", help="Arguments of the script after the node's name."),
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where clusterize() wrote its files.")] = Path(NODE_DATA),
+    folder: Annotated[Path, typer.Option(help="Folder that clusterize() wrote.")] = Path(NODE_DATA),
 ) -> None:
-    """Start every node that lives on this machine, as `python SCRIPT node_<i> ARGS...`.
+    """Start all nodes of this machine, as `python SCRIPT node_<i> ARGS...`.
 
-    Shows their output with the node's name before each line, and ends them together.
+    Prints their output with the node's name before each line, and stops all of them together.
     """
     raise typer.Exit(launch_nodes(script, arguments or [], folder=folder))

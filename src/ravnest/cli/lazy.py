@@ -1,4 +1,4 @@
-"""Commands whose modules are imported when they are used: most need torch, which takes seconds."""
+"""Commands that are imported on use, because most of them need torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from typer.core import TyperCommand, TyperGroup
 
 @dataclass(frozen=True)
 class Lazy:
-    """A command before its module is there."""
+    """A command whose module is not imported yet."""
 
     module: str
     help: str
-    """The first line of its own help."""
+    """First paragraph of the command's own help."""
     settings: dict[str, Any] = field(default_factory=dict)
+    """Keywords of ``typer.Typer.command``."""
 
     def load(self, name: str) -> Any:
-        """The command itself: the module's function of its name, or its ``app`` if it has several."""
+        """Import the module and return its function ``name``, or its ``app``, as a click command."""
         module = import_module(self.module)
-        made = getattr(module, "app", None)
-        if made is None:
-            made = typer.Typer(add_completion=False)
-            made.command(name, **self.settings)(getattr(module, name))
-        command = typer.main.get_command(made)
+        group = getattr(module, "app", None)
+        if group is None:
+            group = typer.Typer(add_completion=False)
+            group.command(name, **self.settings)(getattr(module, name))
+        command = typer.main.get_command(group)
         command.name = name
         return command
 
 
 class LazyGroup(TyperGroup):
-    """Lists its commands without loading them, and loads the one that is run or completed."""
+    """Group that lists its commands without importing them and imports the one that runs."""
 
     lazy: dict[str, Lazy]
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """In the order in which people need them."""
+        """Return the names in the order in which users need them."""
         return list(self.lazy)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """A stand-in that knows its help only."""
+        """Return a placeholder that has only the help text."""
         known = self.lazy.get(cmd_name)
         return None if known is None else TyperCommand(cmd_name, help=known.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name, and the arguments that are its own."""
+        """Return the name, the imported command and the remaining arguments."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, self.lazy[name].load(name) if name in self.lazy else command, rest

@@ -1,4 +1,4 @@
-"""``ravnest logs``: what happened to a job."""
+"""``ravnest logs``: the events of a job."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Annotated
 import typer
 
 from ravnest.cli.console import event_line, out, print_json_line
-from ravnest.cli.options import JobId, Json, Server, Token
+from ravnest.cli.options import JobId, Server, Token
 from ravnest.client.handle import JobHandle, ended_without_model
-from ravnest.client.server_selection import MAY_LOOK, choose
+from ravnest.client.server_selection import READ_ROLES, select_server
 from ravnest.schemas.jobs import JobState, JobView
 
 
 def logs(
     job: JobId,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
+        bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")
     ] = False,
     server: Server = None,
     token: Token = None,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")] = False,
 ) -> None:
-    """Show what happened to a job and why; with --json one event a line."""
+    """Show the events of a job and their reasons."""
     show = print_json_line if as_json else lambda event: out().print(event_line(event))
     last = 0
-    with JobHandle(job, choose(server, token, MAY_LOOK).api()) as handle:
+    with JobHandle(job, select_server(server, token, READ_ROLES).api()) as handle:
 
         def show_new(_: JobView | None = None) -> None:
             nonlocal last

@@ -1,4 +1,4 @@
-"""``ravnest nodes``: the providers of a server, and a ``node_configs.json`` of them."""
+"""``ravnest nodes``: the providers of a server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ravnest.cli.console import out, print_json
+from ravnest.cli.console import out, print_json, print_table
 from ravnest.cli.options import Json, Server, Token
-from ravnest.client.server_selection import MAY_LOOK, choose
+from ravnest.client.server_selection import READ_ROLES, select_server
 from ravnest.errors import NodeConfigError
 from ravnest.schemas.providers import ProviderState, ProviderView
 from ravnest.store.files import write_json
@@ -22,19 +22,19 @@ _DEFAULT = Path("node_data/node_configs.json")
 def nodes(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="[PATH]", help=f"Where --write writes; {_DEFAULT} by default."),
+        typer.Argument(metavar="[PATH]", help=f"File for --write; default {_DEFAULT}."),
     ] = None,
     write: Annotated[
-        bool, typer.Option("--write", help="Write a node_configs.json of the providers that are there.")
+        bool, typer.Option("--write", help="Write the connected providers to a node_configs.json.")
     ] = False,
     server: Server = None,
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Show the providers of a server, or write them down for `clusterize`."""
+    """Show the providers of a server, or write a `node_configs.json`."""
     if path is not None and not write:
-        raise typer.BadParameter("a PATH is for --write only", param_hint="PATH")
-    with choose(server, token, MAY_LOOK).api() as api:
+        raise typer.BadParameter("PATH needs --write", param_hint="PATH")
+    with select_server(server, token, READ_ROLES).api() as api:
         providers = api.get("/api/providers", list[ProviderView])
     if write:
         write_json(path or _DEFAULT, node_configs(providers))
@@ -47,10 +47,12 @@ def nodes(
 
 
 def node_configs(providers: Iterable[ProviderView]) -> dict[str, Any]:
-    """The file for ``clusterize``: one entry for each provider that is there."""
-    there = [one.offer for one in providers if one.state is not ProviderState.LOST]
-    if not there:
-        raise NodeConfigError("no provider is there to be written; `ravnest provide` brings one")
+    """Return the content of a ``node_configs.json`` with one entry per connected provider."""
+    offers = [one.offer for one in providers if one.state is not ProviderState.LOST]
+    if not offers:
+        raise NodeConfigError(
+            "the server has no connected provider to write; start one with `ravnest provide`"
+        )
     return {
         str(number): {
             "IP": offer.address,
@@ -60,15 +62,15 @@ def node_configs(providers: Iterable[ProviderView]) -> dict[str, Any]:
                 "compute": offer.compute,
             },
         }
-        for number, offer in enumerate(there)
+        for number, offer in enumerate(offers)
     }
 
 
 def _show(providers: list[ProviderView]) -> None:
     if not providers:
-        out().print("no providers; `ravnest provide --server URL --token TOKEN` makes a machine one")
+        out().print("no providers; add one with `ravnest provide --server URL --token TOKEN`")
         return
-    table = Table("PROVIDER", "STATE", "JOB", "RAM", "CORES", "GFLOP/S", "MBIT/S", "WHY", box=None)
+    table = Table("PROVIDER", "STATE", "JOB", "RAM", "CORES", "GFLOP/S", "MBIT/S", "REASON", box=None)
     for one in providers:
         offer = one.offer
         table.add_row(
@@ -81,4 +83,4 @@ def _show(providers: list[ProviderView]) -> None:
             f"{offer.bandwidth:.0f}",
             one.reason,
         )
-    out().print(table)
+    print_table(table)

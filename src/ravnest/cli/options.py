@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Server = Annotated[
     typer.Option(
         "--server",
         metavar="URL",
-        help="The server; else $RAVNEST_SERVER, else the only one that you joined.",
+        help="Address of the server; default $RAVNEST_SERVER, or the only server that you joined.",
     ),
 ]
 Token = Annotated[
@@ -20,8 +20,8 @@ Token = Annotated[
         "--token",
         envvar="RAVNEST_TOKEN",
         metavar="TOKEN",
-        help="Joins the server; needed once. From `ravnest token create` on its machine.",
+        help="Token from `ravnest token create` on the server's machine; needed once.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, as `ravnest status` shows it.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job; see `ravnest status`.")]

@@ -1,4 +1,4 @@
-"""``ravnest plan``: what a plan would look like, without writing anything."""
+"""``ravnest plan``: show a plan without writing anything."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
+from ravnest.cli.console import out, print_json
+from ravnest.cli.options import Json
 from ravnest.cli.target import TargetError, call_target
 from ravnest.formation import NODE_CONFIGS, NODE_DATA, form_clusters
 from ravnest.plan.node_configs import read_node_configs
@@ -20,19 +21,20 @@ def plan(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="A function that returns the model and its example inputs: (model, args), "
+            help="Function that returns the model and its example inputs: (model, args), "
             "(model, kwargs) or (model, args, kwargs).",
         ),
     ],
-    nodes: Annotated[Path, typer.Option(help="The node configurations to plan for.")] = Path(NODE_DATA)
+    nodes: Annotated[Path, typer.Option(help="Node configurations to plan for.")] = Path(NODE_DATA)
     / NODE_CONFIGS,
     clusters: Annotated[int | None, typer.Option(min=1, help="Number of clusters to form.")] = None,
     pass_data: Annotated[
-        bool, typer.Option("--pass-data", help="Measure costs with a real forward.")
+        bool, typer.Option("--pass-data", help="Measure costs with a real forward pass.")
     ] = False,
-    update_frequency: Annotated[int, typer.Option(min=1, help="Micro-batches an update.")] = 1,
+    update_frequency: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
+    as_json: Json = False,
 ) -> None:
-    """Show how a model would be split over the nodes, and what to expect. Writes nothing."""
+    """Show how a model would be split over the nodes; write nothing."""
     model, args, kwargs = load_target(target)
     formation = form_clusters(
         model,
@@ -43,25 +45,29 @@ def plan(
         pass_data=pass_data,
         update_frequency=update_frequency,
     )
-    Console().print(formation.explain(), markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print_json(formation.plan)
+    else:
+        out().print(formation.explain())
 
 
 def load_target(target: str) -> tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]]:
-    """Call ``module:function`` of the current folder; returns model, args and kwargs."""
-    made = call_target(target)
-    if not isinstance(made, tuple) or not made or not isinstance(made[0], torch.nn.Module):
-        kind = type(made).__name__
+    """Call ``module:function`` of the current folder and return the model, args and kwargs."""
+    result = call_target(target)
+    if not isinstance(result, tuple) or not result or not isinstance(result[0], torch.nn.Module):
+        kind = type(result).__name__
         raise TargetError(f"{target} must return (model, args) or (model, args, kwargs), got {kind}")
-    model, *rest = made
+    model, *examples = result
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
-    for part in rest:
-        if isinstance(part, Mapping):
-            kwargs = part
-        elif isinstance(part, torch.Tensor):
-            args = (part,)
-        elif isinstance(part, Sequence):
-            args = part
+    for example in examples:
+        if isinstance(example, Mapping):
+            kwargs = example
+        elif isinstance(example, torch.Tensor):
+            args = (example,)
+        elif isinstance(example, Sequence):
+            args = example
         else:
-            raise TargetError(f"{target} returns a {type(part).__name__} where example inputs belong")
+            kind = type(example).__name__
+            raise TargetError(f"{target} must return example inputs after the model, got {kind}")
     return model, args, kwargs

@@ -1,4 +1,4 @@
-"""``ravnest provide``: this machine works for the jobs of a server."""
+"""``ravnest provide``: work on the jobs of a server."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from ravnest.provider.provide import provide as provide_machine
 
 
 def provide(
-    server: Annotated[str, typer.Option(help="The server's address, such as https://host:7100.")],
+    server: Annotated[str, typer.Option(help="Address of the server, such as https://host:7100.")],
     token: Annotated[
-        str | None, typer.Option(help="As `ravnest token create` printed it; needed the first time.")
+        str | None, typer.Option(help="Token from `ravnest token create`; needed the first time.")
     ] = None,
-    ram: Annotated[float | None, typer.Option(help="The most RAM to give, in GB.")] = None,
-    cores: Annotated[int | None, typer.Option(help="The most cores to give.")] = None,
-    hours: Annotated[float | None, typer.Option(help="Leave after so many hours.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of this provider; the machine's by default.")] = None,
+    ram: Annotated[float | None, typer.Option(help="Maximum RAM to offer, in GB.")] = None,
+    cores: Annotated[int | None, typer.Option(help="Maximum number of cores to offer.")] = None,
+    hours: Annotated[float | None, typer.Option(help="Leave after this many hours.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of this provider; default: the host name.")
+    ] = None,
     listen: Annotated[
-        str | None, typer.Option(help="Where its node listens: host:port, host, or :port.")
+        str | None, typer.Option(help="Address its node listens on: host:port, host, or :port.")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="Where others reach its node, if that is elsewhere.")
+        str | None, typer.Option(help="Address under which others reach its node, if different.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="For what jobs need while they run.", file_okay=False)
+        Path | None, typer.Option(help="Folder for the files of running jobs.", file_okay=False)
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Leave after one job.")] = False,
 ) -> None:
-    """Offer this machine to a server, and work for its jobs until Ctrl-C.
+    """Offer this machine to a server and work on its jobs until Ctrl-C.
 
-    Measures memory, cores, speed and the way to the server first. No code of a requester's runs here.
+    Measures memory, cores, compute speed and the connection to the server first. Runs no code of
+    requesters.
     """
     provide_machine(
         server,

@@ -1,4 +1,4 @@
-"""``ravnest serve``: the intermediary server."""
+"""``ravnest serve``: run the intermediary server."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from ravnest.server.http.runner import DEFAULT_FOLDER, DEFAULT_PORT, RunningServ
 
 def serve(
     host: Annotated[
-        str, typer.Option(help="Where to listen. 0.0.0.0: for other machines too, with HTTPS.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines, over HTTPS.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = DEFAULT_PORT,
-    folder: Annotated[Path, typer.Option(help="Where the server keeps everything.")] = Path(
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes a free port.")
+    ] = DEFAULT_PORT,
+    folder: Annotated[Path, typer.Option(help="Folder for the server's database and files.")] = Path(
         DEFAULT_FOLDER
     ),
     public_name: Annotated[
         list[str] | None,
-        typer.Option(help="A name or address by which others reach this machine; may be repeated."),
+        typer.Option(help="Name or address under which others reach this machine; repeatable."),
     ] = None,
     tls: Annotated[
-        bool | None, typer.Option("--tls/--no-tls", help="HTTPS; the default off loopback.")
+        bool | None, typer.Option("--tls/--no-tls", help="HTTPS; default: outside of loopback.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Say where it is as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
     """Run the intermediary server until Ctrl-C."""
 
     def announce(running: RunningServer) -> None:
-        typer.echo(_as_json(running) if as_json else _words(running, folder))
+        typer.echo(_as_json(running) if as_json else _instructions(running, folder))
 
     serve_in_foreground(announce, folder, host, port, public_names=public_name or (), tls=tls)
     if not as_json:
-        typer.echo("The server has stopped. Start it again with the same folder, and all goes on.")
+        typer.echo("The server has stopped. Start it again with the same folder to resume.")
 
 
 def _as_json(running: RunningServer) -> str:
@@ -44,7 +46,7 @@ def _as_json(running: RunningServer) -> str:
     return json.dumps({"url": running.url, "fingerprint": running.fingerprint, "folder": folder})
 
 
-def _words(running: RunningServer, folder: Path) -> str:
+def _instructions(running: RunningServer, folder: Path) -> str:
     where = "" if folder == Path(DEFAULT_FOLDER) else f" --folder {folder}"
     provider, requester, viewer = (
         running.token(role) for role in (ApiRole.PROVIDER, ApiRole.REQUESTER, ApiRole.VIEWER)
@@ -55,5 +57,5 @@ def _words(running: RunningServer, folder: Path) -> str:
         f"  submit   ravnest submit module:function --server {running.url} --token {requester}\n"
         f"  watch    {running.url}/login?token={viewer}\n\n"
         f"Each token works once, for a day. More: ravnest token create --role provider{where}\n"
-        "Ctrl-C stops the server; trainings go on without it."
+        "Ctrl-C stops the server; training continues without it."
     )

@@ -1,4 +1,4 @@
-"""``ravnest status``: the jobs of a server, or one of them."""
+"""``ravnest status``: the jobs of a server, or one job in detail."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ravnest.cli.console import figures, moment, out, print_json
+from ravnest.cli.console import local_time, out, print_json, print_table, progress_text
 from ravnest.cli.options import Json, Server, Token
-from ravnest.client.server_selection import MAY_LOOK, choose
+from ravnest.client.server_selection import READ_ROLES, select_server
 from ravnest.schemas.jobs import JobView
 
 
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="All about this one.")] = None,
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Show this job in detail.")] = None,
     server: Server = None,
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Show your jobs: where each is, and why."""
-    with choose(server, token, MAY_LOOK).api() as api:
+    """Show the state and progress of your jobs."""
+    with select_server(server, token, READ_ROLES).api() as api:
         if job is None:
             views = api.get("/api/jobs", list[JobView])
         else:
@@ -35,24 +35,25 @@ def status(
 
 def _list(views: list[JobView]) -> None:
     if not views:
-        out().print("no jobs; `ravnest submit module:function` hands one in")
+        out().print("no jobs; submit one with `ravnest submit module:function`")
         return
-    table = Table("JOB", "NAME", "STATE", "PROGRESS", "WHY", box=None, pad_edge=False)
+    table = Table("JOB", "NAME", "STATE", "PROGRESS", "REASON", box=None, pad_edge=False)
     for view in views:
-        table.add_row(view.id, view.name, view.state, figures(view.progress), view.reason)
-    out().print(table)
+        table.add_row(view.id, view.name, view.state, progress_text(view.progress), view.reason)
+    print_table(table)
 
 
 def _show(view: JobView) -> None:
     console = out()
     console.print(f"{view.name} ({view.id}) of {view.owner} is {view.state}: {view.reason}")
-    console.print(f"submitted {moment(view.created)}, last change {moment(view.changed)}")
-    if figures(view.progress):
-        console.print(f"{figures(view.progress)}; {view.progress.epochs} epochs are asked for")
-    for place in view.assignments:
+    console.print(f"submitted {local_time(view.created)}, last change {local_time(view.changed)}")
+    if progress_text(view.progress):
+        console.print(f"{progress_text(view.progress)}; {view.progress.epochs} epochs requested")
+    for one in view.assignments:
         console.print(
-            f"  cluster {place.cluster}, node {place.node} ({place.role}) by {place.provider_name}: "
-            f"{place.phase}"
+            f"  cluster {one.cluster}, node {one.node} ({one.role}) on {one.provider_name}: {one.phase}"
         )
+    for warning in view.warnings:
+        console.print(f"  {local_time(warning.time)} warning of node {warning.node}: {warning.message}")
     if view.plan:
         console.print(f"\n{view.plan}")

@@ -1,4 +1,4 @@
-"""``ravnest submit``: hand in a training."""
+"""``ravnest submit``: submit a job."""
 
 from __future__ import annotations
 
@@ -7,68 +7,72 @@ from typing import Annotated
 
 import typer
 
-from ravnest.cli.console import bars, err, out
+from ravnest.cli.console import err, out, print_json, progress_bars
 from ravnest.cli.fetch import Out, follow_and_fetch
-from ravnest.cli.options import Server, Token
+from ravnest.cli.options import Json, Server, Token
 from ravnest.cli.target import TargetError, call_target
 from ravnest.client.handle import JobHandle
 from ravnest.client.local_server import host_server
-from ravnest.client.server_selection import choose
-from ravnest.client.submission import hand_in
+from ravnest.client.server_selection import select_server
+from ravnest.client.submission import upload_job
 from ravnest.jobs.job import Job
+from ravnest.schemas.jobs import JobCreated
 
 
 def submit(
     target: Annotated[
         str,
-        typer.Argument(metavar="MODULE:FUNCTION", help="A function that returns a ravnest.Job."),
+        typer.Argument(metavar="MODULE:FUNCTION", help="Function that returns a ravnest.Job."),
     ],
     server: Server = None,
     token: Token = None,
     serve_here: Annotated[
-        bool, typer.Option("--serve-here", help="Be the server, too, until the job has ended.")
+        bool, typer.Option("--serve-here", help="Run a server in this command until the job has ended.")
     ] = False,
     host: Annotated[
         str,
-        typer.Option(help="With --serve-here: where to listen; 0.0.0.0 for other machines."),
+        typer.Option(help="Address of --serve-here; 0.0.0.0 accepts other machines."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="With --serve-here: the port; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port of --serve-here; 0 takes a free port.")] = 0,
     detach: Annotated[
         bool,
-        typer.Option("--detach", "-d", help="Print the job's id and go; `ravnest fetch` later."),
+        typer.Option("--detach", "-d", help="Print the job's id and exit; `ravnest fetch` later."),
     ] = False,
     folder: Out = None,
+    as_json: Json = False,
 ) -> None:
-    """Have a model trained; shows how it goes, and brings the trained model home.
+    """Submit a job, show its progress and download the trained model.
 
-    Ctrl-C leaves the job to the server: `ravnest status`, `ravnest fetch`, `ravnest cancel`.
+    After Ctrl-C the job continues: see `ravnest status`, `ravnest fetch` and `ravnest cancel`.
     """
     if serve_here and detach:
         raise typer.BadParameter("the server would end with this command", param_hint="--detach")
     if serve_here and server:
-        raise typer.BadParameter("there is one server", param_hint="--serve-here with --server")
-    with ExitStack() as opened:
+        raise typer.BadParameter("give one of the two", param_hint="--serve-here with --server")
+    with ExitStack() as stack:
         console = err()
         if serve_here:
-            member, invitation = opened.enter_context(host_server(host=host, port=port))
+            member, invitation = stack.enter_context(host_server(host=host, port=port))
             console.print(f"serving at {member.url}; providers join with\n  {invitation}")
         else:
-            member = choose(server, token)
-        api = opened.enter_context(member.api())
-        api.get("/api/health", object)  # before the user's module is loaded, which may take time
+            member = select_server(server, token)
+        api = stack.enter_context(member.api())
+        api.get("/api/health", object)  # before the user's module, whose import may take time
         job = load_job(target)
-        with bars(console) as shown:
-            handle = JobHandle(hand_in(api, job, shown.tell), api)
-        if detach:
+        with progress_bars(console) as bars:
+            handle = JobHandle(upload_job(api, job, bars.update), api)
+        if detach and as_json:
+            print_json(JobCreated(id=handle.id))
+        elif detach:
             out().print(handle.id)
-            return
-        console.print(f"submitted {handle.id}")
-        follow_and_fetch(handle, folder)
+        else:
+            console.print(f"submitted {handle.id}")
+            follow_and_fetch(handle, folder, as_json=as_json)
 
 
 def load_job(target: str) -> Job:
-    """The job that the user's function returns."""
-    made = call_target(target)
-    if not isinstance(made, Job):
-        raise TargetError(f"{target} must return a ravnest.Job, got {type(made).__name__}")
-    return made
+    """Return the job that the user's function returns."""
+    job = call_target(target)
+    if not isinstance(job, Job):
+        raise TargetError(f"{target} must return a ravnest.Job, got {type(job).__name__}")
+    return job

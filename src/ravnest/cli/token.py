@@ -1,4 +1,4 @@
-"""``ravnest token``: who may join a server."""
+"""``ravnest token``: create tokens for joining a server."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.server.auth.tokens import DEFAULT_HOURS
 from ravnest.server.http.runner import DEFAULT_FOLDER, create_token
 
-app = typer.Typer(help="Tokens to join a server with.", no_args_is_help=True)
+app = typer.Typer(help="Create tokens for joining a server.", no_args_is_help=True)
 
 
 class TokenRole(StrEnum):
-    """Roles that a token can be for."""
+    """Roles that a token can grant."""
 
     PROVIDER = "provider"
     REQUESTER = "requester"
@@ -26,29 +26,31 @@ class TokenRole(StrEnum):
 
 @app.callback()
 def _tokens() -> None:
-    """Tokens to join a server with."""
+    """Create tokens for joining a server."""
 
 
 @app.command("create")
 def create(
-    role: Annotated[TokenRole, typer.Option(help="What its holder may do.")],
-    uses: Annotated[int, typer.Option(min=0, help="How often it works; 0: until it expires.")] = 1,
-    hours: Annotated[float, typer.Option(min=0.01, help="How long it works.")] = DEFAULT_HOURS,
-    folder: Annotated[Path, typer.Option(help="The folder of the server.")] = Path(DEFAULT_FOLDER),
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    role: Annotated[TokenRole, typer.Option(help="Role of the member that joins with it.")],
+    uses: Annotated[
+        int, typer.Option(min=0, help="Number of times it can be used; 0 is unlimited.")
+    ] = 1,
+    hours: Annotated[float, typer.Option(min=0.01, help="Hours until it expires.")] = DEFAULT_HOURS,
+    folder: Annotated[Path, typer.Option(help="Folder of the server.")] = Path(DEFAULT_FOLDER),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Make a token. Run this where the server runs; whoever has the token can join."""
+    """Create a token. Run this on the server's machine; anyone with the token can join."""
     url, token = create_token(folder, ApiRole(role), uses=uses or None, hours=hours)
     if as_json:
-        made = {"url": url, "token": token, "role": role, "uses": uses or None, "hours": hours}
-        typer.echo(json.dumps(made))
+        created = {"url": url, "token": token, "role": role, "uses": uses or None, "hours": hours}
+        typer.echo(json.dumps(created))
         return
     typer.echo(token)
     typer.echo(_usage(role, url, token), err=True)
 
 
 def _usage(role: TokenRole, url: str, token: str) -> str:
-    """What to do with a token; apart from it, so that ``$(ravnest token create ...)`` is the token."""
+    """Return the command that uses a token; it goes to stderr, so that stdout is the token alone."""
     match role:
         case TokenRole.PROVIDER:
             return f"\n  ravnest provide --server {url} --token {token}"

@@ -1,1 +1,1 @@
-"""Requester side: submit a job, follow it and fetch the trained model."""
+"""The requester's side: submit a job, follow it and fetch the trained model."""

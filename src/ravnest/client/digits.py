@@ -1,4 +1,4 @@
-"""The job of ``ravnest demo``: handwritten digits, and a small network that reads them."""
+"""The job of ``ravnest demo``: a small CNN that classifies handwritten digits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLASSES = 10
 
 
 def network() -> nn.Module:
-    """Images of 8 x 8 pixels to a score for each digit."""
+    """Return a CNN that maps images of 8 x 8 pixels to one score per digit."""
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1),
         nn.BatchNorm2d(16),
@@ -33,39 +33,39 @@ def network() -> nn.Module:
 
 
 def digits() -> tuple[TensorDataset, TensorDataset, str]:
-    """Training and validation data, and what they are."""
+    """Return training data, validation data and a description of the data."""
     if find_spec("sklearn") is None:
-        images, labels = _drawn(1800)
-        what = "1800 noisy patterns of 10 kinds (scikit-learn, which has real digits, is not installed)"
+        images, labels = _synthetic_patterns(1800)
+        description = "1800 noisy patterns of 10 classes (scikit-learn, which has digits, is missing)"
     else:
-        images, labels = _scanned()
-        what = f"{len(images)} handwritten digits"
+        images, labels = _scanned_digits()
+        description = f"{len(images)} handwritten digits"
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(42))
     images, labels = images[order], labels[order]
     held_out = len(images) // 4
     train = TensorDataset(images[held_out:], labels[held_out:])
-    return train, TensorDataset(images[:held_out], labels[:held_out]), what
+    return train, TensorDataset(images[:held_out], labels[:held_out]), description
 
 
-def _scanned() -> tuple[torch.Tensor, torch.Tensor]:
-    from sklearn.datasets import load_digits  # noqa: PLC0415  # an extra, not installed everywhere
+def _scanned_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits  # noqa: PLC0415  # an optional dependency
 
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16.0, dtype=torch.float32)
     return images.reshape(-1, 1, _SIDE, _SIDE), torch.tensor(labels)
 
 
-def _drawn(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pattern for each kind, and noise: as easy to tell apart as printed digits."""
-    chance = torch.Generator().manual_seed(42)
-    patterns = torch.rand(_CLASSES, 1, _SIDE, _SIDE, generator=chance)
+def _synthetic_patterns(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return noisy copies of one random pattern per class, which the network can learn."""
+    generator = torch.Generator().manual_seed(42)
+    patterns = torch.rand(_CLASSES, 1, _SIDE, _SIDE, generator=generator)
     labels = torch.arange(count) % _CLASSES
-    noise = torch.randn(count, 1, _SIDE, _SIDE, generator=chance)
+    noise = torch.randn(count, 1, _SIDE, _SIDE, generator=generator)
     return patterns[labels] + 0.3 * noise, labels
 
 
 def digits_job(train: TensorDataset, validation: TensorDataset, *, epochs: int, providers: int) -> Job:
-    """A training that waits for so many providers and uses them all."""
+    """Return a job that waits for ``providers`` providers and uses all of them."""
     torch.manual_seed(42)
     return Job(
         model=network(),
@@ -86,7 +86,7 @@ def digits_job(train: TensorDataset, validation: TensorDataset, *, epochs: int, 
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """The share of samples that the model reads right."""
+    """Return the share of samples that the model classifies correctly."""
     model.eval()
     images, labels = data.tensors
     with torch.no_grad():

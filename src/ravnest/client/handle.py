@@ -1,4 +1,4 @@
-"""A submitted job, from its requester's side."""
+"""Handle of a submitted job."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Self
 
+from ravnest.client.server_selection import READ_ROLES, select_server
 from ravnest.errors import JobEndedError
 from ravnest.http.api import ApiClient
 from ravnest.http.retry import RetryPolicy
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
     import torch
 
 _POLL = 30.0
-"""Seconds that the server waits for news before it answers anyway."""
+"""Seconds that the server holds a request open while nothing changes."""
 RESTART = RetryPolicy(tries=60, first=0.5, most=10.0)
-"""Who waits for a training waits for a server that comes back too: about eight minutes."""
+"""Retries while waiting for a job: they outlast a server restart of about eight minutes."""
 
 
 class JobHandle:
-    """A job: how it goes, what came of it, and a way to end it.
+    """Handle of a submitted job: its state, its result, and a way to cancel it.
 
-    Closing it ends the connection, and the server too if it was started for this job; the job
-    itself ends by ``cancel()`` only.
+    Closing the handle closes the connection, and the server if ``serve_here`` started one. It does
+    not end the job; ``cancel()`` does.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class JobHandle:
     ) -> None:
         self.id = job
         self.invitation = invitation
-        """The command with which providers join, where the server was started for this job."""
+        """Command with which providers join; None unless ``serve_here`` started the server."""
         self._api = api
         self._close = close or api.close
         self._clock = clock
@@ -60,35 +61,36 @@ class JobHandle:
         self.close()
 
     def close(self) -> None:
-        """End the connection to the server."""
+        """Close the connection to the server; the job continues."""
         self._close()
 
     def view(self) -> JobView:
-        """All that the server says about the job now."""
+        """Return everything that the server shows about the job."""
         return self._api.get(self._path, JobView)
 
     def state(self) -> JobState:
-        """Where the job is in its life."""
+        """Return the state of the job."""
         return self.view().state
 
     def progress(self) -> JobProgress:
-        """Updates done, and the last loss and validation figure."""
+        """Return the number of updates, the last loss and the last validation result."""
         return self.view().progress
 
     def events(self, after: int = 0) -> list[EventView]:
-        """What happened to the job, with reasons; only events later than number ``after``."""
+        """Return the events of the job with a sequence number above ``after``, with reasons."""
         return self._api.get(f"{self._path}/events", list[EventView], params={"after": after})
 
     def losses(self, first: int = 0) -> LossHistory:
-        """The loss of each update from ``first`` on, and all validations."""
+        """Return the losses from update ``first`` on, and all validation results."""
         return self._api.get(f"{self._path}/losses", LossHistory, params={"first": first})
 
     def wait(
         self, timeout: float | None = None, on_change: Callable[[JobView], None] | None = None
     ) -> JobView:
-        """Wait until the job has ended, however it did; ``TimeoutError`` after ``timeout`` seconds.
+        """Wait until the job is done, failed or cancelled, and return its final view.
 
-        ``on_change`` is called with each news. A server that is restarted meanwhile is waited for.
+        ``on_change`` is called with each new view. The wait outlasts a restart of the server. Raises
+        ``TimeoutError`` after ``timeout`` seconds.
         """
         deadline = None if timeout is None else self._clock() + timeout
         view = self.view()
@@ -120,10 +122,12 @@ class JobHandle:
         timeout: float | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Wait for the trained model's ``state_dict``; it is loaded ``into`` the model if one is given.
+        """Wait for the job and return the trained ``state_dict``.
 
-        With a ``folder`` it is kept there as ``trained_state_dict.pt``. ``JobEndedError`` says why a
-        job has no result.
+        It is loaded ``into`` the model if one is given, and written to
+        ``folder/trained_state_dict.pt`` if a folder is given. ``progress`` is called with the bytes
+        downloaded and the total. Raises ``JobEndedError`` with the reason if the job failed or was
+        cancelled, and ``TimeoutError`` after ``timeout`` seconds.
         """
         with tempfile.TemporaryDirectory(prefix="ravnest-") as scratch:
             path = self.fetch(scratch if folder is None else folder, timeout=timeout, progress=progress)
@@ -137,7 +141,7 @@ class JobHandle:
         timeout: float | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Path:
-        """Wait for the trained model and keep it as ``folder/trained_state_dict.pt``; the path."""
+        """Wait for the job, write ``folder/trained_state_dict.pt`` and return its path."""
         ended = self.wait(timeout)
         if ended.state is not JobState.DONE:
             raise ended_without_model(ended)
@@ -145,16 +149,34 @@ class JobHandle:
         return path
 
     def cancel(self) -> None:
-        """End the job; its providers become free. ``ServerRefusedError`` if it is done or failed."""
+        """Cancel the job and free its providers.
+
+        Raises ``ServerRefusedError`` if the job is done or failed.
+        """
         self._api.post(f"{self._path}/cancel", None, object, idempotent=True)
 
 
+def attach(job_id: str, server: str | None = None, *, token: str | None = None) -> JobHandle:
+    """Return the handle of a job that was submitted before, by this or another process.
+
+    The server is ``server``, or ``$RAVNEST_SERVER``, or the only server that this user has joined;
+    ``token`` joins it. Raises ``ServerRefusedError`` if the server shows this user no such job.
+    """
+    handle = JobHandle(job_id, select_server(server, token, READ_ROLES).api())
+    try:
+        handle.view()
+    except BaseException:
+        handle.close()
+        raise
+    return handle
+
+
 def _results() -> ModuleType:
-    """What needs torch, which takes seconds to import: not for those who only look at a job."""
+    """Import the module that needs torch, which takes seconds; reading a job does not need it."""
     return import_module("ravnest.client.results")
 
 
 def ended_without_model(view: JobView) -> JobEndedError:
-    """Why there is nothing to fetch."""
-    what = "was cancelled" if view.state is JobState.CANCELLED else "failed"
-    return JobEndedError(f"job {view.id} {what}: {view.reason}")
+    """Return the error that says why a job has no trained model."""
+    outcome = "was cancelled" if view.state is JobState.CANCELLED else "failed"
+    return JobEndedError(f"job {view.id} {outcome}: {view.reason}")

@@ -1,4 +1,4 @@
-"""Providers on this machine, as processes, for as long as somebody needs them."""
+"""Provider processes on this machine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from ravnest.host import INTERRUPT, KILL
 from ravnest.http.credentials import HOME_VARIABLE
 from ravnest.provider.child_process import ChildProcess
 
-_PATIENCE = (3.0, 5.0)
-"""Seconds for providers to leave, and to end what they do after a second interrupt."""
+_GRACE_SECONDS = (3.0, 5.0)
+"""Seconds after the first and the second interrupt; the second ends running work at once."""
 
-Show = Callable[[str, str], None]
-"""Called with a provider's name and a line that it wrote, from several threads."""
+OutputCallback = Callable[[str, str], None]
+"""Called with a provider's name and a line of its output, from several threads."""
 
 
 class LocalProviders:
-    """``ravnest provide`` in processes of its own; they end with the context."""
+    """Processes that run ``ravnest provide``; they end with the context."""
 
-    def __init__(self, folder: Path, invitation: Mapping[str, str], show: Show) -> None:
-        """``invitation`` are the options that name the server and the token."""
+    def __init__(self, folder: Path, options: Mapping[str, str], on_output: OutputCallback) -> None:
+        """Store the options that all providers share: the server and the token."""
         self._folder = folder
-        self._invitation = [f"--{name}={value}" for name, value in invitation.items()]
-        self._show = show
+        self._options = [f"--{name}={value}" for name, value in options.items()]
+        self._on_output = on_output
         self._processes: dict[str, ChildProcess] = {}
-        self._last: dict[str, str] = {}
+        self._last_lines: dict[str, str] = {}
+        self._exit_codes: dict[str, int] = {}
+        """Exit codes of the providers that have ended, set after their last line."""
 
     def __enter__(self) -> Self:
         return self
@@ -43,8 +45,8 @@ class LocalProviders:
         self.stop()
 
     def start(self, name: str, *options: str) -> None:
-        """One more; it has a process group of its own, so that Ctrl-C reaches it through us."""
-        command = [sys.executable, "-P", "-m", "ravnest.cli.app", "provide", *self._invitation]
+        """Start a provider in its own process group, so that Ctrl-C reaches it only through us."""
+        command = [sys.executable, "-P", "-m", "ravnest.cli.app", "provide", *self._options]
         command += [f"--name={name}", f"--folder={self._folder / name}", *options]
         environment = {
             "OMP_NUM_THREADS": "1",
@@ -57,24 +59,26 @@ class LocalProviders:
         self._processes[name] = process
 
         def on_line(line: str) -> None:
-            self._last[name] = line.rstrip()
-            self._show(name, line.rstrip())
+            self._last_lines[name] = line.rstrip()
+            self._on_output(name, line.rstrip())
 
-        process.follow(on_line)
+        def on_end(code: int) -> None:
+            self._exit_codes[name] = code
+
+        process.follow(on_line, on_end)
 
     def check(self) -> None:
-        """``LaunchError`` if one has ended by itself."""
-        for name, process in self._processes.items():
-            if process.code is not None:
-                last = self._last.get(name, "it said nothing")
-                raise LaunchError(f"{name} ended with code {process.code}: {last}")
+        """Raise ``LaunchError`` if a provider has ended by itself."""
+        for name, code in list(self._exit_codes.items()):
+            last = self._last_lines.get(name, "no output")
+            raise LaunchError(f"{name} ended with exit code {code}: {last}")
 
     def stop(self) -> None:
-        """Let all leave; those that take long are told to hurry, and those that do not are killed."""
+        """Interrupt all providers, interrupt them again after a grace period, then kill them."""
         try:
-            for patience in _PATIENCE:
+            for seconds in _GRACE_SECONDS:
                 self._signal(INTERRUPT)
-                if self._wait(patience):
+                if self._wait(seconds):
                     break
         finally:
             self._signal(KILL)
@@ -82,7 +86,7 @@ class LocalProviders:
             self._processes.clear()
 
     def _wait(self, seconds: float | None) -> bool:
-        """Return ``True`` if all have ended within the time."""
+        """Wait for all providers and return whether they ended in time."""
         deadline = None if seconds is None else time.monotonic() + seconds
         return all(
             process.wait(None if deadline is None else max(deadline - time.monotonic(), 0.01))

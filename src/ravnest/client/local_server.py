@@ -1,4 +1,4 @@
-"""A server in the requester's own process, for as long as a job takes."""
+"""A server in the requester's own process, for the duration of a job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ravnest.client.server_selection import own_name
+from ravnest.client.server_selection import user_name
 from ravnest.http.credentials import Membership, join
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.http.runner import DEFAULT_FOLDER, serve
@@ -16,11 +16,11 @@ from ravnest.server.http.runner import DEFAULT_FOLDER, serve
 def host_server(
     folder: str | Path = DEFAULT_FOLDER, host: str = "127.0.0.1", port: int = 0
 ) -> Iterator[tuple[Membership, str]]:
-    """Serve while the context lasts: our membership, and the command with which providers join.
+    """Run a server in the context; yield our membership and the command with which providers join.
 
-    What a server that was here before has in its folder goes on.
+    Jobs that an earlier server left in ``folder`` continue.
     """
     with serve(folder=folder, host=host, port=port) as running:
-        member = join(running.url, running.token(ApiRole.REQUESTER), own_name())
+        member = join(running.url, running.token(ApiRole.REQUESTER), user_name())
         token = running.token(ApiRole.PROVIDER, uses=None)
         yield member, f"ravnest provide --server {running.url} --token {token}"

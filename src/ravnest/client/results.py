@@ -1,4 +1,4 @@
-"""The trained model, from the server to a file."""
+"""Download of a trained model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _STAGES = ".stages"
 def fetch_trained(
     api: ApiClient, job: str, folder: Path, progress: Callable[[int, int], None] | None = None
 ) -> Path:
-    """Download a job's trained stages and fuse them into ``folder/trained_state_dict.pt``.
+    """Download the trained stages of a job and fuse them into ``folder/trained_state_dict.pt``.
 
-    Interrupted, it leaves what it has in ``folder``, and the next call goes on with it.
+    After an interruption the next call resumes with the files that are already in ``folder``.
+    ``progress`` is called with the bytes done and the total.
     """
     result = api.get(f"/api/jobs/{job}/result", JobResult)
     stages = folder / _STAGES / job
@@ -30,11 +31,11 @@ def fetch_trained(
     for file in result.files:
         start = before
 
-        def tell(done: int, _size: int, start: int = start) -> None:
+        def report(done: int, _size: int, start: int = start) -> None:
             if progress is not None:
                 progress(start + done, total)
 
-        download(api, file.artifact, stages / f"cluster_{result.cluster}" / file.name, tell)
+        download(api, file.artifact, stages / f"cluster_{result.cluster}" / file.name, report)
         before += file.artifact.size
     fused = model_fusion(result.cluster, folder=stages).replace(folder / FUSED_FILE)
     shutil.rmtree(folder / _STAGES)
@@ -42,7 +43,7 @@ def fetch_trained(
 
 
 def load_trained(path: Path, into: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """The ``state_dict`` in a file; it is loaded ``into`` the model if one is given."""
+    """Return the ``state_dict`` in a file and load it ``into`` the model if one is given."""
     state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
     if into is not None:
         into.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Which server is meant, and who we are there."""
+"""Choice of the server that a command or call is for, and of the credential to use there."""
 
 from __future__ import annotations
 
@@ -13,53 +13,55 @@ from ravnest.http.credentials import Membership, find, joined, memberships
 from ravnest.schemas.auth import ApiRole
 
 SERVER_VARIABLE = "RAVNEST_SERVER"
-MAY_SUBMIT = (ApiRole.REQUESTER, ApiRole.ADMIN)
-MAY_LOOK = (*MAY_SUBMIT, ApiRole.VIEWER)
+SUBMIT_ROLES = (ApiRole.REQUESTER, ApiRole.ADMIN)
+"""Roles that may submit and cancel jobs."""
+READ_ROLES = (*SUBMIT_ROLES, ApiRole.VIEWER)
+"""Roles that may read jobs and providers."""
 
 
-class WhichServerError(ServerError, ValueError):
-    """No server was named, or one that was never joined."""
+class ServerSelectionError(ServerError, ValueError):
+    """No server is given, or the given one was not joined."""
 
 
-def choose(
-    server: str | None = None, token: str | None = None, roles: Sequence[ApiRole] = MAY_SUBMIT
+def select_server(
+    server: str | None = None, token: str | None = None, roles: Sequence[ApiRole] = SUBMIT_ROLES
 ) -> Membership:
-    """Our membership of ``server``, else of ``$RAVNEST_SERVER``, else of the only server joined.
+    """Return our membership of ``server``, or ``$RAVNEST_SERVER``, or the only joined server.
 
-    With a ``token`` the server is joined, and remembered. Who is a member already stays the same one:
-    jobs belong to who submitted them.
+    A ``token`` joins the server and stores the membership. An existing membership is kept even if a
+    token is given, because jobs belong to the member that submitted them.
     """
-    url = server or os.environ.get(SERVER_VARIABLE) or _only(roles)
+    url = server or os.environ.get(SERVER_VARIABLE) or _only_joined(roles)
     if token is not None:
         if url is None:
-            raise WhichServerError("a token needs the address of its server too: --server URL")
-        known = find(url if "://" in url else _with_scheme(url), roles)
-        return known if known is not None and _is_known(known) else joined(url, token, own_name())
+            raise ServerSelectionError("a token needs the address of its server: add --server URL")
+        known = find(_with_scheme(url), roles)
+        return known if known is not None and _is_valid(known) else joined(url, token, user_name())
     if url is None:
-        raise WhichServerError(
+        raise ServerSelectionError(
             "no server is known: name one with --server URL (or $RAVNEST_SERVER) and join it once with "
-            f"--token; on its machine `ravnest token create --role {roles[0]}` makes a token"
+            f"--token; `ravnest token create --role {roles[0]}` on its machine creates a token"
         )
-    member = find(url if "://" in url else _with_scheme(url), roles)
+    member = find(_with_scheme(url), roles)
     if member is None:
-        raise WhichServerError(
-            f"{url} was not joined yet: add --token once; on its machine `ravnest token create "
-            f"--role {roles[0]}` makes one"
+        raise ServerSelectionError(
+            f"{url} was not joined yet: add --token once; `ravnest token create --role {roles[0]}` on "
+            "its machine creates a token"
         )
     return member
 
 
-def own_name() -> str:
-    """By which name a server knows this user."""
+def user_name() -> str:
+    """Return the name under which this user joins servers: ``user@host``."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
+    except (KeyError, OSError, ImportError):  # a container's user may have no name
         user = user_id()
     return f"{user}@{socket.gethostname()}"[:100]
 
 
-def _is_known(member: Membership) -> bool:
-    """Whether the server still knows us, and is not a new one at an old address."""
+def _is_valid(member: Membership) -> bool:
+    """Return whether the server still accepts the credential; a new server at the address does not."""
     with member.api() as api:
         try:
             api.get("/api/jobs", object)
@@ -68,15 +70,17 @@ def _is_known(member: Membership) -> bool:
     return True
 
 
-def _only(roles: Sequence[ApiRole]) -> str | None:
+def _only_joined(roles: Sequence[ApiRole]) -> str | None:
     urls = sorted({member.url for member in memberships() if member.role in roles})
     if len(urls) > 1:
-        raise WhichServerError(
-            f"several servers are known: {', '.join(urls)}; say which with --server or $RAVNEST_SERVER"
+        raise ServerSelectionError(
+            f"several servers are known: {', '.join(urls)}; choose one with --server or $RAVNEST_SERVER"
         )
     return urls[0] if urls else None
 
 
-def _with_scheme(host: str) -> str:
-    """A host's address as it was joined."""
-    return next((m.url for m in memberships() if m.url.partition("://")[2] == host), host)
+def _with_scheme(url: str) -> str:
+    """Return the URL under which a host was joined if ``url`` has no scheme."""
+    if "://" in url:
+        return url
+    return next((m.url for m in memberships() if m.url.partition("://")[2] == url), url)

@@ -1,105 +1,111 @@
-"""Submitting a training: pack it, send what the server lacks, and hand it in."""
+"""Submission of a job: pack it, upload the files that the server lacks, create the job."""
 
 from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, overload
 
 from ravnest.client.handle import JobHandle
 from ravnest.client.local_server import host_server
-from ravnest.client.server_selection import choose
+from ravnest.client.server_selection import select_server
+from ravnest.errors import JobError
 from ravnest.http.api import ApiClient
 from ravnest.http.transfer import upload
+from ravnest.jobs.dataset_writer import StepProgress
 from ravnest.jobs.job import Job, pack_job
 from ravnest.schemas.jobs import JobCreated
 
-Tell = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, and how much there is."""
 
-
-def submit(  # noqa: PLR0913  # what is trained, how, and where
-    model: torch.nn.Module,
-    example_args: Sequence[Any],
-    train_data: Any,
-    criterion: Callable[..., Any],
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    optimizer_params: Mapping[str, Any] | None = None,
-    epochs: int = 1,
-    *,
-    server: str | None = None,
-    token: str | None = None,
-    serve_here: bool = False,
-    tell: Tell | None = None,
-    **settings: Any,
-) -> JobHandle:
-    """Have a model trained by the providers of a server; returns as soon as it is handed in.
-
-    ``settings`` are further fields of ``ravnest.Job``. The server is ``server``, else
-    ``$RAVNEST_SERVER``, else the only one that was joined; a ``token`` joins it. With ``serve_here``
-    this process is the server until the handle is closed.
-    """
-    job = Job(
-        model=model,
-        example_args=example_args,
-        train_data=train_data,
-        criterion=criterion,
-        optimizer=optimizer,
-        optimizer_params=optimizer_params or {},
-        epochs=epochs,
-        **settings,
-    )
-    return submit_job(job, server=server, token=token, serve_here=serve_here, tell=tell)
-
-
-def submit_job(
+@overload
+def submit(
     job: Job,
     *,
     server: str | None = None,
     token: str | None = None,
     serve_here: bool = False,
-    tell: Tell | None = None,
+    progress: StepProgress | None = None,
+) -> JobHandle: ...
+
+
+@overload
+def submit(
+    *,
+    server: str | None = None,
+    token: str | None = None,
+    serve_here: bool = False,
+    progress: StepProgress | None = None,
+    **fields: Any,
+) -> JobHandle: ...
+
+
+def submit(
+    job: Job | None = None,
+    *,
+    server: str | None = None,
+    token: str | None = None,
+    serve_here: bool = False,
+    progress: StepProgress | None = None,
+    **fields: Any,
 ) -> JobHandle:
-    """Hand in a job; see ``submit``."""
-    with ExitStack() as opened:
+    """Submit a job to a server and return its handle; training continues without this process.
+
+    Instead of a ``Job``, its fields can be given as keywords: ``submit(model=..., train_data=...)``.
+    The server is ``server``, or ``$RAVNEST_SERVER``, or the only server that this user has joined.
+    ``token`` joins the server and is needed once. With ``serve_here`` this process runs a server of
+    its own until the handle is closed. ``progress`` is called with the name of the current step, the
+    amount done and the total. Raises ``JobError`` or ``SplitError`` before anything is uploaded if
+    the job cannot be trained as described.
+    """
+    described = _job(job, fields)
+    with ExitStack() as stack:
         invitation = None
         if serve_here:
-            member, invitation = opened.enter_context(host_server())
+            member, invitation = stack.enter_context(host_server())
         else:
-            member = choose(server, token)
-        api = opened.enter_context(member.api())
-        api.get("/api/health", object)  # packing takes time: first see whether there is a server
-        handed_in = hand_in(api, job, tell)
-        close = opened.pop_all().close
+            member = select_server(server, token)
+        api = stack.enter_context(member.api())
+        api.get("/api/health", object)  # packing takes time: fail first if no server answers
+        job_id = upload_job(api, described, progress)
+        close = stack.pop_all().close
         if serve_here:
-            _call_at_end(close)
-        return JobHandle(handed_in, api, close=close, invitation=invitation)
+            _close_after_main_thread(close)
+        return JobHandle(job_id, api, close=close, invitation=invitation)
 
 
-def _call_at_end(close: Callable[[], None]) -> None:
-    """Close also what a script forgets: its server would keep the process from ending."""
+def upload_job(api: ApiClient, job: Job, progress: StepProgress | None = None) -> str:
+    """Pack a job, upload the files that the server lacks, create the job and return its id."""
+    with tempfile.TemporaryDirectory(prefix="ravnest-job-") as folder:
+        packed = pack_job(job, Path(folder), progress)
+        upload(api, packed.files, partial(progress, "uploading") if progress else None)
+        return api.post("/api/jobs", packed.spec, JobCreated).id
+
+
+def _job(job: object, fields: dict[str, Any]) -> Job:
+    if job is None:
+        return Job(**fields)
+    if not isinstance(job, Job):
+        raise JobError(
+            f"submit() takes a ravnest.Job, not a {type(job).__name__}: use submit(Job(model=...)), or "
+            "give all fields as keywords, submit(model=...)"
+        )
+    if fields:
+        raise JobError(
+            f"submit() takes either a Job or its fields as keywords, not both: set {min(fields)} in "
+            "the Job"
+        )
+    return job
+
+
+def _close_after_main_thread(close: Callable[[], None]) -> None:
+    """Close a server that the script forgets to close, which would keep the process alive."""
 
     def wait() -> None:
         threading.main_thread().join()
         close()
 
-    threading.Thread(target=wait, name="ravnest-end").start()
-
-
-def open_job(job: str, *, server: str | None = None, token: str | None = None) -> JobHandle:
-    """A job that was submitted before, perhaps by another process."""
-    return JobHandle(job, choose(server, token).api())
-
-
-def hand_in(api: ApiClient, job: Job, tell: Tell | None = None) -> str:
-    """Pack a job, upload what the server lacks, and submit it; the job's id."""
-    with tempfile.TemporaryDirectory(prefix="ravnest-job-") as folder:
-        packed = pack_job(job, Path(folder), tell)
-        upload(api, packed.files, partial(tell, "uploading") if tell else None)
-        return api.post("/api/jobs", packed.spec, JobCreated).id
+    threading.Thread(target=wait, name="ravnest-close").start()

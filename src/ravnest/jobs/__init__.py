@@ -1,1 +1,1 @@
-"""A training as data: the model, its loss and its samples, without any of the requester's code."""
+"""A job as data: model, loss and samples in files and messages, without any of the requester's code."""

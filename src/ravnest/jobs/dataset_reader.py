@@ -1,4 +1,4 @@
-"""A provider's share of a dataset, read from its files row by row."""
+"""Dataset of a provider: its share of the samples, read from files row by row."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""As safetensors calls them."""
+"""Data types by their names in safetensors."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows ``start`` to ``stop - 1`` of a piece of data."""
+    """Rows ``start`` to ``stop - 1`` of a data file."""
 
     path: Path
     start: int
@@ -45,20 +45,23 @@ class Rows:
 
 
 class SharedData(Dataset[dict[str, torch.Tensor]]):
-    """Samples as mappings: the inputs of the model by name, ``labels``, or both.
+    """Samples as mappings: inputs of the model by name, ``labels``, or both.
 
-    Rows are read when they are asked for and not kept: the files are often larger than the memory
-    that a provider offers, of which mapped files would count as used.
+    Rows are read on access and not cached: the files are often larger than the memory that a
+    provider offers, and memory-mapped files would count as used memory.
     """
 
     def __init__(self, inputs: Sequence[Rows] = (), labels: Sequence[Rows] = ()) -> None:
-        """``DataError`` or ``StageFormatError`` for files that are not pieces of one dataset."""
+        """Open the files.
+
+        Raises ``DataError`` or ``StageFormatError`` for files that do not belong to one dataset.
+        """
         self._columns = [_Column(rows) for rows in (inputs, labels) if rows]
         lengths = {len(column) for column in self._columns}
         if len(lengths) != 1:
-            raise DataError("inputs and labels of a share are not equally many, or there are none")
+            raise DataError("a share of the data is empty, or its inputs and labels differ in number")
         if labels and set(self._columns[-1].fields) != {LABELS}:
-            raise DataError(f"a file of labels holds {sorted(self._columns[-1].fields)}")
+            raise DataError(f"a label file has the fields {sorted(self._columns[-1].fields)}")
         (self._length,) = lengths
 
     def __len__(self) -> int:
@@ -66,7 +69,7 @@ class SharedData(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self._length:
-            raise IndexError(f"there are {self._length} samples, none has the number {index}")
+            raise IndexError(f"sample {index} is out of range: there are {self._length} samples")
         sample: dict[str, torch.Tensor] = {}
         for column in self._columns:
             sample |= column.read(index)
@@ -77,13 +80,13 @@ class SharedData(Dataset[dict[str, torch.Tensor]]):
 class _Field:
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one row."""
+    """Shape of one row."""
     nbytes: int
-    """Of one row."""
+    """Bytes of one row."""
 
 
 class _Column:
-    """The rows of several files with the same fields, one after the other."""
+    """Concatenated rows of several files with the same fields."""
 
     def __init__(self, rows: Sequence[Rows]) -> None:
         self._rows = tuple(rows)
@@ -92,16 +95,18 @@ class _Column:
         self.fields = _fields_of(self._files[0])
         for each, file in zip(rows, self._files, strict=True):
             if _fields_of(file) != self.fields:
-                raise DataError(f"{file.path} holds other fields than {self._files[0].path}")
+                raise DataError(f"{file.path} and {self._files[0].path} have different fields")
             held = min(tensor.shape[0] for tensor in file.tensors.values())
             if not 0 <= each.start < each.stop <= held:
-                raise DataError(f"{file.path} has no rows {each.start} to {each.stop}: it has {held}")
+                raise DataError(
+                    f"{file.path} has {held} rows: {each.start} to {each.stop} is out of range"
+                )
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def read(self, index: int) -> dict[str, torch.Tensor]:
-        """The fields of a row."""
+        """Read the fields of one row."""
         number = bisect_right(self._ends, index)
         row = self._rows[number].stop - (self._ends[number] - index)
         file = self._files[number]
@@ -122,9 +127,9 @@ def _fields_of(file: TensorFile) -> dict[str, _Field]:
     for name, tensor in sorted(file.tensors.items()):
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None or not tensor.shape:
-            raise DataError(f"{file.path}: {name} does not hold rows of numbers")
+            raise DataError(f"{file.path}: {name} is not a tensor of rows with a known data type")
         shape = tensor.shape[1:]
         fields[name] = _Field(dtype, shape, prod(shape) * dtype.itemsize)
     if not fields:
-        raise DataError(f"{file.path} holds nothing")
+        raise DataError(f"{file.path} has no tensors")
     return fields

@@ -1,4 +1,4 @@
-"""A dataset as files, written once on the requester's side."""
+"""Conversion of the requester's dataset to files."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from ravnest.errors import JobError
 from ravnest.runtime.data import LABELS
 from ravnest.store.weights import save_weights
 
-Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, and how much there is."""
+StepProgress = Callable[[str, int, int], None]
+"""Progress callback: name of the current step, amount done, total."""
 Fields = dict[str, torch.Tensor]
-Take = Callable[[torch.Tensor], tuple[Fields, torch.Tensor]]
-"""Inputs by name and labels of some samples, stacked."""
+BatchReader = Callable[[torch.Tensor], tuple[Fields, torch.Tensor]]
+"""Function from sample indices to stacked inputs by name and stacked labels."""
 
 PIECE_BYTES = 16 << 20
+"""Size of a data file."""
 
 
 @dataclass(frozen=True)
 class PackedData:
-    """A dataset on disk: files and how many samples each holds, in order."""
+    """A dataset on disk: its files in order, each with its number of samples."""
 
     samples: int
     inputs: tuple[tuple[Path, int], ...]
@@ -48,28 +49,29 @@ def pack_data(
     seed: int,
     shuffle: bool,
     piece_bytes: int = PIECE_BYTES,
-    progress: Progress | None = None,
-    what: str = "train_data",
+    progress: StepProgress | None = None,
+    label: str = "train_data",
 ) -> PackedData:
-    """Write a dataset in pieces, with never more than one of them in memory.
+    """Write a dataset as files of ``piece_bytes``, with at most one of them in memory.
 
-    A dataset has a length and an index; its samples are ``(inputs..., target)``, the inputs in the
-    order of ``names``, or mappings with the inputs by name and ``labels``. A tuple of tensors
-    ``(inputs..., targets)`` will do. Of a ``DataLoader`` its dataset is taken, not its sampler. What a
-    dataset draws at random (augmentation) is drawn once. With ``shuffle`` the samples are put in an
-    order that ``seed`` gives, so that every run of them is a fair share.
+    A dataset has a length and an index. Its samples are ``(inputs..., target)``, with the inputs in
+    the order of ``names``, or mappings with the inputs by name and ``labels``. A tuple of tensors
+    ``(inputs..., targets)`` is accepted as well. A ``DataLoader`` contributes its dataset, not its
+    sampler. Random augmentation in the dataset is applied once. ``shuffle`` orders the samples at
+    random by ``seed``, so that any contiguous run of them is a fair share. ``label`` names the dataset
+    in errors.
     """
-    samples, take = _reader(_dataset(dataset, what), names, what)
+    samples, read = _reader(_dataset(dataset, label), names, label)
     order = torch.arange(samples)
     if shuffle:
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
-    fields, labels = take(order[:1])
+    fields, labels = read(order[:1])
     widest = max(sum(_row_bytes(t) for t in fields.values()), _row_bytes(labels), 1)
     rows = max(1, piece_bytes // widest)
     inputs_files: list[tuple[Path, int]] = []
     labels_files: list[tuple[Path, int]] = []
-    for part in torch.split(order, rows):
-        fields, labels = take(part)
+    for indices in torch.split(order, rows):
+        fields, labels = read(indices)
         number = len(inputs_files)
         for files, name, tensors in (
             (inputs_files, "inputs", fields),
@@ -77,29 +79,29 @@ def pack_data(
         ):
             path = folder / f"{name}_{number:05}.safetensors"
             save_weights(path, tensors)
-            files.append((path, len(part)))
+            files.append((path, len(indices)))
         if progress is not None:
-            progress(f"packing {what}", sum(count for _, count in inputs_files), samples)
+            progress(f"packing {label}", sum(count for _, count in inputs_files), samples)
     return PackedData(samples, tuple(inputs_files), tuple(labels_files))
 
 
 def batch_size_of(dataset: object) -> int | None:
-    """Of a ``DataLoader``; other datasets have none."""
+    """Return the batch size of a ``DataLoader``, or None for other datasets."""
     return dataset.batch_size if isinstance(dataset, DataLoader) else None
 
 
-def _dataset(dataset: object, what: str) -> Any:
-    """The dataset in what a user gives for one."""
+def _dataset(dataset: object, label: str) -> Any:
+    """Return the indexable dataset, or the tuple of tensors, behind the user's argument."""
     if isinstance(dataset, DataLoader):
         if dataset.collate_fn is not default_collate and dataset.batch_size is not None:
             raise JobError(
-                f"the DataLoader of {what} has a collate_fn, which providers could not run: do what it "
-                "does in the dataset, so that all samples have the same shape"
+                f"the DataLoader of {label} has a collate_fn, which providers cannot run: do its work "
+                "in the dataset, so that all samples have the same shape"
             )
         if type(dataset.sampler) not in (RandomSampler, SequentialSampler):
             raise JobError(
-                f"the DataLoader of {what} has a sampler of its own, which would be lost: give the "
-                "dataset alone, or one that holds the samples that it chooses"
+                f"the DataLoader of {label} has a custom sampler, which would be ignored: give the "
+                "dataset itself, or a torch.utils.data.Subset of the samples that it chooses"
             )
         dataset = dataset.dataset
     if type(dataset) is TensorDataset:
@@ -110,85 +112,85 @@ def _dataset(dataset: object, what: str) -> Any:
         or not hasattr(dataset, "__getitem__")
     ):
         raise JobError(
-            f"{what} must be a dataset with a length and an index, a tuple of tensors (inputs, targets) "
-            f"or a DataLoader, not a {type(dataset).__name__}: collect what it yields in a list first"
+            f"{label} must be a dataset with a length and an index, a tuple of tensors (inputs, "
+            f"targets) or a DataLoader, not a {type(dataset).__name__}: collect its samples in a list"
         )
     return dataset
 
 
-def _reader(dataset: Any, names: Sequence[str], what: str) -> tuple[int, Take]:
-    """The number of samples and how to take some of them."""
-    whole = isinstance(dataset, tuple) and bool(dataset)
-    if whole and all(isinstance(item, torch.Tensor) and item.dim() for item in dataset):
+def _reader(dataset: Any, names: Sequence[str], label: str) -> tuple[int, BatchReader]:
+    """Return the number of samples and a function that reads some of them."""
+    is_tuple = isinstance(dataset, tuple) and bool(dataset)
+    if is_tuple and all(isinstance(item, torch.Tensor) and item.dim() for item in dataset):
         lengths = [len(item) for item in dataset]
         if len(set(lengths)) != 1:
-            raise JobError(f"the tensors of {what} have {lengths} samples: they must be equally many")
+            raise JobError(f"the tensors of {label} differ in length: {lengths}")
         samples = lengths[0]
-        take = _take_columns(dataset, names, what)
+        read = _tensor_reader(dataset, names, label)
     else:
         samples = len(dataset)
-        take = _take_samples(dataset, names, what)
+        read = _sample_reader(dataset, names, label)
     if samples == 0:
-        raise JobError(f"{what} has no samples")
-    return samples, take
+        raise JobError(f"{label} has no samples")
+    return samples, read
 
 
-def _take_columns(columns: Sequence[torch.Tensor], names: Sequence[str], what: str) -> Take:
-    fields, labels = _fields(columns, names, what)
+def _tensor_reader(columns: Sequence[torch.Tensor], names: Sequence[str], label: str) -> BatchReader:
+    fields, labels = _fields(columns, names, label)
 
-    def take(indices: torch.Tensor) -> tuple[Fields, torch.Tensor]:
+    def read(indices: torch.Tensor) -> tuple[Fields, torch.Tensor]:
         return {name: column[indices] for name, column in fields.items()}, labels[indices]
 
-    return take
+    return read
 
 
-def _take_samples(dataset: Any, names: Sequence[str], what: str) -> Take:
-    models: dict[str, tuple[int, torch.Tensor]] = {}
-    """For each field, the first sample that was taken: all others must be like it."""
+def _sample_reader(dataset: Any, names: Sequence[str], label: str) -> BatchReader:
+    references: dict[str, tuple[int, torch.Tensor]] = {}
+    """Index and tensor of the first sample per field; all others must have its shape and dtype."""
 
     def checked(value: object, name: str, index: int) -> torch.Tensor:
-        tensor = _tensor(value, f"{name!r} of sample {index} of {what}")
-        first, model = models.setdefault(name, (index, tensor))
-        if (tensor.shape, tensor.dtype) != (model.shape, model.dtype):
+        tensor = _tensor(value, f"{name!r} of sample {index} of {label}")
+        first, reference = references.setdefault(name, (index, tensor))
+        if (tensor.shape, tensor.dtype) != (reference.shape, reference.dtype):
             raise JobError(
-                f"{name!r} of sample {index} of {what} has shape {list(tensor.shape)} and dtype "
-                f"{tensor.dtype}, that of sample {first} has {list(model.shape)} and {model.dtype}: "
-                "samples must be alike; pad, crop or convert them in the dataset"
+                f"{name!r} of sample {index} of {label} has shape {list(tensor.shape)} and dtype "
+                f"{tensor.dtype}, but sample {first} has {list(reference.shape)} and "
+                f"{reference.dtype}: all samples need the same; pad, crop or convert them in the dataset"
             )
         return tensor
 
-    def take(indices: torch.Tensor) -> tuple[Fields, torch.Tensor]:
+    def read(indices: torch.Tensor) -> tuple[Fields, torch.Tensor]:
         inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         labels: list[torch.Tensor] = []
         for index in indices.tolist():
-            fields, label = _fields(dataset[index], names, what)
+            fields, target = _fields(dataset[index], names, label)
             for name, value in fields.items():
                 inputs[name].append(checked(value, name, index))
-            labels.append(checked(label, "the target", index))
+            labels.append(checked(target, "the target", index))
         return {name: torch.stack(column) for name, column in inputs.items()}, torch.stack(labels)
 
-    return take
+    return read
 
 
-def _fields(sample: Any, names: Sequence[str], what: str) -> tuple[dict[str, Any], Any]:
-    """Inputs by name, and the target."""
+def _fields(sample: Any, names: Sequence[str], label: str) -> tuple[dict[str, Any], Any]:
+    """Return the inputs of a sample by name, and its target."""
     takes = f"the model takes {', '.join(names)}"
     if isinstance(sample, Mapping):
         if LABELS not in sample:
-            raise JobError(f"the samples of {what} are mappings without {LABELS!r}: add the target")
+            raise JobError(f"the samples of {label} are mappings without {LABELS!r}: add the target")
         if missing := [name for name in names if name not in sample]:
             raise JobError(
-                f"the samples of {what} have {', '.join(map(str, sample))}, not {missing[0]}; {takes}"
+                f"the samples of {label} have {', '.join(map(str, sample))}, not {missing[0]}; {takes}"
             )
         return {name: sample[name] for name in names}, sample[LABELS]
     if not isinstance(sample, Sequence) or isinstance(sample, str) or len(sample) < 2:
         raise JobError(
-            f"the samples of {what} must be (inputs..., target) or mappings with {LABELS!r}, not "
-            f"{_described(sample)}"
+            f"the samples of {label} must be (inputs..., target) or mappings with {LABELS!r}, not "
+            f"{_description(sample)}"
         )
     if len(sample) - 1 != len(names):
         raise JobError(
-            f"the samples of {what} have {len(sample) - 1} inputs and a target, but {takes}: give "
+            f"the samples of {label} have {len(sample) - 1} inputs and a target, but {takes}: give "
             "mappings with the inputs by name, or change the example inputs"
         )
     return dict(zip(names, sample[:-1], strict=True)), sample[-1]
@@ -205,14 +207,14 @@ def _tensor(value: object, where: str) -> torch.Tensor:
         try:
             return torch.as_tensor(np.ascontiguousarray(value)).reshape(value.shape)
         except TypeError as error:
-            raise JobError(f"{where} cannot become a tensor: {error}") from error
+            raise JobError(f"{where} cannot be converted to a tensor: {error}") from error
     raise JobError(
-        f"{where} is {_described(value)}: it must be a tensor or a number; convert it in the dataset, "
-        "for an image with a transform such as torchvision.transforms.ToTensor()"
+        f"{where} is {_description(value)}: it must be a tensor or a number; convert it in the dataset, "
+        "for example an image with torchvision.transforms.ToTensor()"
     )
 
 
-def _described(value: object) -> str:
+def _description(value: object) -> str:
     length = f" of {len(value)}" if isinstance(value, list | tuple) else ""
     return f"a {type(value).__name__}{length}"
 

@@ -1,4 +1,4 @@
-"""The first step of a training, taken by the requester: what would fail at the providers fails here."""
+"""First batch through model and loss on the requester's machine, to find errors before upload."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _SEED = 20_240_229
 
 @dataclass(frozen=True)
 class DryRun:
-    """A batch of the data, and what the model makes of it."""
+    """Output of the model for the first batch, and the labels of the batch."""
 
     output: Any
     labels: torch.Tensor
 
     def check_loss(self, loss: NamedComponent) -> None:
-        """``JobError`` if a loss of torch does not fit output and labels."""
+        """Raise ``JobError`` if a loss of torch does not fit output and labels."""
         evaluate_loss(loss_function(loss), self.output, self.labels)
 
 
@@ -47,23 +47,23 @@ def example_for(
     kwargs: Mapping[str, Any],
     batch_size: int | None,
 ) -> Example:
-    """The example inputs at the batch size of the training, which costs are planned for.
+    """Return the example inputs at the batch size of the training, for which costs are planned.
 
-    None is the example's own, or 64 for an example of a single sample.
+    ``batch_size=None`` keeps the example's batch size, or takes 64 if the example is a single sample.
     """
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     sizes = Counter(tensor.shape[0] for tensor in tensors_in((args, dict(kwargs))) if tensor.dim())
-    given = sizes.most_common(1)[0][0] if sizes else 0
-    wanted = batch_size or (given if given > 1 else _DEFAULT_BATCH_SIZE)
+    found = sizes.most_common(1)[0][0] if sizes else 0
+    size = batch_size or (found if found > 1 else _DEFAULT_BATCH_SIZE)
     bound = from_torchscript(model) if isinstance(model, torch.jit.ScriptModule) else model
     example = bind_example(bound, args, dict(kwargs))
-    rows = torch.arange(wanted)
+    rows = torch.arange(size)
     tensors = [t[rows % len(t)] if example.has_batch(t) else t for t in example.tensors]
-    return replace(example, tensors=tuple(tensors), batch_size=wanted)
+    return replace(example, tensors=tuple(tensors), batch_size=size)
 
 
 def input_names(prepared: PreparedModel) -> list[str]:
-    """The inputs of forward that the data must give, in order."""
+    """Return the names of the inputs of ``forward`` that the data must provide, in order."""
     example = prepared.capture.example
     names = []
     for name, structure in zip(example.names, example.structures, strict=True):
@@ -72,13 +72,13 @@ def input_names(prepared: PreparedModel) -> list[str]:
         elif any(structure.leaf_paths(name)):
             raise JobError(
                 f"the model's input {name!r} is a {structure.kind} of tensors, which the data of a job "
-                "cannot hold: give the model one tensor an input"
+                "cannot contain: change the model to take one tensor per input"
             )
     return names
 
 
-def check_data(prepared: PreparedModel, packed: PackedData, what: str) -> None:
-    """``JobError`` if the first samples do not fit the model's inputs."""
+def check_data(prepared: PreparedModel, packed: PackedData, label: str) -> None:
+    """Raise ``JobError`` if the first samples do not fit the model's inputs."""
     batch = _batch(prepared, packed)
     (stage,) = prepared.cut(()).stages
     graph, signature = stage.spec.graphs["train"], stage.spec.signature
@@ -88,13 +88,13 @@ def check_data(prepared: PreparedModel, packed: PackedData, what: str) -> None:
         check_inputs(graph, [values[value.name] for value in graph.inputs])
     except StageInputError as error:
         raise JobError(
-            f"{what} does not fit the example inputs that the model was captured with. Of a batch, "
-            f"{error}. The model's inputs are {', '.join(entry.name for entry in signature)}"
+            f"{label} does not fit the example inputs that the model was captured with: {error}. The "
+            f"model's inputs are {', '.join(entry.name for entry in signature)}"
         ) from error
 
 
 def dry_run(prepared: PreparedModel, packed: PackedData) -> DryRun:
-    """Give the first samples to the model."""
+    """Run the model on the first samples."""
     batch = _batch(prepared, packed)
     example = prepared.capture.example
     tensors = [
@@ -105,7 +105,7 @@ def dry_run(prepared: PreparedModel, packed: PackedData) -> DryRun:
 
 
 def _batch(prepared: PreparedModel, packed: PackedData) -> dict[str, torch.Tensor]:
-    """As many samples as the example has, from the first on, and again from the first."""
+    """Return the first samples as a batch of the example's size; repeat them if there are too few."""
     shared = SharedData(
         [Rows(path, 0, rows) for path, rows in packed.inputs[:1]],
         [Rows(path, 0, rows) for path, rows in packed.labels[:1]],
@@ -116,7 +116,7 @@ def _batch(prepared: PreparedModel, packed: PackedData) -> dict[str, torch.Tenso
 
 
 def _output(model: nn.Module, example: Example, tensors: Sequence[torch.Tensor]) -> Any:
-    """What the model gives in training; its buffers and torch's random numbers stay as they are."""
+    """Run the model in training mode without changing its buffers or torch's random state."""
     args, kwargs = example.rebuild(tensors)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with mode_of(model, "train"), torch.no_grad(), torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""A requester's own loss as a graph of allow-listed operators, run by providers as stages are."""
+"""Custom losses as graphs of allow-listed operators, which providers run like stages."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _SEED = 20_240_229
 
 @dataclass(frozen=True)
 class PackedLoss:
-    """A loss on disk."""
+    """Files of an exported loss."""
 
     stage: Path
     weights: Path
 
 
 class GraphCriterion:
-    """A loss that was exported: called with the model's output and what the labels loader gives."""
+    """Exported loss, called with the model's output and an item of the labels loader."""
 
     def __init__(self, module: StageModule) -> None:
         self.module = module
@@ -53,7 +53,7 @@ class GraphCriterion:
 
 
 class _Loss(nn.Module):
-    """A criterion as a model of two inputs. Losses of torch get what ``Node`` gives them."""
+    """A criterion as a module with the inputs that ``Node`` passes to it."""
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _Loss(nn.Module):
 
 
 def as_sent(output: Any) -> Any:
-    """A model's output as the last stage gives it: without what is no tensor and no plain value."""
+    """Return a model's output as the last stage sends it: tensors and plain values only."""
     leaves, structure = flatten(output, _OUTPUT, lambda _path, _value: None)
     return structure.build(iter(leaves))
 
@@ -73,15 +73,15 @@ def as_sent(output: Any) -> Any:
 def pack_loss(
     criterion: Callable[..., Any], example_output: Any, example_labels: torch.Tensor, folder: Path
 ) -> PackedLoss:
-    """Export a criterion below ``folder``, and compare the result with it on the example.
+    """Export a criterion below ``folder`` and compare the graph with the criterion on the example.
 
-    It is called with the model's output and the labels of a batch, and must return one number that
-    depends on the output by differentiable operations of torch. ``JobError`` says what does not fit.
+    The criterion is called with the model's output and the labels of a batch. It must return one
+    number that depends on the output through differentiable torch operations. Raises ``JobError``.
     """
     loss = _Loss(criterion)
     if any(parameter.requires_grad for parameter in loss.parameters()):
         raise JobError(
-            "the criterion has parameters of its own, which nobody would train: make them part of the "
+            "the criterion has trainable parameters, which would not be trained: move them into the "
             "model, or call requires_grad_(False) on the criterion"
         )
     example = (as_sent(example_output), example_labels)
@@ -89,11 +89,11 @@ def pack_loss(
     try:
         prepared = prepare(loss, example)
     except CaptureError as error:
-        raise JobError(f"the criterion cannot be sent as a graph. {error}") from error
+        raise JobError(f"the criterion cannot be captured as a graph. {error}") from error
     if prepared.capture.fixed_batch:
         raise JobError(
-            "the criterion works for batches of one size only: it uses the size of the batch as a plain "
-            "number. Replace len(x), int(x.shape[0]) or a constant in view/reshape by x.shape[0] or -1"
+            "the criterion accepts only batches of one size, because it uses the batch size as a "
+            "constant: replace len(x), int(x.shape[0]) or a constant in view/reshape by x.shape[0] or -1"
         )
     (stage,) = prepared.cut(()).stages
     packed = PackedLoss(folder / LOSS_FILE, folder / WEIGHTS_FILE)
@@ -106,13 +106,16 @@ def pack_loss(
 def load_loss(
     stage: Path, weights: Path, device: torch.device | str = "cpu"
 ) -> Callable[[Any, Any], torch.Tensor]:
-    """A loss that ``pack_loss`` wrote; ``StageFormatError`` or ``OperatorError`` for anything else."""
+    """Load a loss that ``pack_loss`` wrote.
+
+    Raises ``StageFormatError`` or ``OperatorError`` for any other file.
+    """
     spec = stage_from_json(read_json(stage, STAGE_LIMIT))
     names = [entry.name for entry in spec.signature]
     outputs = spec.graphs["train"].outputs
     if spec.count != 1 or names != [_OUTPUT, _LABELS] or len(outputs) != 1:
         raise StageFormatError(
-            f"{stage} is not a loss: it needs an output and labels, and gives a number"
+            f"{stage} is not a loss: a loss takes an output and labels and returns one number"
         )
     return GraphCriterion(StageModule(spec, load_weights(weights, spec.state), device))
 
@@ -120,7 +123,7 @@ def load_loss(
 def evaluate_loss(
     criterion: Callable[..., Any], output: Any, labels: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The loss of an output and its gradients; ``JobError`` where a criterion cannot train."""
+    """Return the loss of an output and its gradients; raise ``JobError`` if it cannot train."""
     output = map_tensors(output, lambda t: t.detach().clone().requires_grad_(t.is_floating_point()))
     leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     with torch.random.fork_rng(), torch.enable_grad():
@@ -136,8 +139,8 @@ def evaluate_loss(
             ) from error
         if not loss.requires_grad:
             raise JobError(
-                "the criterion's loss does not depend on the model's output by operations that can be "
-                "differentiated: nothing would be learned"
+                "the loss does not depend on the model's output through differentiable operations, so "
+                "nothing would be learned: use torch operations without detach() or item()"
             )
         return loss.detach(), list(torch.autograd.grad(loss.sum(), leaves, allow_unused=True))
 
@@ -149,10 +152,10 @@ def _compare(
     pairs = [(expected[0], actual[0]), *zip(expected[1], actual[1], strict=True)]
     for before, after in pairs:
         a, b = (torch.zeros(()) if each is None else each for each in (before, after))
-        with contextlib.suppress(RuntimeError):  # shapes that do not fit differ
+        with contextlib.suppress(RuntimeError):  # different shapes count as a difference
             if torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
                 continue
         raise JobError(
-            "the criterion as a graph computes something else than the criterion: hooks, state outside "
-            "of buffers, or random numbers from another source than torch are possible reasons"
+            "the captured graph of the criterion computes another loss than the criterion: possible "
+            "reasons are hooks, state outside of buffers, or random numbers from outside of torch"
         )

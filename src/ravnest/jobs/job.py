@@ -1,4 +1,4 @@
-"""A training as its requester describes it, and as files and a message that the server takes."""
+"""``Job``, the requester's description of a training run, and its form as a message and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from ravnest.errors import JobError, SettingsError
-from ravnest.jobs.dataset_writer import PackedData, Progress, batch_size_of, pack_data
+from ravnest.jobs.dataset_writer import PackedData, StepProgress, batch_size_of, pack_data
 from ravnest.jobs.dry_run import DryRun, check_data, dry_run, example_for, input_names
 from ravnest.jobs.graph_loss import pack_loss
 from ravnest.jobs.model import PackedModel, pack_model, read_units
@@ -36,154 +36,191 @@ from ravnest.store.files import sha256_of
 from ravnest.wire.codecs import RAW
 
 _CHECKED_STAGES = 3
-"""Stages that the model is joined to for the check before it is sent."""
+"""Number of stages that the model is merged into for the check before upload."""
 _STEPS = 5
+"""Number of packing steps that are reported to the progress callback."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A training to be submitted. Names and meanings are those of ``Node`` and ``Trainer``."""
+    """Description of a training run to submit."""
 
     model: nn.Module
+    """Model to train. Its current weights are the initial weights; the object itself is not changed."""
     example_args: Sequence[Any] | torch.Tensor
-    """Inputs of the model's forward: a batch, or a single sample with a batch dimension of 1."""
+    """Positional inputs of the model's `forward`: tensors of a batch, or of a single sample with a
+    batch dimension of 1, or constants."""
     train_data: Any
-    """A dataset with a length and an index whose samples are ``(inputs..., target)`` or mappings with
-    ``labels``; a tuple of tensors ``(inputs..., targets)``; or a ``DataLoader``, of which the dataset
-    and the ``batch_size`` are taken."""
+    """Training samples: a dataset with a length and an index, a tuple of tensors or a `DataLoader`.
+    See [Data](#data)."""
     criterion: Callable[..., Any]
-    """A loss of ``torch.nn``, or any function of the model's output and the labels that can be captured
-    as a graph."""
+    """Loss: a module or function of `torch.nn`, or a function of the model's output and the labels.
+    See [Losses](#losses)."""
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    """Class of `torch.optim` whose step needs no closure."""
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the optimizer: numbers, strings, booleans, None, or lists of them."""
     lr_scheduler: type[Any] | None = None
+    """Class of `torch.optim.lr_scheduler` that takes neither functions nor other schedulers."""
     lr_scheduler_params: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the scheduler, of the same types as `optimizer_params`."""
     lr_step_on_epoch_change: bool = True
+    """Step the scheduler at the end of each epoch; `False`: after each update."""
     epochs: int = 1
+    """Number of passes over the training data."""
     batch_size: int | None = None
-    """None: that of the ``DataLoader`` or of the example; 64 for an example of one sample."""
+    """Samples per micro-batch; memory is planned for it. `None`: the batch size of the `DataLoader`,
+    or of the example, or 64 if the example is a single sample."""
     val_data: Any = None
+    """Validation samples, in the same forms as `train_data`; `None`: no validation."""
     val_freq: int = 1
+    """Epochs between validations."""
     example_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword inputs of the model's `forward`: tensors as in `example_args`, or constants."""
     update_frequency: int = 1
+    """Micro-batches per update; the gradient is their mean."""
     schedule: Literal["async", "sync"] = "async"
+    """`async`: all stages stay busy, gradients may be a few updates old. `sync`: the pipeline is
+    flushed at each update, with the result of a single process. See [Schedules](schedules.md)."""
     compression: bool | str = False
+    """Encoding of activations, gradients and averages between providers: `False` (none), `True` or
+    `"fp16"`, `"bf16"`, `"int8"`. See [Compression](compression.md)."""
     reduce_factor: int | None = None
+    """Updates between averaging rounds of the clusters; `None`: once per epoch, but at most every 2 s.
+    See [Averaging](averaging.md)."""
     average_optim: bool = False
+    """Average the optimizer's state as well."""
     clip_grad_norm: float | None = None
+    """Maximum norm of the gradients: of the whole model in `sync`, of each stage in `async`."""
     look_ahead: bool = False
+    """In `async`, run forward passes on predicted weights; takes memory for one more copy of them."""
     recompute: bool = False
+    """Recompute activations in the backward pass instead of storing them, which saves memory."""
     shuffle: bool = True
+    """Shuffle the samples before the clusters share them, and again in each epoch."""
     drop_last: bool = False
+    """Leave out the last batch of an epoch if it is smaller than `batch_size`."""
     seed: int = 42
+    """Seed of the sample order, of dropout and of other random operations."""
     name: str = ""
-    """For people; the model's class if not given."""
+    """Name that is shown to people; empty: the class name of the model."""
     clusters: int | None = None
+    """Number of clusters; `None`: the planner chooses."""
     min_providers: int = 1
+    """Number of idle providers that the job waits for before it is planned."""
     max_providers: int | None = None
+    """Maximum number of providers that the job uses; `None`: all idle providers."""
     on_insufficient: Literal["wait", "fail"] = "wait"
-    """What to do while the providers that are there cannot hold the model."""
+    """Reaction if the providers are too few or cannot hold the model: `wait` for more, or `fail`."""
 
 
 @dataclass(frozen=True)
 class PackedJob:
-    """A job ready to be sent."""
+    """A job as a message and files, ready to be uploaded."""
 
     spec: JobSpec
     files: dict[str, Path]
-    """The artifacts that it names, by digest."""
+    """Files of the artifacts in ``spec``, by digest."""
 
 
-def pack_job(job: Job, folder: Path, progress: Progress | None = None) -> PackedJob:
+def pack_job(job: Job, folder: Path, progress: StepProgress | None = None) -> PackedJob:
     """Capture the model and write model, data and loss below ``folder``.
 
-    All that can be known to go wrong at the providers is found here: ``JobError`` and ``SplitError``
-    say what, before anything is sent. The model is left as it was.
+    Raises ``JobError`` or ``SplitError`` for every problem that can be detected before training. The
+    model is not changed.
     """
-    tell = progress or _silent
+    report = progress or _ignore
     files = _Files()
-    update = _check_settings(job)
+    optimizer, scheduler = _check_settings(job)
     named = named_loss(job.criterion)
-    tell("capturing the model", 0, _STEPS)
+    report("capturing the model", 0, _STEPS)
     example = example_for(job.model, job.example_args, job.example_kwargs, _batch_size(job))
     prepared = prepare(job.model, *example.rebuild(example.tensors))
     _check_batch(job, prepared)
-    tell("packing the model", 1, _STEPS)
+    report("packing the model", 1, _STEPS)
     factor = optimizer_state_factor(job.optimizer, job.optimizer_params)
     profile = profile_model(prepared, optimizer_factor=factor)
     model = pack_model(prepared, profile, folder / "model")
-    tell("checking the model", 2, _STEPS)
-    _check_joined(prepared, profile, model)
-    tell("packing the data", 3, _STEPS)
-    train, validation = _pack_data(job, prepared, folder, tell)
-    tell("checking the loss", 4, _STEPS)
+    report("checking the model", 2, _STEPS)
+    _check_merged(prepared, profile, model)
+    report("packing the data", 3, _STEPS)
+    train, validation = _pack_data(job, prepared, folder, report)
+    report("checking the loss", 4, _STEPS)
     loss = _loss(job, named, prepared, dry_run(prepared, train), files, folder)
-    tell("naming the files", _STEPS, _STEPS)
-    spec = JobSpec(
-        name=_name(job),
-        model=ModelFiles(units=files.add(model.units), weights=files.add(model.weights)),
-        train=files.add_data(train),
-        validation=None if validation is None else files.add_data(validation),
-        training=_training(job, example.batch_size or 1, *update, loss),
-        clusters=job.clusters,
-        min_providers=job.min_providers,
-        max_providers=job.max_providers,
-        on_insufficient=job.on_insufficient,
+    report("hashing the files", _STEPS, _STEPS)
+    spec = _spec(
+        job,
+        ModelFiles(units=files.add(model.units), weights=files.add(model.weights)),
+        files.add_data(train),
+        None if validation is None else files.add_data(validation),
+        _training(job, example.batch_size or 1, optimizer, scheduler, loss),
     )
     return PackedJob(spec, files.found)
 
 
-def _silent(_what: str, _done: int, _total: int) -> None:
+def _ignore(_step: str, _done: int, _total: int) -> None:
     pass
 
 
 def _check_settings(job: Job) -> tuple[NamedComponent, NamedComponent | None]:
-    """The optimizer and the scheduler; ``JobError`` for what the server would refuse in the end."""
+    """Return the optimizer and the scheduler; raise ``JobError`` for settings the server refuses."""
     optimizer = named_optimizer(job.optimizer, job.optimizer_params)
     scheduler = None
     if job.lr_scheduler is not None:
         scheduler = named_scheduler(job.lr_scheduler, job.lr_scheduler_params)
     check_update(optimizer, scheduler)
-    nothing = Artifact(sha256="0" * 64, size=0)
-    no_data = DatasetFiles(samples=1, inputs=(), labels=())
+    empty = Artifact(sha256="0" * 64, size=0)
     try:
-        JobSpec(
-            name=_name(job),
-            model=ModelFiles(units=nothing, weights=nothing),
-            train=no_data,
-            training=_training(job, 1, optimizer, scheduler, NamedComponent(name="MSELoss")),
-            clusters=job.clusters,
-            min_providers=job.min_providers,
-            max_providers=job.max_providers,
-            on_insufficient=job.on_insufficient,
+        _spec(
+            job,
+            ModelFiles(units=empty, weights=empty),
+            DatasetFiles(samples=1, inputs=(), labels=()),
+            None,
+            _training(job, 1, optimizer, scheduler, NamedComponent(name="MSELoss")),
         )
     except ValidationError as error:
         raise JobError(_first_problem(error)) from error
     return optimizer, scheduler
 
 
-def _name(job: Job) -> str:
-    return job.name or type(job.model).__name__[:100]
+def _spec(
+    job: Job,
+    model: ModelFiles,
+    train: DatasetFiles,
+    validation: DatasetFiles | None,
+    training: TrainingSpec,
+) -> JobSpec:
+    return JobSpec(
+        name=job.name or type(job.model).__name__[:100],
+        model=model,
+        train=train,
+        validation=validation,
+        training=training,
+        clusters=job.clusters,
+        min_providers=job.min_providers,
+        max_providers=job.max_providers,
+        on_insufficient=job.on_insufficient,
+    )
 
 
 def _batch_size(job: Job) -> int | None:
     found = job.batch_size if job.batch_size is not None else batch_size_of(job.train_data)
     if found is not None and not is_count(found):
-        raise JobError(f"batch_size must be a whole number from 1, not {found!r}")
+        raise JobError(f"batch_size must be an integer of at least 1, not {found!r}")
     return found
 
 
 def _check_batch(job: Job, prepared: PreparedModel) -> None:
     if prepared.capture.fixed_batch and not job.drop_last:
         raise JobError(
-            f"the model works for batches of {prepared.capture.example.batch_size} only, and the last "
-            "batch of an epoch may be smaller: use drop_last=True, or replace int(x.shape[0]), len(x) "
-            "or a constant in view/reshape by x.shape[0] or -1 in its forward"
+            f"the model accepts only batches of {prepared.capture.example.batch_size} samples, and the "
+            "last batch of an epoch may be smaller: use drop_last=True, or replace int(x.shape[0]), "
+            "len(x) or a constant in view/reshape by x.shape[0] or -1 in its forward"
         )
 
 
-def _check_joined(prepared: PreparedModel, profile: ModelProfile, packed: PackedModel) -> None:
-    """Compare the model with what a server would make of the files."""
+def _check_merged(prepared: PreparedModel, profile: ModelProfile, packed: PackedModel) -> None:
+    """Compare the model with stages that are merged from the files, as the server merges them."""
     units = read_units(packed.units)
     count = min(_CHECKED_STAGES, len(units.units))
     cuts = balanced_cuts(prepared, [1.0] * count)
@@ -198,11 +235,11 @@ def _check_joined(prepared: PreparedModel, profile: ModelProfile, packed: Packed
 
 
 def _pack_data(
-    job: Job, prepared: PreparedModel, folder: Path, tell: Progress
+    job: Job, prepared: PreparedModel, folder: Path, report: StepProgress
 ) -> tuple[PackedData, PackedData | None]:
     names = input_names(prepared)
     train = pack_data(
-        job.train_data, names, folder / "train", seed=job.seed, shuffle=job.shuffle, progress=tell
+        job.train_data, names, folder / "train", seed=job.seed, shuffle=job.shuffle, progress=report
     )
     check_data(prepared, train, "train_data")
     if job.val_data is None:
@@ -213,8 +250,8 @@ def _pack_data(
         folder / "validation",
         seed=job.seed,
         shuffle=job.shuffle,
-        progress=tell,
-        what="val_data",
+        progress=report,
+        label="val_data",
     )
     check_data(prepared, validation, "val_data")
     return train, validation
@@ -224,20 +261,20 @@ def _loss(
     job: Job,
     named: NamedComponent | None,
     prepared: PreparedModel,
-    rehearsal: DryRun,
+    first_batch: DryRun,
     files: _Files,
     folder: Path,
 ) -> NamedComponent | GraphLoss:
     if named is not None:
-        rehearsal.check_loss(named)
+        first_batch.check_loss(named)
         return named
     modes = prepared.capture.modes
     if job.val_data is not None and modes["train"].structure != modes["eval"].structure:
         raise JobError(
-            "the model's output has another structure in validation than in training, and a criterion "
-            "of your own is captured for one of them: use a loss of torch.nn, or leave val_data out"
+            "the model's output has another structure in evaluation than in training, and a custom "
+            "criterion is captured for one structure: use a loss of torch.nn, or omit val_data"
         )
-    packed = pack_loss(job.criterion, rehearsal.output, rehearsal.labels, folder / "loss")
+    packed = pack_loss(job.criterion, first_batch.output, first_batch.labels, folder / "loss")
     return GraphLoss(stage=files.add(packed.stage), weights=files.add(packed.weights))
 
 
@@ -275,7 +312,7 @@ def _training(
 
 
 class _Files:
-    """The files of a job by their digests."""
+    """Files of a job by digest."""
 
     def __init__(self) -> None:
         self.found: dict[str, Path] = {}
@@ -296,5 +333,5 @@ class _Files:
 
 def _first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where} of the job is {first['input']!r}: {first['msg'].lower()}"
+    where = ".".join(str(item) for item in first["loc"])
+    return f"the job has {where}={first['input']!r}: {first['msg'].lower()}"

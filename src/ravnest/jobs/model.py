@@ -1,7 +1,7 @@
-"""A model as two files: its graph in the smallest pieces it can be cut into, and its weights.
+"""A model as two files: its graph, cut into units, and its weights.
 
-The server joins the pieces into the stages that its plan asks for, and copies each stage's weights
-out of the file. It needs neither the model's code nor the memory that the model takes.
+The server merges the units into the stages of its plan and copies the weights of each stage out of the
+file. It needs neither the model's code nor memory for the whole model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FORMAT = "ravnest-units"
 VERSION = 1
 UNITS_FILE = "units.json"
 _LARGEST = 2**60
-"""No cost and no size is more than this; sums of some of them stay whole numbers of 64 bits."""
+"""Upper bound of costs and sizes; sums of a few of them fit into 64 bits."""
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A model on disk."""
+    """Files of a model."""
 
     units: Path
     weights: Path
@@ -41,13 +41,13 @@ class PackedModel:
 
 @dataclass(frozen=True)
 class UnitModel:
-    """A model as the server knows it."""
+    """A model as units with their costs, as the server reads it."""
 
     profile: ModelProfile
     units: tuple[StageSpec, ...]
 
     def stages(self, starts: Sequence[int]) -> tuple[StageSpec, ...]:
-        """Stages that begin at unit 0 and at each of ``starts``, as ``StagePlan.start`` counts."""
+        """Return the stages that begin at unit 0 and at each of ``starts`` (see ``StagePlan.start``)."""
         return merge_units(self.units, starts)
 
 
@@ -56,8 +56,8 @@ def pack_model(prepared: PreparedModel, profile: ModelProfile, folder: Path) -> 
     count = len(prepared.cuts) + 1
     if count > MAX_STAGES:
         raise JobError(
-            f"the model can be cut into {count} pieces, more than the {MAX_STAGES} that a job may have: "
-            "a loop in its forward is unrolled; use fewer rounds of it, or one operation on all of them"
+            f"the model has {count} units, more than the {MAX_STAGES} that a job may have: a loop in "
+            "its forward is unrolled; use fewer iterations, or one operation on all of them"
         )
     stages = prepared.cut(prepared.cuts).stages
     packed = PackedModel(folder / UNITS_FILE, folder / WEIGHTS_FILE)
@@ -70,21 +70,25 @@ def pack_model(prepared: PreparedModel, profile: ModelProfile, folder: Path) -> 
     write_json(packed.units, data, compact=True)
     if (size := size_of(packed.units)) > STAGE_LIMIT:
         raise JobError(
-            f"the graph of the model takes {size / 1e6:.0f} MB as data, more than the "
-            f"{STAGE_LIMIT / 1e6:.0f} MB that a job may have"
+            f"the graph of the model takes {size / 1e6:.0f} MB, more than the "
+            f"{STAGE_LIMIT / 1e6:.0f} MB that a job may have: use fewer operations, such as fewer "
+            "iterations of a loop in forward"
         )
     save_weights(packed.weights, {key: t for stage in stages for key, t in stage.tensors.items()})
     return packed
 
 
 def read_units(path: Path) -> UnitModel:
-    """Read what ``pack_model`` wrote; ``StageFormatError`` or ``OperatorError`` for anything else."""
+    """Read a file that ``pack_model`` wrote.
+
+    Raises ``StageFormatError`` or ``OperatorError`` for any other file.
+    """
     data = read_json(path, STAGE_LIMIT)
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise StageFormatError(f"{path} is not a model of this version of Ravnest")
     units = data.get("units")
     if not isinstance(units, list) or not 0 < len(units) <= MAX_STAGES:
-        raise StageFormatError(f"{path} does not hold the pieces of a model")
+        raise StageFormatError(f"{path} does not list the units of a model")
     try:
         model = UnitModel(_profile(data.get("profile")), tuple(stage_from_json(unit) for unit in units))
         check_chain(model.units)
@@ -95,9 +99,9 @@ def read_units(path: Path) -> UnitModel:
 
 
 def write_stage(folder: Path, spec: StageSpec, weights: Path) -> BundleDigest:
-    """Write a stage as ``store.bundle`` does, its tensors copied out of the model's weights.
+    """Write a stage in the format of ``store.bundle``; copy its tensors out of the model's weights.
 
-    ``StageFormatError`` if the weights are not those of the stage's model.
+    Raises ``StageFormatError`` if the weights belong to another model.
     """
     file = TensorFile.read(weights)
     _check_tensors(file, spec)
@@ -110,7 +114,7 @@ def write_stage(folder: Path, spec: StageSpec, weights: Path) -> BundleDigest:
 
 
 def check_weights(model: UnitModel, weights: Path) -> None:
-    """``StageFormatError`` if a file does not hold the tensors of a model; dtypes show at loading."""
+    """Raise ``StageFormatError`` if a file lacks tensors of a model; loading checks the dtypes."""
     file = TensorFile.read(weights)
     for unit in model.units:
         _check_tensors(file, unit)
@@ -122,7 +126,9 @@ def _check_tensors(file: TensorFile, spec: StageSpec) -> None:
         if found is None:
             raise StageFormatError(f"{file.path} lacks {entry.key}")
         if found.shape != entry.shape or found.size != entry.nbytes:
-            raise StageFormatError(f"{file.path}: {entry.key} is not the tensor that the model has")
+            raise StageFormatError(
+                f"{file.path}: {entry.key} differs in shape or size from the model's tensor"
+            )
 
 
 def _profile(data: object) -> ModelProfile:
@@ -135,26 +141,26 @@ def _profile(data: object) -> ModelProfile:
 def _check_profile(model: UnitModel) -> None:
     profile, count = model.profile, len(model.units)
     if len(profile.units) != count:
-        raise StageFormatError(f"the profile is of {len(profile.units)} units, there are {count}")
+        raise StageFormatError(f"the profile has {len(profile.units)} units, the model {count}")
     _check_numbers(asdict(profile))
     if profile.batch_size < 1:
-        raise StageFormatError("the profile is of an empty batch")
+        raise StageFormatError("the batch size of the profile is not positive")
     names = [tensor.name for tensor in profile.state]
     if len(set(names)) != len(names):
         raise StageFormatError("the profile lists a state tensor twice")
     for tensor in profile.state:
         ascends = list(tensor.units) == sorted(set(tensor.units))
         if not tensor.units or not ascends or tensor.units[-1] >= count:
-            raise StageFormatError(f"the profile has no such units of {tensor.name!r}")
+            raise StageFormatError(f"the profile has invalid units for {tensor.name!r}")
     held = {entry.key: entry for unit in model.units for entry in unit.state}
     if missing := held.keys() - set(names):
         raise StageFormatError(f"the profile lacks {min(missing)!r}")
     for tensor in profile.state:
         entry = held.get(tensor.name)
         if entry is None and (tensor.trainable or tensor.averaged):
-            raise StageFormatError(f"no unit holds {tensor.name!r}, which the profile trains")
+            raise StageFormatError(f"the profile trains {tensor.name!r}, which no unit has")
         if entry is not None and entry.nbytes != tensor.bytes:
-            raise StageFormatError(f"the profile and the units do not agree on {tensor.name!r}")
+            raise StageFormatError(f"the profile and the units differ in the size of {tensor.name!r}")
 
 
 def _check_numbers(value: Any) -> None:
@@ -167,4 +173,4 @@ def _check_numbers(value: Any) -> None:
                 _check_numbers(item)
         case int() | float():
             if not 0 <= value <= _LARGEST:
-                raise StageFormatError(f"the profile has a cost of {value}")
+                raise StageFormatError(f"the profile has the cost {value}, outside of 0 to {_LARGEST}")

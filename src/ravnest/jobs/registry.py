@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and losses of torch by name: what a provider makes without anyone's code."""
+"""Optimizers, schedulers and losses of torch by name, which providers create without user code."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ravnest.schemas.jobs import NamedComponent, Setting
 
 T = TypeVar("T")
 _LONGEST = 1000
-"""Items of a list among the parameters."""
+"""Maximum length of a list among the parameters."""
 _TAKE_FUNCTIONS = {"LambdaLR", "MultiplicativeLR"}
 _TAKE_SCHEDULERS = {"SequentialLR", "ChainedScheduler"}
 _LEGACY = {"size_average", "reduce"}
-"""Parameters of losses that torch has turned into ``reduction`` by the time anyone looks."""
+"""Deprecated parameters of losses, which torch converts to ``reduction`` in the constructor."""
 _FUNCTIONS = {
     "l1_loss": "L1Loss",
     "nll_loss": "NLLLoss",
@@ -41,7 +41,7 @@ _FUNCTIONS = {
     "multilabel_soft_margin_loss": "MultiLabelSoftMarginLoss",
     "multi_margin_loss": "MultiMarginLoss",
 }
-"""Losses of an output and its labels: the function and the class that does the same."""
+"""Loss functions of an output and labels, with the equivalent loss class."""
 
 
 def _usable(optimizer: type[Optimizer]) -> bool:
@@ -67,17 +67,17 @@ _CLASS_OF = {getattr(functional, function): kind for function, kind in _FUNCTION
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """The optimizer of torch of that name."""
+    """Return the optimizer class of torch with that name."""
     return _find("optimizer", name, _OPTIMIZERS)
 
 
 def scheduler_class(name: str) -> type[Any]:
-    """The learning rate scheduler of torch of that name."""
+    """Return the learning rate scheduler class of torch with that name."""
     return _find("learning rate scheduler", name, _SCHEDULERS)
 
 
 def loss_function(named: NamedComponent) -> Callable[..., Any]:
-    """The loss of torch of that name, with its parameters."""
+    """Return the loss of torch with that name and these parameters."""
     kind = _find("loss", named.name, _LOSSES)
     try:
         return kind(**named.params)
@@ -86,7 +86,7 @@ def loss_function(named: NamedComponent) -> Callable[..., Any]:
 
 
 def named_optimizer(optimizer: object, params: object) -> NamedComponent:
-    """An optimizer of torch and its parameters as they travel."""
+    """Return the wire form of an optimizer of torch and its parameters."""
     if optimizer is None:
         raise JobError("a job needs an optimizer, such as optimizer=torch.optim.AdamW")
     try:
@@ -94,28 +94,28 @@ def named_optimizer(optimizer: object, params: object) -> NamedComponent:
     except SettingsError as error:
         raise JobError(str(error)) from error
     name = _name_of("optimizer", optimizer, _OPTIMIZERS)
-    return _named(name, _given("optimizer_params", params))
+    return _named(name, _checked_params("optimizer_params", params))
 
 
 def named_scheduler(scheduler: object, params: object) -> NamedComponent:
-    """A learning rate scheduler of torch and its parameters as they travel."""
+    """Return the wire form of a learning rate scheduler of torch and its parameters."""
     name = getattr(scheduler, "__name__", "")
     if name in _TAKE_FUNCTIONS:
         raise JobError(
-            f"{name} takes a function, and providers run no code of yours: use a scheduler that takes "
+            f"{name} takes a function, and providers run none of your code: use a scheduler that takes "
             "numbers, such as LinearLR, MultiStepLR or CosineAnnealingLR"
         )
     if name in _TAKE_SCHEDULERS:
         raise JobError(
-            f"{name} is made of other schedulers, which a job cannot hold: use a single one, such as "
-            "OneCycleLR (warm-up and decay in one)"
+            f"{name} combines other schedulers, which a job cannot contain: use a single scheduler, "
+            "such as OneCycleLR (warm-up and decay in one)"
         )
     name = _name_of("learning rate scheduler", scheduler, _SCHEDULERS)
-    return _named(name, _given("lr_scheduler_params", params))
+    return _named(name, _checked_params("lr_scheduler_params", params))
 
 
 def check_update(optimizer: NamedComponent, scheduler: NamedComponent | None) -> None:
-    """``JobError`` if torch does not make these of their parameters."""
+    """Raise ``JobError`` if torch cannot create the optimizer and scheduler with their parameters."""
     make: Callable[..., Optimizer] = optimizer_class(optimizer.name)
     try:
         made = make([nn.Parameter(torch.zeros(2, 2))], **optimizer.params)
@@ -130,9 +130,9 @@ def check_update(optimizer: NamedComponent, scheduler: NamedComponent | None) ->
 
 
 def named_loss(criterion: object) -> NamedComponent | None:
-    """A loss of torch by name; None for any other, and for one with tensors among its parameters."""
+    """Return the wire form of a loss of torch, or None for a custom loss or one with tensors."""
     if isinstance(criterion, type):
-        raise JobError(f"criterion is a class: give an instance of it, {criterion.__name__}()")
+        raise JobError(f"criterion is a class: give an instance, {criterion.__name__}()")
     if not callable(criterion):
         raise JobError(
             f"criterion must be a loss, such as torch.nn.CrossEntropyLoss(), or a function of the "
@@ -144,8 +144,8 @@ def named_loss(criterion: object) -> NamedComponent | None:
     name, params = found
     if params.get("reduction") == "none":
         raise JobError(
-            f"criterion gives a loss for each sample: make {name} without reduction='none', training "
-            "needs one number"
+            f"criterion returns one loss per sample, but training needs one number: create {name} "
+            "without reduction='none'"
         )
     accepted = inspect.signature(_LOSSES[name]).parameters
     if not all(key in accepted and _is_setting(value) for key, value in params.items()):
@@ -154,7 +154,7 @@ def named_loss(criterion: object) -> NamedComponent | None:
 
 
 def _module_settings(criterion: object) -> tuple[str, dict[str, Any]] | None:
-    """Class and parameters of an unchanged loss module."""
+    """Return class name and parameters of an unmodified loss module."""
     name = type(criterion).__name__
     if not isinstance(criterion, nn.Module) or type(criterion) is not _LOSSES.get(name):
         return None
@@ -165,7 +165,7 @@ def _module_settings(criterion: object) -> tuple[str, dict[str, Any]] | None:
 
 
 def _function_settings(criterion: object) -> tuple[str, dict[str, Any]] | None:
-    """Class and parameters that do what a loss function does, alone or in a ``functools.partial``."""
+    """Return class name and parameters for a loss function, plain or in a ``functools.partial``."""
     function, params = criterion, {}
     if isinstance(criterion, functools.partial) and not criterion.args:
         function, params = criterion.func, criterion.keywords
@@ -173,34 +173,34 @@ def _function_settings(criterion: object) -> tuple[str, dict[str, Any]] | None:
     return None if name is None else (name, dict(params))
 
 
-def _find(what: str, name: str, known: Mapping[str, T]) -> T:
+def _find(kind: str, name: str, known: Mapping[str, T]) -> T:
     if name not in known:
-        raise JobError(f"there is no {what} {name!r} for jobs, only {', '.join(sorted(known))}")
+        raise JobError(f"jobs have no {kind} {name!r}, only {', '.join(sorted(known))}")
     return known[name]
 
 
-def _name_of(what: str, given: object, known: Mapping[str, Any]) -> str:
-    for name, kind in known.items():
-        if kind is given:
+def _name_of(kind: str, value: object, known: Mapping[str, Any]) -> str:
+    for name, cls in known.items():
+        if cls is value:
             return name
-    shown = getattr(given, "__name__", None) or type(given).__name__
+    shown = getattr(value, "__name__", None) or type(value).__name__
     raise JobError(
-        f"{shown} is no {what} that jobs can have: providers run no code of yours, so it must be a "
-        f"class of torch: {', '.join(sorted(known))}"
+        f"{shown} is not a supported {kind}: providers run none of your code, so it must be a class of "
+        f"torch: {', '.join(sorted(known))}"
     )
 
 
-def _given(what: str, params: object) -> dict[str, Any]:
+def _checked_params(field: str, params: object) -> dict[str, Any]:
     if not isinstance(params, Mapping):
         raise JobError(
-            f"{what} of a job must be a mapping, such as {{'gamma': 0.5}}, not a "
-            f"{type(params).__name__}: providers run no code of yours"
+            f"{field} of a job must be a mapping, such as {{'gamma': 0.5}}, not a "
+            f"{type(params).__name__}: providers run none of your code"
         )
     for key, value in params.items():
         if not _is_setting(value):
             raise JobError(
-                f"{what}[{key!r}] is a {type(value).__name__}: parameters of a job are numbers, texts, "
-                f"True, False, None, or lists of up to {_LONGEST} of numbers or texts"
+                f"{field}[{key!r}] is a {type(value).__name__}: parameters of a job are numbers, "
+                f"strings, True, False, None, or lists of up to {_LONGEST} numbers or strings"
             )
     return dict(params)
 

@@ -1,4 +1,4 @@
-"""A safetensors file of which parts are copied to another, without loading any tensor."""
+"""Index of a safetensors file, from which tensors are copied without loading them."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """Where a tensor is in its file."""
+    """Position of a tensor in its file."""
 
     dtype: str
-    """As safetensors calls it."""
+    """Data type by its name in safetensors."""
     shape: tuple[int, ...]
     begin: int
+    """Offset of the first byte."""
     end: int
+    """Offset after the last byte."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """What a safetensors file holds, and where."""
+    """Tensors of a safetensors file and their positions."""
 
     path: Path
     tensors: Mapping[str, TensorBytes]
 
     @classmethod
     def read(cls, path: Path) -> TensorFile:
-        """Look at a file; ``StageFormatError`` for one that safetensors does not accept."""
+        """Read the header; raise ``StageFormatError`` for a file that safetensors does not accept."""
         size = size_of(path)
         try:
             with safe_open(str(path), framework="pt"), path.open("rb") as file:
@@ -61,11 +63,11 @@ class TensorFile:
         except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
             raise StageFormatError(f"{path} has a damaged header: {error}") from error
         if any(not 8 + length <= each.begin <= each.end <= size for each in found.values()):
-            raise StageFormatError(f"{path} has a damaged header: a tensor lies outside")
+            raise StageFormatError(f"{path} has a damaged header: a tensor lies outside of the file")
         return cls(path, found)
 
     def copy(self, keys: Sequence[str], target: Path) -> None:
-        """Write a file of some of the tensors, with never more than a chunk of them in memory."""
+        """Write some of the tensors to ``target``, with at most one chunk in memory."""
         listing: dict[str, Any] = {}
         offset = 0
         for key in keys:

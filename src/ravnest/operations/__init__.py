@@ -1,1 +1,1 @@
-"""Import paths of the documented API; the code is in ``ravnest.formation``."""
+"""Documented import path of ``clusterize``, which lives in ``ravnest.formation``."""

@@ -1,4 +1,4 @@
-"""``clusterize`` under its documented path."""
+"""Documented import path of ``clusterize``."""
 
 from ravnest.formation import clusterize
 

@@ -1,0 +1,223 @@
+"""A real server on loopback, a requester, and providers that report what a test tells them to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import nn
+
+from ravnest.http.api import ApiClient
+from ravnest.http.credentials import Membership, join, save
+from ravnest.http.transfer import artifact_of, download, upload
+from ravnest.jobs.job import Job, PackedJob, pack_job
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobCreated, JobView, ResultFile
+from ravnest.schemas.providers import (
+    Assignment,
+    AssignmentReport,
+    Heartbeat,
+    HeartbeatReply,
+    ProviderOffer,
+    ProviderView,
+)
+from ravnest.server.http.runner import RunningServer, serve
+from ravnest.split import StageModule
+from ravnest.store.bundle import load_stage
+from ravnest.store.trained import save_trained
+from ravnest.telemetry import LossRecord, ValidationRecord, WorkerRecord
+
+
+def small_job(**fields: Any) -> Job:
+    """Return a job that trains a tiny model; ``fields`` replace its fields."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {
+        "model": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)),
+        "example_args": (torch.rand(4, 4),),
+        "train_data": (torch.rand(20, 4), torch.randint(3, (20,))),
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD,
+        "optimizer_params": {"lr": 0.1},
+        "name": "digits",
+        **fields,
+    }
+    return Job(**given)
+
+
+def loss_record(update: int, loss: float | None) -> LossRecord:
+    return LossRecord(update=update, epoch=0, loss=loss, microbatches=1, staleness=0)
+
+
+def validation_record(number: int, value: float) -> ValidationRecord:
+    return ValidationRecord(number=number, epoch=0, name="accuracy", value=value, samples=20)
+
+
+class RecordingTransport(httpx.BaseTransport):
+    """The network, with a list of the requests; ``failures`` many requests fail before they are sent."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self.credentials: set[str | None] = set()
+        self.failures = 0
+        self._network = httpx.HTTPTransport()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(f"{request.method} {request.url.path}")
+        self.credentials.add(request.headers.get("Authorization"))
+        if self.failures and request.url.path.endswith("/wait"):
+            self.failures -= 1
+            raise httpx.ConnectError("refused")
+        return self._network.handle_request(request)
+
+    def close(self) -> None:
+        self._network.close()
+
+
+class ScriptedProvider:
+    """A provider that takes assignments over HTTP and reports what the test tells it to."""
+
+    def __init__(self, api: ApiClient, provider: str, folder: Path) -> None:
+        self._api = api
+        self._folder = folder
+        self._records = 0
+        self.id = provider
+        self.assignment: Assignment | None = None
+
+    def take_assignment(self) -> Assignment:
+        """Wait until the server assigns a stage to this provider."""
+        while (reply := self._beat(Heartbeat(wait=10))).assignment is None:
+            pass
+        self._records = 0
+        self.assignment = self._api.get(f"/api/assignments/{reply.assignment}", Assignment)
+        return self.assignment
+
+    def report(
+        self,
+        phase: str,
+        *records: WorkerRecord,
+        reason: str = "",
+        result: tuple[ResultFile, ...] = (),
+    ) -> None:
+        assert self.assignment is not None
+        report = AssignmentReport(
+            assignment=self.assignment.id,
+            phase=phase,
+            reason=reason,
+            result=result,
+            first_record=self._records,
+            records=records,
+        )
+        self._beat(Heartbeat(report=report, known=self.assignment.id, wait=0))
+        self._records += len(records)
+
+    def finish(self) -> None:
+        """Upload the stage with its initial weights as the trained stage, and report the end."""
+        assert self.assignment is not None
+        bundle = self._folder / self.assignment.id
+        download(self._api, self.assignment.stage, bundle / "stage.json")
+        download(self._api, self.assignment.weights, bundle / "weights.safetensors")
+        stage = load_stage(bundle, self.assignment.stage.sha256)
+        module = StageModule(stage.spec, stage.tensors)
+        trained = self._folder / f"{self.assignment.id}-trained"
+        save_trained(trained, self.assignment.node_spec, module, run="run")
+        paths = sorted(trained.rglob("node_*"))
+        files = tuple(ResultFile(name=path.name, artifact=artifact_of(path)) for path in paths)
+        upload(self._api, {f.artifact.sha256: path for f, path in zip(files, paths, strict=True)})
+        self.report("finished", result=files)
+
+    def leave(self) -> None:
+        self._api.delete(f"/api/providers/{self.id}")
+        self._api.close()
+
+    def _beat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+        path = f"/api/providers/{self.id}/heartbeat"
+        return self._api.post(path, heartbeat, HeartbeatReply, wait=heartbeat.wait, idempotent=True)
+
+
+class JobServer:
+    """A running server and a requester who has joined it and uploaded the files of one job."""
+
+    def __init__(self, running: RunningServer, folder: Path, packed: PackedJob) -> None:
+        self.running = running
+        self.url = running.url
+        self._folder = folder
+        self._packed = packed
+        self.requester: Membership = join(self.url, running.token(ApiRole.REQUESTER), "me")
+        with self.requester.api() as api:
+            upload(api, packed.files)
+
+    def token(self, role: ApiRole = ApiRole.REQUESTER) -> str:
+        return self.running.token(role)
+
+    def remember(self) -> None:
+        """Save the membership of the requester in ``$RAVNEST_HOME``."""
+        save(self.requester)
+
+    def submit(self, **fields: Any) -> str:
+        """Submit the job again, with other fields of its ``JobSpec``, and return its id."""
+        spec = self._packed.spec.model_copy(update=fields)
+        with self.requester.api() as api:
+            return api.post("/api/jobs", spec, JobCreated).id
+
+    def cancel_jobs(self) -> None:
+        """Cancel all jobs that are not final, so that the next test's provider does not get them."""
+        with self.requester.api() as api:
+            for view in api.get("/api/jobs", list[JobView]):
+                if not view.state.is_final:
+                    api.post(f"/api/jobs/{view.id}/cancel", None, object, idempotent=True)
+
+    @contextmanager
+    def provider(self, name: str = "pc", port: int = 7000) -> Iterator[ScriptedProvider]:
+        """Yield a provider that has offered itself; it leaves at the end."""
+        api = join(self.url, self.token(ApiRole.PROVIDER), name).api()
+        offer = ProviderOffer(
+            name=name,
+            address=f"127.0.0.1:{port}",
+            ram=4.5,
+            cores=2,
+            compute=31.4,
+            bandwidth=99.5,
+            round_trip=0.01,
+            version="1",
+            torch="2",
+        )
+        view = api.post("/api/providers", offer, ProviderView)
+        provider = ScriptedProvider(api, view.id, self._folder)
+        try:
+            yield provider
+        finally:
+            provider.leave()
+
+
+@contextmanager
+def job_server(folder: Path) -> Iterator[JobServer]:
+    """Run a server below ``folder``."""
+    packed = pack_job(small_job(), folder / "packed")
+    with serve(folder=folder / "server") as running:
+        yield JobServer(running, folder, packed)
+
+
+@contextmanager
+def in_background(script: Callable[[], None]) -> Iterator[None]:
+    """Run ``script`` in a thread while the context lasts, and raise its error at the end."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            script()
+        except BaseException as error:  # raised again in the test's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
