@@ -10,6 +10,7 @@ from typing import Any
 from node_files import node_file
 from starlette.testclient import TestClient
 
+from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.plan import Plan
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.base import Artifact
@@ -23,7 +24,7 @@ from ravnest.schemas.jobs import (
 )
 from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
 from ravnest.server.http.app import create_app
-from ravnest.server.scheduling.planning import Candidates, Infeasible, PlannedJob
+from ravnest.server.scheduling.planning import Candidates, PlannedJob
 from ravnest.server.server import Server
 from ravnest.server.settings import Clock, ServerSettings
 from ravnest.telemetry import LossRecord, ValidationRecord

@@ -23,6 +23,7 @@ from ravnest import clusterize, formation
 from ravnest.errors import JobError
 from ravnest.jobs.model import UnitModel, pack_model, read_units
 from ravnest.plan.cost import ModelCosts
+from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.profiler import profile_model
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import (
@@ -34,7 +35,7 @@ from ravnest.schemas.jobs import (
     TrainingSpec,
 )
 from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
-from ravnest.server.scheduling.planning import Infeasible, PlannedJob, plan_job
+from ravnest.server.scheduling.planning import PlannedJob, plan_job
 from ravnest.server.scheduling.shipping import ship
 from ravnest.split import Chain, PreparedModel
 from ravnest.split.splitter import prepare

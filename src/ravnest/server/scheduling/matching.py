@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ravnest.errors import RavnestError
+from ravnest.plan.infeasible import Infeasible
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, ProviderOffer, ProviderState
 from ravnest.server.assignments import needed_by
 from ravnest.server.db.jobs import RUNNING
 from ravnest.server.db.records import JobRecord, ProviderRecord
-from ravnest.server.scheduling.planning import Infeasible, JobPlanner, PlannedJob
+from ravnest.server.scheduling.planning import JobPlanner, PlannedJob
 from ravnest.server.scheduling.queue import IdleProvider, QueueDecision, Refusal, WaitingJob, decide
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 

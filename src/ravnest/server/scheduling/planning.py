@@ -9,7 +9,7 @@ from typing import Protocol
 from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.explain import explain
-from ravnest.plan.infeasible import lightest_stage
+from ravnest.plan.infeasible import Infeasible, lightest_stage
 from ravnest.plan.memory import averaging_copies, size
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
@@ -34,14 +34,6 @@ class PlannedJob:
     """Provider of each node, by the node's number."""
     explanation: str
     """The plan in words."""
-
-
-@dataclass(frozen=True)
-class Infeasible:
-    """No plan exists for the job and these providers."""
-
-    reason: str
-    """Needs of the job and offers of the providers, with numbers."""
 
 
 class JobPlanner(Protocol):
@@ -117,7 +109,7 @@ def _plan(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Plan |
             f"clusters={spec.clusters} is too many: {spec.train.samples} samples are enough for {most}"
         )
 
-    def planned(clusters: int | None) -> Plan:
+    def planned(clusters: int | None) -> Plan | Infeasible:
         return make_plan(
             profile,
             nodes,
@@ -134,7 +126,8 @@ def _plan(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Plan |
 
     try:
         plan = planned(spec.clusters)
-        return plan if len(plan.clusters) <= most else planned(most)
+        too_many = isinstance(plan, Plan) and len(plan.clusters) > most
+        return planned(most) if too_many else plan
     except PlanError as error:
         return Infeasible(str(error))
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ravnest.jobs.model import UnitModel, read_units, write_stage
+from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.scheduling.data_shares import rows_of, share, whole
-from ravnest.server.scheduling.planning import Candidates, Infeasible, PlannedJob, plan_job
+from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_job
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
-from ravnest.store.node_spec import bundle_path, node_file, plan_digest
+from ravnest.store.node_spec import bundle_path, make_node_spec, plan_digest
 from ravnest.transport.tls import is_loopback
 
 
@@ -73,7 +74,9 @@ def ship(
     plan, spec = planned.plan, planned.spec
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         artifacts = _write_clusters(plan, model, weights, add, Path(folder))
-    specs = [node_file(plan, s, bundle_path(s), artifacts[s.node.id].stage.sha256) for s in plan.stages]
+    specs = [
+        make_node_spec(plan, s, bundle_path(s), artifacts[s.node.id].stage.sha256) for s in plan.stages
+    ]
     digest = plan_digest(specs, job)
     tls = any(not is_loopback(stage.node.address) for stage in plan.stages)
     return tuple(
