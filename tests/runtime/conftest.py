@@ -1,4 +1,4 @@
-"""Clusters that many tests use: split once, trained in a folder of each test's own."""
+"""Shared clusters: models are split once and trained in a folder of each test."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from local_cluster import Formed, LocalCluster, Splits, form
-from provider_processes import Nursery, Provider, Start, watching
+from provider_processes import ForkServer, Provider, Start, watching
 from training_cases import SMALL_MODELS, small_model
 
 
 @pytest.fixture(scope="session")
 def splits(tmp_path_factory: pytest.TempPathFactory) -> Splits:
-    """``splits(case, nodes)``: a folder with ``node_data``, and the nodes' names, Root first."""
+    """Factory ``splits(case, nodes)``: a folder with ``node_data``, and node names, Root first."""
     made: dict[tuple[str, int], tuple[Path, list[str]]] = {}
 
     def split(case: str, nodes: int) -> tuple[Path, list[str]]:
@@ -28,7 +28,7 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> Splits:
 
 @pytest.fixture
 def cluster(splits: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Formed:
-    """``cluster(case, nodes, **options of Node)``; results go to ``tmp_path``, the working folder."""
+    """Factory ``cluster(case, nodes, **options of Node)``; results are written to ``tmp_path``."""
     monkeypatch.chdir(tmp_path)
 
     def make(case: str = "mlp", nodes: int = 2, **options: Any) -> LocalCluster:
@@ -39,20 +39,20 @@ def cluster(splits: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
+def fork_server() -> Iterator[ForkServer]:
+    made = ForkServer()
     yield made
     made.close()
 
 
 @pytest.fixture
-def start(nursery: Nursery) -> Iterator[Start]:
-    """Start nodes in the order given; ends those that a test leaves behind."""
+def start(fork_server: ForkServer) -> Iterator[Start]:
+    """Factory that starts nodes in the given order; remaining processes are ended after the test."""
     running: dict[str, Provider] = {}
 
     def begin(folder: Path, names: Sequence[str], **settings: Any) -> dict[str, Provider]:
         own = {"connect_timeout": 60.0} | settings
-        started = {name: nursery.start(name, folder, own) for name in names}
+        started = {name: fork_server.start(name, folder, own) for name in names}
         running.update({f"{folder}/{name}": provider for name, provider in started.items()})
         return started
 

@@ -1,4 +1,4 @@
-"""A cluster in one process: nodes in threads, over the in-memory network."""
+"""Cluster in one process: nodes in threads, connected by the in-memory transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE = 120.0
 def form(
     folder: Path, model: nn.Module, example: tuple[Any, ...] | dict[str, Any], nodes: int, **options: Any
 ) -> list[str]:
-    """Split a model for one cluster of equal nodes in ``folder/node_data``; names, Root first."""
+    """Split a model for one cluster of equal nodes in ``folder/node_data``; return names, Root first."""
     node_data = folder / "node_data"
     node_data.mkdir(parents=True, exist_ok=True)
     configs = {
@@ -38,7 +38,7 @@ def form(
 
 @dataclass
 class Outcome:
-    """What became of a provider's script."""
+    """Result or error of a node's script."""
 
     result: Any = None
     error: BaseException | None = None
@@ -46,18 +46,18 @@ class Outcome:
 
 @dataclass
 class LocalCluster:
-    """Runs one script for each node of ``folder/node_data``."""
+    """Nodes of ``folder/node_data``, each running a script in a thread."""
 
     folder: Path
     names: Sequence[str]
     options: dict[str, Any] = field(default_factory=dict)
-    """Further keywords of every Node."""
+    """Further keywords for every Node."""
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
     node_data: Path | None = None
-    """Where the stages are, if not below ``folder``, where results go."""
+    """Folder of the stages, if not below ``folder``."""
 
     def node(self, name: str, **given: Any) -> Node:
-        """A node with settings that suit tests."""
+        """Create a node with settings for tests."""
         settings: dict[str, Any] = {
             "optimizer": torch.optim.SGD,
             "optimizer_params": {"lr": 0.1},
@@ -72,7 +72,7 @@ class LocalCluster:
         return Node(name, **(settings | self.options | given))
 
     def run(self, script: Callable[[str], Any]) -> dict[str, Outcome]:
-        """Run ``script(name)`` for every node at once; what each gave or raised."""
+        """Run ``script(name)`` for every node in parallel and return the results and errors."""
         outcomes = {name: Outcome() for name in self.names}
 
         def provider(name: str) -> None:
@@ -92,7 +92,7 @@ class LocalCluster:
     def train(
         self, loaders: Callable[[], tuple[Any, Any]], *, node: dict[str, Any], **trainer: Any
     ) -> dict[str, Outcome]:
-        """Train with the plain Trainer; raises what a node raised."""
+        """Train with ``Trainer``; raise the first error of a node."""
 
         def script(name: str) -> float | None:
             train_loader, val_loader = loaders()
@@ -109,7 +109,7 @@ class LocalCluster:
         return outcomes
 
     def results(self, script: Callable[[str], Any]) -> list[Any]:
-        """Run ``script(name)`` for every node; what each gave, Root first. Raises what a node raised."""
+        """Run ``script(name)`` for every node; return results, Root first. Raise the first error."""
         outcomes = self.run(script)
         for outcome in outcomes.values():
             if outcome.error is not None:
@@ -117,12 +117,12 @@ class LocalCluster:
         return [outcomes[name].result for name in self.names]
 
     def errors(self, script: Callable[[str], Any]) -> list[BaseException | None]:
-        """Run ``script(name)`` for every node; what each raised, Root first."""
+        """Run ``script(name)`` for every node; return the errors, Root first."""
         outcomes = self.run(script)
         return [outcomes[name].error for name in self.names]
 
     def fused(self) -> dict[str, torch.Tensor]:
-        """The trained model's state."""
+        """Return the state of the trained model."""
         path = model_fusion(0, folder=self.folder / "trained")
         state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
         return state

@@ -1,4 +1,4 @@
-"""Machines of a whole pipeline over FIFO links, driven in any order one likes."""
+"""Schedule machines of a whole pipeline over FIFO links, driven in any order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Phase:
 
 @dataclass
 class Pipeline:
-    """What can happen next is a list of sources; each delivers its oldest event."""
+    """Pipeline whose next event is chosen from a list of sources; each delivers its oldest event."""
 
     count: int
     phases: tuple[Phase, ...]
@@ -53,10 +53,10 @@ class Pipeline:
     update_frequency: int = 1
     clip: bool = False
     windows: tuple[int, ...] = ()
-    """Sizes to which the window changes on the way."""
+    """Window sizes to which the window changes during the run."""
 
     activation_limits: tuple[int | None, ...] = ()
-    """Of each stage; none where there are too few."""
+    """Activation limit of each stage; stages without an entry have no limit."""
 
     machines: list[ScheduleMachine] = field(init=False)
     logs: list[list[Action]] = field(init=False)

@@ -1,6 +1,6 @@
-"""Providers in processes of their own.
+"""Nodes in separate processes.
 
-Importing torch takes seconds, so a nursery imports it once and forks a process for each provider,
+Importing torch takes seconds, so a fork server imports it once and forks a process for each provider,
 before any thread or connection exists. What runs in it is the script itself, up to the interpreter's
 own handling of errors, signals and the exit.
 """
@@ -25,21 +25,21 @@ HERE = Path(__file__).parent
 SCRIPT = HERE / "provider_script.py"
 DEADLINE = 60.0
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-"""A provider imports what the tests import, and has one core."""
+"""Environment of a node's process: imports of the tests, one core."""
 
 
 @dataclass
 class Provider:
-    """One process."""
+    """Process of one node."""
 
     pid: int
     output_file: Path
     ended: threading.Event = field(default_factory=threading.Event)
     code: int | None = None
-    """As ``subprocess`` has it: negative for a signal."""
+    """Exit code as in ``subprocess``: negative for a signal."""
 
     def wait(self, seconds: float = DEADLINE) -> int:
-        """Its exit code."""
+        """Wait for the end and return the exit code."""
         assert self.ended.wait(seconds), f"{self.output_file.name} is still there:\n{self.output}"
         assert self.code is not None
         return self.code
@@ -52,8 +52,8 @@ class Provider:
         return self.output_file.read_text() if self.output_file.exists() else ""
 
 
-class Nursery:
-    """Starts providers and hears when they end."""
+class ForkServer:
+    """Starter of node processes."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -76,13 +76,13 @@ class Nursery:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         with self._changed:
-            assert self._changed.wait_for(lambda: self._started, DEADLINE), "the nursery hangs"
+            assert self._changed.wait_for(lambda: self._started, DEADLINE), "the fork server hangs"
             provider = self._providers[self._started.pop()]
         provider.output_file = output
         return provider
 
     def close(self) -> None:
-        """End all that are left."""
+        """End all remaining processes."""
         for provider in self._providers.values():
             if not provider.ended.is_set():
                 os.kill(provider.pid, signal.SIGKILL)
@@ -107,7 +107,7 @@ class Nursery:
 
 @contextmanager
 def watching(providers: Mapping[str, Provider]) -> Iterator[None]:
-    """Whatever goes wrong, no process is left behind."""
+    """End all processes after the test session."""
     try:
         yield
     finally:
@@ -122,13 +122,13 @@ Start = Callable[..., dict[str, Provider]]
 
 
 def ended_well(providers: Mapping[str, Provider]) -> None:
-    """All end with code 0."""
+    """Check that all processes end with code 0."""
     for name, provider in providers.items():
         assert provider.wait() == 0, f"{name}:\n{provider.output}"
 
 
 def await_line(provider: Provider, line: str) -> None:
-    """Wait until a provider has printed a line."""
+    """Wait until a node has printed a line."""
     deadline = time.monotonic() + DEADLINE
     while line not in provider.output:
         assert not provider.ended.wait(0.05), provider.output
@@ -150,8 +150,8 @@ def _reap() -> None:
         _tell(ended=pid, code=os.waitstatus_to_exitcode(status))
 
 
-def _nursery() -> dict[str, Any] | None:
-    """Forks for each request; returns it in the child, and None in the nursery at its end."""
+def _fork_server() -> dict[str, Any] | None:
+    """Fork for each request; return it in the child, and None in the parent at the end."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -174,7 +174,7 @@ def _nursery() -> dict[str, Any] | None:
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    # As in a terminal, also where the tests run in the background of a shell.
+                    # As in a terminal, also if the tests run in the background of a shell.
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                     selector.close()
                     return dict(json.loads(line))
@@ -182,7 +182,7 @@ def _nursery() -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Stand where ``python provider_script.py node_<i>`` would stand."""
+    """Set up the process like ``python provider_script.py node_<i>``."""
     output = os.open(request.pop("output"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -193,8 +193,8 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _warm_up() -> None:
-    """Make torch import what it puts off until the first step of an optimizer."""
-    import torch  # noqa: PLC0415 - only the nursery needs it
+    """Trigger torch's lazy imports of the first optimizer step."""
+    import torch  # noqa: PLC0415 - only the fork server needs it
 
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
@@ -205,7 +205,7 @@ if __name__ == "__main__":
     import provider_script
 
     _warm_up()
-    asked = _nursery()
+    asked = _fork_server()
     if asked is not None:
         _become(asked)
         provider_script.main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""What a provider runs, as in the documentation: ``provider_script.py node_<i> [settings as JSON]``."""
+"""Script of a provider, as documented: ``provider_script.py node_<i> [settings as JSON]``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = 5
 
 
 def rule() -> dict[str, Any]:
-    """How the weights are updated."""
+    """Return the optimizer and scheduler settings."""
     return {
         "optimizer": torch.optim.AdamW,
         "optimizer_params": {"lr": 1e-2},
@@ -27,7 +27,7 @@ def rule() -> dict[str, Any]:
 
 
 def loaders(case: str = "mlp") -> tuple[Any, Any]:
-    """Training and validation data in an order that all processes share."""
+    """Return training and validation data, in the same order in all processes."""
     if case == "digits-cnn":
         return image_loaders(BATCHES)
     if case == "tied-gpt":
@@ -37,12 +37,12 @@ def loaders(case: str = "mlp") -> tuple[Any, Any]:
 
 
 def criterion(case: str) -> Any:
-    """Of the outputs and the batch, or of the outputs and the targets."""
+    """Return the loss function, of outputs and batch or of outputs and targets."""
     return token_loss if case == "tied-gpt" else nn.functional.cross_entropy
 
 
 class Announcing(Trainer):
-    """Says when training is under way, so that a test knows when to disturb it."""
+    """Trainer that prints a line when training is under way, so that a test can interrupt it."""
 
     def train(self) -> None:
         if self.node.is_root:

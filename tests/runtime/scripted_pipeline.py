@@ -1,4 +1,4 @@
-"""Real stages and real machines without threads: what happens next is up to the test."""
+"""Pipeline of real stages and schedule machines without threads; the test chooses the order."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class _Stage:
     inbox: deque[Event] = field(default_factory=deque)
     running: Run | None = None
     values: dict[MicrobatchId, Mapping[str, Any]] = field(default_factory=dict)
-    """Inputs that arrived, then outputs to send."""
+    """Received inputs, later outputs to send."""
     gradients: dict[MicrobatchId, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class ScriptedPipeline:
-    """Trains one phase; ``order`` chooses which stage goes on whenever several could."""
+    """Pipeline that trains one phase; ``order`` chooses which stage continues."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class ScriptedPipeline:
         data: Sequence[tuple[dict[str, Any], torch.Tensor]],
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
-        """``data``: the first stage's values and the targets of each micro-batch."""
+        """``data``: values of the first stage and targets, for each micro-batch."""
         self._stages = [_Stage(m, e) for m, e in zip(machines, executions, strict=True)]
         self._data = data
         self._loss = loss
         self._submitted = 0
         self.runs: list[tuple[int, Run]] = []
-        """Stage and computation, as they happened."""
+        """Stages and computations, in order."""
         self.stale = 0
-        """Backwards that an update had overtaken."""
+        """Number of backwards with older weights than the newest."""
         self.versions = [0] * len(self._stages)
-        """The most that each stage held."""
+        """Maximum number of copies at each stage."""
 
     def train(self, order: random.Random) -> None:
         """Run the phase to its end."""

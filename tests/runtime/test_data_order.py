@@ -1,4 +1,4 @@
-"""Root and Leaf iterate loaders of their own: they stay in step, or the run says where they do not."""
+"""Order of the data at Root and Leaf: the same, or the run ends with an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Loaders = tuple[Any, Any]
 
 
 def _shuffled(seed: int = 3, size: int = 5, count: int = 22) -> Loaders:
-    """Training and validation data, shuffled from one generator; the last batch is smaller."""
+    """Return training and validation data, shuffled by one generator; the last batch is smaller."""
     order = torch.Generator().manual_seed(seed)
     return (
         points(count, size, shuffle=True, generator=order),
@@ -41,11 +41,11 @@ def _run(local: LocalCluster, root: Callable[[], Loaders], leaf: Callable[[], Lo
 
 
 @pytest.mark.parametrize("schedule", ["sync", "async"])
-def test_shuffles_and_validation_in_between_stay_in_step(cluster: Formed, schedule: str) -> None:
-    """Every batch is compared, so that a run which ends was in step; in sync the weights say so too."""
+def test_shuffling_and_validation_keep_the_order(cluster: Formed, schedule: str) -> None:
+    """Every batch is compared, so a successful run had the same order; in sync weights are equal."""
     local = cluster(nodes=3, schedule=schedule)
-    figures = _run(local, _shuffled, _shuffled)
-    assert all(isinstance(figure, float) for figure in figures), figures
+    results = _run(local, _shuffled, _shuffled)
+    assert all(isinstance(figure, float) for figure in results), results
     if schedule == "async":
         return
     model = small_model("mlp")
@@ -61,8 +61,8 @@ def test_shuffles_and_validation_in_between_stay_in_step(cluster: Formed, schedu
     assert all(torch.equal(value, expected[name]) for name, value in local.fused().items())
 
 
-def test_a_loop_that_stops_early_stays_in_step(cluster: Formed) -> None:
-    """The shuffles of later epochs are those of a process that stopped as early."""
+def test_a_loop_that_stops_early_keeps_the_order(cluster: Formed) -> None:
+    """Later epochs are shuffled as in a single process that stops at the same batch."""
 
     class Short(Trainer):
         def train(self) -> None:
@@ -134,19 +134,19 @@ DIFFERENT: dict[str, tuple[Callable[[], Loaders], Callable[[], Loaders], str]] =
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_data_that_differ_end_the_run_on_all_nodes(cluster: Formed, case: str) -> None:
-    root, leaf, said = DIFFERENT[case]
+def test_different_data_end_the_run_on_all_nodes(cluster: Formed, case: str) -> None:
+    root, leaf, expected = DIFFERENT[case]
     local = cluster(nodes=3)
     for found in _run(local, root, leaf):
         assert isinstance(found, RunError)
         text = str(found)
-        assert text.startswith("node_2: "), "it names the node that found it"
-        assert said in text
+        assert text.startswith("node_2: "), "the error names the node that found the difference"
+        assert expected in text
         assert "check that both use the same dataset, batch size and set_seed()" in text
         assert "\n" not in text
 
 
-def test_inputs_are_compared_where_the_root_has_no_targets(cluster: Formed) -> None:
+def test_inputs_are_compared_if_the_root_has_no_targets(cluster: Formed) -> None:
     def inputs_only() -> list[Any]:
         return [{"x": x} for x, _ in points()]
 
@@ -158,17 +158,15 @@ def test_inputs_are_compared_where_the_root_has_no_targets(cluster: Formed) -> N
         assert "micro-batch 0 has different inputs" in str(found)
 
 
-def test_where_nothing_can_be_compared_it_is_said_once(
-    cluster: Formed, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_warning_if_nothing_can_be_compared(cluster: Formed, caplog: pytest.LogCaptureFixture) -> None:
     def labels() -> list[Any]:
         return [y for _, y in points()]
 
     local = cluster()
     with caplog.at_level("WARNING"):
         local.results(lambda name: _train(local, name, [x for x, _ in points()], labels()))
-    said = [r for r in caplog.records if "only the number and size of micro-batches" in r.message]
-    assert len(said) == 1
+    expected = [r for r in caplog.records if "only the number and size of micro-batches" in r.message]
+    assert len(expected) == 1
 
 
 def _train(local: LocalCluster, name: str, train: Any, labels: Any) -> None:
@@ -177,7 +175,7 @@ def _train(local: LocalCluster, name: str, train: Any, labels: Any) -> None:
 
 
 def test_the_loader_may_draw_at_its_end(cluster: Formed) -> None:
-    """A sampler that draws once more when it finds its end does so on both sides."""
+    """A sampler that draws a random number at its end does so on both sides."""
 
     class Drawing:
         def __init__(self, generator: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""The heart: synchronous training of the stages equals training of the unsplit model, bit for bit."""
+"""Synchronous training of the stages equals training of the unsplit model, bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def formed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Clusters by model and number of nodes, made once."""
+    """Factory of clusters by model and number of nodes; each is created once."""
     made: dict[tuple[str, int], tuple[Path, nn.Module, list[str]]] = {}
 
     def get(case: str, nodes: int) -> tuple[Path, nn.Module, list[str]]:
@@ -100,7 +100,7 @@ def test_sync_training_equals_a_single_process(
 
     def validate() -> None:
         for _ in val_loader or ():
-            """Validation draws from the generator that it shares with training."""
+            """Iterate only: validation shares the generator with training."""
 
     losses = train_alone(
         model,

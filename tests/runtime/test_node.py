@@ -1,4 +1,4 @@
-"""Node: what it takes, what it refuses, and what its methods do."""
+"""Node: parameters, refused arguments and methods."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def _parameters(node: Node) -> dict[str, torch.Tensor]:
     return node._ensure_started().execution.module.state_dict()
 
 
-# What the constructor and the start refuse
+# Arguments refused by the constructor and by start()
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ({"update_frequency": 0}, "update_frequency must be a whole number from 1, not 0"),
         ({"update_frequency": True}, "update_frequency"),
@@ -43,17 +43,17 @@ def _parameters(node: Node) -> dict[str, torch.Tensor]:
         ({"device": "abacus"}, "device must be like 'cpu' or 'cuda:0'"),
     ],
 )
-def test_a_wrong_setting_is_refused_in_one_line(
-    cluster: Formed, given: dict[str, Any], said: str
+def test_an_invalid_setting_is_refused_in_one_line(
+    cluster: Formed, given: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(SettingsError) as refused:
         cluster().node("node_0", **given)
-    assert said in _one_line(refused)
+    assert expected in _one_line(refused)
 
 
-def test_a_node_needs_a_name_that_the_plan_knows(cluster: Formed, tmp_path: Path) -> None:
+def test_a_node_needs_a_name_of_the_plan(cluster: Formed, tmp_path: Path) -> None:
     local = cluster()
-    for name, said in (
+    for name, expected in (
         (None, "Node(name='node_0'"),
         ("node_7", "there are node_0, node_1"),
         ("root", "names look like 'node_0'"),
@@ -61,14 +61,14 @@ def test_a_node_needs_a_name_that_the_plan_knows(cluster: Formed, tmp_path: Path
     ):
         with pytest.raises(RavnestError) as refused:
             local.node(name)  # type: ignore[arg-type]
-        assert said in _one_line(refused)
+        assert expected in _one_line(refused)
     with pytest.raises(RavnestError) as refused:
         Node("node_0", folder=tmp_path / "nowhere")
     assert "run clusterize() first" in _one_line(refused)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ({"optimizer": None}, "Node needs an optimizer to train: Node(optimizer=torch.optim.AdamW"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the loss several times per step"),
@@ -89,16 +89,16 @@ def test_a_node_needs_a_name_that_the_plan_knows(cluster: Formed, tmp_path: Path
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_no_stage_could_use_is_refused_at_the_start(
-    cluster: Formed, given: dict[str, Any], said: str
+def test_an_invalid_optimizer_is_refused_at_the_start(
+    cluster: Formed, given: dict[str, Any], expected: str
 ) -> None:
     node = cluster(nodes=1).node("node_0", **given)
     with pytest.raises(SettingsError) as refused:
         node.start()
-    assert said in _one_line(refused)
+    assert expected in _one_line(refused)
 
 
-def test_a_leaf_without_criterion_ends_the_run_everywhere(cluster: Formed) -> None:
+def test_a_leaf_without_criterion_ends_the_run_on_all_nodes(cluster: Formed) -> None:
     local = cluster(criterion=None)
 
     def script(name: str) -> None:
@@ -110,7 +110,7 @@ def test_a_leaf_without_criterion_ends_the_run_everywhere(cluster: Formed) -> No
         assert _one_line(error).startswith("node_1: the Leaf needs a loss to train: Node(criterion=")
 
 
-def test_a_leaf_without_labels_ends_the_run_everywhere(cluster: Formed) -> None:
+def test_a_leaf_without_labels_ends_the_run_on_all_nodes(cluster: Formed) -> None:
     local = cluster()
     errors = local.errors(lambda name: Trainer(local.node(name), train_loader=points()).train())
     for error in errors:
@@ -131,7 +131,7 @@ def test_model_initialises_the_stage(cluster: Formed) -> None:
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
     with torch.no_grad():
         model.first.weight.fill_(2.0)
-    assert float(found["first.weight"][0, 0]) == 0.5, "the stage has weights of its own"
+    assert float(found["first.weight"][0, 0]) == 0.5, "the stage has its own weights"
     with local.node("node_0") as node:
         assert torch.equal(_parameters(node)["first.weight"], small_model("mlp").first.weight)
 
@@ -198,7 +198,7 @@ def test_averaging_and_compression_are_accepted(cluster: Formed) -> None:
 
 
 class _Steps(Trainer):
-    """Runs a function as the Root's training."""
+    """Trainer that runs a function at the Root."""
 
     def __init__(self, node: Node, steps: Any, loader: Any) -> None:
         super().__init__(node=node, train_loader=loader)
@@ -210,7 +210,7 @@ class _Steps(Trainer):
 
 
 def _train_by_hand(cluster: Formed, case: str, loader: Any, steps: Any, **node: Any) -> Any:
-    """The Root's result of ``steps(node, loader)``, and the trained weights."""
+    """Return the Root's result of ``steps(node, loader)`` and the trained weights."""
     local = cluster(case, 2, schedule="sync", **node)
 
     def script(name: str) -> Any:
@@ -282,15 +282,15 @@ def test_forward_compute_takes_inputs_by_position_and_by_name(cluster: Formed, c
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         (((torch.rand(5, 4), torch.rand(5, 4)), {}), "forward_compute got 2 tensors for 1 inputs: x"),
         ((None, {"y": torch.rand(5, 4)}), "the model has no input 'y'"),
         ((None, {}), "input 'x' is missing"),
     ],
 )
-def test_inputs_that_do_not_fit_end_the_run_with_what_is_wrong(
-    cluster: Formed, given: tuple[Any, dict[str, Any]], said: str
+def test_invalid_inputs_end_the_run_with_the_reason(
+    cluster: Formed, given: tuple[Any, dict[str, Any]], expected: str
 ) -> None:
     local = cluster()
 
@@ -300,13 +300,13 @@ def test_inputs_that_do_not_fit_end_the_run_with_what_is_wrong(
 
     root, leaf = local.errors(script)
     assert isinstance(root, StageInputError)
-    assert said in _one_line(root)
+    assert expected in _one_line(root)
     assert isinstance(leaf, RunError)
-    assert said in _one_line(leaf)
+    assert expected in _one_line(leaf)
     assert "node_0" in str(leaf)
 
 
-def test_inputs_of_another_shape_end_the_run_everywhere(cluster: Formed) -> None:
+def test_inputs_of_another_shape_end_the_run_on_all_nodes(cluster: Formed) -> None:
     local = cluster()
 
     def script(name: str) -> None:
@@ -318,7 +318,7 @@ def test_inputs_of_another_shape_end_the_run_everywhere(cluster: Formed) -> None
         assert _one_line(error).startswith("node_0: ")
 
 
-def test_no_grad_forward_compute_gives_predictions_and_accuracies(cluster: Formed) -> None:
+def test_no_grad_forward_compute_returns_predictions_and_accuracies(cluster: Formed) -> None:
     def steps(node: Node, loader: Any) -> Any:
         outputs = [node.no_grad_forward_compute(x) for x, _ in loader]
         return outputs, [node.no_grad_forward_compute(x, output_type="val_accuracy") for x, _ in loader]
@@ -332,7 +332,7 @@ def test_no_grad_forward_compute_gives_predictions_and_accuracies(cluster: Forme
         assert accuracy == pytest.approx(float((expected.argmax(1) == y).float().mean()))
 
 
-def test_wait_for_backwards_applies_the_epoch_and_its_rest(cluster: Formed) -> None:
+def test_wait_for_backwards_applies_the_whole_epoch(cluster: Formed) -> None:
     counts: list[int] = []
 
     def steps(node: Node, loader: Any) -> None:
@@ -345,7 +345,7 @@ def test_wait_for_backwards_applies_the_epoch_and_its_rest(cluster: Formed) -> N
         node.wait_for_backwards()
 
     _train_by_hand(cluster, "mlp", points, steps, update_frequency=2)
-    assert counts == [3, 6], "five micro-batches are two updates and a rest"
+    assert counts == [3, 6], "five micro-batches are two updates and a smaller one"
 
 
 def test_forward_compute_in_a_validation_is_refused(cluster: Formed) -> None:
@@ -358,7 +358,7 @@ def test_forward_compute_in_a_validation_is_refused(cluster: Formed) -> None:
         _train_by_hand(cluster, "mlp", points, steps, test_labels=points())
 
 
-def test_reset_starts_afresh_and_keeps_files(cluster: Formed) -> None:
+def test_reset_allows_a_new_start_and_keeps_files(cluster: Formed) -> None:
     local = cluster(nodes=1)
     node = local.node("node_0")
     trainer = Trainer(node, train_loader=points())
@@ -380,13 +380,13 @@ def test_old_server_methods(cluster: Formed, caplog: pytest.LogCaptureFixture) -
             node.init_server(load_forward_buffer=[], reduce_lock=object())
         assert "['load_forward_buffer', 'reduce_lock']" in caplog.text
         node.start_grpc_server()
-        session = node._ensure_started()
+        runtime = node._ensure_started()
         node.check_load_forward_buffer()
         node.start()
-        assert node._ensure_started() is session, "one start is enough"
+        assert node._ensure_started() is runtime, "a second start does nothing"
 
 
-def test_the_context_manager_closes_and_tells_the_others(cluster: Formed) -> None:
+def test_the_context_manager_closes_and_ends_the_run_on_other_nodes(cluster: Formed) -> None:
     local = cluster()
 
     def script(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a user sees of a run: on a terminal, in a file, and of an error."""
+"""Progress output on a terminal and in a file, and tracebacks of errors."""
 
 import io
 import traceback
@@ -30,7 +30,7 @@ def line_of(role: Role = Role.ROOT, **options: Any) -> tuple[ProgressLine, Clock
 
 
 def run(line: ProgressLine, clock: Clock, seconds: int) -> None:
-    """A run of ten micro-batches a second."""
+    """Simulate a run with ten micro-batches per second."""
     for _ in range(seconds):
         clock.now += 1
         line.state.add(10, clock.now)
@@ -51,13 +51,13 @@ def test_the_root_writes_a_line_every_five_seconds_to_a_file() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.STEM, Role.LEAF])
-def test_others_write_one_a_minute(role: Role) -> None:
+def test_other_nodes_write_one_line_a_minute(role: Role) -> None:
     line, clock, file = line_of(role)
     run(line, clock, 119)
     assert file.getvalue() == f"{role}: epoch 1, 10.0 batches/s, staleness 0\n"
 
 
-def test_a_long_wait_for_the_neighbours_brings_no_line_of_its_own() -> None:
+def test_waiting_for_the_neighbours_prints_no_progress_line() -> None:
     file, clock = io.StringIO(), Clock()
     line = ProgressLine(RunState(Role.ROOT), console=Console(file=file, width=80), clock=clock)
     clock.now += 3600
@@ -68,7 +68,7 @@ def test_a_long_wait_for_the_neighbours_brings_no_line_of_its_own() -> None:
     assert file.getvalue() == "Root: epoch 1, 10.0 batches/s, staleness 0\n"
 
 
-def test_what_was_done_is_said_once() -> None:
+def test_the_summary_is_printed_once() -> None:
     line, clock, file = line_of()
     line.sum_up()
     assert file.getvalue() == "", "nothing was done"
@@ -90,7 +90,7 @@ def test_a_live_line_never_wraps(width: int) -> None:
     assert "Root: 30 batches in 0:03" in file.getvalue()
 
 
-def test_an_error_of_ours_shows_the_users_line_and_not_our_way_there() -> None:
+def test_a_traceback_ends_at_the_users_line() -> None:
     namespace: dict[str, Any] = {"__name__": "ravnest.runtime.somewhere", "RunError": RunError}
     exec("def deep():\n    raise RunError('why')\ndef inside():\n    deep()", namespace)
 
@@ -103,7 +103,7 @@ def test_an_error_of_ours_shows_the_users_line_and_not_our_way_there() -> None:
     assert [frame.name for frame in frames][-1] == "users"
 
 
-def test_an_error_with_frames_of_ours_alone_shows_none() -> None:
+def test_a_traceback_of_only_internal_frames_is_empty() -> None:
     namespace: dict[str, Any] = {"__name__": "ravnest.runtime.somewhere", "RunError": RunError}
     source = (
         "def inside():\n    try:\n        raise RunError('why')\n"

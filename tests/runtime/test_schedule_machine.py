@@ -1,4 +1,4 @@
-"""The schedule of a node: scripted orders for each rule, random orders for what always holds."""
+"""Schedule machine: scripted event orders for each rule, random orders for invariants."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def machine(
 
 
 def feed(to: ScheduleMachine, *events: Event) -> list[Action]:
-    """The actions that follow from the events, of all but the last one thrown away."""
+    """Handle the events and return the actions of the last one."""
     actions: list[Action] = []
     for event in events:
         actions = to.handle(event, 0.0)
@@ -74,7 +74,7 @@ def feed(to: ScheduleMachine, *events: Event) -> list[Action]:
 
 
 def run(to: ScheduleMachine, *events: Event) -> list[Action]:
-    """Like ``feed``, with every computation done at once and all actions kept."""
+    """Handle the events, finish every computation at once, and return all actions."""
     actions: list[Action] = []
     for event in events:
         more = to.handle(event, 0.0)
@@ -91,7 +91,7 @@ def _backward(actions: list[Action]) -> RunBackward:
 
 
 class TestPasses:
-    def test_a_stem_forwards_what_arrives_and_sends_it_on(self) -> None:
+    def test_a_stem_runs_a_forward_and_sends_it_on(self) -> None:
         stem = machine(1)
         assert feed(stem, ForwardArrived(B(0))) == [RunForward(B(0), version=0, trains=True)]
         assert feed(stem, Done()) == [SendForward(B(0))]
@@ -102,21 +102,21 @@ class TestPasses:
         assert feed(stem, ForwardArrived(B(1))) == []
         assert feed(stem, Done()) == [SendForward(B(0)), RunForward(B(1), 0, True)]
 
-    def test_gradients_leave_before_the_update(self) -> None:
+    def test_gradients_are_sent_before_the_update(self) -> None:
         stem = machine(1)
         run(stem, ForwardArrived(B(0)))
         assert feed(stem, BackwardArrived(B(0))) == [RunBackward(B(0), 0, last_of_update=True)]
         assert feed(stem, Done()) == [SendBackward(B(0)), RunStep(update=0, count=1)]
         assert feed(stem, Done()) == [FreeVersion(0)]
 
-    def test_an_update_goes_before_waiting_passes(self) -> None:
+    def test_an_update_runs_before_waiting_passes(self) -> None:
         stem = machine(1)
         run(stem, ForwardArrived(B(0)))
         feed(stem, BackwardArrived(B(0)), ForwardArrived(B(1)))
         assert feed(stem, Done())[-1] == RunStep(0, 1)
         assert feed(stem, Done()) == [FreeVersion(0), RunForward(B(1), 1, True)]
 
-    def test_a_backward_goes_before_a_forward_but_they_take_turns(self) -> None:
+    def test_backwards_and_forwards_alternate(self) -> None:
         stem = machine(1, every=9)
         run(stem, *(ForwardArrived(B(index)) for index in range(3)))
         feed(stem, ForwardArrived(B(3)))
@@ -125,7 +125,7 @@ class TestPasses:
         order = [feed(stem, Done()) for _ in range(4)]
         assert format_runs(action for actions in order for action in actions) == "0B 4F 1B"
 
-    def test_the_leaf_turns_round_at_once(self) -> None:
+    def test_the_leaf_runs_the_backward_after_the_forward(self) -> None:
         leaf = machine(2)
         feed(leaf, ForwardArrived(B(0)))
         feed(leaf, ForwardArrived(B(1)))
@@ -133,7 +133,7 @@ class TestPasses:
         assert feed(leaf, Done()) == [SendBackward(B(0)), RunStep(0, 1)]
         assert feed(leaf, Done()) == [FreeVersion(0), RunForward(B(1), 1, True)]
 
-    def test_a_node_alone_is_root_and_leaf(self) -> None:
+    def test_a_single_node_is_root_and_leaf(self) -> None:
         alone = machine(0, 1)
         actions = run(alone, ForwardArrived(B(0)), PhaseEnded(0, 1))
         assert format_runs(actions) == "0F 0B s0 e0"
@@ -142,7 +142,7 @@ class TestPasses:
             isinstance(action, SendPhaseBegin | SendForward | SendBackward) for action in actions
         )
 
-    def test_a_node_alone_validates(self) -> None:
+    def test_a_single_node_validates(self) -> None:
         alone = machine(0, 1, begun=False)
         actions = run(alone, PhaseBegun(0, False), ForwardArrived(B(0)), PhaseEnded(0, 1))
         assert actions == [
@@ -166,20 +166,20 @@ class TestVersions:
         assert second.index(SendBackward(B(1))) < second.index(FreeVersion(0))
         assert _backward(run(stem, BackwardArrived(B(2)))).version == 1
 
-    def test_a_version_that_nothing_uses_goes_with_the_update(self) -> None:
+    def test_an_unused_version_is_freed_with_the_update(self) -> None:
         leaf = machine(2)
         actions = run(leaf, ForwardArrived(B(0)), ForwardArrived(B(1)))
         assert [a for a in actions if isinstance(a, FreeVersion)] == [FreeVersion(0), FreeVersion(1)]
 
 
 class TestUpdates:
-    def test_an_update_takes_as_many_backwards_as_it_should(self) -> None:
+    def test_an_update_has_update_frequency_backwards(self) -> None:
         leaf = machine(2, every=3)
         actions = run(leaf, *(ForwardArrived(B(index)) for index in range(6)))
         assert format_runs(actions) == "0F 0B 1F 1B 2F 2B s0 3F 3B 4F 4B 5F 5B s1"
         assert [a.count for a in actions if isinstance(a, RunStep)] == [3, 3]
 
-    def test_the_rest_is_applied_with_its_own_count(self) -> None:
+    def test_remaining_gradients_are_applied_at_the_end_of_the_phase(self) -> None:
         leaf = machine(2, every=3)
         run(leaf, *(ForwardArrived(B(index)) for index in range(4)))
         assert run(leaf, PhaseEnded(0, 4)) == [
@@ -188,13 +188,13 @@ class TestUpdates:
             RunPhaseEnd(0, trains=True),
         ]
 
-    def test_updates_do_not_reach_over_the_end_of_a_phase(self) -> None:
+    def test_an_update_does_not_span_two_phases(self) -> None:
         leaf = machine(2, every=2)
         run(leaf, ForwardArrived(B(0)), PhaseEnded(0, 1), PhaseBegun(1, True))
         actions = run(leaf, *(ForwardArrived(B(index, 1)) for index in range(2)))
         assert format_runs(actions) == "0F 0B 1F 1B s1"
 
-    def test_the_last_backward_is_known_when_the_update_is_full(self) -> None:
+    def test_the_backward_that_fills_an_update_is_marked(self) -> None:
         stem = machine(1, every=2)
         run(stem, *(ForwardArrived(B(index)) for index in range(4)))
         lasts = [
@@ -205,11 +205,11 @@ class TestUpdates:
         ]
         assert lasts == [False, True, False, True]
 
-    def test_what_may_be_the_last_of_a_phase_counts_as_the_last(self) -> None:
+    def test_a_backward_that_may_be_the_last_is_marked(self) -> None:
         leaf = machine(2, every=4)
-        # The next has not arrived: this may be the last, and what rides on it has to.
+        # The next micro-batch has not arrived: this one may be the last.
         assert run(leaf, ForwardArrived(B(0)))[1] == RunBackward(B(0), 0, last_of_update=True)
-        # It has: this is not.
+        # The next one has arrived: this one is not the last.
         feed(leaf, ForwardArrived(B(1)))
         feed(leaf, ForwardArrived(B(2)))
         assert feed(leaf, Done()) == [RunBackward(B(1), 0, last_of_update=False)]
@@ -223,26 +223,26 @@ class TestClip:
         assert actions[-1] == GatherNorms(update=0, count=2)
         assert feed(root, ClipNormArrived(0)) == [SendClipNorm(0), RunStep(0, 2)]
 
-    def test_the_rest_of_a_phase_is_gathered_too_and_once(self) -> None:
+    def test_norms_of_the_last_update_of_a_phase_are_gathered_once(self) -> None:
         root = machine(0, 2, schedule="sync", every=2, clip=True)
         assert GatherNorms(0, 1) not in run(root, ForwardArrived(B(0)), BackwardArrived(B(0)))
         assert run(root, PhaseEnded(0, 1)) == [SendPhaseEnd(0, 1), GatherNorms(0, 1)]
         assert run(root, WindowSet(2)) == []
         assert format_runs(run(root, ClipNormArrived(0))) == "s0 e0"
 
-    def test_a_stem_passes_the_clip_on_and_the_next_forward_waits_for_it(self) -> None:
+    def test_a_stem_passes_the_clip_norm_on_and_forwards_wait_for_it(self) -> None:
         stem = machine(1, schedule="sync", clip=True)
         run(stem, ForwardArrived(B(0)), BackwardArrived(B(0)))
         assert run(stem, ForwardArrived(B(1))) == []
         assert feed(stem, ClipNormArrived(0)) == [SendClipNorm(0), RunStep(0, 1)]
         assert feed(stem, Done()) == [FreeVersion(0), RunForward(B(1), 1, True)]
 
-    def test_async_waits_for_no_clip(self) -> None:
+    def test_async_does_not_wait_for_a_clip_norm(self) -> None:
         assert RunStep(0, 1) in run(machine(2, clip=True), ForwardArrived(B(0)))
 
 
 class TestPhases:
-    def test_begin_and_end_travel_in_order_with_the_forwards(self) -> None:
+    def test_begin_and_end_are_sent_in_order_with_the_forwards(self) -> None:
         stem = machine(1, begun=False)
         assert feed(stem, PhaseBegun(0, True)) == [SendPhaseBegin(0, True)]
         feed(stem, ForwardArrived(B(0)))
@@ -250,13 +250,13 @@ class TestPhases:
         assert feed(stem, PhaseBegun(1, False)) == []
         assert feed(stem, Done()) == [SendForward(B(0)), SendPhaseEnd(0, 1), SendPhaseBegin(1, False)]
 
-    def test_forwards_of_the_next_epoch_run_while_gradients_are_out(self) -> None:
+    def test_forwards_of_the_next_epoch_run_while_gradients_are_in_flight(self) -> None:
         stem = machine(1)
         run(stem, ForwardArrived(B(0)), PhaseEnded(0, 1), PhaseBegun(1, True))
         assert format_runs(run(stem, ForwardArrived(B(0, 1)))) == "0F"
         assert format_runs(run(stem, BackwardArrived(B(0)))) == "0B s0 e0"
 
-    def test_validation_waits_until_training_is_over_here(self) -> None:
+    def test_validation_waits_for_the_end_of_training(self) -> None:
         stem = machine(1, every=2)
         run(stem, ForwardArrived(B(0)), PhaseEnded(0, 1), PhaseBegun(1, False))
         assert run(stem, ForwardArrived(B(0, 1))) == []
@@ -264,20 +264,20 @@ class TestPhases:
         assert format_runs(actions) == "0.0B s0 e0 1.0V e1"
         assert RunForward(B(0, 1), version=1, trains=False) in actions
 
-    def test_training_goes_on_after_the_forwards_of_a_validation(self) -> None:
+    def test_training_continues_after_the_forwards_of_a_validation(self) -> None:
         stem = machine(1, begun=False)
         run(stem, PhaseBegun(0, False), ForwardArrived(B(0)), PhaseEnded(0, 1), PhaseBegun(1, True))
         assert format_runs(run(stem, ForwardArrived(B(0, 1)))) == "0F"
         assert run(stem, ResultArrived(B(0))) == [SendResult(B(0))]
 
-    def test_the_leaf_ends_a_validation_after_its_last_outcome(self) -> None:
+    def test_the_leaf_ends_a_validation_after_its_last_result(self) -> None:
         leaf = machine(2, begun=False)
         feed(leaf, PhaseBegun(0, False))
         feed(leaf, ForwardArrived(B(0)))
         assert feed(leaf, PhaseEnded(0, 1)) == []
         assert feed(leaf, Done()) == [SendResult(B(0)), RunPhaseEnd(0, trains=False)]
 
-    def test_the_root_ends_a_validation_when_the_last_outcome_is_back(self) -> None:
+    def test_the_root_ends_a_validation_when_the_last_result_arrives(self) -> None:
         root = machine(0, begun=False)
         assert "e0" not in format_runs(
             run(root, PhaseBegun(0, False), ForwardArrived(B(0)), PhaseEnded(0, 1))
@@ -292,11 +292,11 @@ class TestPhases:
 
 
 class TestRoot:
-    def test_the_first_phase_admits_the_window_and_some_ahead(self) -> None:
+    def test_the_first_phase_admits_the_window_and_the_read_ahead(self) -> None:
         root = machine(0, begun=False, window=3)
         assert feed(root, PhaseBegun(0, True)) == [SendPhaseBegin(0, True), Admit(3 + READ_AHEAD)]
 
-    def test_a_window_set_first_admits(self) -> None:
+    def test_setting_the_window_before_a_phase_admits(self) -> None:
         assert feed(machine(0, begun=False, window=3), WindowSet(5)) == [Admit(5 + READ_AHEAD)]
 
     def test_no_more_in_flight_than_the_window(self) -> None:
@@ -310,7 +310,7 @@ class TestRoot:
         run(root, ForwardArrived(B(0)), ForwardArrived(B(1)))
         assert feed(root, WindowSet(2)) == [Admit(2 + READ_AHEAD), RunForward(B(1), 0, True)]
 
-    def test_a_window_that_shrinks_takes_nothing_back(self) -> None:
+    def test_a_smaller_window_does_not_revoke_admissions(self) -> None:
         root = machine(0, window=3)
         run(root, *(ForwardArrived(B(index)) for index in range(5)))
         assert run(root, WindowSet(1)) == []
@@ -334,7 +334,7 @@ class TestRoot:
         root = machine(0, begun=False, schedule="sync", every=2, window=8)
         assert Admit(2 + READ_AHEAD) in feed(root, PhaseBegun(0, True))
 
-    def test_outcomes_free_places_too(self) -> None:
+    def test_results_free_places(self) -> None:
         root = machine(0, begun=False, window=1)
         run(root, PhaseBegun(0, False), ForwardArrived(B(0)), ForwardArrived(B(1)))
         assert run(root, ResultArrived(B(0)))[:3] == [
@@ -344,14 +344,14 @@ class TestRoot:
         ]
 
 
-class TestHold:
-    def test_a_stage_keeps_activations_of_no_more_than_it_may(self) -> None:
+class TestActivationLimit:
+    def test_a_stage_respects_its_limit(self) -> None:
         stem = ScheduleMachine(1, 3, schedule="async", window=4, update_frequency=1, activation_limit=2)
         run(stem, PhaseBegun(0, True))
         assert format_runs(run(stem, *(ForwardArrived(B(index)) for index in range(4)))) == "0F 1F"
         assert format_runs(run(stem, BackwardArrived(B(0)))) == "0B s0 2F"
 
-    def test_without_gradients_there_is_nothing_to_keep(self) -> None:
+    def test_the_limit_does_not_apply_without_gradients(self) -> None:
         stem = ScheduleMachine(1, 3, schedule="async", window=4, update_frequency=1, activation_limit=1)
         run(stem, PhaseBegun(0, False))
         assert format_runs(run(stem, *(ForwardArrived(B(index)) for index in range(3)))) == "0V 1V 2V"
@@ -404,7 +404,7 @@ class TestFailures:
             ),
         ],
     )
-    def test_what_cannot_be_is_named(
+    def test_protocol_violations_are_named(
         self, position: int, before: Sequence[Event], event: Event, words: str
     ) -> None:
         node = machine(position)
@@ -413,13 +413,13 @@ class TestFailures:
         assert isinstance(failure, Fail)
         assert words in failure.reason
 
-    def test_a_clip_for_another_update_fails(self) -> None:
+    def test_a_clip_norm_for_another_update_fails(self) -> None:
         for update, words in ((1, "update 0 is next"), (0, "before all its gradients")):
             (failure,) = machine(1, schedule="sync", clip=True).handle(ClipNormArrived(update), 0.0)
             assert isinstance(failure, Fail)
             assert words in failure.reason
 
-    def test_it_shows_who_and_what_was_done_before(self) -> None:
+    def test_a_failure_shows_the_node_and_its_last_computations(self) -> None:
         stem = machine(1)
         run(stem, ForwardArrived(B(0)), ForwardArrived(B(1)), BackwardArrived(B(0)))
         (failure,) = stem.handle(Done(), 0.0)
@@ -427,13 +427,13 @@ class TestFailures:
         assert failure.reason.startswith("Stem (stage 1): ")
         assert failure.reason.endswith("(last run here: 0F 1F 0B s0)")
 
-    def test_after_a_failure_nothing_is_done(self) -> None:
+    def test_events_after_a_failure_are_ignored(self) -> None:
         stem = machine(1)
         stem.handle(Done(), 0.0)
         assert stem.handle(ForwardArrived(B(0)), 0.0) == []
 
 
-def test_a_schedule_prints_with_phases_only_where_needed() -> None:
+def test_phases_are_printed_only_if_there_are_several() -> None:
     one = [RunForward(B(0), 0, True), Finished(B(0)), RunBackward(B(0), 0, True), RunStep(0, 1)]
     assert format_runs(one) == "0F 0B s0"
     assert (
@@ -442,7 +442,7 @@ def test_a_schedule_prints_with_phases_only_where_needed() -> None:
     )
 
 
-# What always holds
+# Invariants
 
 
 @st.composite
@@ -464,7 +464,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 
 @settings(max_examples=120, deadline=None)
 @given(pipelines(), st.data())
-def test_every_order_ends_and_loses_nothing(pipeline: Pipeline, data: st.DataObject) -> None:
+def test_every_order_finishes_all_micro_batches(pipeline: Pipeline, data: st.DataObject) -> None:
     pipeline.run(lambda ready: data.draw(st.sampled_from(ready)))
     trained = [
         B(i, p) for p, phase in enumerate(pipeline.phases) if phase.trains for i in range(phase.count)
@@ -534,7 +534,7 @@ def _check_phase_order(pipeline: Pipeline, log: list[Action]) -> None:
                 over.add(phase)
             case RunForward(microbatch, _, False):
                 earlier = {p for p in range(microbatch.phase) if pipeline.phases[p].trains}
-                assert earlier <= over, "validation sees the weights that the phases before it made"
+                assert earlier <= over, "validation uses the weights of all earlier phases"
 
 
 @settings(max_examples=60, deadline=None)
@@ -549,8 +549,8 @@ def test_async_with_a_window_of_one_is_sync_with_updates_of_one(pipeline: Pipeli
 
 @settings(max_examples=60, deadline=None)
 @given(pipelines(), st.integers(0, 2**32))
-def test_sync_computes_the_same_in_any_order(pipeline: Pipeline, seed: int) -> None:
-    """Which update a micro-batch is part of, and the version it ran on, hang on no timing."""
+def test_sync_computes_the_same_in_any_event_order(pipeline: Pipeline, seed: int) -> None:
+    """The update of a micro-batch and the version that it ran on do not depend on timing."""
 
     def essence(made: Pipeline) -> list[Counter[Action]]:
         runs = RunForward | RunStep | RunPhaseEnd

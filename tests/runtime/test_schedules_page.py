@@ -1,4 +1,4 @@
-"""The figures in ``docs/schedules.md`` are what the simulator makes."""
+"""Grids and tables of ``docs/schedules.md`` agree with the simulator."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ from schedule_page import BLOCK, TABLE, regenerate
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
 
 
-def test_the_page_shows_what_the_simulator_makes() -> None:
+def test_the_page_agrees_with_the_simulator() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert regenerate(page) == page
 
 
-def test_the_figures_are_found() -> None:
+def test_all_grids_and_tables_are_found() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert len(BLOCK.findall(page)) == page.count("<!-- grid:") + page.count("<!-- line:") == 3
     assert len(TABLE.findall(page)) == 1

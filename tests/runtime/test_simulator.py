@@ -1,4 +1,4 @@
-"""The schedule under virtual time, against what can be worked out by hand."""
+"""Simulator of the schedule, compared with results computed by hand."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def equal_stages(
     schedule: Schedule = "async",
     batches: int = 200,
 ) -> Scenario:
-    """Stages of 30: 10 forward, 20 backward. Whole numbers, so that ties are ties."""
+    """Return stages of 30 (10 forward, 20 backward); whole numbers, so that equal times are equal."""
     links = (LinkCost(link, link),) * (stages - 1)
     return Scenario((StageCost(10, 20, step),) * stages, links, window, every, schedule, batches)
 
 
-def test_a_node_alone_never_waits() -> None:
+def test_a_single_node_never_waits() -> None:
     found = simulate(equal_stages(1, 1, step=6, every=2, batches=10))
     assert found.rate == pytest.approx(1 / 33)
     assert found.makespan == 10 * 33
@@ -37,7 +37,7 @@ def test_a_node_alone_never_waits() -> None:
     assert found.stages[0].max_staleness == 0
 
 
-def test_one_in_flight_takes_a_round_trip_each() -> None:
+def test_with_a_window_of_one_each_micro_batch_takes_a_round_trip() -> None:
     found = simulate(equal_stages(3, 1, link=20, batches=7))
     assert found.makespan == 7 * (3 * 30 + 4 * 20)
     assert found.rate == pytest.approx(1 / 170)
@@ -53,7 +53,7 @@ def test_a_full_pipeline_reaches_the_rate_of_its_stages() -> None:
     ("stages", "window", "share"),
     [(3, 3, 0.529), (3, 6, 0.947), (3, 7, 1.0), (8, 20, 0.938), (8, 21, 0.984)],
 )
-def test_the_figures_of_the_design(stages: int, window: int, share: float) -> None:
+def test_known_rates(stages: int, window: int, share: float) -> None:
     found = simulate(equal_stages(stages, window, link=20, batches=40 * window))
     assert found.rate * 30 == pytest.approx(share, abs=0.005)
 
@@ -64,13 +64,13 @@ def test_ramp_up_and_drain_do_not_count() -> None:
     assert 60 / short.makespan < 0.95 * short.rate
 
 
-def test_a_phase_too_short_to_settle_gives_its_overall_rate() -> None:
+def test_a_short_phase_has_its_overall_rate() -> None:
     assert simulate(equal_stages(3, 3, batches=1)).rate == pytest.approx(1 / 90)
 
 
-def test_staleness_falls_from_the_root_to_the_leaf() -> None:
+def test_staleness_decreases_from_root_to_leaf() -> None:
     found = simulate(equal_stages(3, 3, batches=300))
-    # The burst at the start may reach the Stem before its first update: its most is 2.
+    # The burst at the start may reach the Stem before its first update, so its maximum is 2.
     assert [use.max_staleness for use in found.stages] == [2, 2, 0]
     means = [use.mean_staleness for use in found.stages]
     assert means == pytest.approx([2, 1, 0], abs=0.05)
@@ -82,27 +82,27 @@ def test_sync_has_no_staleness_and_two_versions_while_it_steps() -> None:
     assert {use.peak_versions for use in found.stages} == {2}
 
 
-def test_sync_pays_for_the_flush() -> None:
+def test_sync_is_slower_because_of_the_flush() -> None:
     found = simulate(equal_stages(2, 2, every=2, schedule="sync", batches=20))
-    # Root:  0F 1F .. 0B 1B, Leaf: 0F 0B 1F 1B: (10 + 30 + 30 + 20) an update.
+    # Root:  0F 1F .. 0B 1B, Leaf: 0F 0B 1F 1B: (10 + 30 + 30 + 20) per update.
     assert found.rate == pytest.approx(2 / 90)
 
 
-def test_a_slow_root_still_feeds_the_stages_behind_it() -> None:
-    """Were backwards always first, its own would queue and this would reach 71%."""
+def test_a_slow_root_still_feeds_the_following_stages() -> None:
+    """If backwards always ran first, its own would queue up and the rate would be 71%."""
     costs = (StageCost(12, 24), StageCost(7, 14), StageCost(5.5, 11))
     links = (LinkCost(24.4, 24.4), LinkCost(2.2, 2.2))
     assert simulate(Scenario(costs, links, window=4, microbatches=200)).rate * 36 > 0.98
 
 
-def test_steady_rate_is_that_of_a_long_phase() -> None:
+def test_steady_rate_equals_the_rate_of_a_long_phase() -> None:
     scenario = equal_stages(3, 7, link=20, step=3, every=2, batches=500)
     assert steady_rate(scenario) == pytest.approx(simulate(scenario).rate, rel=0.01)
     sync = equal_stages(3, 7, link=20, step=3, every=8, batches=80, schedule="sync")
     assert steady_rate(sync) == pytest.approx(simulate(sync).rate)
 
 
-def test_the_timeline_is_kept_only_where_asked_for() -> None:
+def test_the_timeline_is_kept_only_if_requested() -> None:
     scenario = equal_stages(2, 2, batches=2)
     assert simulate(scenario).timeline == ()
     timeline = simulate(scenario, record=True).timeline
@@ -127,7 +127,7 @@ times = st.integers(0, 40)
     schedule=st.sampled_from(["async", "sync"]),
     batches=st.integers(1, 40),
 )
-def test_what_holds_for_any_pipeline(
+def test_invariants_of_any_pipeline(
     costs: list[StageCost],
     delays: list[LinkCost],
     window: int,
@@ -146,4 +146,4 @@ def test_what_holds_for_any_pipeline(
         busy = batches * (cost.forward + cost.backward) + updates * cost.step
         assert use.utilisation == pytest.approx(busy / found.makespan)
         assert use.peak_in_flight <= window
-        assert use.peak_versions <= math.ceil(window / every) + 1, "what the plan counts"
+        assert use.peak_versions <= math.ceil(window / every) + 1, "the plan's estimate"

@@ -1,4 +1,4 @@
-"""Trainer: its parameters, its loop, and subclasses with loops of their own."""
+"""Trainer: parameters, calls, data and subclasses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_val_freq(cluster: Formed, val_freq: int, validations: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ({"batch_size": 4}, "batch_size=4, but train_loader has batches of 5"),
         ({"batch_size": 0}, "batch_size must be a whole number from 1"),
@@ -71,14 +71,14 @@ def test_val_freq(cluster: Formed, val_freq: int, validations: int) -> None:
         ({"node": None}, "Trainer needs the node"),
     ],
 )
-def test_what_does_not_fit_is_refused(cluster: Formed, given: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(cluster: Formed, given: dict[str, Any], expected: str) -> None:
     settings: dict[str, Any] = {"node": cluster().node("node_0"), "train_loader": points()} | given
     with pytest.raises(SettingsError) as refused:
         Trainer(**settings)
-    assert said in str(refused.value)
+    assert expected in str(refused.value)
 
 
-def test_batch_size_may_be_that_of_the_loader(cluster: Formed) -> None:
+def test_batch_size_may_equal_the_loaders(cluster: Formed) -> None:
     node = cluster().node("node_0")
     assert Trainer(node, train_loader=points(), batch_size=5).batch_size == 5
     assert Trainer(node, train_loader=[(torch.rand(5, 4), torch.ones(5))], batch_size=9)
@@ -97,7 +97,7 @@ def test_the_root_needs_data(cluster: Formed) -> None:
     assert isinstance(leaf, RunError)
 
 
-def test_step_size_goes_to_the_scheduler(cluster: Formed) -> None:
+def test_step_size_is_passed_to_the_scheduler(cluster: Formed) -> None:
     local = cluster()
 
     def script(name: str) -> list[list[float]]:
@@ -138,7 +138,7 @@ def test_a_scheduler_may_step_with_each_update(cluster: Formed) -> None:
     assert local.results(script) == [[0.025], [0.025]], "nine updates"
 
 
-def test_a_plateau_scheduler_gets_the_figure(cluster: Formed) -> None:
+def test_a_plateau_scheduler_gets_the_validation_result(cluster: Formed) -> None:
     figures: dict[str, list[float]] = {}
 
     class Seen(ReduceLROnPlateau):
@@ -169,7 +169,7 @@ def test_inputs_dtype(cluster: Formed) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in local.fused().items())
 
 
-def test_inputs_dtype_converts_whole_numbers_where_there_is_nothing_else(cluster: Formed) -> None:
+def test_inputs_dtype_converts_integers_if_all_inputs_are_integers(cluster: Formed) -> None:
     data = [((10 * x).to(torch.int16), y) for x, y in points()]
     local = cluster(schedule="sync")
     local.train(lambda: (data, None), node={}, inputs_dtype=torch.float32, save=True)
@@ -177,10 +177,10 @@ def test_inputs_dtype_converts_whole_numbers_where_there_is_nothing_else(cluster
     assert all(torch.equal(value, expected[name]) for name, value in local.fused().items())
 
 
-# The calls
+# Calls
 
 
-def test_evaluate_returns_the_figure_on_every_node_prints_and_writes_it(
+def test_evaluate_returns_the_result_on_every_node_and_the_root_records_it(
     cluster: Formed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local = cluster(nodes=3, schedule="sync")
@@ -192,7 +192,7 @@ def test_evaluate_returns_the_figure_on_every_node_prints_and_writes_it(
     assert f"accuracy {expected:.4f}" in capsys.readouterr().out
 
 
-def test_files_of_an_earlier_run_are_kept_under_another_name(cluster: Formed) -> None:
+def test_files_of_an_earlier_run_are_renamed(cluster: Formed) -> None:
     Path("losses.txt").write_text("1\n2\n")
     Path("losses.1.txt").write_text("3\n")
     Path("val_accuracies.txt").write_text("4\n")
@@ -204,7 +204,7 @@ def test_files_of_an_earlier_run_are_kept_under_another_name(cluster: Formed) ->
     assert len(_lines("val_accuracies.txt")) == 1
 
 
-def test_pred_gives_the_output_at_the_root(cluster: Formed) -> None:
+def test_pred_returns_the_output_at_the_root(cluster: Formed) -> None:
     local = cluster(schedule="sync")
     inputs = torch.rand(3, 4)
 
@@ -237,7 +237,7 @@ def test_train_twice_on_the_same_node(cluster: Formed) -> None:
     assert len(_lines("losses.txt")) == 20
 
 
-def test_every_node_returns_when_nobody_evaluates(cluster: Formed) -> None:
+def test_every_node_returns_without_evaluate(cluster: Formed) -> None:
     local = cluster(nodes=3)
     nodes: list[Node] = []
 
@@ -312,7 +312,7 @@ def _labels_only() -> list[Any]:
     ids=lambda function: function.__name__,
 )
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_loaders_of_all_kinds(
+def test_supported_loaders(
     cluster: Formed, inputs: Callable[[], Any], labels: Callable[[], Any], nodes: int
 ) -> None:
     local = cluster(nodes=nodes, schedule="sync")
@@ -353,7 +353,7 @@ def test_a_stage_without_trainable_parameters(cluster: Formed, schedule: str) ->
     assert same == {"first.weight", "first.bias", "second.weight", "second.bias"}
 
 
-def test_one_hot_labels_have_an_accuracy(cluster: Formed) -> None:
+def test_accuracy_with_one_hot_labels(cluster: Formed) -> None:
     def loader() -> list[Any]:
         return [(x, nn.functional.one_hot(y, 3).float()) for x, y in points()]
 
@@ -451,7 +451,7 @@ def test_the_documented_bert_trainer(cluster: Formed, nodes: int) -> None:
 
 
 class _OwnValidation(Trainer):
-    """Averages over batches, as a loop written for one process does."""
+    """Trainer with its own evaluate, which averages over batches."""
 
     def evaluate(self) -> float:
         accuracies = [
@@ -478,7 +478,7 @@ def test_a_subclass_with_its_own_evaluate(cluster: Formed) -> None:
 
 
 class _Wrapped(Trainer):
-    """Adds to what it inherits."""
+    """Trainer that extends the inherited methods."""
 
     def train(self) -> None:
         super().train()

@@ -1,4 +1,4 @@
-"""The choice of the window."""
+"""Choice of the window."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choose(
     )
 
 
-def test_costs_that_vary_need_more_under_way_than_their_mean() -> None:
+def test_varying_costs_need_a_larger_window_than_their_mean() -> None:
     drawn = random.Random(1)
     varying = [tuple(StageCost(drawn.uniform(5, 15), 20) for _ in range(64)) for _ in range(8)]
     links = [LinkCost(0, 0)] * 7
@@ -40,7 +40,7 @@ def test_costs_that_vary_need_more_under_way_than_their_mean() -> None:
 
 
 @pytest.mark.parametrize("hidden", [0.0, 24.0])
-def test_what_costs_do_not_explain_is_found_and_stays_found(hidden: float) -> None:
+def test_overhead_is_estimated_and_stays_estimated(hidden: float) -> None:
     costs, links = [StageCost(10, 20)] * 4, [LinkCost(5, 5)] * 3
     slower = [LinkCost(5 + hidden / 6, 5 + hidden / 6)] * 3
     truth = choose_window(costs, slower, update_frequency=1, schedule="async", max_window=64)
@@ -55,24 +55,24 @@ def test_what_costs_do_not_explain_is_found_and_stays_found(hidden: float) -> No
         assert window == truth.window
 
 
-def test_a_user_who_is_late_is_no_reason_for_more_under_way() -> None:
+def test_a_slow_user_does_not_increase_the_window() -> None:
     costs, links = [StageCost(10, 20)] * 4, [LinkCost(5, 5)] * 3
     assert estimate_overhead(0.0, [150.0] * 8, 12, costs, links, update_frequency=1) == 0.0
 
 
 @pytest.mark.parametrize(("stages", "window"), [(1, 1), (2, 4), (3, 7), (8, 22)])
-def test_the_windows_of_the_design(stages: int, window: int) -> None:
+def test_known_windows(stages: int, window: int) -> None:
     choice = choose(stages)
     assert choice.window == window
     assert choice.slowest_rate == pytest.approx(1 / 30)
     assert choice.predicted_rate >= TARGET * choice.slowest_rate
 
 
-def test_without_delays_a_place_for_each_stage_will_do() -> None:
+def test_without_delays_the_window_is_the_number_of_stages() -> None:
     assert choose(3, link=0).window == 3
 
 
-def test_memory_caps_it_and_the_reason_says_so() -> None:
+def test_memory_limits_the_window_and_the_reason_says_so() -> None:
     choice = choose(3, max_window=3)
     assert choice.window == 3
     assert choice.predicted_rate == pytest.approx(3 / 170)
@@ -82,11 +82,11 @@ def test_memory_caps_it_and_the_reason_says_so() -> None:
     )
 
 
-def test_the_reason_names_what_is_reached() -> None:
+def test_the_reason_names_the_reached_rate() -> None:
     assert choose(3).reason.startswith("7 in flight reach 100% of the 0.0333 micro-batches/s")
 
 
-def test_time_of_updates_counts_by_their_number() -> None:
+def test_update_time_is_divided_by_update_frequency() -> None:
     for every in (1, 4):
         choice = choose_window(
             [StageCost(10, 20, 8)], [], update_frequency=every, schedule="async", max_window=9
@@ -95,26 +95,26 @@ def test_time_of_updates_counts_by_their_number() -> None:
         assert choice.window == 1
 
 
-def test_sync_wants_no_more_than_an_update() -> None:
+def test_the_sync_window_is_at_most_one_update() -> None:
     choice = choose(3, every=4, schedule="sync")
     assert choice.window == 4
     assert "the flush at each update of 4 costs the rest" in choice.reason
 
 
-def test_sync_takes_fewer_where_they_do_as_well() -> None:
+def test_the_sync_window_is_smaller_if_that_suffices() -> None:
     choice = choose(3, every=32, schedule="sync")
     assert choice.window == 7
     best = steady_rate(Scenario((StageCost(10, 20),) * 3, (LinkCost(20, 20),) * 2, 32, 32, "sync"))
     assert choice.predicted_rate >= TARGET * best
 
 
-def test_sync_is_capped_too() -> None:
+def test_memory_limits_the_sync_window() -> None:
     choice = choose(3, every=32, schedule="sync", max_window=2)
     assert choice.window == 2
     assert choice.reason.endswith("memory allows 2 in flight")
 
 
-def test_stages_that_take_no_time_get_a_place_each() -> None:
+def test_without_costs_the_window_is_the_number_of_stages() -> None:
     free = StageCost(0, 0)
     links = [LinkCost(1, 1)] * 2
     assert (
@@ -122,7 +122,7 @@ def test_stages_that_take_no_time_get_a_place_each() -> None:
     )
 
 
-def test_stages_hold_their_share_of_the_window() -> None:
+def test_activation_limits() -> None:
     assert choose(3).activation_limits == (7, 6, 1)
     assert choose(8, link=0, max_window=8).activation_limits == (8, 8, 7, 6, 5, 4, 3, 1)
     assert choose(3, every=4, schedule="sync").activation_limits == (4, 4, 1)
@@ -135,7 +135,7 @@ def test_stages_hold_their_share_of_the_window() -> None:
     every=st.integers(1, 8),
     schedule=st.sampled_from(["async", "sync"]),
 )
-def test_to_hold_no_more_costs_no_time(
+def test_activation_limits_do_not_reduce_the_rate(
     forwards: list[int], delays: list[int], every: int, schedule: Schedule
 ) -> None:
     costs = tuple(StageCost(forward, 2 * forward) for forward in forwards)
@@ -156,7 +156,9 @@ def test_to_hold_no_more_costs_no_time(
     delays=st.lists(st.integers(0, 40), min_size=4, max_size=4),
     every=st.integers(1, 3),
 )
-def test_it_is_the_smallest_that_will_do(forwards: list[int], delays: list[int], every: int) -> None:
+def test_the_window_is_the_smallest_that_suffices(
+    forwards: list[int], delays: list[int], every: int
+) -> None:
     costs = tuple(StageCost(forward, 2 * forward) for forward in forwards)
     links = tuple(LinkCost(delay, delay) for delay in delays[: len(costs) - 1])
     choice = choose_window(costs, links, update_frequency=every, schedule="async", max_window=100)
@@ -164,12 +166,12 @@ def test_it_is_the_smallest_that_will_do(forwards: list[int], delays: list[int],
     assert choice.predicted_rate >= goal
     if choice.window > 1:
         below = steady_rate(Scenario(costs, links, choice.window - 1, every))
-        # The wave of the start can make a simulated rate a little too high or low.
+        # The burst at the start can make a simulated rate slightly too high or low.
         assert below < goal * 1.02
 
 
-def test_a_slow_link_sets_the_rate_and_is_not_flooded() -> None:
-    """More in flight than the link can take would only wait before it."""
+def test_a_slow_link_limits_rate_and_window() -> None:
+    """Further micro-batches would only queue in front of the link."""
     costs = [StageCost(1, 2)] * 3
     links = [LinkCost(10, 10, 10, 10)] * 2
     choice = choose_window(costs, links, update_frequency=1, schedule="async", max_window=100)
@@ -179,9 +181,7 @@ def test_a_slow_link_sets_the_rate_and_is_not_flooded() -> None:
 
 
 @pytest.mark.parametrize(("max_window", "expected"), [(100, 28), (24, 24), (5, 5)])
-def test_some_are_kept_under_way_for_what_nobody_can_predict_within_memory(
-    max_window: int, expected: int
-) -> None:
+def test_the_margin_enlarges_the_window_within_memory(max_window: int, expected: int) -> None:
     costs, links = [StageCost(10, 20)] * 8, [LinkCost(20, 20)] * 7
     plain = choose_window(costs, links, update_frequency=1, schedule="async", max_window=max_window)
     choice = choose_window(

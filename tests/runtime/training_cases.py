@@ -1,4 +1,4 @@
-"""Small models and data for training tests, and the single process that pipelines are compared with."""
+"""Small models and data for training tests, and the single-process reference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SmallCNN(nn.Module):
 
 
 class TiedGPT(GPT):
-    """A language model whose output layer is its embedding."""
+    """Language model whose output layer shares the embedding's weight."""
 
     def __init__(self, vocabulary: int = 16, width: int = 16, layers: int = 3, length: int = 8) -> None:
         super().__init__(vocabulary, width, layers, length, heads=2)
@@ -42,19 +42,19 @@ class TiedGPT(GPT):
 
 
 def digits_cnn() -> nn.Module:
-    """The model of the demo, with its dropout switched off."""
+    """Model of the demo, without dropout."""
     model = digits()
     model.dropout.p = 0.0
     return model
 
 
 def token_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Cross entropy over all places; a criterion that gets the batch as the loader gives it."""
+    """Cross entropy over all positions; a criterion that takes the loader's whole batch."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch[-1].flatten())
 
 
 def image_loaders(batches: int = 10, size: int = 8, seed: int = 1) -> tuple[DataLoader, DataLoader]:
-    """Shuffled training data and validation data that share one generator; a smaller last batch."""
+    """Return shuffled training and validation data with one generator; the last batch is smaller."""
     made = torch.Generator().manual_seed(seed)
     images = torch.randn(batches * size - 3, 1, 8, 8, generator=made)
     labels = (images.mean((1, 2, 3)) * 40).long().clamp(-5, 4) + 5
@@ -65,7 +65,7 @@ def image_loaders(batches: int = 10, size: int = 8, seed: int = 1) -> tuple[Data
 
 
 def token_loaders(batches: int = 10, size: int = 4, seed: int = 1) -> tuple[DataLoader, None]:
-    """Sequences to sort."""
+    """Return sequences to sort."""
     made = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 16, (batches * size, 8), generator=made)
     order = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def train_alone(
     clip: float | None = None,
     after_epoch: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """What a single process does: the reference. Returns the loss of each update."""
+    """Train in a single process, as a reference, and return the loss of each update."""
     losses: list[float] = []
     model.train()
     for _ in range(epochs):
@@ -118,7 +118,7 @@ def train_alone(
 
 
 class MLP(nn.Module):
-    """The smallest model with something to split."""
+    """Smallest model that can be split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class MLP(nn.Module):
 
 
 class DropoutMLP(MLP):
-    """Draws random numbers in every stage."""
+    """Model with dropout in every stage."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.first, self.second, self.third):
@@ -143,7 +143,7 @@ class DropoutMLP(MLP):
 
 
 class HalfFrozenMLP(MLP):
-    """Nothing to train in the first half."""
+    """Model whose first half has no trainable parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class HalfFrozenMLP(MLP):
 
 
 class Encoder(nn.Module):
-    """Takes its inputs by name only, like the models that BERT is trained with."""
+    """Model with keyword inputs, like BERT."""
 
     def __init__(self, vocabulary: int = 16, width: int = 8) -> None:
         super().__init__()
@@ -187,17 +187,17 @@ SMALL_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "digits-cnn": (digits_cnn, (torch.rand(8, 1, 8, 8),)),
     "tied-gpt": (TiedGPT, (torch.randint(0, 16, (4, 8), generator=torch.Generator().manual_seed(0)),)),
 }
-"""By name: how to make the model, and example inputs."""
+"""Factories of models and example inputs, by name."""
 
 
 def small_model(case: str) -> nn.Module:
-    """A model by name, always with the same weights."""
+    """Return a model by name, always with the same weights."""
     set_seed(7)
     return SMALL_MODELS[case][0]()
 
 
 def points(count: int = 22, size: int = 5, seed: int = 1, **options: Any) -> DataLoader:
-    """Points in four dimensions with one of three classes; by default in order."""
+    """Return a loader of points in four dimensions with three classes; by default not shuffled."""
     made = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, 4, generator=made)
     return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), size, **options)
