@@ -110,6 +110,13 @@ def test_a_refused_credential_raises(server: LoopbackServer) -> None:
     assert refused.value.status == 401
 
 
+@pytest.fixture
+def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
+    """A server without the providers of other tests."""
+    with loopback_server(tmp_path_factory.mktemp("own")) as found:
+        yield found
+
+
 @contextmanager
 def training_provider(
     server: LoopbackServer, name: str, folder: Path
@@ -138,22 +145,22 @@ def training_provider(
             process.kill()
 
 
-def test_an_interrupt_stops_the_worker_and_leaves(server: LoopbackServer, tmp_path: Path) -> None:
-    with training_provider(server, "stopped", tmp_path) as process:
+def test_an_interrupt_stops_the_worker_and_leaves(own_server: LoopbackServer, tmp_path: Path) -> None:
+    with training_provider(own_server, "stopped", tmp_path) as process:
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
         assert "its owner stopped it" in output
         assert "stopped offers 0.45 GB of RAM and 1 core" in output
         assert not errors
-    assert "its owner stopped it" in server.provider("stopped").reason
+    assert "its owner stopped it" in own_server.provider("stopped").reason
     assert not list((tmp_path / "jobs").iterdir())
 
 
 def test_a_worker_ends_when_its_agent_is_killed_and_leaves_its_folder(
-    server: LoopbackServer, tmp_path: Path
+    own_server: LoopbackServer, tmp_path: Path
 ) -> None:
-    with training_provider(server, "killed", tmp_path) as process:
+    with training_provider(own_server, "killed", tmp_path) as process:
         process.kill()
         process.wait(SECONDS)
     assert len(list((tmp_path / "jobs").iterdir())) == 1, "the next process reports it as lost"
