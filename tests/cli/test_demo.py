@@ -80,7 +80,7 @@ def test_the_demo_trains_and_leaves_only_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("environment")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     with demo(tmp_path, "--epochs", "1000", "--providers", "1") as process:
         assert process.stdout is not None
