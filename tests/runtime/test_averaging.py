@@ -17,7 +17,8 @@ from training_cases import SMALL_MODELS, SmallCNN, small_model, token_loaders, t
 
 import ravnest
 from ravnest import Trainer
-from ravnest.averaging.member import Member
+from ravnest.averaging.events import ClusterJoined
+from ravnest.averaging.member import Member, MemberAction, MemberEvent
 
 
 @pytest.fixture(autouse=True)
@@ -258,13 +259,25 @@ def test_compressed_rounds_end_with_the_same_model(tmp_path: Path, codec: str) -
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_cluster_that_connects_late_takes_part(tmp_path: Path, late: int) -> None:
+def test_a_cluster_that_connects_late_takes_part(
+    tmp_path: Path, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clusters = mlp_clusters(tmp_path, (1, 1), reduce_factor=2)
-    early_trains, late_trains = threading.Event(), threading.Event()
+    early_trains, late_trains, late_joined = threading.Event(), threading.Event(), threading.Event()
+    handle = Member.handle
+
+    def watched(member: Member, event: MemberEvent, now: float) -> list[MemberAction]:
+        actions = handle(member, event, now)
+        if event == ClusterJoined(late):  # at the early cluster
+            late_joined.set()
+        return actions
+
+    monkeypatch.setattr(Member, "handle", watched)
 
     def early(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
         if early_trains.is_set():
             assert late_trains.wait(30)
+            assert late_joined.wait(30)
         early_trains.set()
         return nn.functional.cross_entropy(outputs, batch[-1])
 
