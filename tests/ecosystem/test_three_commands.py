@@ -102,10 +102,10 @@ def test_a_requester_serves_itself_and_sends_a_loss_of_its_own(
 
     model = small_model()
     with ravnest.submit(
-        model,
-        (torch.zeros(8, 6),),
-        small_data(),
-        smoothed,
+        model=model,
+        example_args=(torch.zeros(8, 6),),
+        data=small_data(),
+        loss=smoothed,
         optimizer_params={"lr": 1e-2},
         epochs=5,
         batch_size=8,

@@ -86,8 +86,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "version": (lambda d: d.update(version=2), "not a model"),
     "no units": (lambda d: d.update(units=[]), "does not list the units"),
     "units are not a list": (lambda d: d.update(units={"0": {}}), "does not list the units"),
-    "a unit is missing": (lambda d: d["units"].pop(), "not in its place"),
-    "units are swapped": (lambda d: d["units"].reverse(), "not in its place"),
+    "a unit is missing": (lambda d: d["units"].pop(), "wrong position"),
+    "units are swapped": (lambda d: d["units"].reverse(), "wrong position"),
     "another signature": (lambda d: d["units"][1]["signature"].pop(), "other inputs"),
     "no profile": (lambda d: d.pop("profile"), "profile of the model is malformed"),
     "a profile of other units": (

@@ -68,7 +68,7 @@ MyAdam.__name__ = "Adam"
     [
         (MyAdam, {}, "providers run none of your code"),
         (optim.LBFGS, {}, "closure"),
-        (optim.Adam([nn.Parameter(torch.ones(1))]), {}, "give the class"),
+        (optim.Adam([nn.Parameter(torch.ones(1))]), {}, "pass the class"),
         (None, {}, "needs an optimizer"),
         ("Adam", {}, "must be a class of torch.optim"),
         (optim.Adam, lambda parameters: parameters, "must be a mapping"),

@@ -130,14 +130,20 @@ def test_a_node_spec_that_is_malformed_or_meant_for_another_is_refused(
     [
         {"bundle": "../../outside"},
         {"bundle": "/etc"},
-        {"bundle": "nodes"},
         {"certificates": {"authority": "../a", "certificate": "b", "key": "/root/key"}},
     ],
 )
-def test_paths_of_the_server_are_not_used(
+def test_paths_outside_of_the_folder_are_refused(
     member: Member, job_dir: JobDir, node: dict[str, Any], tmp_path: Path
 ) -> None:
     member.change_node(**node)
+    with pytest.raises(ServerError, match="another format"):
+        member.fetch(job_dir)
+    assert [path.name for path in tmp_path.iterdir()] == ["provider"]
+
+
+def test_paths_of_the_server_are_not_used(member: Member, job_dir: JobDir, tmp_path: Path) -> None:
+    member.change_node(bundle="nodes")
     _, found = member.fetch(job_dir)
     assert isinstance(found, NodeSpec)
     assert (found.bundle, found.certificates) == ("stage", CERTIFICATES)

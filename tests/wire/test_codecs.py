@@ -16,7 +16,7 @@ from ravnest.wire.messages import Forward, Message, MicrobatchId
 LOSSY: list[Codec] = [FP16, BF16, INT8]
 BLOCK = 32
 MIN_ELEMENTS = 128
-HEAD = Forward(MicrobatchId("run", 0, 0, 0), 1)
+HEAD = Forward("run", MicrobatchId(0, 0), 1)
 SIZES = st.one_of(
     st.integers(0, 5 * MIN_ELEMENTS), st.sampled_from([127, 128, 129, 32_736, 32_737, 70_000])
 )
