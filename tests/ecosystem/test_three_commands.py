@@ -104,8 +104,8 @@ def test_a_requester_serves_itself_and_sends_a_loss_of_its_own(
     with ravnest.submit(
         model=model,
         example_args=(torch.zeros(8, 6),),
-        data=small_data(),
-        loss=smoothed,
+        train_data=small_data(),
+        criterion=smoothed,
         optimizer_params={"lr": 1e-2},
         epochs=5,
         batch_size=8,
