@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import StageInputError
-from ravnest.split.gradients import add_gradient, memory_of
+from ravnest.split.gradients import add_gradient, memory_of, own_gradient
 from ravnest.split.graph import InputEntry, StageSpec
 from ravnest.split.module import StageModule
 
@@ -59,6 +59,33 @@ class StagePass:
         for_inputs = [next(found) if need else None for need in needs]
         for_parameters = {key: g for key, g in zip(parameters, found, strict=True) if g is not None}
         return for_inputs, for_parameters
+
+    def accumulate(
+        self,
+        outputs: Sequence[tuple[Any, torch.Tensor | None]],
+        gradients: dict[str, torch.Tensor],
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the inputs, and add those of the parameters to ``gradients``.
+
+        Autograd adds each as soon as it exists, so that there is never a second set of gradients.
+        """
+        parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
+        inputs = [value if _needs_gradient(value) else None for value in self.inputs]
+        leaves = [value for value in inputs if value is not None]
+        ends = [end for end in outputs if _needs_gradient(end[0])]
+        if not ends or not (leaves or parameters):
+            return [None] * len(inputs)
+        for key, parameter in parameters.items():
+            parameter.grad = gradients.get(key)
+        _accumulate(ends, [*leaves, *parameters.values()])
+        found = [None if value is None else value.grad for value in inputs]
+        taken = {memory_of(gradient) for gradient in found if gradient is not None}
+        for key, parameter in parameters.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                new = key not in gradients
+                gradients[key] = own_gradient(gradient, parameter, taken) if new else gradient
+        return found
 
 
 class Chain:
@@ -116,17 +143,30 @@ class Chain:
     def gradients(
         self, ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
     ) -> dict[str, torch.Tensor]:
-        """Return the gradients of all trainable parameters by key, and free the last forward pass."""
+        """Return the gradients of all trainable parameters by key; free the chain's last forward."""
+        return dict(self.each_gradient(ends))
+
+    def each_gradient(
+        self, ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the gradients of all trainable parameters with their keys, stage by stage.
+
+        A gradient is freed once the caller has dropped it. Frees the chain's last forward.
+        """
         outputs: Sequence[tuple[Any, torch.Tensor | None]] = ends
         total: dict[str, torch.Tensor] = {}
         while self._passes:
             step = self._passes.pop()
             of_inputs, of_parameters = step.backward(outputs, total)
             total.update(of_parameters)
+            del of_parameters
             arrived = {
                 spec.name: gradient
                 for spec, gradient in zip(step.module.graph.inputs, of_inputs, strict=True)
             }
+            earlier = {key for each in self._passes for key in each.parameters}
+            for key in [key for key in total if key not in earlier]:
+                yield key, total.pop(key)
             if self._passes:
                 before = self._passes[-1]
                 names = [output.name for output in before.module.graph.outputs]
@@ -135,7 +175,6 @@ class Chain:
                     for name, tensor in zip(names, before.outputs, strict=True)
                     if arrived.get(name) is not None
                 ]
-        return total
 
     def set_gradients(
         self, gradients: Mapping[str, torch.Tensor], kept: Iterable[torch.Tensor] = ()
@@ -237,9 +276,23 @@ def _differentiate(
     gradient is missing or does not fit; otherwise autograd's engine is called directly.
     """
     outputs, gradients = zip(*ends, strict=True)
-    fit = all(g is not None and g.shape == t.shape and g.dtype == t.dtype for t, g in ends)
-    if fit and _engine_run_backward is not None:
+    if _fit(ends) and _engine_run_backward is not None:
         return _engine_run_backward(
             outputs, gradients, False, False, tuple(leaves), True, accumulate_grad=False
         )
     return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+
+
+def _accumulate(
+    ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]], leaves: Sequence[torch.Tensor]
+) -> None:
+    """Add gradients to the ``.grad`` of ``leaves``, as ``torch.autograd.backward`` does."""
+    outputs, gradients = zip(*ends, strict=True)
+    if _fit(ends) and _engine_run_backward is not None:
+        _engine_run_backward(outputs, gradients, False, False, tuple(leaves), True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(outputs, gradients, inputs=leaves)
+
+
+def _fit(ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
+    return all(g is not None and g.shape == t.shape and g.dtype == t.dtype for t, g in ends)

@@ -12,13 +12,18 @@ def add_gradient(parameter: nn.Parameter, gradient: torch.Tensor, taken: set[int
     A gradient whose memory (``memory_of``) is in ``taken`` is copied. Memory that becomes ``.grad``
     without a copy is added to ``taken``.
     """
-    old = parameter.grad
+    parameter.grad = sum_gradients(parameter.grad, gradient, parameter, taken)
+
+
+def sum_gradients(
+    old: torch.Tensor | None, gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]
+) -> torch.Tensor:
+    """Return the sum, formed in ``old`` if there is one; see ``add_gradient``."""
     if old is None:
-        parameter.grad = _own(gradient, parameter, taken)
-    elif old.is_sparse or gradient.is_sparse:
-        parameter.grad = old + gradient
-    else:
-        old.add_(gradient)
+        return own_gradient(gradient, parameter, taken)
+    if old.is_sparse or gradient.is_sparse:
+        return old + gradient
+    return old.add_(gradient)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -26,7 +31,7 @@ def memory_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
 
 
-def _own(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]) -> torch.Tensor:
+def own_gradient(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """Return the gradient itself if nothing else uses its memory, else a copy; update ``taken``."""
     if gradient.is_sparse:
         return gradient.clone()

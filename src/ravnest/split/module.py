@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import StageInputError
+from ravnest.split.deferred import DeferredGradients
 from ravnest.split.graph import Mode, StageGraph, StageSpec, StateSpec, ValueSpec
 from ravnest.split.program import Program
 
@@ -59,11 +60,13 @@ class StageModule(nn.Module):
         *inputs: Any,
         parameters: Mapping[str, torch.Tensor] | None = None,
         buffers: Mapping[str, torch.Tensor] | None = None,
+        deferred: DeferredGradients | None = None,
     ) -> tuple[Any, ...]:
         """Return the outputs in the order of ``graph.outputs``.
 
-        ``parameters`` and ``buffers`` replace the module's own, by key. A recomputation passes clones
-        of the buffers, so that running statistics are not updated twice.
+        ``parameters`` and ``buffers`` replace the module's own, by key; a recomputation passes clones
+        of the buffers, so that running statistics are not updated twice. With ``deferred``, the backward
+        pass leaves gradients of weights there instead of computing them.
         """
         mode = self._mode
         kinds = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in inputs]
@@ -75,7 +78,7 @@ class StageModule(nn.Module):
         else:
             own = self.state_tensors() | dict(buffers or {}) | dict(parameters or {})
             state = [own[use.key] for use in self.spec.graphs[mode].state]
-        return self._programs[mode](inputs, state)
+        return self._programs[mode](inputs, state, deferred)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return the module's current parameters, buffers and constants by key."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ravnest.split.deferred import DeferredGradients, deferrable_keys, deferral_of
 from ravnest.split.graph import Argument, Operation, Ref, StageDevice, StageGraph, refs_in
 from ravnest.split.operators import resolve
 
@@ -40,7 +41,11 @@ class Program:
         names = [value.name for value in graph.inputs] + [use.name for use in graph.state]
         self._slots = {name: slot for slot, name in enumerate(names)}
         self._device = device
-        self._given = len(names)
+        self._given = len(names) + 1
+        self._deferred = len(names)
+        """Slot of the weight gradients that are left for later."""
+        self._keys = {use.name: use.key for use in graph.state}
+        self._deferrable = deferrable_keys(graph)
         self._rest: list[Any] = []
         """Initial contents of the slots after inputs and state."""
         self._calls: list[_Call] = []
@@ -53,9 +58,17 @@ class Program:
             for no_grad, block in groupby(self._steps(outputs), key=lambda pair: pair[0])
         ]
 
-    def __call__(self, inputs: Sequence[Any], state: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Return the outputs for these inputs and state tensors, in the order of the graph."""
-        values = [*inputs, *state, *self._rest]
+    def __call__(
+        self,
+        inputs: Sequence[Any],
+        state: Sequence[torch.Tensor],
+        deferred: DeferredGradients | None = None,
+    ) -> tuple[Any, ...]:
+        """Return the outputs for these inputs and state tensors, in the order of the graph.
+
+        With ``deferred``, the backward pass leaves gradients of weights there.
+        """
+        values = [*inputs, *state, deferred, *self._rest]
         for no_grad, steps in self._blocks:
             if no_grad:
                 with torch.no_grad():
@@ -72,6 +85,8 @@ class Program:
         function = getattr(function, "_op", function)  # the function inside an OpOverload: saves a call
         if named:
             function = _by_name(function, named)
+        elif deferral := deferral_of(operation, function, self._keys, self._deferrable):
+            function, arguments = deferral, (self._deferred, *arguments)
         self._slots[operation.name] = self._new_slot()
         self._calls.append(_Call(function, arguments, self._slots[operation.name], operation.no_grad))
 

@@ -1,0 +1,146 @@
+"""Weight gradients that are computed later equal those that autograd computes at once."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ravnest.split import split
+from ravnest.split.chain import StagePass
+from ravnest.split.deferred import DeferredGradients, deferrable_keys
+from ravnest.split.module import StageModule
+
+
+class Residual(nn.Module):
+    """A layer that is used twice, one that transposes its input, and a norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.twice, self.down = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.twice(functional.gelu(self.up(x)))
+        x = self.twice(self.norm(x).transpose(0, 1)).transpose(0, 1)
+        return self.down(x)
+
+
+class MatrixProduct(nn.Module):
+    """The layer of GPT-2: a weight that is stored transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, 8), self.weight).view(*x.shape[:-1], 5)
+
+
+class Regularised(nn.Module):
+    """A weight that is also an output: its gradient has two sources."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), self.layer.weight.square().sum()
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.a.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).relu())
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, 3, stride=2, dilation=2, groups=2, bias=False),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+
+
+def one_dimension() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(2, 4, 3, stride=2), nn.Tanh(), nn.Conv1d(4, 2, 1))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "residual": (Residual, (4, 6, 8)),
+    "matrix product": (MatrixProduct, (4, 6, 8)),
+    "regularised": (Regularised, (4, 8)),
+    "frozen": (Frozen, (4, 8)),
+    "conv2d": (convolutions, (4, 2, 12, 12)),
+    "conv1d": (one_dimension, (4, 2, 9)),
+    "recurrent": (lambda: nn.GRU(8, 4, batch_first=True), (4, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("input_needs_gradient", [True, False])
+def test_deferred_gradients_are_those_of_autograd(name: str, input_needs_gradient: bool) -> None:
+    make, shape = CASES[name]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    model(x)  # gives lazy layers their sizes
+    (stage,) = split(model, x, stages=1).stages
+    module = StageModule(stage.spec, stage.tensors)
+    (expected_input, expected), _ = _gradients(module, x, input_needs_gradient, None)
+    deferred = DeferredGradients()
+    (of_input, found), _ = _gradients(module, x, input_needs_gradient, deferred)
+    if name != "frozen":
+        assert not deferrable_keys(module.graph) & found.keys(), (
+            "the backward pass leaves these for later"
+        )
+    deferred.compute(found.__setitem__)
+    assert not deferred
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert not any(gradient.requires_grad for gradient in found.values())
+    if input_needs_gradient:
+        assert of_input is not None
+        assert expected_input is not None
+        assert torch.equal(of_input, expected_input)
+
+
+def test_only_weights_that_nothing_else_uses_are_deferred() -> None:
+    def keys(name: str) -> set[str]:
+        make, shape = CASES[name]
+        model, x = make(), torch.randn(shape)
+        model(x)
+        (stage,) = split(model, x, stages=1).stages
+        return set(deferrable_keys(stage.spec.graphs["train"]))
+
+    assert keys("residual") == {"up.weight", "up.bias", "twice.weight", "down.weight", "down.bias"}
+    assert keys("regularised") == set()
+    assert keys("recurrent") == set()
+
+
+def test_a_forward_without_gradients_defers_nothing() -> None:
+    (stage,) = split(Residual(), torch.randn(4, 6, 8), stages=1).stages
+    deferred = DeferredGradients()
+    with torch.no_grad():
+        StageModule(stage.spec, stage.tensors)(torch.randn(4, 6, 8), deferred=deferred)
+    assert not deferred
+
+
+Found = tuple[torch.Tensor | None, dict[str, torch.Tensor]]
+
+
+def _gradients(
+    module: StageModule, x: torch.Tensor, needs_gradient: bool, deferred: DeferredGradients | None
+) -> tuple[Found, StagePass]:
+    given = x.clone().requires_grad_(needs_gradient)
+    outputs = module(given, deferred=deferred)
+    done = StagePass(module, (given,), outputs, module.parameters_by_key())
+    ends = [(t, torch.linspace(-1, 1, t.numel()).view(t.shape)) for t in outputs if t.requires_grad]
+    of_inputs, found = done.backward(ends, {})
+    return (of_inputs[0], found), done
