@@ -8,12 +8,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
 _DOTTED_NUMBER = re.compile(r"[0-9.]+")
 _BARE_IPV6 = re.compile(r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*")
+
+
+Schedule = Literal["async", "sync"]
+"""Rule for the order of computations in a pipeline."""
 
 
 class Role(StrEnum):

@@ -1,4 +1,4 @@
-"""Pipeline of real stages and schedule machines without threads; the test chooses the order."""
+"""Real stages and schedule machines without threads: the test decides what happens next."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from ravnest.runtime.schedule.events import (
     RunBackward,
     RunForward,
     RunStep,
+    RunWeights,
     SendBackward,
     SendForward,
     SendPhaseBegin,
     SendPhaseEnd,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
-from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.execution import LossPart, StageExecution
 from ravnest.types import MicrobatchId
 
 
@@ -43,12 +44,12 @@ class _Stage:
     inbox: deque[Event] = field(default_factory=deque)
     running: Run | None = None
     values: dict[MicrobatchId, Mapping[str, Any]] = field(default_factory=dict)
-    """Received inputs, later outputs to send."""
+    """Inputs that arrived, then outputs to send."""
     gradients: dict[MicrobatchId, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class ScriptedPipeline:
-    """Pipeline that trains one phase; ``order`` chooses which stage continues."""
+    """Pipeline that trains one phase; a random order decides which stage goes on."""
 
     def __init__(
         self,
@@ -56,18 +57,24 @@ class ScriptedPipeline:
         executions: Sequence[StageExecution],
         data: Sequence[tuple[dict[str, Any], torch.Tensor]],
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        update_size: int = 1,
     ) -> None:
-        """``data``: values of the first stage and targets, for each micro-batch."""
+        """``data``: the first stage's values and the targets of each micro-batch.
+
+        Each micro-batch is a batch of its own; ``update_size`` of them are an update.
+        """
         self._stages = [_Stage(m, e) for m, e in zip(machines, executions, strict=True)]
         self._data = data
         self._loss = loss
+        self._update_size = update_size
         self._submitted = 0
         self.runs: list[tuple[int, Run]] = []
-        """Stages and computations, in order."""
+        """Stage and computation, in the order in which they happened."""
         self.stale = 0
-        """Number of backwards with older weights than the newest."""
+        """Backwards that an update had overtaken."""
         self.versions = [0] * len(self._stages)
-        """Maximum number of copies at each stage."""
+        """Maximum number of copies of the weights at each stage."""
 
     def train(self, order: random.Random) -> None:
         """Run the phase to its end."""
@@ -93,7 +100,7 @@ class ScriptedPipeline:
         match action:
             case SendForward(microbatch):
                 self._stages[at + 1].values[microbatch] = stage.values.pop(microbatch)
-                self._stages[at + 1].inbox.append(ForwardArrived(microbatch))
+                self._stages[at + 1].inbox.append(self._arrival(microbatch))
             case SendBackward(microbatch):
                 self._stages[at - 1].gradients[microbatch] = stage.gradients.pop(microbatch)
                 self._stages[at - 1].inbox.append(BackwardArrived(microbatch))
@@ -112,11 +119,14 @@ class ScriptedPipeline:
             case run:
                 stage.running = run  # type: ignore[assignment]
 
+    def _arrival(self, microbatch: MicrobatchId) -> ForwardArrived:
+        return ForwardArrived(microbatch, ends_update=(microbatch.index + 1) % self._update_size == 0)
+
     def _submit(self, total: int) -> None:
         root = self._stages[0]
         for number in range(self._submitted, min(total, len(self._data))):
             root.values[MicrobatchId(0, number)] = self._data[number][0]
-            root.inbox.append(ForwardArrived(MicrobatchId(0, number)))
+            root.inbox.append(self._arrival(MicrobatchId(0, number)))
             if number + 1 == len(self._data):
                 root.inbox.append(PhaseEnded(0, len(self._data)))
         self._submitted = max(self._submitted, min(total, len(self._data)))
@@ -131,18 +141,18 @@ class ScriptedPipeline:
             case RunForward(microbatch, version):
                 targets = self._data[microbatch.index][1]
                 last = at == len(self._stages) - 1
-                loss_of = (lambda outputs: self._loss(outputs[0], targets)) if last else None
-                outputs, _ = execution.forward(
-                    microbatch, version, stage.values.pop(microbatch), loss_of
-                )
+                part = LossPart(lambda outputs: self._loss(outputs[0], targets)) if last else None
+                outputs, _ = execution.forward(microbatch, version, stage.values.pop(microbatch), part)
                 if not last:
                     stage.values[microbatch] = outputs
             case RunBackward(microbatch, version):
                 self.stale += version != stage.machine.version
-                back = execution.backward(microbatch, stage.gradients.pop(microbatch, {}), {})
+                back = execution.backward(microbatch, stage.gradients.pop(microbatch, {}))
                 if at:
-                    stage.gradients[microbatch] = back.inputs
-            case RunStep(_, count):
-                execution.updates.step(count)
+                    stage.gradients[microbatch] = back
+            case RunWeights(microbatch):
+                execution.weight_gradients(microbatch)
+            case RunStep(_, batches):
+                execution.step(batches)
         self.versions[at] = max(self.versions[at], execution.versions)
         self._handle(at, Done())

@@ -1,4 +1,4 @@
-"""Progress line and metrics observer."""
+"""Output that a user sees while a node works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ravnest.wire.messages import PhaseBegin
 
 
 class _Clock:
-    """Clock that the test sets."""
+    """Time that the test tells."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -35,7 +35,7 @@ def _state() -> RunState:
     return state
 
 
-def test_the_line_has_all_values() -> None:
+def test_the_line_says_all_there_is_to_know() -> None:
     assert _state().line() == (
         "epoch 2/4, loss 0.2500, 4.0 batches/s, ETA 1:10, in flight 3/5, staleness 2"
     )
@@ -44,25 +44,25 @@ def test_the_line_has_all_values() -> None:
 @pytest.mark.parametrize(
     ("batches", "eta"), [(120 + 4 * 3700, "1:01:40"), (121, "0:00"), (100, "0:00"), (360, "1:00")]
 )
-def test_remaining_time(batches: int, eta: str) -> None:
+def test_the_time_that_is_left(batches: int, eta: str) -> None:
     state = _state()
     state.batches = batches
     assert f"ETA {eta}, " in state.line()
 
 
-def test_unknown_values_are_left_out() -> None:
+def test_what_is_not_known_is_left_out() -> None:
     state = RunState(Role.STEM)
     assert state.line() == "epoch 1, 0.0 batches/s, staleness 0"
 
 
-def test_time_before_and_after_training_does_not_count() -> None:
+def test_waiting_before_and_idling_after_do_not_count() -> None:
     state = RunState(Role.ROOT)
     state.begin(0, 1000.0)
     state.add(10, 1005.0)
     assert "2.0 batches/s" in state.line()
 
 
-def test_a_second_training_adds_to_the_expected_batches() -> None:
+def test_a_second_training_adds_to_what_is_to_come() -> None:
     state = _state()
     state.expect(epochs=6, batches=80)
     assert state.batches == 200
@@ -70,15 +70,15 @@ def test_a_second_training_adds_to_the_expected_batches() -> None:
 
 
 def _observe(line: ProgressLine, clock: _Clock, updates: int) -> None:
-    """Report an update every two seconds."""
+    """An update every two seconds."""
     observer = MetricsObserver(line, TelemetryReporter(None))
     observer.begun(PhaseBegin("run", 0, "train", 0))
     for number in range(updates):
         clock.now += 2
-        observer.updated(UpdateReport(number, 0, 0.5, staleness=1, count=4, in_flight=2))
+        observer.updated(UpdateReport(number, 0, 0.5, staleness=1, batches=4, parts=2, in_flight=2))
 
 
-def test_plain_lines_if_output_is_piped() -> None:
+def test_plain_lines_where_output_is_piped() -> None:
     out, clock = io.StringIO(), _Clock()
     line = ProgressLine(RunState(Role.ROOT, window=3), console=Console(file=out), clock=clock)
     line.say("node_0 [Root] waits")
@@ -100,7 +100,7 @@ def test_a_live_line_on_a_terminal() -> None:
     assert out.getvalue().count("2.0 batches/s") >= 6
 
 
-def test_the_progress_line_can_be_disabled_but_not_messages() -> None:
+def test_the_line_can_be_switched_off_but_not_what_is_said() -> None:
     out, clock = io.StringIO(), _Clock()
     line = ProgressLine(RunState(Role.ROOT), console=Console(file=out), shown=False, clock=clock)
     _observe(line, clock, 6)

@@ -73,7 +73,16 @@ def test_records_of_a_training(cluster: Formed) -> None:
 def test_rates_are_bounded(sink: _Sink) -> None:
     now = [0.0]
     reporter = TelemetryReporter(sink, clock=lambda: now[0])
-    timing = StageTiming(1.0, 2.0, 3.0, 4.0, 0.0, 5.0, 0.0)
+    timing = StageTiming(
+        forward=1.0,
+        backward=2.0,
+        weights=0.5,
+        step=3.0,
+        to_next=4.0,
+        to_next_busy=0.0,
+        to_previous=5.0,
+        to_previous_busy=0.0,
+    )
     for step in range(300):
         now[0] = step / 100
         reporter.timings((timing, timing))
@@ -81,7 +90,7 @@ def test_rates_are_bounded(sink: _Sink) -> None:
     kinds = Counter(type(record) for record in sink.records)
     assert kinds == {TimingRecord: 3 * 2, QueueRecord: 3}
     last = [r for r in sink.records if isinstance(r, TimingRecord)][-1]
-    assert last == TimingRecord(1, 100, 1.0, 2.0, 3.0, 4.0, 5.0)
+    assert last == TimingRecord(1, 100, 1.0, 2.5, 3.0, 4.0, 5.0)
 
 
 def test_a_repeated_phase_is_reported_once(sink: _Sink) -> None:
@@ -94,8 +103,9 @@ def test_a_repeated_phase_is_reported_once(sink: _Sink) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_none(sink: _Sink) -> None:
-    TelemetryReporter(sink).update(UpdateReport(3, 1, math.nan, staleness=2, count=4, in_flight=1))
-    assert sink.records == [LossRecord(3, 1, None, 4, 2)]
+    report = UpdateReport(3, 1, math.nan, staleness=1, batches=2, parts=4, in_flight=1)
+    TelemetryReporter(sink).update(report)
+    assert sink.records == [LossRecord(3, 1, None, microbatches=8, staleness=1)]
 
 
 def test_warnings_between_start_and_close(sink: _Sink) -> None:

@@ -31,13 +31,16 @@ from ravnest.wire.messages import (
     Forward,
     ForwardResult,
     Goodbye,
+    GradientNorms,
     Hello,
     HelloRefused,
+    LossSplit,
     Message,
     PhaseBegin,
     PhaseEnd,
     RunEnd,
     SaveStage,
+    SharedGradients,
     StageSaved,
     StageTiming,
     ValidationResult,
@@ -45,7 +48,7 @@ from ravnest.wire.messages import (
 )
 
 MICROBATCH = MicrobatchId(3, 7)
-HEAD = Forward("run", MICROBATCH, 32, {"targets": "abc"})
+HEAD = Forward("run", MICROBATCH, 32, 1, 4, False, {"targets": "abc"})
 HEADS: list[AnyHead] = [
     Hello(PROTOCOL, "plan", 3, 1, 2, "run", {"schedule": "sync"}, "fp16"),
     HelloRefused("another plan"),
@@ -53,11 +56,13 @@ HEADS: list[AnyHead] = [
     Backward(
         "run",
         MICROBATCH,
-        (StageTiming(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),),
+        (StageTiming(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8),),
         0.25,
-        ((0, 1.0), (3, math.inf)),
     ),
     Backward("run", MICROBATCH),
+    SharedGradients("run", 4),
+    GradientNorms("run", 4, ((0, 1.0), (3, math.inf))),
+    LossSplit(True, "samples", 2),
     ClipNorm(5, 1.5),
     PhaseBegin("run", 1, "validate", 0),
     PhaseEnd("run", 1, 12, True),

@@ -101,6 +101,7 @@ class Node:
                 lr_scheduler,
                 lr_scheduler_params,
                 lr_step_on_epoch_change,
+                settings.scheduler_steps,
                 settings.clip_grad_norm,
                 settings.look_ahead,
             ),

@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ravnest.averaging.coordinator import Mode
 from ravnest.errors import SettingsError
-from ravnest.runtime.schedule.machine import Schedule
 from ravnest.telemetry import RecordSink
 from ravnest.transport.base import Transport
+from ravnest.types import Schedule
 from ravnest.wire.codecs import CODECS, FP16, RAW
 
 
@@ -20,20 +20,28 @@ from ravnest.wire.codecs import CODECS, FP16, RAW
 class NodeSettings:
     """Settings of a node; each field is a keyword of ``Node``."""
 
-    schedule: Schedule = "async"
-    """``async``: no idle time, gradients may be a few updates old. ``sync``: flush at each update, same
-    result as a single process."""
+    schedule: Schedule | Literal["auto"] = "auto"
+    """``sync``: the updates of a single process. ``async``: gradients may be one update old. ``auto``:
+    the schedule that the plan has chosen."""
+    micro_batches: int | Literal["auto"] = "auto"
+    """Number of micro-batches into which each batch is split. ``auto``: the number of the plan if the
+    result is that of the whole batch, else 1."""
     in_flight: int | None = None
-    """Number of micro-batches in flight in the pipeline; None: chosen and adapted automatically."""
+    """Number of micro-batches in flight in the pipeline; None: as many as are useful and fit in the
+    planned memory."""
     recompute: bool = False
     """Keep only the inputs of a stage and recompute its activations in the backward pass."""
     clip_grad_norm: float | None = None
-    """Clip gradients to this norm: over the whole model in ``sync``, per stage in ``async``."""
+    """Clip gradients to this norm, over the whole model."""
     look_ahead: bool = False
     """In ``async``, run forwards on the weights expected when the gradient returns; needs memory for one
-    more copy of the weights. Helps if gradients are many updates old."""
+    more copy of the weights."""
     averaging: Mode = "background"
     """Averaging between clusters. ``background``: training continues. ``blocking``: training pauses."""
+    scheduler_steps: float = 1.0
+    """Steps of a learning rate scheduler per update, with ``lr_step_on_epoch_change=False``. If clusters
+    share the data, each makes fewer updates than one process would: the ratio makes the schedule end
+    where it would end in one process."""
     listen: str | None = None
     """``host:port`` to listen at, if it differs from the address in ``node_configs.json``."""
     connect_timeout: float = 300.0
@@ -67,12 +75,18 @@ class NodeSettings:
         return settings
 
     def _check(self) -> None:
-        if self.schedule not in ("async", "sync"):
-            raise SettingsError(f"schedule must be 'async' or 'sync', not {self.schedule!r}")
+        if self.schedule not in ("auto", "async", "sync"):
+            raise SettingsError(f"schedule must be 'auto', 'sync' or 'async', not {self.schedule!r}")
+        if self.micro_batches != "auto" and not is_count(self.micro_batches):
+            raise SettingsError(
+                f"micro_batches must be 'auto' or a whole number from 1, not {self.micro_batches!r}"
+            )
         if self.averaging not in ("background", "blocking"):
             raise SettingsError(f"averaging must be 'background' or 'blocking', not {self.averaging!r}")
         if self.in_flight is not None and not is_count(self.in_flight):
             raise SettingsError(f"in_flight must be a whole number from 1, not {self.in_flight!r}")
+        if not self.scheduler_steps > 0:
+            raise SettingsError(f"scheduler_steps must be positive, not {self.scheduler_steps!r}")
         for name in ("connect_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be a positive number of seconds")

@@ -14,7 +14,7 @@ import torch
 
 from ravnest.types import MicrobatchId
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
@@ -53,6 +53,9 @@ class StageTiming(msgspec.Struct, frozen=True, array_like=True):
 
     forward: float
     backward: float
+    """Until the gradients for the previous stage were computed."""
+    weights: float
+    """Weight gradients that were computed later; 0 if none were deferred."""
     step: float
     to_next: float
     """Delay of the link to the next stage, without queueing; 0 at the last stage."""
@@ -68,10 +71,16 @@ class Forward(Head, frozen=True):
 
     run: str
     microbatch: MicrobatchId
-    size: int
-    """Number of samples."""
+    batch_size: int
+    """Samples in the user's batch that it is a part of."""
+    part: int = 0
+    """Position of the micro-batch in the batch."""
+    parts: int = 1
+    """Micro-batches in the batch; their sizes follow from the batch's (``part_sizes``)."""
+    ends_update: bool = True
+    """The micro-batch is the last of an update."""
     digests: dict[str, str] = {}
-    """Digests of the batch as the Root loaded it: ``targets`` or ``inputs``."""
+    """Digests of the batch as the Root loaded it (``targets``, ``inputs``), with its first part."""
 
 
 class Backward(Head, frozen=True):
@@ -82,9 +91,36 @@ class Backward(Head, frozen=True):
     timings: tuple[StageTiming, ...] = ()
     """Timings of the sender and the following stages, the Leaf's last."""
     loss: float | None = None
-    norms: tuple[tuple[int, float], ...] = ()
-    """For clipping over the whole model: position of each parameter of the sender and the following
-    stages, with the norm of its gradient accumulated so far."""
+    """Loss of the micro-batch times its weight in the loss of the batch."""
+
+
+class SharedGradients(Head, frozen=True):
+    """Gradients of weights that several stages use, of one update, on the way to their owners.
+
+    The weights' keys are the names of the tensors.
+    """
+
+    run: str
+    update: int
+
+
+class GradientNorms(Head, frozen=True):
+    """Gradient norms of a stage and all later ones, for a clip over the whole model."""
+
+    run: str
+    update: int
+    norms: tuple[tuple[int, float], ...]
+    """Position of each parameter in the model and the norm of its gradient, summed over the update."""
+
+
+class LossSplit(Head, frozen=True):
+    """The Leaf's answer to whether a batch can be split without a change of its loss."""
+
+    allowed: bool
+    reason: str
+    """How the parts are weighted, or why the batch cannot be split."""
+    smallest: int = 1
+    """Samples that a part must have."""
 
 
 class ClipNorm(Head, frozen=True):
@@ -271,7 +307,10 @@ AnyHead = (
     | HelloRefused
     | Forward
     | Backward
+    | SharedGradients
+    | GradientNorms
     | ClipNorm
+    | LossSplit
     | PhaseBegin
     | PhaseEnd
     | ForwardResult
@@ -291,8 +330,8 @@ AnyHead = (
     | Abort
 )
 
-LOSSY = (Forward, Backward, RingChunk)
-"""Heads of the messages whose tensors may be compressed; tensors of others are results."""
+LOSSY = (Forward, Backward, SharedGradients, RingChunk)
+"""Heads of the messages whose tensors may be compressed; those of others are results."""
 
 Value = torch.Tensor | int | float
 

@@ -13,17 +13,19 @@ from rich.console import Console
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
-from ravnest.errors import SettingsError
+from ravnest.errors import SettingsError, StageInputError
+from ravnest.runtime.batch_parts import BatchSplit
 from ravnest.runtime.control.checkpoint import TrainedStages
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
-from ravnest.runtime.control.metrics import MetricsObserver, WindowTuner
+from ravnest.runtime.control.metrics import MetricsObserver
 from ravnest.runtime.control.progress import ProgressLine, RunState
 from ravnest.runtime.control.rendezvous import Links, Rendezvous
 from ravnest.runtime.control.root_controller import BlockingAverages, RootController
 from ravnest.runtime.control.run_status import RunStatus
 from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
 from ravnest.runtime.data import Criterion
-from ravnest.runtime.schedule.machine import ScheduleMachine
+from ravnest.runtime.schedule.machine import MAX_DELAY, ScheduleMachine
+from ravnest.runtime.schedule.progress import StageTraits
 from ravnest.runtime.settings import NodeSettings
 from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.execution import StageExecution
@@ -35,13 +37,24 @@ from ravnest.split.module import StageModule
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.base import Link, Transport
 from ravnest.transport.link import send_and_close
-from ravnest.types import Address
-from ravnest.wire.messages import PROTOCOL, Abort, AnyHead, Call, Goodbye, Hello, ValidationResult
+from ravnest.types import Address, Schedule
+from ravnest.wire.messages import (
+    PROTOCOL,
+    Abort,
+    AnyHead,
+    Call,
+    Goodbye,
+    Hello,
+    LossSplit,
+    ValidationResult,
+)
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
 _OUTCOMES = 256
+LOSS_ROWS = 6
+"""Samples with which the Leaf checks whether the loss allows to split a batch."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +87,51 @@ class RuntimeConfig:
         except ValueError as error:
             raise SettingsError(f"listen {error}") from error
 
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule of the run: the user's, or the plan's for ``auto``."""
+        return self.spec.schedule if self.settings.schedule == "auto" else self.settings.schedule
+
+    @property
+    def window(self) -> int:
+        """Micro-batches in flight: the user's number, or as many as fit in the planned memory.
+
+        With the user's number of micro-batches they have another size than planned.
+        """
+        spec, wanted = self.spec, self.settings.micro_batches
+        if self.settings.in_flight is not None:
+            return self.settings.in_flight
+        planned = spec.in_flight if wanted == "auto" else spec.in_flight * wanted // spec.microbatches
+        return max(planned, 1 + MAX_DELAY[self.schedule])
+
+    def batch_split(self, loss: LossSplit) -> BatchSplit:
+        """Return the rule by which batches are split, given the Leaf's answer about the loss."""
+        spec, wanted = self.spec, self.settings.micro_batches
+        smallest = max(spec.smallest_rows, loss.smallest)
+        if wanted != "auto":
+            if wanted > 1 and not loss.allowed:
+                raise SettingsError(f"micro_batches={wanted} is not possible: {loss.reason}")
+            if wanted > 1 and spec.schedule == "async":  # the plan found that it cannot be split
+                logger.warning("micro_batches=%d changes the result: %s", wanted, spec.split_reason)
+            return BatchSplit(count=wanted, smallest=smallest, reason=f"micro_batches={wanted} is set")
+        if spec.microbatch_rows is None:
+            return BatchSplit(reason=spec.split_reason)
+        if not loss.allowed:
+            return BatchSplit(reason=loss.reason)
+        return BatchSplit(spec.microbatch_rows, smallest=smallest, reason=spec.split_reason)
+
+    @property
+    def may_split(self) -> bool:
+        """True if batches are split unless the loss forbids it."""
+        wanted = self.settings.micro_batches
+        return self.spec.microbatch_rows is not None if wanted == "auto" else wanted > 1
+
     def hello(self) -> Hello:
         """Return the node's introduction, with the settings that its neighbours must share."""
         spec = self.spec
         agreed = {
-            "schedule": self.settings.schedule,
+            "schedule": self.schedule,
+            "micro_batches": str(self.settings.micro_batches),
             "update_frequency": str(self.update_frequency),
             "clip_grad_norm": str(self.rule.clip),
             "seed": str(self.seed),
@@ -115,18 +168,26 @@ class NodeRuntime:
             module,
             config.rule,
             seed=config.seed,
-            stash=settings.schedule == "async" and not last,
+            stash=config.schedule == "async" and not last,
             recompute=settings.recompute,
+            defer=spec.stage > 0,
         )
+        window = config.window
         machine = ScheduleMachine(
             spec.stage,
             spec.stages,
-            schedule=settings.schedule,
-            window=settings.in_flight or spec.in_flight,
-            update_frequency=config.update_frequency,
-            clip=config.rule.clip is not None,
+            schedule=config.schedule,
+            window=window,
+            traits=StageTraits(
+                defers=self.execution.defers,
+                expects_shared=bool(self.execution.shared_from_next),
+                sends_shared=self.execution.sends_shared,
+                clip=config.rule.clip is not None,
+                activation_limit=window,
+            ),
         )
         leaf = Leaf(config.criterion, config.labels, config.test_labels) if last else None
+        self._leaf = leaf
         inbox = WorkerInbox()
         self._averaging = self._make_averaging(inbox) if len(spec.roots) > 1 else None
         self._worker = Worker(
@@ -148,6 +209,7 @@ class NodeRuntime:
                 stages=spec.stages,
                 stall=settings.stall_timeout,
                 update_frequency=config.update_frequency,
+                choose_split=self._choose_split,
                 averages=self._blocking_averages(),
             )
         self.rounds: Counter[str] = Counter()
@@ -176,12 +238,13 @@ class NodeRuntime:
             self.telemetry.close()
             raise
         self._worker.start(self._links)
+        if self._leaf is not None:
+            answer = self._check_loss(self._leaf)
+            self._worker.post(lambda: self._worker.report_loss_split(answer))
         if self._averaging is not None:
             self._averaging.start(self._links.previous, self._links.next)
-        if self.controller is not None:
-            self._set_window(self.progress.state.window)
-            if self._averaging is not None:
-                self._averaging.connect(config.settings.connect_timeout, self.progress.say)
+        if self.controller is not None and self._averaging is not None:
+            self._averaging.connect(config.settings.connect_timeout, self.progress.say)
 
     def serve(self, call: Call) -> None:
         """Wait until the Root ends this call of the user, or the run."""
@@ -239,20 +302,28 @@ class NodeRuntime:
         )
 
     def _observer(self) -> MetricsObserver:
-        config, spec, settings = self._config, self._config.spec, self._config.settings
-        if spec.stage != 0:
+        if self._config.spec.stage != 0:
             return MetricsObserver(self.progress, self.telemetry)
-        self.progress.state.window = settings.in_flight or spec.in_flight
-        tuner = None
-        if settings.in_flight is None and spec.stages > 1:
-            tuner = WindowTuner(
-                self._set_window,
-                spec.in_flight,
-                schedule=settings.schedule,
-                update_frequency=config.update_frequency,
-                max_window=spec.in_flight_limit,
-            )
-        return MetricsObserver(self.progress, self.telemetry, self._losses, tuner)
+        self.progress.state.window = self._config.window
+        return MetricsObserver(self.progress, self.telemetry, self._losses)
+
+    def _check_loss(self, leaf: Leaf) -> LossSplit:
+        """Find out at the Leaf whether batches can be split without a change of the loss."""
+        if not self._config.may_split:
+            return LossSplit(False, self._config.spec.split_reason)
+        try:
+            output = self.execution.example_output(LOSS_ROWS)
+        except (StageInputError, RuntimeError, IndexError, ValueError) as error:
+            return LossSplit(False, f"the loss cannot be checked: {error}")
+        return leaf.find_weighting(output, LOSS_ROWS)
+
+    def _choose_split(self, loss: LossSplit) -> BatchSplit:
+        """Return the rule by which batches are split, and report it to the user."""
+        split = self._config.batch_split(loss)
+        schedule = self._config.schedule
+        if self._config.spec.stages > 1:
+            self.progress.say(f"{self._config.spec.role}: schedule {schedule}; {split.reason}")
+        return split
 
     def _make_averaging(self, inbox: WorkerInbox) -> AveragingService:
         config, spec, settings = self._config, self._config.spec, self._config.settings
@@ -295,7 +366,3 @@ class NodeRuntime:
         logger.log(logging.WARNING if new else logging.INFO, "%s", outcome.describe())
         if outcome.kind == "final":
             self.progress.say(f"{self._config.spec.role}: {outcome.describe()}")
-
-    def _set_window(self, size: int) -> None:
-        self.progress.state.window = size
-        self._worker.post(lambda: self._worker.set_window(size))

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ravnest.errors import RunError
+from ravnest.errors import DataError, RunError
+from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control.run_status import MicrobatchResult, RunStatus
 from ravnest.runtime.stage.microbatches import Microbatch
 from ravnest.runtime.stage.worker import Worker
+from ravnest.split.rows import cut_rows
 from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
     Call,
     CallEnd,
+    LossSplit,
     PhaseBegin,
     PhaseEnd,
     PhaseKind,
@@ -52,9 +55,12 @@ class RootController:
         stages: int,
         stall: float,
         update_frequency: int,
+        choose_split: Callable[[LossSplit], BatchSplit],
         averages: BlockingAverages | None,
     ) -> None:
         """``averages`` is given if there are other clusters."""
+        self._choose_split = choose_split
+        self._batch_split: BatchSplit | None = None
         self._worker = worker
         self._status = status
         self._stages = stages
@@ -66,6 +72,9 @@ class RootController:
         """Phase that submitted micro-batches belong to; None between phases."""
         self._phases = 0
         self._count = 0
+        """Micro-batches of the open phase."""
+        self._batches = 0
+        """Batches of the open phase."""
         self._submitted = 0
         self._updates = 0
         """Number of updates that the submitted micro-batches result in."""
@@ -81,25 +90,50 @@ class RootController:
             )
         self.open = PhaseBegin(self.run, self._phases, kind, epoch)
         self._phases += 1
-        self._count = 0
+        self._count = self._batches = 0
         self._worker.post(functools.partial(self._worker.begin_phase, self.open))
 
     def submit(
         self, values: dict[str, Any], size: int, digests: dict[str, str], item: Any
     ) -> MicrobatchId:
-        """Submit a micro-batch to the pipeline, once it has a free place, and return its id."""
+        """Submit a batch to the pipeline, once it has a free place; return its last micro-batch."""
         begin = self.open
         assert begin is not None, "no phase is open"
+        trains = begin.kind == "train"
+        parts = self._split().parts(size) if trains else 1
+        cut = cut_rows(values, part_sizes(size, parts)) if parts > 1 else [values]
+        if cut is None:
+            raise DataError(f"a batch of {size} samples has no tensor with that many rows to split")
         self._wait(lambda: self._submitted < self._status.admitted, "micro-batches to return")
-        microbatch_id = MicrobatchId(begin.phase, self._count)
-        microbatch = Microbatch(microbatch_id, size, digests, values, item=item)
-        self._worker.post(functools.partial(self._worker.submit, microbatch))
-        self._count += 1
-        self._submitted += 1
-        if begin.kind == "train" and self._count % self._update_frequency == 0:
+        self._batches += 1
+        ends_update = trains and self._batches % self._update_frequency == 0
+        for part, part_values in enumerate(cut):
+            first, last = part == 0, part == parts - 1
+            microbatch = Microbatch(
+                MicrobatchId(begin.phase, self._count),
+                size,
+                part_values,
+                part,
+                parts,
+                ends_update and last,
+                digests if first else {},
+                item if first else None,
+            )
+            self._worker.post(functools.partial(self._worker.submit, microbatch))
+            self._count += 1
+            self._submitted += 1
+        if ends_update:
             self._updates += 1
             self._stand_still_if_due()
-        return microbatch_id
+        return microbatch.id
+
+    def _split(self) -> BatchSplit:
+        """Return the rule by which batches are split, once the Leaf has answered."""
+        if self._batch_split is None:
+            self._wait(lambda: self._status.loss_split is not None, "the Leaf to check the loss")
+            assert self._status.loss_split is not None
+            self._batch_split = self._choose_split(self._status.loss_split)
+        return self._batch_split
 
     def end(self, *, exhausted: bool) -> int:
         """End the open phase and return its number."""
@@ -108,7 +142,7 @@ class RootController:
         end = PhaseEnd(self.run, begin.phase, self._count, exhausted)
         self._worker.post(functools.partial(self._worker.end_phase, end))
         if begin.kind == "train":
-            rest = self._count % self._update_frequency
+            rest = self._batches % self._update_frequency
             self._updates += rest > 0
             self._stand_still_if_due(made_update=rest > 0, epoch_over=True)
         return begin.phase

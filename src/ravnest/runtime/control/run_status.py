@@ -12,7 +12,7 @@ from typing import Any
 
 from ravnest.errors import RunError
 from ravnest.types import MicrobatchId
-from ravnest.wire.messages import Call, ValidationResult
+from ravnest.wire.messages import Call, LossSplit, ValidationResult
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class RunStatus:
         """Number of updates made here; counted only if there are several clusters."""
         self.rounds = 0
         """Number of finished averaging rounds for which this cluster stopped training."""
+        self.loss_split: LossSplit | None = None
+        """Answer of the Leaf to whether batches can be split; at the Root."""
         self.run_ended = False
         """True if the Root has ended the run."""
         self.departed: int | None = None

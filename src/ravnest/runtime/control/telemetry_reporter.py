@@ -71,7 +71,11 @@ class TelemetryReporter:
         if self._sink is not None and update.loss is not None:
             self._sink.emit(
                 LossRecord(
-                    update.number, update.epoch, finite(update.loss), update.count, update.staleness
+                    update.number,
+                    update.epoch,
+                    finite(update.loss),
+                    update.batches * update.parts,
+                    update.staleness,
                 )
             )
 
@@ -122,7 +126,7 @@ def _mean(stage: int, costs: tuple[StageTiming, ...]) -> TimingRecord:
         stage,
         len(costs),
         forward=statistics.fmean(cost.forward for cost in costs),
-        backward=statistics.fmean(cost.backward for cost in costs),
+        backward=statistics.fmean(cost.backward + cost.weights for cost in costs),
         step=statistics.fmean(cost.step for cost in costs),
         to_next=statistics.fmean(cost.to_next for cost in costs),
         to_previous=statistics.fmean(cost.to_previous for cost in costs),

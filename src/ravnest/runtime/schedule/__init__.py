@@ -1,1 +1,1 @@
-"""The pipeline schedule: a pure state machine, its simulator and the choice of the window."""
+"""The pipeline schedule: a pure state machine and its simulator."""

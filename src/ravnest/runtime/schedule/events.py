@@ -34,6 +34,10 @@ class ForwardArrived:
     """A micro-batch has arrived: from the user at the Root, from the previous node elsewhere."""
 
     microbatch: MicrobatchId
+    ends_batch: bool = True
+    """True for the last micro-batch of one of the user's batches."""
+    ends_update: bool = True
+    """True for the last micro-batch of an update; the end of a phase ends an update too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,20 @@ class ResultArrived:
     """The Leaf's result for a micro-batch of a phase without gradients has arrived."""
 
     microbatch: MicrobatchId
+
+
+@dataclass(frozen=True, slots=True)
+class SharedArrived:
+    """All gradients that later stages have of weights held here have arrived for an update."""
+
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class NormsArrived:
+    """The gradient norms of all later stages have arrived for an update."""
+
+    update: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,8 @@ Event = (
     | ForwardArrived
     | BackwardArrived
     | ResultArrived
+    | SharedArrived
+    | NormsArrived
     | ClipNormArrived
     | WindowSet
     | Done
@@ -91,30 +111,36 @@ class RunForward:
     microbatch: MicrobatchId
     version: int
     trains: bool
+    update: int
+    """Update that the micro-batch is part of; without training, the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunBackward:
-    """Compute gradients with the version that the forward used, and accumulate them."""
+    """Compute gradients with the version that the forward used, and accumulate them.
+
+    If the stage defers weight gradients, only those that the previous node waits for are due now;
+    ``RunWeights`` computes the others.
+    """
 
     microbatch: MicrobatchId
     version: int
-    last_of_update: bool
-    """The update needs no further micro-batch, as far as this stage can tell.
 
-    Always True for the last micro-batch of an update. Also True if the next micro-batch had not
-    arrived yet, so that this one could have been the last. Values that are sent only with the last
-    backward (norms, gradients of shared weights) must therefore stay correct when sent too early:
-    norms are those of the sum so far, shared gradients are those accumulated since the last send.
-    """
+
+@dataclass(frozen=True, slots=True)
+class RunWeights:
+    """Compute the deferred weight gradients of a micro-batch, and accumulate them."""
+
+    microbatch: MicrobatchId
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Apply the mean of ``count`` gradients; creates version ``update + 1``."""
+    """Apply the mean gradient of the user's ``batches``; creates version ``update + 1``."""
 
     update: int
-    count: int
+    batches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +189,35 @@ class SendPhaseEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class GatherNorms:
-    """Combine the gradient norms of all stages for an update of ``count`` micro-batches (Root only).
+class CompleteGradients:
+    """Add the shared gradients of later stages to the computed ones; the update then has them all."""
 
-    The norms arrived with the last backward, except the Root's own. ClipNormArrived is the answer.
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendShared:
+    """Send the gradients of weights that an earlier stage owns to the previous node, for an update."""
+
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendNorms:
+    """Send the gradient norms of this and all later stages to the previous node, for an update."""
+
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class CombineNorms:
+    """Compute the norm of the whole model's mean gradient over ``batches`` batches (Root only).
+
+    ClipNormArrived is the answer.
     """
 
     update: int
-    count: int
+    batches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +258,7 @@ class Fail:
 Action = (
     RunForward
     | RunBackward
+    | RunWeights
     | RunStep
     | RunPhaseEnd
     | SendForward
@@ -218,7 +266,10 @@ Action = (
     | SendResult
     | SendPhaseBegin
     | SendPhaseEnd
-    | GatherNorms
+    | CompleteGradients
+    | SendShared
+    | SendNorms
+    | CombineNorms
     | SendClipNorm
     | Admit
     | FreeVersion
@@ -226,4 +277,4 @@ Action = (
     | Fail
 )
 
-Run = RunForward | RunBackward | RunStep | RunPhaseEnd
+Run = RunForward | RunBackward | RunWeights | RunStep | RunPhaseEnd

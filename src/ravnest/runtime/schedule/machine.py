@@ -1,31 +1,38 @@
 """Pipeline schedule of one node: events in, actions out; no clock, no threads, no tensors.
 
 The same machine serves the Root (position 0), a Stem, the Leaf (the last position) and a node that is
-Root and Leaf. It requests at most one computation at a time. An update or a phase end that is due runs
-first. If both a backward and a forward are ready, they alternate: if backwards always ran first, those
-queued at a slow stage would starve the following stages of forwards, and micro-batches would travel in
-a convoy (``docs/schedules.md`` has measurements).
+Root and Leaf. It requests at most one computation at a time, in this order of preference:
+
+1. an update whose gradients are complete, or the end of a phase;
+2. backwards and forwards. If both are ready, they alternate: if backwards always ran first, those
+   queued at a slow stage would starve the following stages of forwards, and micro-batches would travel
+   in a convoy (``docs/schedules.md`` has measurements);
+3. deferred weight gradients. Nothing but this stage's own update waits for them, so that they fill the
+   time in which the stage would otherwise wait.
+
+A micro-batch may run ahead of the weights by ``max_delay`` updates. With 0 every micro-batch of an
+update uses the weights of the update before (``sync``): the result of a single process. A stage starts
+the next batch right after its own update; there is no moment at which the whole pipeline is empty.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
     ClipNormArrived,
+    CombineNorms,
+    CompleteGradients,
     Done,
     Event,
     Fail,
     Finished,
     ForwardArrived,
     FreeVersion,
-    GatherNorms,
+    NormsArrived,
     PhaseBegun,
     PhaseEnded,
     ResultArrived,
@@ -34,17 +41,24 @@ from ravnest.runtime.schedule.events import (
     RunForward,
     RunPhaseEnd,
     RunStep,
+    RunWeights,
     SendBackward,
     SendClipNorm,
     SendForward,
+    SendNorms,
     SendPhaseBegin,
     SendPhaseEnd,
     SendResult,
+    SendShared,
+    SharedArrived,
     WindowSet,
 )
-from ravnest.types import MicrobatchId
+from ravnest.runtime.schedule.notation import format_runs
+from ravnest.runtime.schedule.progress import NO_TRAITS, PhaseProgress, StageTraits, UpdateProgress
+from ravnest.types import MicrobatchId, Schedule
 
-Schedule = Literal["async", "sync"]
+MAX_DELAY: dict[Schedule, int] = {"sync": 0, "async": 1}
+"""Updates by which the weights of a forward may be behind the update that its gradient is part of."""
 
 READ_AHEAD = 2
 """Micro-batches that the Root accepts beyond the window, so that the compute thread finds the next one
@@ -52,27 +66,6 @@ even if the user's thread is late by one."""
 
 TRACED = 16
 """Number of computations that a failure message shows."""
-
-
-@dataclass(slots=True)
-class _Phase:
-    """Progress of this stage in a phase."""
-
-    number: int
-    trains: bool
-    arrived: int = 0
-    forwarded: int = 0
-    finished: int = 0
-    """Finished micro-batches.
-
-    In training: backwards done. Otherwise: forwards done, at the Root results received.
-    """
-    applied: int = 0
-    """Backwards whose gradients were applied in an update."""
-    count: int | None = None
-    """Micro-batches in the phase; None until the phase has ended."""
-    begin_sent: bool = False
-    end_sent: bool = False
 
 
 class _ProtocolError(Exception):
@@ -87,8 +80,6 @@ class ScheduleMachine:
     earlier ``WindowSet``. After a ``Fail`` every event is ignored.
 
     ``window`` applies at the Root: the number of micro-batches in flight in the whole pipeline.
-    ``activation_limit`` is this stage's own memory limit: the number of micro-batches for which it
-    keeps activations at once.
     """
 
     def __init__(
@@ -98,46 +89,41 @@ class ScheduleMachine:
         *,
         schedule: Schedule,
         window: int,
-        update_frequency: int,
-        clip: bool = False,
-        activation_limit: int | None = None,
+        traits: StageTraits = NO_TRAITS,
     ) -> None:
         assert 0 <= position < count, f"stage {position} of {count}"
         assert window >= 1, f"a window of {window}"
-        assert update_frequency >= 1, f"an update of {update_frequency} micro-batches"
-        assert activation_limit is None or activation_limit >= 1, (
-            f"an activation_limit of {activation_limit}"
-        )
+        limit = traits.activation_limit
+        assert limit is None or limit >= 1, f"an activation_limit of {limit}"
         self.position = position
         self.is_root = position == 0
         self.is_leaf = position == count - 1
-        self.sync = schedule == "sync"
-        self.update_frequency = update_frequency
+        # The Leaf turns each micro-batch round at once: to run ahead of its own update gains nothing.
+        self.max_delay = 0 if self.is_leaf else MAX_DELAY[schedule]
+        self.traits = traits
         self.version = 0
         """Number of updates done here, and of the newest weights."""
         self.in_flight = 0
         """Micro-batches whose forward has started here and that are not finished here."""
-        self.waits_for_clip = clip and self.sync
-        """True if an update waits for the norm of the gradients of all stages."""
         self._window = window
-        self._activation_limit = activation_limit
-        self._phases: dict[int, _Phase] = {}
+        self._phases: dict[int, PhaseProgress] = {}
         """Phases that are not over here, in order."""
-        self._newest: _Phase | None = None
-        self._forwards: deque[MicrobatchId] = deque()
-        """Micro-batches ready for their forward."""
+        self._newest: PhaseProgress | None = None
+        self._updates: deque[UpdateProgress] = deque()
+        """Updates that are not done here, in order; the first is number ``version``."""
+        self._forwards: deque[tuple[MicrobatchId, int]] = deque()
+        """Micro-batches ready for their forward, with their updates."""
         self._sent: deque[RunForward] = deque()
         """Forwards sent to the next node and not yet returned."""
         self._backwards: deque[RunForward] = deque()
         """Forwards whose backward is ready to run."""
+        self._weights: deque[RunBackward] = deque()
+        """Backwards whose weight gradients are still to be computed."""
         self._forward_next = False
         """True if a forward runs before a backward that is ready too."""
         self._running: Run | None = None
         self._users: dict[int, int] = {0: 0}
-        """Number of micro-batches in flight for each version that is kept."""
-        self._norms_requested = False
-        self._clip_known = False
-        self._submitted = 0
+        """Number of micro-batches that need each version that is kept."""
         self._returned = 0
         self._admitted = 0
         self._trace: deque[Run] = deque(maxlen=TRACED)
@@ -165,21 +151,34 @@ class ScheduleMachine:
         """True if no computation is requested and no micro-batch is in flight here."""
         return self._running is None and not (self._phases or self._sent)
 
+    @property
+    def held(self) -> int:
+        """Micro-batches for which the stage keeps activations."""
+        return self.in_flight + len(self._weights)
+
     # Events
 
-    def _process(self, event: Event) -> None:
+    def _process(self, event: Event) -> None:  # noqa: C901 - one case per event
         match event:
             case Done():
                 self._done()
-            case ForwardArrived(microbatch):
-                self._forward_arrived(microbatch)
+            case ForwardArrived():
+                self._forward_arrived(event)
             case BackwardArrived(microbatch):
                 self._backwards.append(self._take_returned(microbatch, trains=True))
             case ResultArrived(microbatch):
                 self._take_returned(microbatch, trains=False)
                 self._finish_without_gradients(microbatch)
-            case ClipNormArrived(update):
-                self._clip_norm_arrived(update)
+            case SharedArrived(number):
+                update = self._exchanged(number, "shared gradients", self.traits.expects_shared)
+                _check_first(update.shared, "shared gradients", number)
+                update.shared = True
+            case NormsArrived(number):
+                update = self._exchanged(number, "norms", self.traits.clip and not self.is_leaf)
+                _check_first(update.norms, "norms", number)
+                update.norms = True
+            case ClipNormArrived(number):
+                self._clip_norm_arrived(number)
             case PhaseBegun(phase, trains):
                 self._phase_begun(phase, trains=trains)
             case PhaseEnded(phase, count):
@@ -198,7 +197,7 @@ class ScheduleMachine:
             raise _ProtocolError(
                 f"expected phase {newest.number + 1} to begin, but phase {number} began"
             )
-        self._newest = self._phases[number] = _Phase(number, trains)
+        self._newest = self._phases[number] = PhaseProgress(number, trains)
         self._send_phases()
         self._admit()
 
@@ -209,23 +208,30 @@ class ScheduleMachine:
                 f"phase {number} ended with {count} micro-batches, but {phase.arrived} have arrived"
             )
         phase.count = count
+        if self._updates and self._updates[-1].phase is phase:
+            self._updates[-1].ended = True
         self._send_phases()
 
-    def _forward_arrived(self, microbatch: MicrobatchId) -> None:
+    def _forward_arrived(self, event: ForwardArrived) -> None:
+        microbatch = event.microbatch
         phase = self._open_phase(microbatch.phase, f"the forward of {microbatch} arrived")
         if microbatch.index != phase.arrived:
             raise _ProtocolError(
                 f"the forward of {microbatch} arrived, expected micro-batch {phase.arrived}"
             )
-        if self.is_root and self._submitted == self._admitted:
-            raise _ProtocolError(
-                f"{microbatch} was submitted, but the Root has admitted only {self._admitted} in total"
-            )
         phase.arrived += 1
-        self._submitted += 1
-        self._forwards.append(microbatch)
+        number = self.version
+        if phase.trains:
+            if not self._updates or self._updates[-1].ended:
+                self._updates.append(UpdateProgress(phase))
+            update = self._updates[-1]
+            update.microbatches += 1
+            update.batches += event.ends_batch
+            update.ended = event.ends_update
+            number += len(self._updates) - 1
+        self._forwards.append((microbatch, number))
 
-    def _open_phase(self, number: int, event: str) -> _Phase:
+    def _open_phase(self, number: int, event: str) -> PhaseProgress:
         phase = self._newest
         if phase is None or number > phase.number:
             raise _ProtocolError(f"{event}, but phase {number} has not begun")
@@ -242,23 +248,26 @@ class ScheduleMachine:
         if first.microbatch != microbatch:
             raise _ProtocolError(f"{event}, expected {first.microbatch}")
         if first.trains != trains:
-            raise _ProtocolError(
-                f"{event}, but phase {microbatch.phase} {'trains' if first.trains else 'does not train'}"
-            )
+            kind = "a training phase" if first.trains else "a phase without gradients"
+            raise _ProtocolError(f"{event}, but phase {microbatch.phase} is {kind}")
         return self._sent.popleft()
 
-    def _clip_norm_arrived(self, update: int) -> None:
-        if not self.waits_for_clip:
-            raise _ProtocolError(f"the clip norm of update {update} arrived, but none is expected")
-        if update != self.version or self._clip_known:
-            raise _ProtocolError(
-                f"the clip norm of update {update} arrived, but update {self.version} is next"
-            )
-        if not (self._phases and self._due(next(iter(self._phases.values())))):
-            raise _ProtocolError(f"the clip norm of update {update} arrived before all its gradients")
-        self._clip_known = True
+    def _exchanged(self, number: int, what: str, expected: bool) -> UpdateProgress:
+        """Return the update that arriving values belong to."""
+        if not expected:
+            raise _ProtocolError(f"{what} of update {number} arrived, but none are expected")
+        place = number - self.version
+        if not 0 <= place < len(self._updates):
+            raise _ProtocolError(f"{what} of update {number} arrived, but update {self.version} is next")
+        return self._updates[place]
+
+    def _clip_norm_arrived(self, number: int) -> None:
+        update = self._exchanged(number, "the clip norm", self.traits.clip)
+        if number != self.version or update.clip or not update.sent:
+            raise _ProtocolError(f"the clip norm of update {number} arrived before all its gradients")
+        update.clip = True
         if not self.is_leaf:
-            self._actions.append(SendClipNorm(update))
+            self._actions.append(SendClipNorm(number))
 
     # Finished computations
 
@@ -267,10 +276,12 @@ class ScheduleMachine:
         match run:
             case RunForward():
                 self._forward_done(run)
-            case RunBackward(microbatch, version):
-                self._backward_done(microbatch, version)
-            case RunStep(update, count):
-                self._step_done(update, count)
+            case RunBackward():
+                self._backward_done(run)
+            case RunWeights(_, version):
+                self._gradients_done(version)
+            case RunStep():
+                self._step_done()
             case RunPhaseEnd(phase):
                 del self._phases[phase]
             case None:
@@ -292,22 +303,29 @@ class ScheduleMachine:
                 phase.finished += 1
             self._finish_without_gradients(run.microbatch)
 
-    def _backward_done(self, microbatch: MicrobatchId, version: int) -> None:
-        self._phases[microbatch.phase].finished += 1
+    def _backward_done(self, run: RunBackward) -> None:
         self.in_flight -= 1
         if self.is_root:
-            self._finished(microbatch)
+            self._finished(run.microbatch)
         else:
-            self._actions.append(SendBackward(microbatch))
+            self._actions.append(SendBackward(run.microbatch))
+        if self.traits.defers:
+            self._weights.append(run)
+        else:
+            self._gradients_done(run.version)
+
+    def _gradients_done(self, version: int) -> None:
+        """Count a micro-batch whose gradients are all computed; updates take them in order."""
+        self._updates[0].gradients += 1
         self._users[version] -= 1
         self._free(version)
 
-    def _step_done(self, update: int, count: int) -> None:
-        next(iter(self._phases.values())).applied += count
-        self.version = update + 1
+    def _step_done(self) -> None:
+        update = self._updates.popleft()
+        update.phase.finished += update.microbatches
+        self.version += 1
         self._users[self.version] = 0
-        self._norms_requested = self._clip_known = False
-        self._free(update)
+        self._free(self.version - 1)
 
     def _finish_without_gradients(self, microbatch: MicrobatchId) -> None:
         """Finish a micro-batch that has no backward: send its result on, or report it at the Root."""
@@ -345,81 +363,86 @@ class ScheduleMachine:
                 self._actions.append(SendPhaseEnd(phase.number, phase.count))
 
     def _admit(self) -> None:
-        """Report free places to the user; admitted ones stay admitted when the window shrinks."""
-        total = self._returned + self._places() + READ_AHEAD
+        """Report free places to the user; admitted ones stay admitted when the window shrinks.
+
+        The user submits whole batches, so that more micro-batches than admitted may arrive.
+        """
+        total = self._returned + self._window + READ_AHEAD
         if self.is_root and total > self._admitted:
             self._admitted = total
             self._actions.append(Admit(total))
-
-    def _places(self) -> int:
-        """Return the useful window: in ``sync``, more than one update cannot be in flight."""
-        return min(self._window, self.update_frequency) if self.sync else self._window
 
     def _start_next(self) -> None:
         first = next(iter(self._phases.values()), None)
         if first is None:
             return
-        gradients = self._due(first)
-        if gradients:
-            if self._clip_is_ready(gradients):
-                self._run(RunStep(self.version, gradients))
+        update = self._updates[0] if self._updates else None
+        if update is not None and update.computed and self._exchange(update):
+            self._run(RunStep(self.version, update.batches))
         elif first.finished == first.count:
             self._run(RunPhaseEnd(first.number, first.trains))
         else:
             self._start_pass()
 
+    def _exchange(self, update: UpdateProgress) -> bool:
+        """Send what other stages need for an update; return True if nothing is missing here."""
+        traits = self.traits
+        if traits.expects_shared and not update.shared:
+            return False
+        if traits.clip and not (self.is_leaf or update.norms):
+            return False
+        if not update.sent:
+            update.sent = True
+            if traits.expects_shared:
+                self._actions.append(CompleteGradients(self.version))
+            if traits.sends_shared:
+                self._actions.append(SendShared(self.version))
+            if traits.clip:
+                self._actions.append(
+                    CombineNorms(self.version, update.batches)
+                    if self.is_root
+                    else SendNorms(self.version)
+                )
+        return update.clip or not traits.clip
+
     def _start_pass(self) -> None:
-        may_forward = bool(self._forwards) and self._may_forward(self._forwards[0])
-        if self._backwards and not (may_forward and self._forward_next):
+        may_forward = bool(self._forwards) and self._may_forward(*self._forwards[0])
+        may_backward = bool(self._backwards) and self._backwards[0].update == self.version
+        if may_backward and not (may_forward and self._forward_next):
             self._start_backward()
         elif may_forward:
             self._start_forward()
-
-    def _due(self, first: _Phase) -> int:
-        """Return the number of gradients in the update that is due, 0 if none is due.
-
-        Gradients arrive in the order of phases, and a phase ends with an update: gradients that are
-        not applied yet belong to the first phase that is not over.
-        """
-        gradients = first.finished - first.applied
-        full = gradients == self.update_frequency or first.finished == first.count
-        return gradients if full and first.trains else 0
-
-    def _clip_is_ready(self, gradients: int) -> bool:
-        if not self.waits_for_clip or self._clip_known:
-            return True
-        if self.is_root and not self._norms_requested:
-            self._norms_requested = True
-            self._actions.append(GatherNorms(self.version, gradients))
-        return False
+        elif self._weights:
+            run = self._weights.popleft()
+            self._run(RunWeights(run.microbatch, run.version))
 
     def _start_backward(self) -> None:
         self._forward_next = True
         forward = self._backwards.popleft()
-        phase, done = self._phases[forward.microbatch.phase], forward.microbatch.index + 1
-        last = done % self.update_frequency == 0 or done == phase.arrived
-        self._run(RunBackward(forward.microbatch, forward.version, last))
+        self._run(RunBackward(forward.microbatch, forward.version))
 
-    def _may_forward(self, microbatch: MicrobatchId) -> bool:
+    def _may_forward(self, microbatch: MicrobatchId, update: int) -> bool:
         if self.is_root and self.in_flight >= self._window:
             return False
-        phase, limit = self._phases[microbatch.phase], self._activation_limit
-        if phase.trains and limit is not None and self.in_flight >= limit:
+        phase, limit = self._phases[microbatch.phase], self.traits.activation_limit
+        if not phase.trains:
+            return not any(
+                earlier.trains for earlier in self._phases.values() if earlier.number < phase.number
+            )
+        if limit is not None and self.held >= limit:
             return False
-        if phase.trains and not self.sync:
-            return True
-        if any(earlier.trains for earlier in self._phases.values() if earlier.number < phase.number):
-            return False
-        return not phase.trains or microbatch.index < phase.applied + self.update_frequency
+        return update <= self.version + self.max_delay
 
     def _start_forward(self) -> None:
         self._forward_next = False
-        microbatch = self._forwards.popleft()
+        microbatch, update = self._forwards.popleft()
         trains = self._phases[microbatch.phase].trains
         self.in_flight += 1
         if trains:
             self._users[self.version] += 1
-        self._run(RunForward(microbatch, self.version, trains))
+        else:
+            update = self.version
+        self._run(RunForward(microbatch, self.version, trains, update))
 
     def _run(self, run: Run) -> None:
         self._running = run
@@ -432,31 +455,6 @@ class ScheduleMachine:
         return f"Leaf (stage {self.position})" if self.is_leaf else f"Stem (stage {self.position})"
 
 
-def format_runs(actions: Iterable[Action]) -> str:
-    """Return the computations among the actions as text, such as ``0F 1F 0B s0 e0``.
-
-    A number with F is the forward of that micro-batch, with V a forward without gradients
-    (validation), with B a backward; ``s`` precedes the number of an update, ``e`` that of a phase that
-    ends. If the micro-batches belong to several phases, the phase comes first, as in ``1.0F``.
-    """
-    runs = [
-        action
-        for action in actions
-        if isinstance(action, RunForward | RunBackward | RunStep | RunPhaseEnd)
-    ]
-    phases = {run.microbatch.phase for run in runs if isinstance(run, RunForward | RunBackward)}
-    return " ".join(_label(run, with_phase=len(phases) > 1) for run in runs)
-
-
-def _label(run: Run, *, with_phase: bool) -> str:
-    match run:
-        case RunForward(microbatch, _, trains):
-            kind = "F" if trains else "V"
-        case RunBackward(microbatch):
-            kind = "B"
-        case RunStep(update):
-            return f"s{update}"
-        case RunPhaseEnd(phase):
-            return f"e{phase}"
-    number = f"{microbatch.phase}.{microbatch.index}" if with_phase else f"{microbatch.index}"
-    return number + kind
+def _check_first(arrived: bool, what: str, update: int) -> None:
+    if arrived:
+        raise _ProtocolError(f"{what} of update {update} arrived a second time")

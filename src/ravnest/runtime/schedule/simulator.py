@@ -15,12 +15,15 @@ from ravnest.runtime.schedule.events import (
     Action,
     Admit,
     BackwardArrived,
+    ClipNormArrived,
+    CombineNorms,
     Done,
     Event,
     Fail,
     Finished,
     ForwardArrived,
     FreeVersion,
+    NormsArrived,
     PhaseBegun,
     PhaseEnded,
     Run,
@@ -28,13 +31,18 @@ from ravnest.runtime.schedule.events import (
     RunForward,
     RunPhaseEnd,
     RunStep,
+    RunWeights,
     SendBackward,
+    SendClipNorm,
     SendForward,
+    SendNorms,
     SendPhaseBegin,
     SendPhaseEnd,
 )
-from ravnest.runtime.schedule.machine import Schedule, ScheduleMachine, format_runs
-from ravnest.types import MicrobatchId
+from ravnest.runtime.schedule.machine import ScheduleMachine
+from ravnest.runtime.schedule.notation import format_runs
+from ravnest.runtime.schedule.progress import StageTraits
+from ravnest.types import MicrobatchId, Schedule
 
 DONE = Done()
 _PAUSE_EVENTS = 50
@@ -43,11 +51,18 @@ _PAUSE_EVENTS = 50
 
 @dataclass(frozen=True)
 class StageCost:
-    """Compute time of a stage, in seconds: forward, backward, update."""
+    """Compute time of a stage, in seconds: forward, backward, update, deferred weight gradients."""
 
     forward: float
     backward: float
+    """Time until the gradients of the inputs can be sent; without deferral, of the whole backward."""
     step: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def microbatch(self) -> float:
+        """Compute time for one micro-batch, without its share of the update."""
+        return self.forward + self.backward + self.weights
 
 
 Costs = StageCost | tuple[StageCost, ...]
@@ -78,9 +93,12 @@ class Scenario:
     links: tuple[LinkCost, ...]
     """Links between neighbouring stages; one fewer than stages."""
     window: int
-    update_frequency: int = 1
+    update_size: int = 1
+    """Micro-batches in an update."""
     schedule: Schedule = "async"
     microbatches: int = 100
+    clip: bool = False
+    """Updates wait for the norm of all stages' gradients."""
     activation_limits: tuple[int, ...] | None = None
     """Maximum number of micro-batches for which each stage keeps activations; None means no limit."""
 
@@ -197,8 +215,11 @@ class _Simulator:
                     count,
                     schedule=scenario.schedule,
                     window=scenario.window,
-                    update_frequency=scenario.update_frequency,
-                    activation_limit=limits[position] if limits else None,
+                    traits=StageTraits(
+                        defers=position > 0 and any(c.weights for c in each_cost(cost)),
+                        clip=scenario.clip,
+                        activation_limit=limits[position] if limits else None,
+                    ),
                 ),
                 each_cost(cost),
                 to_next[position],
@@ -213,6 +234,7 @@ class _Simulator:
         self._heap: list[tuple[float, int, int, Event]] = []
         self._pushed = 0
         self._microbatches = scenario.microbatches
+        self._update_size = scenario.update_size
         self._submitted = 0
 
     def run(self, until: int, pause: Callable[[], None] | None = None) -> None:
@@ -238,12 +260,12 @@ class _Simulator:
         self._pushed += 1
         heapq.heappush(self._heap, (self.now + delay, self._pushed, position, event))
 
-    def _carry_out(self, position: int, stage: _Stage, action: Action) -> None:
+    def _carry_out(self, position: int, stage: _Stage, action: Action) -> None:  # noqa: C901 - one case per action
         match action:
-            case RunForward() | RunBackward() | RunStep() | RunPhaseEnd():
+            case RunForward() | RunBackward() | RunWeights() | RunStep() | RunPhaseEnd():
                 self._compute(position, stage, action)
             case SendForward(microbatch):
-                self._push(stage.to_next.send(self.now), position + 1, ForwardArrived(microbatch))
+                self._push(stage.to_next.send(self.now), position + 1, self._forward(microbatch))
             case SendBackward(microbatch):
                 self._push(stage.to_previous.send(self.now), position - 1, BackwardArrived(microbatch))
             case FreeVersion():
@@ -256,22 +278,37 @@ class _Simulator:
                 self._push(stage.to_next.send_empty(self.now), position + 1, PhaseBegun(phase, trains))
             case SendPhaseEnd(phase, count):
                 self._push(stage.to_next.send_empty(self.now), position + 1, PhaseEnded(phase, count))
+            case SendNorms(update):
+                self._push(stage.to_previous.send_empty(self.now), position - 1, NormsArrived(update))
+            case CombineNorms(update):
+                self._push(0.0, position, ClipNormArrived(update))
+            case SendClipNorm(update):
+                self._push(stage.to_next.send_empty(self.now), position + 1, ClipNormArrived(update))
             case Fail(reason):
                 raise AssertionError(reason)
 
+    def _forward(self, microbatch: MicrobatchId) -> ForwardArrived:
+        last = (microbatch.index + 1) % self._update_size == 0
+        return ForwardArrived(microbatch, ends_batch=last, ends_update=last)
+
     def _compute(self, position: int, stage: _Stage, run: Run) -> None:
         seconds = 0.0
+        if isinstance(run, RunForward | RunBackward | RunWeights):
+            # An update changes the weights in place if no micro-batch uses them any more.
+            stage.peak_versions = max(stage.peak_versions, stage.versions)
         match run:
             case RunForward(microbatch):
                 seconds = stage.cost(microbatch.index).forward
-                stage.peak_in_flight = max(stage.peak_in_flight, stage.machine.in_flight)
+                stage.peak_in_flight = max(stage.peak_in_flight, stage.machine.held)
             case RunBackward(microbatch, version):
-                seconds = stage.cost(microbatch.index).backward
+                cost = stage.cost(microbatch.index)
+                seconds = cost.backward + (0.0 if stage.machine.traits.defers else cost.weights)
                 stage.stalenesses.append(stage.machine.version - version)
+            case RunWeights(microbatch):
+                seconds = stage.cost(microbatch.index).weights
             case RunStep(update):
                 seconds = stage.cost(update).step
                 stage.versions += 1
-                stage.peak_versions = max(stage.peak_versions, stage.versions)
         stage.busy += seconds
         self._push(seconds, position, DONE)
         if self.timeline is not None:
@@ -279,7 +316,7 @@ class _Simulator:
 
     def _submit(self, admitted: int) -> None:
         while self._submitted < min(admitted, self._microbatches):
-            self._push(0.0, 0, ForwardArrived(MicrobatchId(0, self._submitted)))
+            self._push(0.0, 0, self._forward(MicrobatchId(0, self._submitted)))
             self._submitted += 1
             if self._submitted == self._microbatches:
                 self._push(0.0, 0, PhaseEnded(0, self._microbatches))
@@ -305,8 +342,7 @@ def steady_rate(scenario: Scenario, rounds: int = 2, pause: Callable[[], None] |
     that simulates in a background thread can release Python's lock there.
     """
     first, period = _ramp(scenario), _period(scenario)
-    # In sync the pattern repeats exactly, unless the costs vary.
-    least = period * (1 if scenario.schedule == "sync" else rounds)
+    least = period * rounds
     last = first + max(least, math.ceil(scenario.cost_period / period) * period)
     count = last + 2 * (period + scenario.window)
     simulator = _Simulator(replace(scenario, microbatches=count), record=False)
@@ -321,7 +357,7 @@ def _measured_rate(finished: Sequence[float], scenario: Scenario) -> float:
     """
     first, period = _ramp(scenario), _period(scenario)
     # During the drain no forwards run in between, so the last micro-batches return too early.
-    drain = 0 if scenario.schedule == "sync" else scenario.window
+    drain = max(scenario.window, scenario.update_size)
     rounds = (len(finished) - 1 - first - drain) // period
     if rounds < 1:
         return len(finished) / finished[-1] if finished[-1] else math.inf
@@ -335,17 +371,17 @@ def _rate(finished: Sequence[float], first: int, last: int) -> float:
 
 def _ramp(scenario: Scenario) -> int:
     """Return the first micro-batch to measure from: the start-up burst decays in a few periods."""
-    return scenario.update_frequency - 1 if scenario.schedule == "sync" else 3 * _period(scenario)
+    return max(2, math.ceil(3 * scenario.window / _period(scenario))) * _period(scenario) - 1
 
 
 def _period(scenario: Scenario) -> int:
     """Return the number of micro-batches after which the pattern (nearly) repeats.
 
-    That is one window, rounded up to whole updates.
+    That is an update, or a window if that is larger, rounded up to whole updates.
     """
     if scenario.schedule == "sync":
-        return scenario.update_frequency
-    return math.ceil(scenario.window / scenario.update_frequency) * scenario.update_frequency
+        return scenario.update_size
+    return math.ceil(scenario.window / scenario.update_size) * scenario.update_size
 
 
 def grid(timeline: Sequence[Span], tick: float) -> str:

@@ -6,7 +6,7 @@ This module knows neither networks nor schedules: the caller names the micro-bat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from ravnest.runtime.stage.randomness import draws, microbatch_seed, seeded
 from ravnest.runtime.stage.updates import LookAhead, UpdateRule, Updates
 from ravnest.runtime.stage.weight_versions import WeightVersions
 from ravnest.split.chain import StagePass
-from ravnest.split.graph import MODES, Mode
+from ravnest.split.deferred import DeferredGradients, deferrable_keys
+from ravnest.split.gradients import sum_gradients
+from ravnest.split.graph import MODES, Mode, ValueSpec
 from ravnest.split.module import StageModule
 from ravnest.types import MicrobatchId
 
@@ -28,12 +30,12 @@ Loss = Callable[[tuple[Any, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Gradients for the previous stage."""
+class LossPart:
+    """Loss of a micro-batch and its weight in the loss of the whole batch."""
 
-    inputs: dict[str, torch.Tensor]
-    shared: dict[str, torch.Tensor]
-    """Gradients of weights that an earlier stage owns, summed over this and the following stages."""
+    compute: Loss
+    weight: float = 1.0
+    """0 if nothing in the micro-batch counts: its loss may not be a number, and its gradient is 0."""
 
 
 @dataclass
@@ -43,10 +45,11 @@ class _SavedForward:
     version: int
     inputs: tuple[Any, ...]
     parameters: Mapping[str, torch.Tensor]
+    deferred: DeferredGradients | None
     stage_pass: StagePass | None
     """None if activations are recomputed in the backward pass."""
     loss: torch.Tensor | None
-    loss_of: Loss | None
+    loss_part: LossPart | None
 
 
 class StageExecution:
@@ -60,12 +63,19 @@ class StageExecution:
         seed: int,
         stash: bool,
         recompute: bool = False,
+        defer: bool = False,
     ) -> None:
-        """``stash``: updates happen between forward and backward, so versions must be kept."""
+        """Prepare the stage for training.
+
+        ``stash``: updates happen between forward and backward, so versions must be kept. ``defer``:
+        ``backward`` leaves the weight gradients that it can to ``weight_gradients``.
+        """
         spec = module.spec
         self.module = module
         self._seed = seed
         self._recompute = recompute
+        self.defers = defer and bool(deferrable_keys(spec.graphs["train"]))
+        """True if ``weight_gradients`` must be called for each micro-batch."""
         self._device = next((t.device for t in module.state_tensors().values()), torch.device("cpu"))
         self._draws = {mode: draws(spec.graphs[mode]) for mode in MODES}
         owned = {e.key for e in spec.state if e.stages[0] == spec.index}
@@ -76,6 +86,14 @@ class StageExecution:
         }
         """Weights that an earlier stage owns."""
         self._shared_keys = [e.key for e in spec.state if e.key in trained and len(e.stages) > 1]
+        self.shared_from_next = frozenset(
+            e.key
+            for e in spec.state
+            if e.stages[-1] > spec.index and e.key in {*trained, *self._replicas}
+        )
+        """Weights whose gradients come from later stages too."""
+        self._replica_gradients: dict[str, torch.Tensor] = {}
+        """Gradients of replicas, accumulated for the update in progress."""
         self._versions = WeightVersions(
             trained, stash=stash, look_ahead=LookAhead() if rule.look_ahead and stash else None
         )
@@ -84,6 +102,8 @@ class StageExecution:
         )
         self.updates = Updates(rule, trained)
         self._saved: dict[MicrobatchId, _SavedForward] = {}
+        self._deferred: dict[MicrobatchId, _SavedForward] = {}
+        """Micro-batches whose weight gradients are still to be computed."""
         self._after_step: list[Callable[[], None]] = []
         self.assignments = 0
         """Number of calls of ``assign``."""
@@ -105,6 +125,11 @@ class StageExecution:
         return len(self._saved)
 
     @property
+    def sends_shared(self) -> bool:
+        """True if an earlier stage owns weights that this stage uses."""
+        return bool(self._replicas)
+
+    @property
     def versions(self) -> int:
         """Number of copies of the weights."""
         return len(self._versions)
@@ -114,40 +139,40 @@ class StageExecution:
         microbatch: MicrobatchId,
         version: int,
         values: Mapping[str, Any],
-        loss_of: Loss | None = None,
+        loss_part: LossPart | None = None,
     ) -> tuple[Values, float | None]:
-        """Return the outputs by name and, if ``loss_of`` is given (at the last stage), the loss."""
+        """Return the outputs by name and, if ``loss_part`` is given (at the last stage), the loss."""
         parameters = {**self._versions.at(version), **self._replicas}
         inputs = self._receive(values, gradients=True)
-        if self._recompute:
-            with torch.no_grad():
-                outputs, loss = self._run(microbatch, inputs, parameters, loss_of)
-            saved = _SavedForward(version, inputs, parameters, None, None, loss_of)
-        else:
-            outputs, loss = self._run(microbatch, inputs, parameters, loss_of)
-            stage_pass = StagePass(self.module, inputs, outputs, parameters)
-            saved = _SavedForward(version, inputs, parameters, stage_pass, loss, loss_of)
+        deferred = DeferredGradients() if self.defers else None
+        saved = _SavedForward(version, inputs, parameters, deferred, None, None, loss_part)
+        with torch.no_grad() if self._recompute else nullcontext():
+            outputs, loss = self._run(microbatch, saved)
+        if not self._recompute:
+            saved.stage_pass = StagePass(self.module, inputs, outputs, parameters)
+            saved.loss = loss
         self._saved[microbatch] = saved
         return self._send(outputs), None if loss is None else float(loss.detach())
 
     def backward(
-        self,
-        microbatch: MicrobatchId,
-        gradients: Mapping[str, torch.Tensor],
-        shared: Mapping[str, torch.Tensor],
-    ) -> Gradients:
-        """Return gradients for the previous stage; accumulate those of this stage's weights.
+        self, microbatch: MicrobatchId, gradients: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradients of the inputs by name; accumulate those of this stage's weights.
 
         ``gradients`` belong to this stage's outputs, by name (empty at the last stage, which has the
-        loss); ``shared`` belong to weights that this stage or an earlier one owns.
+        loss). If the stage defers, ``weight_gradients`` accumulates the others later.
         """
         saved = self._saved.pop(microbatch)
         self._versions.delay = self.updates.done - saved.version
         stage_pass, loss = saved.stage_pass, saved.loss
+        if saved.loss_part is not None and saved.loss_part.weight == 0.0:
+            return self._without_loss(microbatch, saved)
         if stage_pass is None:
             stage_pass, loss = self._recompute_forward(microbatch, saved)
+        ends: list[tuple[Any, torch.Tensor | None]]
         if loss is not None:
-            ends: list[tuple[Any, torch.Tensor | None]] = [(loss, None)]
+            assert saved.loss_part is not None
+            ends = [(loss, torch.full_like(loss, saved.loss_part.weight))]
         else:
             outputs = zip(self.module.graph.outputs, stage_pass.outputs, strict=True)
             ends = [
@@ -155,16 +180,59 @@ class StageExecution:
                 for spec, tensor in outputs
                 if spec.name in gradients
             ]
-        of_inputs, found = stage_pass.backward(ends, shared)
-        back = {
+        accumulated = {**self._replica_gradients, **self.updates.take_gradients()}
+        of_inputs = stage_pass.accumulate(ends, accumulated)
+        self._replica_gradients = {k: g for k, g in accumulated.items() if k in self._replicas}
+        self.updates.set_gradients(accumulated)
+        self._defer(microbatch, saved)
+        return {
             spec.name: gradient
             for spec, gradient in zip(self.module.graph.inputs, of_inputs, strict=True)
             if gradient is not None
         }
-        passed = {k: g for k, g in shared.items() if k not in saved.parameters}
-        passed |= {k: g for k, g in found.items() if k in self._replicas}
-        self.updates.add(found, kept=(*back.values(), *passed.values()))
-        return Gradients(back, passed)
+
+    def weight_gradients(self, microbatch: MicrobatchId) -> None:
+        """Accumulate the weight gradients that ``backward`` has left."""
+        saved = self._deferred.pop(microbatch)
+        if saved.deferred is not None:
+            taken: set[int] = set()
+            saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken))
+
+    def add_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Accumulate gradients that later stages found for weights held here."""
+        own = self.module.parameters_by_key()
+        taken: set[int] = set()
+        for key, gradient in gradients.items():
+            self._accumulate(key, self._checked(gradient, own[key], key), taken)
+
+    def take_shared(self) -> dict[str, torch.Tensor]:
+        """Return the accumulated gradients of weights that an earlier stage owns, and reset them."""
+        taken, self._replica_gradients = self._replica_gradients, {}
+        return taken
+
+    def _accumulate(self, key: str, gradient: torch.Tensor, taken: set[int]) -> None:
+        """Add the gradient of a weight; ``taken`` is memory that gradients use (``add_gradient``)."""
+        if key in self._replicas:
+            old = self._replica_gradients.get(key)
+            replica = self._replicas[key]
+            self._replica_gradients[key] = sum_gradients(old, gradient, replica, taken)
+        self.updates.add(key, gradient, taken)
+
+    def _defer(self, microbatch: MicrobatchId, saved: _SavedForward) -> None:
+        """Keep the part of a forward that the deferred weight gradients need."""
+        if self.defers:
+            saved.stage_pass, saved.loss, saved.inputs = None, None, ()
+            self._deferred[microbatch] = saved
+
+    def _without_loss(self, microbatch: MicrobatchId, saved: _SavedForward) -> dict[str, torch.Tensor]:
+        """Return zeros: the micro-batch does not count in the loss of its batch."""
+        inputs = zip(self.module.graph.inputs, saved.inputs, strict=True)
+        back = {
+            s.name: torch.zeros_like(v) for s, v in inputs if isinstance(v, torch.Tensor) and s.gradient
+        }
+        saved.deferred = None
+        self._defer(microbatch, saved)
+        return back
 
     def evaluate(
         self, microbatch: MicrobatchId, version: int, values: Mapping[str, Any]
@@ -177,20 +245,41 @@ class StageExecution:
         try:
             parameters = {**self._versions.at(version), **self._replicas}
             inputs = self._receive(values, gradients=False)
-            with torch.no_grad():
-                outputs, _ = self._run(microbatch, inputs, parameters, None)
+            with torch.no_grad(), self._randomness(microbatch, "eval"):
+                outputs = self.module(*inputs, parameters=parameters)
             return self._send(outputs), self.output(outputs)
         finally:
             self.module.train()
+
+    def example_output(self, rows: int) -> Any:
+        """Return the model's output for made-up inputs of the last stage; only its shape means anything.
+
+        ``rows`` is the number of samples.
+        """
+        inputs = [_made_up(spec, rows) for spec in self.module.graph.inputs]
+        buffers = {
+            e.key: self.module.state_tensors()[e.key].clone()
+            for e in self.module.spec.state
+            if e.kind == "buffer"
+        }
+        with torch.no_grad(), seeded(self._seed, self._device):
+            return self.output(self.module(*map(self._placed, inputs), buffers=buffers))
+
+    def _placed(self, value: Any) -> Any:
+        return self.to_device(value) if isinstance(value, torch.Tensor) else value
 
     def output(self, outputs: tuple[Any, ...]) -> Any:
         """Return the model's output, built from the last stage's outputs; None at other stages."""
         structure = self.module.graph.structure
         return None if structure is None else structure.build(iter(outputs))
 
-    def step(self, count: int, total_norm: float | None = None) -> None:
-        """Update the weights with the mean of ``count`` gradients."""
-        self.updates.step(count, total_norm)
+    def step(self, batches: int, total_norm: float | None = None) -> None:
+        """Update the weights with the mean gradient of this number of batches."""
+        newest = self.updates.done
+        self._versions.before_update(
+            in_use=any(saved.version == newest for saved in self._saved.values())
+        )
+        self.updates.step(batches, total_norm)
         self.catch_up()
 
     def after_step(self, change: Callable[[], None]) -> None:
@@ -261,16 +350,25 @@ class StageExecution:
     def _run(
         self,
         microbatch: MicrobatchId,
-        inputs: tuple[Any, ...],
-        parameters: Mapping[str, torch.Tensor],
-        loss_of: Loss | None,
+        saved: _SavedForward,
         buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
-        mode: Mode = "train" if self.module.training else "eval"
-        seed = microbatch_seed(self._seed, microbatch, self.index)
-        with seeded(seed, self._device) if self._draws[mode] else nullcontext():
-            outputs = self.module(*inputs, parameters=parameters, buffers=buffers)
-            return outputs, None if loss_of is None else loss_of(outputs)
+        """Return the outputs of a training forward and, at the last stage, the loss."""
+        with self._randomness(microbatch, "train"):
+            outputs = self.module(
+                *saved.inputs,
+                parameters=saved.parameters,
+                buffers=buffers,
+                deferred=saved.deferred,
+            )
+            part = saved.loss_part
+            return outputs, None if part is None else part.compute(outputs)
+
+    def _randomness(self, microbatch: MicrobatchId, mode: Mode) -> AbstractContextManager[None]:
+        """Return a context in which the stage draws the micro-batch's own random numbers."""
+        if not self._draws[mode]:
+            return nullcontext()
+        return seeded(microbatch_seed(self._seed, microbatch, self.index), self._device)
 
     def _recompute_forward(
         self, microbatch: MicrobatchId, saved: _SavedForward
@@ -282,7 +380,7 @@ class StageExecution:
             if e.kind == "buffer"
             for tensor in (self.module.state_tensors()[e.key],)
         }
-        outputs, loss = self._run(microbatch, saved.inputs, saved.parameters, saved.loss_of, buffers)
+        outputs, loss = self._run(microbatch, saved, buffers)
         return StagePass(self.module, saved.inputs, outputs, saved.parameters), loss
 
     def _receive(self, values: Mapping[str, Any], *, gradients: bool) -> tuple[Any, ...]:
@@ -315,3 +413,13 @@ class StageExecution:
                 f"expected {list(like.shape)} and {like.dtype}"
             )
         return self.to_device(value.detach())
+
+
+def _made_up(spec: ValueSpec, rows: int) -> torch.Tensor | int:
+    """Return an input of a stage with arbitrary contents: noise, or zeros for whole numbers."""
+    if spec.dtype is None:
+        return rows
+    shape = [d.factor * rows if d.symbol else d.factor for d in spec.shape]
+    if spec.dtype.is_floating_point:
+        return torch.randn(shape, dtype=spec.dtype)
+    return torch.zeros(shape, dtype=spec.dtype)

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from ravnest.errors import DataError
+from ravnest.runtime.batch_parts import part_sizes
 from ravnest.runtime.data import Criterion, Targets, count_correct, size_of
-from ravnest.wire.messages import PhaseKind
+from ravnest.split.loss_weighting import LossWeighting, NotDecomposable, find_weighting, peek_item
+from ravnest.split.rows import cut_rows, repeat_rows
+from ravnest.wire.messages import LossSplit, PhaseKind
 
 
 @dataclass
@@ -34,6 +37,15 @@ class ValidationScore:
     samples: int
 
 
+@dataclass(frozen=True)
+class LabelPart:
+    """Labels of a micro-batch."""
+
+    item: Any
+    weight: float = 1.0
+    """Share of the micro-batch's loss in the loss of the batch."""
+
+
 class Leaf:
     """Labels and criterion of the Leaf, in step with the Root."""
 
@@ -43,7 +55,41 @@ class Leaf:
             "train": Targets(labels, "labels"),
             "validate": Targets(test_labels, "test_labels"),
         }
+        self._labels = labels
+        self._weighting: LossWeighting | None = None
         self._tally = _Tally()
+
+    def find_weighting(self, output: Any, rows: int) -> LossSplit:
+        """Find out how the loss of a batch follows from the losses of its parts.
+
+        ``output`` is an output of the model for ``rows`` samples; only its shape matters.
+        """
+        if self._criterion is None:
+            return LossSplit(False, "the Leaf has no criterion")
+        item = peek_item(self._labels, rows)
+        if item is None:
+            return LossSplit(
+                False,
+                "the labels are neither a DataLoader with a map-style dataset nor a list of batches, so "
+                "that the loss cannot be checked before the run",
+            )
+        item = repeat_rows(item, size_of(item), rows)
+        found = find_weighting(self._criterion, output, item, rows)
+        if isinstance(found, NotDecomposable):
+            return LossSplit(False, found.reason)
+        self._weighting = found
+        return LossSplit(True, found.kind, found.smallest)
+
+    def split(self, item: Any, batch_size: int, parts: int) -> list[LabelPart]:
+        """Return the labels of each part of a batch."""
+        if parts == 1:
+            return [LabelPart(item)]
+        sizes = part_sizes(batch_size, parts)
+        items = cut_rows(item, sizes)
+        if items is None or self._weighting is None:
+            raise DataError("the labels of this batch cannot be split; set micro_batches=1")
+        weights = self._weighting.weights(items, sizes)
+        return [LabelPart(part, weight) for part, weight in zip(items, weights, strict=True)]
 
     def begin(self, kind: PhaseKind, *, loads: bool) -> None:
         """Begin a phase, with its first micro-batch or, if it is empty, with its end.

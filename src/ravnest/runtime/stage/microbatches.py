@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ravnest.errors import RunError
+from ravnest.runtime.batch_parts import part_sizes
 from ravnest.runtime.control.run_status import MicrobatchResult
-from ravnest.runtime.stage.execution import Loss, StageExecution
-from ravnest.runtime.stage.leaf import Leaf
+from ravnest.runtime.stage.execution import LossPart, StageExecution
+from ravnest.runtime.stage.leaf import LabelPart, Leaf
 from ravnest.split.structure import Structure, flatten, map_tensors
 from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
     Backward,
     Forward,
     ForwardResult,
+    GradientNorms,
     Message,
     PhaseBegin,
     PhaseEnd,
@@ -39,28 +41,42 @@ class Microbatch:
     """State of a micro-batch at this stage."""
 
     id: MicrobatchId
-    size: int
-    """Number of samples."""
-    digests: dict[str, str]
-    """Digests of the batch as the Root loaded it."""
+    batch_size: int
+    """Number of samples in the user's batch."""
     values: dict[str, Any]
     """Inputs of the stage, until the forward."""
+    part: int = 0
+    """Position in the user's batch."""
+    parts: int = 1
+    """Micro-batches in the user's batch."""
+    ends_update: bool = True
+    """True for the last micro-batch of an update."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Digests of the batch as the Root loaded it, with its first part."""
     item: Any = None
-    """Batch as loaded at the Root, if the node is both Root and Leaf."""
+    """Batch as loaded at the Root, with its first part, if the node is both Root and Leaf."""
     outputs: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, Any] = field(default_factory=dict)
     result: ForwardResult | None = None
     """Result of the Leaf, in a phase without gradients."""
     loss: float | None = None
-    norms: tuple[tuple[int, float], ...] = ()
+    """Loss times its weight in the loss of the batch."""
     timings: tuple[StageTiming, ...] = ()
     """Timings of the following stages."""
     version: int = 0
     """Version of the weights that the forward used."""
-    started: float = 0.0
-    """Time at which the forward started here."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return part_sizes(self.batch_size, self.parts)[self.part]
+
+    @property
+    def ends_batch(self) -> bool:
+        """True for the last micro-batch of a batch."""
+        return self.part == self.parts - 1
 
 
 class MicrobatchStore:
@@ -76,7 +92,14 @@ class MicrobatchStore:
         self._shared_version = -1, -1
         """Version in which shared weights were last sent to the following stages, and the number of
         assignments until then."""
-        self._losses: list[float] = []
+        self._labels: list[LabelPart] = []
+        """Labels of the batch in progress, by part; at the Leaf."""
+        self._loss: float | None = None
+        """Sum of the losses of the update in progress."""
+        self._norms: dict[int, tuple[tuple[int, float], ...]] = {}
+        """Gradient norms of the later stages, by update."""
+        self._shared: dict[int, dict[str, torch.Tensor]] = {}
+        """Gradients that later stages found for weights held here, by update."""
         self._samples = 0
         self.last: Microbatch | None = None
         """Micro-batch of the most recent backward."""
@@ -106,16 +129,15 @@ class MicrobatchStore:
         if run != self.run:
             raise RunError(f"a message of run {run[:8]} arrived, but this is run {self.run[:8]}")
 
-    def add(self, microbatch: Microbatch) -> MicrobatchId:
-        """Store a micro-batch that has arrived and return its id."""
+    def add(self, microbatch: Microbatch) -> None:
+        """Store a micro-batch that has arrived."""
         self._microbatches[microbatch.id] = microbatch
-        return microbatch.id
 
     def add_gradients(self, head: Backward, values: Mapping[str, Any]) -> MicrobatchId:
-        """Store the gradients of a micro-batch that have arrived and return its id."""
+        """Store gradients of a micro-batch that have arrived and return its id."""
         microbatch = self._returned(head.microbatch)
         microbatch.gradients = dict(values)
-        microbatch.loss, microbatch.norms, microbatch.timings = head.loss, head.norms, head.timings
+        microbatch.loss, microbatch.timings = head.loss, head.timings
         return head.microbatch
 
     def add_result(self, head: ForwardResult, values: Mapping[str, Any]) -> MicrobatchId:
@@ -144,10 +166,10 @@ class MicrobatchStore:
         self.execution.update_replicas(shared)
         item = self._item(kind, microbatch)
         if trains:
-            loss_of = self._loss_of(item)
-            outputs, microbatch.loss = self.execution.forward(
-                microbatch_id, version, microbatch.values, loss_of
-            )
+            part = self._loss_part(item, microbatch)
+            outputs, loss = self.execution.forward(microbatch_id, version, microbatch.values, part)
+            if loss is not None and part is not None:
+                microbatch.loss = loss * part.weight if part.weight else 0.0
         else:
             outputs, output = self.execution.evaluate(microbatch_id, version, microbatch.values)
             if self._leaf is not None:
@@ -157,30 +179,49 @@ class MicrobatchStore:
         microbatch.outputs, microbatch.values = outputs, {}
         return microbatch
 
-    def backward(self, microbatch_id: MicrobatchId, *, with_norms: bool) -> Microbatch:
-        """Compute and accumulate the gradients of a micro-batch, and those for the previous stage."""
+    def backward(self, microbatch_id: MicrobatchId) -> Microbatch:
+        """Compute the gradients for the previous stage and those that are not deferred."""
         microbatch = self._microbatches[microbatch_id]
-        shared = _pop_shared(microbatch.gradients)
-        back = self.execution.backward(microbatch_id, microbatch.gradients, shared)
-        microbatch.gradients = {**back.inputs, **{SHARED + k: g for k, g in back.shared.items()}}
-        if with_norms:
-            microbatch.norms = (*self.execution.norms(), *microbatch.norms)
+        microbatch.gradients = dict(self.execution.backward(microbatch_id, microbatch.gradients))
         if microbatch.loss is not None:
-            self._losses.append(microbatch.loss)
+            self._loss = microbatch.loss + (self._loss or 0.0)
         self.last = microbatch
         self._samples += microbatch.size
         return microbatch
+
+    def add_shared(self, update: int, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Keep the gradients of weights that this stage holds; return the others, to be passed on."""
+        held = self.execution.shared_from_next
+        kept = self._shared.setdefault(update, {})
+        kept |= {key: gradient for key, gradient in gradients.items() if key in held}
+        return {key: gradient for key, gradient in gradients.items() if key not in held}
+
+    def has_shared(self, update: int) -> bool:
+        """Return whether all gradients that later stages send for an update have arrived."""
+        return self._shared.get(update, {}).keys() == self.execution.shared_from_next
+
+    def add_norms(self, head: GradientNorms) -> None:
+        """Keep the gradient norms of the later stages."""
+        self._norms[head.update] = head.norms
+
+    def complete(self, update: int) -> None:
+        """Add the gradients of later stages to those of this stage; all of the update are computed."""
+        self.execution.add_shared(self._shared.pop(update, {}))
+
+    def norms(self, update: int) -> tuple[tuple[int, float], ...]:
+        """Return the gradient norms of this and all later stages."""
+        return (*self.execution.norms(), *self._norms.pop(update, ()))
 
     def take_samples(self) -> int:
         """Return the number of samples whose gradients were computed since the last call."""
         samples, self._samples = self._samples, 0
         return samples
 
-    def step(self, count: int, clip: float | None) -> float | None:
-        """Update the weights with the mean of ``count`` gradients; return the mean of the losses."""
-        self.execution.step(count, clip)
-        losses, self._losses = self._losses[:count], self._losses[count:]
-        return sum(losses) / len(losses) if losses else None
+    def step(self, batches: int, clip: float | None) -> float | None:
+        """Update the weights with the mean gradient of the batches; return the mean of their losses."""
+        self.execution.step(batches, clip)
+        loss, self._loss = self._loss, None
+        return None if loss is None else loss / batches
 
     def finish_phase(self, number: int) -> ValidationResult | None:
         """Finish a phase at this stage; at the Leaf, return the result of a validation."""
@@ -197,33 +238,35 @@ class MicrobatchStore:
         score = self._leaf.score()
         return ValidationResult(begin.run, number, score.name, score.value, score.samples)
 
-    def total_norm(self, count: int) -> float:
-        """Return the norm of the mean of ``count`` gradients over all stages (Root only)."""
-        assert self.last is not None
-        norms = torch.tensor([norm for _, norm in sorted(self.last.norms)])
-        return float(torch.linalg.vector_norm(norms)) / count
-
-    def _item(self, kind: PhaseKind, microbatch: Microbatch) -> Any:
+    def _item(self, kind: PhaseKind, microbatch: Microbatch) -> LabelPart:
         """Return the labels for the loss: the Leaf's, or the Root's batch in a cluster of one node.
 
         A new iteration of the labels begins with the first micro-batch of a phase, when the previous
         phase is used up, so that the order is that of the Root.
         """
-        if self._leaf is None or kind == "predict":
-            return None
-        own, index = microbatch.item is not None, microbatch.id.index
-        if index == 0:
-            self._leaf.begin(kind, loads=not own)
-        item = (
-            microbatch.item if own else self._leaf.item(kind, index, microbatch.size, microbatch.digests)
-        )
-        return map_tensors(item, self.execution.to_device)
+        leaf = self._leaf
+        if leaf is None or kind == "predict":
+            return LabelPart(None)
+        if microbatch.part == 0:
+            own, index = microbatch.item is not None, microbatch.id.index
+            if index == 0:
+                leaf.begin(kind, loads=not own)
+            item = microbatch.item
+            if not own:
+                item = leaf.item(kind, index, microbatch.batch_size, microbatch.digests)
+            self._labels = leaf.split(item, microbatch.batch_size, microbatch.parts)
+        part = self._labels[microbatch.part]
+        return replace(part, item=map_tensors(part.item, self.execution.to_device))
 
-    def _loss_of(self, item: Any) -> Loss | None:
+    def _loss_part(self, labels: LabelPart, microbatch: Microbatch) -> LossPart | None:
         leaf = self._leaf
         if leaf is None:
             return None
-        return lambda outputs: leaf.loss(self.execution.output(outputs), item)
+        if microbatch.ends_batch:
+            self._labels = []
+        return LossPart(
+            lambda outputs: leaf.loss(self.execution.output(outputs), labels.item), labels.weight
+        )
 
     def _shared_for_next(self, shared: Mapping[str, torch.Tensor], version: int) -> dict[str, Any]:
         """Return weights that the following stages use: earlier stages' and new values of our own."""
@@ -236,10 +279,10 @@ class MicrobatchStore:
         return {SHARED + key: value for key, value in passed.items()}
 
     def _result(
-        self, leaf: Leaf, kind: PhaseKind, microbatch_id: MicrobatchId, output: Any, item: Any
+        self, leaf: Leaf, kind: PhaseKind, microbatch_id: MicrobatchId, output: Any, item: LabelPart
     ) -> tuple[ForwardResult, dict[str, Any]]:
         if kind == "validate":
-            return ForwardResult(self.run, microbatch_id, leaf.measure(output, item)), {}
+            return ForwardResult(self.run, microbatch_id, leaf.measure(output, item.item)), {}
         leaves, structure = flatten(output)
         values = {str(position): leaf for position, leaf in enumerate(leaves)}
         return ForwardResult(self.run, microbatch_id, None, json.dumps(structure.to_json())), values
@@ -252,13 +295,21 @@ class MicrobatchStore:
         outputs, microbatch.outputs = microbatch.outputs, {}
         # Stages that share a weight must have the same values; its gradients may be compressed.
         exact = frozenset(name for name in outputs if name.startswith(SHARED))
-        head = Forward(self.run, microbatch_id, microbatch.size, microbatch.digests)
+        head = Forward(
+            self.run,
+            microbatch_id,
+            microbatch.batch_size,
+            microbatch.part,
+            microbatch.parts,
+            microbatch.ends_update,
+            microbatch.digests,
+        )
         return Message(head, outputs, exact)
 
     def backward_message(self, microbatch_id: MicrobatchId, timings: tuple[StageTiming, ...]) -> Message:
         """Return the message for the previous stage; the micro-batch leaves the store."""
         microbatch = self._microbatches.pop(microbatch_id)
-        head = Backward(self.run, microbatch_id, timings, microbatch.loss, microbatch.norms)
+        head = Backward(self.run, microbatch_id, timings, microbatch.loss)
         return Message(head, microbatch.gradients)
 
     def result_message(self, microbatch_id: MicrobatchId) -> Message:

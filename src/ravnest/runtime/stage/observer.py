@@ -18,11 +18,13 @@ class UpdateReport:
     number: int
     epoch: int
     loss: float | None
-    """Mean loss of the micro-batches in the update."""
+    """Mean loss of the batches in the update."""
     staleness: int
     """Updates between the forward and the backward of the last micro-batch."""
-    count: int
-    """Number of micro-batches in the update."""
+    batches: int
+    """Number of the user's batches in the update."""
+    parts: int
+    """Micro-batches in the last of these batches."""
     in_flight: int
     """Micro-batches that this stage has started and not finished."""
     inbox: int = 0
@@ -38,8 +40,8 @@ class WorkerObserver(Protocol):
     def updated(self, update: UpdateReport) -> None:
         """The weights were updated."""
 
-    def timed(self, timings: tuple[StageTiming, ...], round_trip: float) -> None:
-        """A micro-batch has returned to the Root: its cost at each stage, and its round trip."""
+    def timed(self, timings: tuple[StageTiming, ...]) -> None:
+        """A micro-batch has returned to the Root: its cost at each stage."""
 
     def saving(self) -> None:
         """The trained stage is about to be saved."""

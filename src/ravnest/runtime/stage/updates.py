@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ravnest.errors import SettingsError
-from ravnest.split.gradients import add_gradient, memory_of
+from ravnest.split.gradients import add_gradient
 
+_ROUNDING = 1e-6
 _INERTIA = 0.9
 """Share of a change that the next update is expected to repeat: the usual momentum of optimizers."""
 
@@ -30,6 +31,8 @@ class UpdateRule:
     scheduler: Callable[..., Any] | None = None
     scheduler_params: Mapping[str, Any] = field(default_factory=dict)
     scheduler_each_epoch: bool = True
+    scheduler_steps: float = 1.0
+    """Steps of the scheduler per update, if it is not stepped each epoch."""
     clip: float | None = None
     look_ahead: bool = False
     """Run forwards on the weights expected when the gradient returns (``LookAhead``)."""
@@ -68,6 +71,8 @@ class Updates:
         self._parameters = dict(parameters)
         self._optimizer: Optimizer | None = None
         self._scheduler: Any = None
+        self._scheduler_steps = 0
+        """Steps that the scheduler has made after updates."""
         self.done = 0
         """Number of updates so far."""
         if self._parameters:
@@ -85,12 +90,24 @@ class Updates:
         """Optimizer of the stage; None if nothing trains."""
         return self._optimizer
 
-    def add(self, gradients: Mapping[str, torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
-        """Accumulate the gradients of one micro-batch; tensors in ``kept`` are not modified."""
-        taken = {memory_of(tensor) for tensor in kept}
-        for key, gradient in gradients.items():
-            if (parameter := self._parameters.get(key)) is not None:
-                add_gradient(parameter, gradient, taken)
+    def add(self, key: str, gradient: torch.Tensor, taken: set[int]) -> None:
+        """Accumulate a gradient, if the weight is trained here; see ``add_gradient``."""
+        if (parameter := self._parameters.get(key)) is not None:
+            add_gradient(parameter, gradient, taken)
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the accumulated gradients by key, and hold them no longer."""
+        taken: dict[str, torch.Tensor] = {}
+        for key, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                taken[key], parameter.grad = parameter.grad, None
+        return taken
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Hold accumulated gradients; keys that are not trained here are ignored."""
+        for key, parameter in self._parameters.items():
+            if key in gradients:
+                parameter.grad = gradients[key]
 
     def norms(self) -> dict[str, float]:
         """Return the norm of each gradient accumulated so far."""
@@ -114,7 +131,10 @@ class Updates:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if not self._rule.scheduler_each_epoch and not isinstance(self._scheduler, ReduceLROnPlateau):
-            self._step_scheduler()
+            due = int(self.done * self._rule.scheduler_steps + _ROUNDING)
+            for _ in range(due - self._scheduler_steps):
+                self._step_scheduler()
+            self._scheduler_steps = due
 
     def end_epoch(self) -> None:
         """Step the scheduler after the stage's last update of an epoch."""
@@ -177,7 +197,7 @@ class LookAhead:
                     self._before[key] = weight.detach().clone()
                     into[key].copy_(weight)
                 else:
-                    torch.lerp(before, weight, 1 + ahead, out=into[key].detach())
+                    torch.lerp(before, weight, 1 + ahead, out=into[key])
                     before.copy_(weight)
         self._version = version
 

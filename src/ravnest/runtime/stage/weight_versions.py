@@ -8,13 +8,16 @@ import torch
 
 from ravnest.runtime.stage.updates import LookAhead
 
+Weights = dict[str, torch.Tensor]
+
 
 class WeightVersions:
-    """Weights by version number.
+    """Weights by version number, in two buffers at most.
 
-    With ``stash``, updates can happen between the forward and the backward of a micro-batch: each
-    version that a forward uses is copied once, into memory that freed versions have returned. Without
-    it, the weights themselves are used.
+    Without ``stash`` no update happens between the forward and the backward of a micro-batch, and the
+    weights themselves are used. With it, an update that overtakes micro-batches in flight moves the
+    newest weights to the other buffer first; the older version stays where the micro-batches use it.
+    A ``look_ahead`` needs a third one, for the weights that it predicts.
     """
 
     def __init__(
@@ -30,8 +33,10 @@ class WeightVersions:
         self._look_ahead = look_ahead
         self.delay = 0
         """Staleness of the last gradient in updates; ``look_ahead`` predicts that many updates ahead."""
-        self._kept: dict[int, dict[str, torch.Tensor]] = {}
-        self._pool: list[dict[str, torch.Tensor]] = []
+        self._kept: dict[int, Weights] = {}
+        """Weights that forwards use, by version; those of the newest share its memory."""
+        self._pool: list[Weights] = []
+        """Buffers that no version uses."""
         self.memory = {_address(weight) for weight in self.weights.values()}
         """Addresses of all memory that holds weights and may be overwritten."""
 
@@ -40,13 +45,25 @@ class WeightVersions:
         if not self._stash:
             return self.weights
         if version not in self._kept:
-            self._kept[version] = self._copy(version)
+            self._kept[version] = self._predicted(version) if self._look_ahead else self._aliases()
         return self._kept[version]
+
+    def before_update(self, *, in_use: bool) -> None:
+        """Prepare an update; ``in_use``: micro-batches in flight use the newest version."""
+        if not self._stash or self._look_ahead is not None or not in_use:
+            return
+        buffer = self._buffer()
+        with torch.no_grad():
+            for key, weight in self.weights.items():
+                buffer[key].copy_(weight)
+                weight.data = buffer[key]
 
     def free(self, version: int) -> None:
         """Free a version that no micro-batch in flight uses."""
-        if (buffers := self._kept.pop(version, None)) is not None:
-            self._pool.append(buffers)
+        kept = self._kept.pop(version, None)
+        if kept is None or any(_address(kept[key]) == _address(w) for key, w in self.weights.items()):
+            return
+        self._pool.append({key: tensor.detach() for key, tensor in kept.items()})
 
     def moved(self, changes: Mapping[str, torch.Tensor]) -> None:
         """Record a change of the weights that is not an update; kept versions stay as they are."""
@@ -61,22 +78,33 @@ class WeightVersions:
             self._look_ahead.renew()
 
     def __len__(self) -> int:
-        """Number of copies, in use and free."""
-        return len(self._kept) + len(self._pool)
+        """Number of buffers besides the newest weights' own, in use and free."""
+        newest = {_address(weight) for weight in self.weights.values()}
+        older = [
+            kept for kept in self._kept.values() if not newest & {_address(t) for t in kept.values()}
+        ]
+        return len(older) + len(self._pool)
 
-    def _copy(self, version: int) -> dict[str, torch.Tensor]:
+    def _aliases(self) -> Weights:
+        """Return leaves of autograd that share the memory of the newest weights.
+
+        Unlike ``detach``, ``data`` does not share the counter of changes: an update that has moved the
+        weights to the other buffer must not look like a change of these.
+        """
+        return {key: weight.data.requires_grad_() for key, weight in self.weights.items()}
+
+    def _predicted(self, version: int) -> Weights:
+        assert self._look_ahead is not None
+        buffer = self._buffer()
+        self._look_ahead.predict(version, self.delay, self.weights, buffer)
+        return {key: tensor.requires_grad_() for key, tensor in buffer.items()}
+
+    def _buffer(self) -> Weights:
         if self._pool:
-            copies = self._pool.pop()
-        else:
-            copies = {k: torch.empty_like(w, requires_grad=True) for k, w in self.weights.items()}
-            self.memory.update(_address(copy) for copy in copies.values())
-        if self._look_ahead is not None:
-            self._look_ahead.predict(version, self.delay, self.weights, copies)
-            return copies
-        with torch.no_grad():
-            for key, weight in self.weights.items():
-                copies[key].copy_(weight)
-        return copies
+            return self._pool.pop()
+        buffer = {key: torch.empty_like(w, requires_grad=False) for key, w in self.weights.items()}
+        self.memory.update(_address(tensor) for tensor in buffer.values())
+        return buffer
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -10,8 +10,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import torch
 
 from ravnest.averaging.ports import AveragingPort
 from ravnest.errors import RavnestError, RunError
@@ -22,13 +24,15 @@ from ravnest.runtime.schedule.events import (
     Admit,
     BackwardArrived,
     ClipNormArrived,
+    CombineNorms,
+    CompleteGradients,
     Done,
     Event,
     Fail,
     Finished,
     ForwardArrived,
     FreeVersion,
-    GatherNorms,
+    NormsArrived,
     PhaseBegun,
     PhaseEnded,
     ResultArrived,
@@ -37,12 +41,16 @@ from ravnest.runtime.schedule.events import (
     RunForward,
     RunPhaseEnd,
     RunStep,
+    RunWeights,
     SendBackward,
     SendClipNorm,
     SendForward,
+    SendNorms,
     SendPhaseBegin,
     SendPhaseEnd,
     SendResult,
+    SendShared,
+    SharedArrived,
     WindowSet,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
@@ -65,6 +73,8 @@ from ravnest.wire.messages import (
     Forward,
     ForwardResult,
     Goodbye,
+    GradientNorms,
+    LossSplit,
     Message,
     PhaseBegin,
     PhaseEnd,
@@ -73,6 +83,7 @@ from ravnest.wire.messages import (
     Reduced,
     RunEnd,
     SaveStage,
+    SharedGradients,
     StageSaved,
     StageTiming,
     Start,
@@ -119,6 +130,7 @@ class Worker:
         self._closed = False
         self._clip: float | None = None
         self._step_seconds = 0.0
+        self._weights_seconds = 0.0
         self._busy_since = 0.0
         """Time at which the thread last woke up or finished a computation; work since then counts as
         part of the next computation."""
@@ -165,7 +177,8 @@ class Worker:
 
     def submit(self, microbatch: Microbatch) -> None:
         """Process a micro-batch that has arrived: from the user at the Root, else from a message."""
-        self._handle(ForwardArrived(self._store.add(microbatch)))
+        self._store.add(microbatch)
+        self._handle(ForwardArrived(microbatch.id, microbatch.ends_batch, microbatch.ends_update))
 
     def end_phase(self, end: PhaseEnd) -> None:
         """End a phase: all its micro-batches have arrived."""
@@ -246,14 +259,23 @@ class Worker:
 
     # Messages
 
-    def _receive(self, link: Link, message: Message) -> None:  # noqa: C901 - one case per message
+    def _receive(self, link: Link, message: Message) -> None:  # noqa: C901, PLR0912 - one case per message
         if self._status.failure is not None:
             return
         match message.head:
             case Forward() as head:
                 self._store.check_run(head.run)
-                values = dict(message.values)
-                self.submit(Microbatch(head.microbatch, head.size, head.digests, values))
+                self.submit(
+                    Microbatch(
+                        head.microbatch,
+                        head.batch_size,
+                        dict(message.values),
+                        head.part,
+                        head.parts,
+                        head.ends_update,
+                        head.digests,
+                    )
+                )
             case Backward() as head:
                 self._store.check_run(head.run)
                 self._handle(BackwardArrived(self._store.add_gradients(head, message.values)))
@@ -264,6 +286,15 @@ class Worker:
                 self.begin_phase(head)
             case PhaseEnd() as head:
                 self.end_phase(head)
+            case SharedGradients() as head:
+                self._store.check_run(head.run)
+                self._shared_arrived(head, message.values)
+            case GradientNorms() as head:
+                self._store.check_run(head.run)
+                self._store.add_norms(head)
+                self._handle(NormsArrived(head.update))
+            case LossSplit() as head:
+                self.report_loss_split(head)
             case ClipNorm() as head:
                 self._clip = head.total
                 self._handle(ClipNormArrived(head.update))
@@ -277,6 +308,22 @@ class Worker:
                 self._when_idle.append(lambda: self._neighbour_left(link, node))
             case head:
                 self.announce(head)
+
+    def _shared_arrived(self, head: SharedGradients, values: Mapping[str, Any]) -> None:
+        """Keep gradients of weights held here, and pass the others on to the previous node."""
+        others = self._store.add_shared(head.update, dict(values))
+        if others:
+            self._to_previous(Message(head, others))
+        if len(others) < len(values) and self._store.has_shared(head.update):
+            self._handle(SharedArrived(head.update))
+
+    def report_loss_split(self, head: LossSplit) -> None:
+        """Pass the Leaf's answer on to the Root."""
+        if self._links.previous is not None:
+            self._to_previous(Message(head))
+            return
+        with self._status.writing():
+            self._status.loss_split = head
 
     def _end_call(self, call: Call) -> None:
         with self._status.writing():
@@ -309,9 +356,9 @@ class Worker:
         for action in self._machine.handle(event, time.monotonic()):
             self._perform(action)
 
-    def _perform(self, action: Action) -> None:  # noqa: C901 - one case per action
+    def _perform(self, action: Action) -> None:  # noqa: C901, PLR0912 - one case per action
         match action:
-            case RunForward() | RunBackward() | RunStep() | RunPhaseEnd():
+            case RunForward() | RunBackward() | RunWeights() | RunStep() | RunPhaseEnd():
                 self._run = action
             case SendForward(microbatch):
                 self._to_next(self._store.forward_message(microbatch))
@@ -327,8 +374,16 @@ class Worker:
             case SendClipNorm(update):
                 assert self._clip is not None
                 self._to_next(Message(ClipNorm(update, self._clip)))
-            case GatherNorms(update, count):
-                self._clip = self._store.total_norm(count)
+            case CompleteGradients(update):
+                self._store.complete(update)
+            case SendShared(update):
+                gradients = self._store.execution.take_shared()
+                self._to_previous(Message(SharedGradients(self._store.run, update), gradients))
+            case SendNorms(update):
+                norms = self._store.norms(update)
+                self._to_previous(Message(GradientNorms(self._store.run, update, norms)))
+            case CombineNorms(update, batches):
+                self._clip = _total_norm(self._store.norms(update)) / batches
                 self.post(lambda: self._handle(ClipNormArrived(update)))
             case FreeVersion(version):
                 self._store.execution.free(version)
@@ -344,15 +399,16 @@ class Worker:
         run, self._run = self._run, None
         match run:
             case RunForward(microbatch_id, version, trains):
-                started = time.perf_counter()
                 microbatch = self._store.forward(microbatch_id, version, trains=trains)
-                microbatch.started, microbatch.forward_seconds = started, self._lap()
-            case RunBackward(microbatch_id, _, last_of_update):
-                with_norms = last_of_update and self._machine.waits_for_clip
-                microbatch = self._store.backward(microbatch_id, with_norms=with_norms)
+                microbatch.forward_seconds = self._lap()
+            case RunBackward(microbatch_id):
+                microbatch = self._store.backward(microbatch_id)
                 microbatch.backward_seconds = self._lap()
-            case RunStep(update, count):
-                self._step(update, count)
+            case RunWeights(microbatch_id):
+                self._store.execution.weight_gradients(microbatch_id)
+                self._weights_seconds = self._lap()
+            case RunStep(update, batches):
+                self._step(update, batches)
             case RunPhaseEnd(phase):
                 self._finish_phase(phase)
         self._drain()  # so that the machine sees a backward that arrived in the meantime
@@ -369,8 +425,8 @@ class Worker:
         seconds, self._busy_since = now - self._busy_since, now
         return seconds
 
-    def _step(self, update: int, count: int) -> None:
-        loss = self._store.step(count, self._clip)
+    def _step(self, update: int, batches: int) -> None:
+        loss = self._store.step(batches, self._clip)
         self._clip = None
         last = self._store.last
         assert last is not None
@@ -381,7 +437,9 @@ class Worker:
         if self._averaging is not None:
             self._averaging.updated(samples)
         waiting = self._inbox.qsize()
-        self._observer.updated(UpdateReport(update, epoch, loss, stale, count, in_flight, waiting))
+        self._observer.updated(
+            UpdateReport(update, epoch, loss, stale, batches, last.parts, in_flight, waiting)
+        )
         self._step_seconds = self._lap()
         if self._averaging is not None:
             with self._status.writing():
@@ -417,6 +475,7 @@ class Worker:
         own = StageTiming(
             microbatch.forward_seconds,
             microbatch.backward_seconds,
+            self._weights_seconds,
             self._step_seconds,
             following.message,
             following.busy,
@@ -430,7 +489,7 @@ class Worker:
         result = self._store.finish(microbatch_id)
         if result is None:
             if timings := self._timings(microbatch):
-                self._observer.timed(timings, time.perf_counter() - microbatch.started)
+                self._observer.timed(timings)
             return
         with self._status.writing():
             self._status.results[microbatch_id] = result
@@ -460,6 +519,11 @@ class Worker:
         stage = self._keeper.receive(head.node, head.manifest, values)
         with self._status.writing():
             self._status.saved_stages.add(stage)
+
+
+def _total_norm(norms: Iterable[tuple[int, float]]) -> float:
+    """Return the norm of all gradients, combined in the order of the model's parameters."""
+    return float(torch.linalg.vector_norm(torch.tensor([norm for _, norm in sorted(norms)])))
 
 
 def _is_timed(index: int) -> bool:

@@ -1,0 +1,219 @@
+"""Batches split into micro-batches: the updates are those of whole batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster, form
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from training_cases import MLP, SmallCNN, TiedGPT, image_loaders, token_loaders, token_loss
+
+from ravnest import set_seed
+from ravnest.errors import RunError, SettingsError
+from ravnest.runtime.batch_parts import BatchSplit, part_sizes
+from ravnest.runtime.data import Criterion
+from ravnest.runtime.stage.leaf import Leaf
+
+BATCH = 12
+SAMPLES = 3 * BATCH + 7
+"""The last batch is smaller, and not a multiple of the number of micro-batches."""
+
+
+def regression() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(SAMPLES, 4, generator=generator), torch.randn(SAMPLES, 3, generator=generator)
+    )
+    return DataLoader(data, BATCH), DataLoader(data, BATCH)
+
+
+def classes() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Labels of which a varying number is ignored: the whole of some micro-batches."""
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, 3, (SAMPLES,), generator=generator)
+    labels[::5] = labels[12:16] = -100
+    data = TensorDataset(torch.randn(SAMPLES, 4, generator=generator), labels)
+    return DataLoader(data, BATCH), DataLoader(data, BATCH)
+
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LOSSES: dict[str, tuple[Any, Loss]] = {
+    "mean": (regression, nn.functional.mse_loss),
+    "sum": (regression, nn.MSELoss(reduction="sum")),
+    "ignored": (classes, nn.functional.cross_entropy),
+}
+
+
+def train_whole(
+    model: nn.Module, loader: Iterable[Any], loss_of: Loss, lr: float, epochs: int = 2
+) -> dict[str, torch.Tensor]:
+    """Train in one process, a whole batch at a time."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def train_split(
+    folder: Path, names: list[str], loaders: Any, loss: Any, lr: float, **settings: Any
+) -> dict[str, torch.Tensor]:
+    cluster = LocalCluster(folder, names)
+    cluster.train(
+        loaders,
+        node={
+            "optimizer": torch.optim.SGD,
+            "optimizer_params": {"lr": lr, "momentum": 0.9},
+            "criterion": loss,
+            **settings,
+        },
+        epochs=2,
+        save=True,
+    )
+    return cluster.fused()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("parts", [2, 5])
+def test_micro_batches_give_the_updates_of_whole_batches(tmp_path: Path, loss: str, parts: int) -> None:
+    set_seed(3)
+    model = MLP()
+    names = form(tmp_path, copy.deepcopy(model), (torch.rand(BATCH, 4),), 3)
+    loaders, loss_of = LOSSES[loss]
+    lr = 1e-3 if loss == "sum" else 1e-2
+    found = train_split(tmp_path, names, loaders, loss_of, lr, schedule="sync", micro_batches=parts)
+    expected = train_whole(model, loaders()[0], loss_of, lr)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_sums_are_those_of_accumulated_gradients_to_the_last_bit(
+    tmp_path: Path, recompute: bool
+) -> None:
+    set_seed(3)
+    model = MLP()
+    names = form(tmp_path, copy.deepcopy(model), (torch.rand(BATCH, 4),), 3)
+    found = train_split(
+        tmp_path,
+        names,
+        regression,
+        nn.functional.mse_loss,
+        1e-2,
+        schedule="sync",
+        micro_batches=4,
+        recompute=recompute,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    for _ in range(2):
+        for inputs, targets in regression()[0]:
+            optimizer.zero_grad()
+            sizes = part_sizes(len(inputs), 4)
+            for x, y in zip(inputs.split(sizes), targets.split(sizes), strict=True):
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward(torch.full_like(loss, len(x) / len(inputs)))
+            optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def test_tied_weights_and_a_clip_over_the_model(tmp_path: Path) -> None:
+    set_seed(5)
+    model = TiedGPT()
+    names = form(tmp_path, copy.deepcopy(model), (torch.randint(0, 16, (4, 8)),), 3)
+    cluster = LocalCluster(tmp_path, names)
+    cluster.train(
+        token_loaders,
+        node={
+            "schedule": "sync",
+            "micro_batches": 2,
+            "clip_grad_norm": 0.05,
+            "optimizer": torch.optim.SGD,
+            "optimizer_params": {"lr": 0.1},
+            "criterion": token_loss,
+        },
+        epochs=1,
+        save=True,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in token_loaders()[0]:
+        optimizer.zero_grad()
+        token_loss(model(batch[0]), batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    found = cluster.fused()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_batch_norm_keeps_batches_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_seed(3)
+    names = form(tmp_path, SmallCNN(), (torch.rand(8, 1, 8, 8),), 2)
+    train_split(tmp_path, names, image_loaders, nn.functional.cross_entropy, 1e-2)
+    said = capsys.readouterr().out
+    assert "schedule async" in said
+    assert "norm1" in said
+
+
+def test_a_loss_that_couples_samples_is_refused(tmp_path: Path) -> None:
+    def coupled(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (output - batch[-1]).square().mean(1).max()
+
+    names = form(tmp_path, MLP(), (torch.rand(BATCH, 4),), 2)
+    with pytest.raises((SettingsError, RunError), match="micro_batches=3 is not possible"):
+        train_split(tmp_path, names, regression, coupled, 1e-2, micro_batches=3)
+
+
+@pytest.mark.parametrize(
+    ("split", "batch", "parts"),
+    [
+        (BatchSplit(), 64, 1),
+        (BatchSplit(rows=8), 64, 8),
+        (BatchSplit(rows=8), 61, 8),
+        (BatchSplit(rows=8), 7, 1),
+        (BatchSplit(rows=1, smallest=2), 5, 2),
+        (BatchSplit(count=4), 64, 4),
+        (BatchSplit(count=4), 3, 3),
+        (BatchSplit(count=4, smallest=2), 1, 1),
+    ],
+)
+def test_the_number_of_parts(split: BatchSplit, batch: int, parts: int) -> None:
+    assert split.parts(batch) == parts
+    sizes = part_sizes(batch, parts)
+    assert sum(sizes) == batch
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [
+        ({}, 1),
+        ({"micro_batches": 4}, 4),
+        ({"schedule": "async"}, 2),
+        ({"schedule": "async", "micro_batches": 4}, 4),
+        ({"micro_batches": 4, "in_flight": 3}, 3),
+    ],
+    ids=str,
+)
+def test_the_window_follows_the_users_micro_batches(
+    tmp_path: Path, settings: dict[str, Any], window: int
+) -> None:
+    names = form(tmp_path, MLP(), (torch.rand(BATCH, 4),), 2)
+    node = LocalCluster(tmp_path, names, settings).node(names[0])
+    assert node._config.spec.microbatches == 1
+    assert node._config.window == window
+
+
+@pytest.mark.parametrize("samples", [2, 6, BATCH])
+def test_labels_may_be_a_list_of_batches_of_any_size(samples: int) -> None:
+    labels = [(torch.rand(samples, 4), torch.rand(samples, 3))]
+    leaf = Leaf(Criterion(nn.functional.mse_loss), labels, None)
+    assert leaf.find_weighting(torch.rand(6, 3), 6).allowed
