@@ -28,8 +28,11 @@ def node_file(node: int, *, stage: int | None = None, stages: int = 2, **changes
         "bundle": "stage",
         "sha256": "",
         "seed": 0,
+        "schedule": "sync",
+        "microbatch_rows": None,
+        "smallest_rows": 1,
+        "split_reason": "",
         "in_flight": stages,
-        "in_flight_limit": 3 * stages,
         "update_frequency": 1,
         "certificates": CertificateFiles("a", "b", "c"),
     }

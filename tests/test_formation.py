@@ -178,16 +178,23 @@ def test_node_specs_describe_the_plan(result: Result) -> None:
         assert node.bundle == f"cluster_{node.cluster}/node_{number}"
         assert node.seed == 11
         assert node.update_frequency == 1
-        assert node.in_flight == node.stages, "the window of the Root, the same on every node"
-        assert node.in_flight_limit >= node.in_flight
+        assert (node.schedule, node.in_flight) == (result.plan.schedule, cluster.in_flight)
+        assert (node.microbatch_rows, node.split_reason) == (None, cluster.split_reason)
 
 
 def test_node_specs_have_the_documented_fields(result: Result) -> None:
     data = json.loads((result.folder / "nodes" / "node_0.json").read_bytes())
-    assert (data["format"], data["version"]) == ("ravnest-node", 1)
+    assert (data["format"], data["version"]) == ("ravnest-node", 2)
     fields = {"plan", "node", "cluster", "stage", "stages", "role", "address", "previous", "next"}
-    fields |= {"pipeline", "roots", "rings", "bundle", "sha256", "seed", "in_flight", "in_flight_limit"}
-    fields |= {"update_frequency", "certificates"}
+    fields |= {"pipeline", "roots", "rings", "bundle", "sha256", "seed", "in_flight", "schedule"}
+    fields |= {
+        "microbatches",
+        "microbatch_rows",
+        "smallest_rows",
+        "split_reason",
+        "update_frequency",
+        "certificates",
+    }
     assert set(data) == fields | {"format", "version"}
 
 

@@ -22,7 +22,7 @@ class LossRecord:
     """Number of the update in the run, from 0."""
     epoch: int
     loss: float | None
-    """Mean over the micro-batches of the update; ``None`` if it is not finite."""
+    """Mean over the batches of the update; ``None`` if it is not finite."""
     microbatches: int
     """Micro-batches in the update."""
     staleness: int
@@ -71,6 +71,7 @@ class TimingRecord:
     """Micro-batches that the means are taken over."""
     forward: float
     backward: float
+    """With the weight gradients that are computed later."""
     step: float
     to_next: float
     to_previous: float

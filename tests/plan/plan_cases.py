@@ -20,10 +20,10 @@ from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
 from ravnest.types import Address
 
 
-def load_benchmark() -> ModuleType:
-    """Import ``benchmarks/planning.py``, whose brute force is the reference of the tests too."""
-    path = Path(__file__).parents[2] / "benchmarks" / "planning.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_planning", path)
+def load_benchmark(name: str = "planning") -> ModuleType:
+    """Import a file of ``benchmarks``; the brute force of ``planning`` is the tests' reference too."""
+    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,11 +33,11 @@ def load_benchmark() -> ModuleType:
 
 
 def unit(work: float = 1e9, activation: int = 0, workspace: int = 0, crossing: int = 0) -> UnitCost:
-    return UnitCost(work, activation, workspace, crossing, crossing, crossing)
+    return UnitCost(work, activation, workspace, crossing, crossing, crossing, crossing)
 
 
-def chain(units: int, *, weight: int = 1000, **costs: Any) -> ModelProfile:
-    """Return a model of equal units with one weight each."""
+def chain(units: int, *, weight: int = 1000, rows: int | None = None, **costs: Any) -> ModelProfile:
+    """Return a model of equal units with one weight each; micro-batches have at least ``rows``."""
     return ModelProfile(
         units=tuple(unit(**costs) for _ in range(units)),
         state=tuple(
@@ -46,6 +46,7 @@ def chain(units: int, *, weight: int = 1000, **costs: Any) -> ModelProfile:
         ),
         batch_size=32,
         input_bytes=0,
+        smallest_rows=rows,
     )
 
 
@@ -71,7 +72,7 @@ def profiles(draw: st.DrawFn, max_units: int = 7) -> ModelProfile:
     """Draw any small model: frozen tensors, tied tensors, cuts without a gradient."""
     count = draw(st.integers(1, max_units))
     units = tuple(
-        UnitCost(float(draw(st.integers(0, 20))), *(draw(small_bytes) for _ in range(5)))
+        UnitCost(float(draw(st.integers(0, 20))), *(draw(small_bytes) for _ in range(8)))
         for _ in range(count)
     )
     users = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted).map(tuple)
@@ -87,6 +88,7 @@ def profiles(draw: st.DrawFn, max_units: int = 7) -> ModelProfile:
         output_bytes=draw(small_bytes),
         optimizer_bytes_per_parameter_byte=draw(st.sampled_from((0.0, 1.0, 2.0))),
         update_copies=draw(st.sampled_from((0.0, 2.0))),
+        smallest_rows=draw(st.sampled_from((None, 1))),
     )
 
 

@@ -96,13 +96,15 @@ def test_the_description_has_memory_and_times() -> None:
     nodes = [node(0, ram=8, compute=40), node(1, ram=4, compute=20, bandwidth=8)]
     lines = explain(planned(model(), nodes), model(), NAMES).splitlines()
     head, _, cluster, root, root_memory, root_time, leaf, leaf_memory, leaf_time, _, rings = lines
-    assert head.startswith("2 nodes in 1 cluster train about 32 samples/s")
-    assert "about 32 samples/s" in cluster
-    assert "every 1 s" in cluster
+    assert head.startswith("2 nodes in 1 cluster train about 30 samples/s in batches of 32")
+    assert head.endswith("schedule async.")
+    assert "about 30 samples/s" in cluster
+    assert "every 1.07 s" in cluster
+    assert "batches are not split into micro-batches: it is not known" in cluster
     assert "the link from Node(0) to Node(1) at the 8 Mbps of Node(1)" in cluster
     assert "Node(0) at 10.0.0.1:8080 is the Root: layers conv1 to fc1 (4 units), 67%" in root
-    assert "Memory 3.0 GB of 8 GB (38%): weights 500 MB, older versions 1.0 GB" in root_memory
-    assert "optimizer 1.0 GB, activations of 2 in flight 80 MB, transfer 2 MB" in root_memory
+    assert "Memory 2.5 GB of 8 GB (32%): weights 500 MB, older versions 500 MB" in root_memory
+    assert "optimizer 1.0 GB, activations 80 MB, transfer 4 MB" in root_memory
     assert root_memory.endswith("460 MB.")
     assert "100 ms" in root_time
     assert "1 s on the link to Node(1)" in root_time

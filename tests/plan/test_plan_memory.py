@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import profiles, steady
@@ -17,96 +16,129 @@ from ravnest.plan.memory import (
     StageLoad,
     StageMemory,
     averaging_copies,
-    older_versions,
     size,
     stage_memory,
 )
 from ravnest.plan.profile import ModelProfile
 
 LOAD: StageLoad[float] = StageLoad(
-    state=100, trainable=80, largest=2, activations=10, incoming=5, transfer=7, backward=13
+    state=100,
+    trainable=80,
+    largest=2,
+    activations=10,
+    deferred=0,
+    incoming=5,
+    leaving=3,
+    returning=4,
+    backward=13,
 )
+DELAYED = MemorySettings(optimizer_factor=2.0, max_delay=1)
+SPLIT = MemorySettings(optimizer_factor=2.0, share=1 / 2, part=1 / 8, accumulates=True)
 
 
 def test_each_purpose_is_counted() -> None:
-    memory = stage_memory(LOAD, 3, MemorySettings(update_frequency=1, optimizer_factor=2.0))
+    memory = stage_memory(LOAD, 3, DELAYED)
     assert memory == StageMemory(
         weights=100,
-        versions=240,
+        versions=80,
         gradients=80 + 13 - 10,
         optimizer=160,
-        activations=45,
-        transfer=7,
+        activations=30,
+        transfer=14,
         averaging=0,
     )
-    assert memory.total == 635
+    assert memory.total == 467
+
+
+def test_a_batch_that_is_split_keeps_a_share_and_works_on_a_part() -> None:
+    """Three eighths wait, one runs backward, and a gradient is added to the others."""
+    memory = stage_memory(LOAD, 3, SPLIT)
+    assert memory.versions == 0
+    assert memory.activations == (10 + 5) / 2
+    assert memory.transfer == 3 / 2 + 2 * 4 / 8
+    assert memory.gradients + memory.activations == 80 + 3 * (10 + 5) / 8 + (13 + 5) / 8 + 2
+
+
+def test_deferred_weight_gradients_can_need_more_than_activations() -> None:
+    more = stage_memory(replace(LOAD, deferred=40), 3, SPLIT)
+    assert more.gradients + more.activations == 80 + 40 / 2 + 2
 
 
 def test_averaging_keeps_copies_of_trained_parameters() -> None:
     assert averaging_copies() == 2
     assert averaging_copies(compressed=True) == 4
     assert averaging_copies(with_optimizer=True, optimizer_factor=2.0) == 6
-    memory = stage_memory(LOAD, 3, MemorySettings(1, 2.0, averaging=2.0))
-    assert (memory.averaging, memory.total) == (160, 635 + 160)
+    memory = stage_memory(LOAD, 3, replace(DELAYED, averaging=2.0))
+    assert (memory.averaging, memory.total) == (160, 467 + 160)
 
 
 def test_the_update_can_be_the_peak() -> None:
     one_large = replace(LOAD, largest=50)
-    assert stage_memory(one_large, 1, MemorySettings(1, 2.0, 2.0)).gradients == 80 + 2 * 50 - 10
+    memory = stage_memory(one_large, 1, MemorySettings(2.0, update_copies=2.0))
+    assert memory.gradients + memory.activations == 80 + 2 * 50
 
 
 def test_a_leaf_keeps_no_older_version() -> None:
-    assert stage_memory(LOAD, 1, MemorySettings(1, 2.0)).versions == 0
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "update_frequency", "versions"),
-    [(1, 1, 0), (2, 1, 2), (2, 4, 1), (5, 4, 2), (8, 4, 2)],
-)
-def test_older_versions(in_flight: int, update_frequency: int, versions: int) -> None:
-    assert older_versions(in_flight, update_frequency) == versions
+    memory = stage_memory(LOAD, 1, DELAYED)
+    assert (memory.versions, memory.activations) == (0, 15)
 
 
 def test_formatted_sizes() -> None:
     assert [size(n) for n in (900, 5e5, 2.4e7, 9.06e9)] == ["1 kB", "500 kB", "24 MB", "9.1 GB"]
 
 
-def by_hand(profile: ModelProfile, start: int, stop: int, in_flight: int, frequency: int) -> float:
-    """Compute the formula directly from the profile."""
+def by_hand(
+    profile: ModelProfile, start: int, stop: int, in_flight: int, frequency: int, share: float
+) -> float:
+    """Compute the formula directly from the profile; a micro-batch is a quarter of the share."""
     held = [t for t in profile.state if any(start <= u < stop for u in t.units)]
     trainable = sum(t.bytes for t in held if t.trainable)
+    largest = max((t.bytes for t in held if t.trainable), default=0)
     units = profile.units[start:stop]
     last = stop == len(profile.units)
+    splits = profile.smallest_rows is not None
+    part = share / 4 if splits else 1.0
+    share = share if splits else 1.0
+    delay = 1 if not splits and in_flight > 1 else 0
+    accumulates = splits or frequency > 1
     incoming = profile.units[start - 1].held_bytes if start else profile.input_bytes
     activations = [u.activation_bytes for u in units]
-    largest = max((t.bytes for t in held if t.trainable), default=0)
-    moments = [trainable + profile.update_copies * largest]
+    deferred = [u.deferred_bytes if start else 0 for u in units]
+    passes = [sum(deferred)]
     for here, unit in enumerate(units, start):
         to_come = [t.bytes for t in held if t.trainable and start <= t.units[-1] <= here]
-        made = trainable - (sum(to_come) if frequency == 1 else 0)
-        moments.append(sum(activations[: here - start + 1]) + unit.workspace_bytes + made)
+        made = 0 if accumulates else -sum(to_come)
+        workspace = unit.passing_bytes if accumulates else unit.workspace_bytes
+        upto = here - start + 1
+        passes.append(sum(activations[:upto]) + sum(deferred[upto:]) + workspace + made + incoming)
+    kept = max(sum(activations) + incoming, sum(deferred))
+    backward = (share - part) * kept + part * max(passes)
+    if accumulates:
+        backward = max(backward, share * kept) + largest
+    leaving = profile.output_bytes if last else units[-1].sent_bytes
+    returning = 0 if last else units[-1].gradient_bytes
+    returning += profile.units[start - 1].gradient_bytes if start else 0
     return (
         sum(t.bytes for t in held)
-        + (0 if in_flight == 1 else -(-in_flight // frequency)) * trainable
-        + trainable * profile.optimizer_bytes_per_parameter_byte
-        + (in_flight - 1) * sum(activations)
-        + in_flight * incoming
-        + (profile.output_bytes if last else units[-1].crossing_bytes + units[-1].gradient_bytes)
-        + (profile.units[start - 1].gradient_bytes if start else 0)
-        + max(moments)
+        + delay * (trainable + sum(activations) + incoming)
+        + trainable * (1 + profile.optimizer_bytes_per_parameter_byte)
+        + (share * leaving + min(share, 2 * part) * returning) * (1 + delay)
+        + max(backward, profile.update_copies * largest)
     )
 
 
-@given(profiles(), st.integers(1, 9), st.integers(1, 4))
+@given(profiles(), st.integers(1, 9), st.integers(1, 4), st.sampled_from((1.0, 0.5, 0.125)))
 @steady
 def test_one_stage_and_a_grid_of_stages_agree_with_the_formula(
-    profile: ModelProfile, in_flight: int, frequency: int
+    profile: ModelProfile, in_flight: int, frequency: int, share: float
 ) -> None:
-    costs = ModelCosts.of(profile, frequency)
+    splits = profile.smallest_rows is not None
+    shares = {"share": share, "part": share / 4} if splits else {}
+    costs = ModelCosts.of(profile, frequency, **shares)
     every = np.arange(costs.units + 1)
     grid = costs.memory_grid(every, every, in_flight)
     for start, stop in combinations(every.tolist(), 2):
-        expected = by_hand(profile, start, stop, in_flight, frequency)
+        expected = by_hand(profile, start, stop, in_flight, frequency, share)
         assert costs.memory(start, stop, in_flight).total == expected
         assert grid[start, stop] == expected
     assert np.isinf(grid[np.tril_indices(len(every))]).all()

@@ -108,7 +108,15 @@ class FakePlanner:
             raise self.error
         if len(names) < self.needs:
             return Infeasible(f"needs {self.needs} providers, {len(names)} are connected")
-        plan = Plan(clusters=(), rings=(), batch_size=1, update_frequency=1, seed=0)
+        plan = Plan(
+            clusters=(),
+            rings=(),
+            batch_size=1,
+            update_frequency=1,
+            seed=0,
+            schedule="sync",
+            smallest_rows=1,
+        )
         return PlannedJob(spec, plan, names, "a plan")
 
     def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
@@ -128,7 +136,7 @@ class FakePlanner:
             node_spec=node_file(node, stage=node % 2, cluster=node // 2, role=role, address=address),
             stage=artifact("units"),
             weights=artifact("weights"),
-            train=DataShare(samples=8, inputs=(rows,) if alone or role is Role.ROOT else ()),
+            train=DataShare(samples=8, total=8, inputs=(rows,) if alone or role is Role.ROOT else ()),
             training=wanted.training,
             tls=self.tls,
         )

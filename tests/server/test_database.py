@@ -54,7 +54,7 @@ def assignment(job: str = "j") -> Assignment:
         node_spec=node_file(0),
         stage=artifact("units"),
         weights=artifact("weights"),
-        train=DataShare(samples=8),
+        train=DataShare(samples=8, total=8),
         training=spec().training,
         tls=False,
     )

@@ -39,8 +39,11 @@ NODE = NodeSpec(
     bundle="cluster_1/node_4",
     sha256="ab" * 32,
     seed=42,
+    schedule="sync",
+    microbatch_rows=4,
+    smallest_rows=2,
+    split_reason="each batch of 32 is split into 8 micro-batches of 4",
     in_flight=3,
-    in_flight_limit=9,
     update_frequency=2,
     certificates=CertificateFiles("c/authority.pem", "c/node_4.pem", "c/node_4.key"),
 )
@@ -83,7 +86,7 @@ Change = Callable[[dict[str, Any]], object]
 
 FILE_CHANGES: dict[str, tuple[Change, str]] = {
     "another format": (lambda d: d.update(format="x"), "not a node file"),
-    "later version": (lambda d: d.update(version=2), "not a node file"),
+    "later version": (lambda d: d.update(version=3), "not a node file"),
     "another node's": (
         lambda d: (d.update(node=5, pipeline=[2, 5, 6]), d["next"].update(node=6), d.update(rings=[])),
         "is the file of node_5",
@@ -122,6 +125,10 @@ MALFORMED: dict[str, tuple[Change, str]] = {
     "ring without this node": (lambda d: d["rings"][0]["members"].reverse(), "ring 0"),
     "no update": (lambda d: d.update(update_frequency=0), "update_frequency"),
     "nothing in flight": (lambda d: d.update(in_flight=0), "in_flight"),
+    "no schedule": (lambda d: d.update(schedule="later"), "schedule"),
+    "micro-batches of no rows": (lambda d: d.update(microbatch_rows=0), "microbatch_rows"),
+    "no smallest rows": (lambda d: d.update(smallest_rows=0), "smallest_rows"),
+    "an endless reason": (lambda d: d.update(split_reason="x" * 10**5), "split_reason"),
     "certificates is null": (lambda d: d.update(certificates=None), "certificates"),
     "bundle outside": (lambda d: d.update(bundle="../../other"), "leads out of its folder"),
     "bundle from the root": (lambda d: d.update(bundle="/etc"), "leads out of its folder"),

@@ -78,10 +78,13 @@ class Job:
     example_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword inputs of the model's `forward`: tensors as in `example_args`, or constants."""
     update_frequency: int = 1
-    """Micro-batches per update; the gradient is their mean."""
-    schedule: Literal["async", "sync"] = "async"
-    """`async`: all stages stay busy, gradients may be a few updates old. `sync`: the pipeline is
-    flushed at each update, with the result of a single process. See [Schedules](schedules.md)."""
+    """Batches per update; the gradient is their mean."""
+    schedule: Literal["auto", "sync", "async"] = "auto"
+    """`sync`: the updates of a single process. `async`: gradients may be one update old. `auto`: `sync`
+    if batches can be split into micro-batches, else `async`. See [Schedules](schedules.md)."""
+    micro_batches: int | Literal["auto"] = "auto"
+    """Number of micro-batches that each batch is split into. `auto`: chosen by the plan, and 1 if the
+    result would not be that of the whole batch."""
     compression: bool | str = False
     """Encoding of activations, gradients and averages between providers: `False` (none), `True` or
     `"fp16"`, `"bf16"`, `"int8"`. See [Compression](compression.md)."""
@@ -91,7 +94,7 @@ class Job:
     average_optim: bool = False
     """Average the optimizer's state as well."""
     clip_grad_norm: float | None = None
-    """Maximum norm of the gradients: of the whole model in `sync`, of each stage in `async`."""
+    """Maximum norm of the gradients of the whole model."""
     look_ahead: bool = False
     """In `async`, run forward passes on predicted weights; takes memory for one more copy of them."""
     recompute: bool = False
@@ -298,6 +301,7 @@ def _training(
         loss=loss,
         update_frequency=job.update_frequency,
         schedule=job.schedule,
+        micro_batches=job.micro_batches,
         compression=None if codec == RAW.name else codec,  # type: ignore[arg-type]
         reduce_factor=job.reduce_factor,
         average_optim=job.average_optim,

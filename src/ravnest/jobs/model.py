@@ -29,6 +29,8 @@ VERSION = 1
 UNITS_FILE = "units.json"
 _LARGEST = 2**60
 """Upper bound of costs and sizes; sums of a few of them fit into 64 bits."""
+_LONGEST_REASON = 2000
+"""Most characters of the sentence that explains why batches are not split."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,7 @@ def _check_profile(model: UnitModel) -> None:
     if len(profile.units) != count:
         raise StageFormatError(f"the profile has {len(profile.units)} units, the model {count}")
     _check_numbers(asdict(profile))
-    if profile.batch_size < 1:
-        raise StageFormatError("the batch size of the profile is not positive")
+    _check_batch(profile)
     names = [tensor.name for tensor in profile.state]
     if len(set(names)) != len(names):
         raise StageFormatError("the profile lists a state tensor twice")
@@ -161,6 +162,18 @@ def _check_profile(model: UnitModel) -> None:
             raise StageFormatError(f"the profile trains {tensor.name!r}, which no unit has")
         if entry is not None and entry.nbytes != tensor.bytes:
             raise StageFormatError(f"the profile and the units differ in the size of {tensor.name!r}")
+
+
+def _check_batch(profile: ModelProfile) -> None:
+    if profile.batch_size < 1:
+        raise StageFormatError("the batch size of the profile is not positive")
+    if profile.smallest_rows is not None and not 1 <= profile.smallest_rows <= profile.batch_size:
+        raise StageFormatError(
+            f"the profile has micro-batches of {profile.smallest_rows} samples in a batch of"
+            f" {profile.batch_size}"
+        )
+    if len(profile.unsplit_reason) > _LONGEST_REASON:
+        raise StageFormatError(f"the profile has a reason of {len(profile.unsplit_reason)} characters")
 
 
 def _check_numbers(value: Any) -> None:

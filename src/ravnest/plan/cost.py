@@ -73,6 +73,10 @@ class ModelCosts:
     them; zero if several micro-batches accumulate into the same gradients."""
     backward: RangeMax
     """Bytes of the activations up to a unit plus its workspace, minus the gradients up to it."""
+    deferred: RangeSum
+    """Bytes that deferred weight gradients keep."""
+    deferring: RangeMax
+    """``backward`` minus the deferred bytes up to the unit."""
     largest: RangeMax
     """Bytes of the largest trained tensor that each unit uses."""
     state: DistinctBytes
@@ -80,41 +84,58 @@ class ModelCosts:
     incoming: FloatArray
     """For each cut, the bytes of its inputs that the stage behind it keeps."""
     leaving: FloatArray
-    """For each cut, the bytes that cross it in forward; for the last one, the model's outputs."""
+    """For each cut, the bytes that the stage in front of it keeps because they are sent; for the last
+    one, the model's outputs."""
     returning: FloatArray
     """For each cut, the bytes of gradients that cross it in backward."""
     link_bytes: FloatArray
-    """For each cut, the bytes per micro-batch in the direction with more traffic."""
+    """For each cut, the bytes per batch in the direction with more traffic."""
 
     @classmethod
-    def of(cls, profile: ModelProfile, update_frequency: int = 1, averaging: float = 0.0) -> ModelCosts:
-        """Prepare a profile; ``averaging`` has the meaning of ``MemorySettings.averaging``."""
+    def of(
+        cls,
+        profile: ModelProfile,
+        update_frequency: int = 1,
+        averaging: float = 0.0,
+        share: float = 1.0,
+        part: float = 1.0,
+    ) -> ModelCosts:
+        """Prepare a profile; ``averaging``, ``share`` and ``part`` are those of ``MemorySettings``."""
         units = profile.units
-        leaving = np.array([0, *(unit.crossing_bytes for unit in units)], dtype=np.float64)
+        crossing = np.array([0, *(unit.crossing_bytes for unit in units)], dtype=np.float64)
+        leaving = np.array([0, *(unit.sent_bytes for unit in units)], dtype=np.float64)
         returning = np.array([0, *(unit.gradient_bytes for unit in units)], dtype=np.float64)
         incoming = np.array([profile.input_bytes, *(unit.held_bytes for unit in units)], np.float64)
-        leaving[-1] = returning[-1] = 0
+        crossing[-1] = returning[-1] = 0
         tied = _tied_bytes(profile) / update_frequency
-        link_bytes = np.maximum(leaving, returning) + tied
+        link_bytes = np.maximum(crossing, returning) + tied
         leaving[-1] = profile.output_bytes
         activations = RangeSum.of([unit.activation_bytes for unit in units])
         trained = [tensor for tensor in profile.state if tensor.trainable]
-        fresh = trained if update_frequency == 1 else []
-        gradients = RangeSum.of(_by_last_unit(fresh, len(units)))
-        workspace = np.array([unit.workspace_bytes for unit in units], dtype=np.float64)
+        splits = profile.smallest_rows is not None
+        accumulates = splits or update_frequency > 1
+        gradients = RangeSum.of(_by_last_unit([] if accumulates else trained, len(units)))
+        workspace = [unit.passing_bytes if accumulates else unit.workspace_bytes for unit in units]
+        moments = np.array(workspace, np.float64) + (activations.prefix - gradients.prefix)[1:]
+        deferred = RangeSum.of([unit.deferred_bytes for unit in units])
         return cls(
             units=len(units),
             batch_size=profile.batch_size,
             training=MemorySettings(
-                update_frequency,
                 profile.optimizer_bytes_per_parameter_byte,
                 profile.update_copies,
                 averaging,
+                max_delay=0 if splits else 1,
+                share=share,
+                part=part,
+                accumulates=accumulates,
             ),
             work=RangeSum.of([unit.work for unit in units]),
             activations=activations,
             gradients=gradients,
-            backward=RangeMax.of(workspace + (activations.prefix - gradients.prefix)[1:]),
+            backward=RangeMax.of(moments),
+            deferred=deferred,
+            deferring=RangeMax.of(moments - deferred.prefix[1:]),
             largest=RangeMax.of(_largest(trained, len(units))),
             state=DistinctBytes.of(profile.state, len(units)),
             trainable=DistinctBytes.of(trained, len(units)),
@@ -133,14 +154,21 @@ class ModelCosts:
         shape = (len(starts), len(stops))
         returning = self.returning[starts][:, None] + self.returning[stops][None, :]
         before = (self.activations.prefix - self.gradients.prefix)[starts][:, None]
+        behind = self.deferred.prefix[stops][None, :]
+        root = starts[:, None] == 0
+        backward = np.where(
+            root, self.backward.grid(starts, stops), self.deferring.grid(starts, stops) + behind
+        )
         return StageLoad(
             state=self.state.grid(starts, stops),
             trainable=self.trainable.grid(starts, stops),
             largest=self.largest.grid(starts, stops),
             activations=self.activations.grid(starts, stops),
+            deferred=np.where(root, 0.0, self.deferred.grid(starts, stops)),
             incoming=np.broadcast_to(self.incoming[starts][:, None], shape),
-            transfer=self.leaving[stops][None, :] + returning,
-            backward=self.backward.grid(starts, stops) - before,
+            leaving=np.broadcast_to(self.leaving[stops][None, :], shape),
+            returning=returning,
+            backward=backward - before,
         )
 
     def memory_grid(self, starts: IntArray, stops: IntArray, in_flight: int) -> FloatArray:
@@ -150,10 +178,21 @@ class ModelCosts:
         return total
 
     def inner_memory_grid(self, starts: IntArray, stops: IntArray, in_flight: int) -> FloatArray:
-        """Return the memory without inputs and outputs: a lower bound that grows with the stage."""
+        """Return a lower bound of the memory that grows with the stage.
+
+        It leaves out inputs and outputs, and deferred weight gradients, which a Root does not have.
+        """
         load = self.load_grid(starts, stops)
+        before = (self.activations.prefix - self.gradients.prefix)[starts][:, None]
         nothing = np.zeros((1, 1))
-        load = replace(load, incoming=nothing, transfer=nothing)
+        load = replace(
+            load,
+            incoming=nothing,
+            leaving=nothing,
+            returning=nothing,
+            deferred=nothing,
+            backward=self.backward.grid(starts, stops) - before,
+        )
         return stage_memory(load, in_flight, self.training).total
 
     def memory(self, start: int, stop: int, in_flight: int) -> StageMemory[float]:
@@ -164,18 +203,20 @@ class ModelCosts:
             trainable=float(grid.trainable[0, 0]),
             largest=float(grid.largest[0, 0]),
             activations=float(grid.activations[0, 0]),
+            deferred=float(grid.deferred[0, 0]),
             incoming=float(grid.incoming[0, 0]),
-            transfer=float(grid.transfer[0, 0]),
+            leaving=float(grid.leaving[0, 0]),
+            returning=float(grid.returning[0, 0]),
             backward=float(grid.backward[0, 0]),
         )
         return stage_memory(load, in_flight, self.training)
 
     def compute_seconds(self, start: int, stop: int, machine: NodeCapacity) -> float:
-        """Return the time of forward and backward of one micro-batch through a stage."""
+        """Return the time of forward and backward of one batch through a stage."""
         return float(self.work.prefix[stop] - self.work.prefix[start]) / machine.flops
 
     def link_seconds(self, cut: int, one: NodeCapacity, other: NodeCapacity) -> float:
-        """Return the time of one micro-batch over a cut: both directions at once, at the slower rate."""
+        """Return the time of one batch over a cut: both directions at once, at the slower rate."""
         return float(self.link_bytes[cut]) * link_seconds_per_byte(one, other)
 
     @property

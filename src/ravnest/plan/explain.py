@@ -65,7 +65,7 @@ def _headline(plan: Plan) -> str:
     verb = "trains" if len(plan.stages) == 1 else "train"
     return (
         f"{nodes} in {clusters} {verb} about {_rounded(plan.samples_per_second)} samples/s"
-        f" in micro-batches of {plan.batch_size}."
+        f" in batches of {plan.batch_size}, schedule {plan.schedule}."
     )
 
 
@@ -84,7 +84,8 @@ def _assumption(plan: Plan) -> list[str]:
 def _cluster_line(cluster: ClusterPlan) -> str:
     return (
         f"Cluster {cluster.id}: about {_rounded(cluster.samples_per_second)} samples/s, one"
-        f" micro-batch every {_time(cluster.seconds)}; the bottleneck is {cluster.bottleneck}."
+        f" batch every {_time(cluster.seconds)}; the bottleneck is {cluster.bottleneck};"
+        f" {cluster.split_reason}."
     )
 
 
@@ -100,11 +101,11 @@ def _stage_lines(
     yield (
         f"    Memory {size(memory.total)} of {stage.node.ram:g} GB ({share:.0%}): weights"
         f" {size(memory.weights)}, older versions {size(memory.versions)}, optimizer"
-        f" {size(memory.optimizer)}, activations of {stage.in_flight} in flight"
+        f" {size(memory.optimizer)}, activations"
         f" {size(memory.activations)}, transfer {size(memory.transfer)}, gradients and workspace"
         f" {size(memory.gradients)}{_averaging(memory)}."
     )
-    yield f"    Time {_time(stage.compute_seconds)} per micro-batch{_link(cluster, stage)}."
+    yield f"    Time {_time(stage.compute_seconds)} per batch{_link(cluster, stage)}."
 
 
 def _averaging(memory: StageMemory[float]) -> str:

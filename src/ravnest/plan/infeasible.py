@@ -17,7 +17,7 @@ PROBED_NODES = 8
 """Largest pool for which the search also finds out what would fit."""
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Multiples of the RAM that are tried to find out what would fit."""
-REMEDY = "a smaller batch, nodes with more RAM or an optimizer with less state"
+MORE_RAM = "nodes with more RAM or an optimizer with less state"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,10 @@ def explain_infeasible(
     clusters: int | None,
     source: str,
 ) -> Infeasible:
-    """Explain why a search found no plan; ``several`` are the costs with several clusters."""
+    """Explain why a search found no plan.
+
+    ``several`` are the costs with several clusters, at the smallest share of a batch.
+    """
     machines = capacities_of(nodes)
     costs = several if clusters is not None and clusters > 1 else several.alone()
     return (
@@ -65,9 +68,11 @@ def _total_too_small(
     offered = sum(machine.ram for machine in machines)
     if offered >= costs.smallest_total:
         return None
+    helps = _without_batch(costs).smallest_total <= offered
     return Infeasible(
-        f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size};"
-        f" {_pool(machines, source)} {size(offered)}. What helps: more nodes, {REMEDY}.",
+        f"the model needs {size(costs.smallest_total)} to train {_batch(costs)};"
+        f" {_pool(machines, source)} {size(offered)}. What helps: more nodes,"
+        f" {_smaller_batch(helps)}{MORE_RAM}.",
         costs.smallest_total,
         offered,
     )
@@ -84,9 +89,11 @@ def _node_too_small(
     names = ", ".join(f"node {node.id} ({size(node.ram * 1e9)})" for node in small[:4])
     names += f" and {len(small) - 4} more" if len(small) > 4 else ""
     verb = "is" if len(small) == 1 else "are"
+    least = lightest_stage(_without_batch(costs), len(nodes), clusters)
+    helps = least <= min(node.ram * 1e9 for node in small)
     return Infeasible(
-        f"{names} {verb} too small for any stage: the smallest stage needs {size(need)} at batch"
-        f" {costs.batch_size}. What helps: leaving such nodes out, more RAM or a smaller batch.",
+        f"{names} {verb} too small for any stage: the smallest stage needs {size(need)}"
+        f" {_batch(costs)}. What helps: {_smaller_batch(helps)}leaving such nodes out or more RAM.",
         need,
         small[0].ram * 1e9,
     )
@@ -104,12 +111,14 @@ def _unit_too_large(
     if needs.max() <= largest:
         return None
     unit = int(needs.argmax())
+    helps = _without_batch(costs).memory(unit, unit + 1, in_flight=1).total <= largest
     tensors = [tensor for tensor in profile.state if unit in tensor.units]
     name = max(tensors, key=lambda tensor: tensor.bytes).name if tensors else ""
     return Infeasible(
         f"unit {unit} of the model{f' (with {name})' if name else ''} cannot be cut further and"
-        f" needs {size(float(needs[unit]))} to train at batch {costs.batch_size}; the largest of"
-        f" {_counted(machines, source)} has {size(largest)}. What helps: {REMEDY}.",
+        f" needs {size(float(needs[unit]))} to train {_batch(costs)}; the largest of"
+        f" {_counted(machines, source)} has {size(largest)}."
+        f" What helps: {_smaller_batch(helps)}{MORE_RAM}.",
         float(needs[unit]),
         largest,
     )
@@ -133,7 +142,7 @@ def _too_many_clusters(
     offered = sum(machine.ram for machine in machines)
     return Infeasible(
         f"clusters={clusters} does not fit: each cluster holds the whole model, at least"
-        f" {size(costs.smallest_total)} at batch {costs.batch_size}, and {_pool(machines, source)}"
+        f" {size(costs.smallest_total)} {_batch(costs)}, and {_pool(machines, source)}"
         f" {size(offered)}. {possible} {verb}.",
         clusters * costs.smallest_total,
         offered,
@@ -156,12 +165,15 @@ def _no_cut(
     offered = sum(machine.ram for machine in machines)
     factor = _factor_that_fits(costs, machines, clusters)
     enough = f" About {factor:g} times the RAM on each node would be enough." if factor else ""
+    kept = "the activations of its micro-batches in flight"
+    if costs.training.max_delay:
+        kept = "an older version of its weights and the activations of two batches"
+    helps = find_clusters(_without_batch(costs), machines, clusters, seed=0) is not None
     return Infeasible(
-        f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size} and"
+        f"the model needs {size(costs.smallest_total)} to train {_batch(costs)} and"
         f" {_pool(machines, source)} {size(offered)}, but no cut was found that gives every node a"
-        " stage that fits: a stage also keeps older versions of its weights and the activations of"
-        f" every micro-batch in flight, most of them at the Root.{enough} What helps: fewer nodes, a"
-        f" greater update_frequency, {REMEDY}.",
+        f" stage that fits: a stage also keeps {kept}.{enough} What helps: fewer nodes,"
+        f" {_smaller_batch(helps)}{MORE_RAM}.",
         None if factor is None else factor * offered,
         offered,
     )
@@ -177,6 +189,22 @@ def _factor_that_fits(
         if find_clusters(costs, larger, clusters, seed=0) is not None:
             return factor
     return None
+
+
+def _without_batch(costs: ModelCosts) -> ModelCosts:
+    """Return the costs of a batch so small that its activations do not count."""
+    return replace(costs, training=replace(costs.training, share=0.0, part=0.0))
+
+
+def _smaller_batch(helps: bool) -> str:
+    return "a smaller batch, " if helps else ""
+
+
+def _batch(costs: ModelCosts) -> str:
+    """Name the batch for which memory is planned, and the share of it that is kept."""
+    share = costs.training.share
+    kept = f" with the activations of 1/{1 / share:.0f} of it at a time" if 0 < share < 1 else ""
+    return f"at batch {costs.batch_size}{kept}"
 
 
 def _counted(machines: Sequence[NodeCapacity], source: str) -> str:

@@ -1,20 +1,30 @@
 """Memory that a stage needs while it trains.
 
-Stage k of K has ``n = K - k`` micro-batches in flight: the Root has K, the Leaf one. A stage keeps
+A batch that can be split into micro-batches is trained without delay: at most one batch is in progress.
+A stage keeps activations for a ``share`` of a batch at most (1 unless memory is short) and works on a
+``part`` of it, one micro-batch, at a time. A batch that cannot be split is trained with a delay of one
+update: all stages but the Leaf keep two batches, and share and part are 1.
+
+A stage needs, all the time,
 
 - its weights: every tensor that its units use, once;
-- ``ceil(n / update_frequency)`` older versions of its trained parameters, because each micro-batch runs
-  backward on the weights of its forward pass. None if n is 1: such a stage finishes each micro-batch
-  before it updates, so no older version is in use;
+- with a delay, one older version of its trained parameters and the activations of another batch (not
+  the Leaf, which finishes each batch before it starts the next);
 - the optimizer state of its trained parameters;
-- for each micro-batch in flight, the tensors that autograd saves and the inputs of the stage;
-- buffers for one micro-batch in transfer: activations out, gradients in and out;
-- with several clusters, the copies for averaging (``averaging_copies``);
-- the peak of one backward pass and update. Backward goes from the last unit to the first, frees
-  activations and creates gradients. At unit u, memory holds the activations up to u, the gradients of
-  the parameters behind u (of all parameters, if several micro-batches accumulate into one update) and
-  the workspace of u. The temporaries of the update come later, beside all gradients, when no activation
-  of that micro-batch is left.
+- its outputs of each micro-batch in flight, and the gradients at both ends of two micro-batches, one
+  that is computed and one that has arrived or is being sent;
+- with several clusters, the copies for averaging (``averaging_copies``).
+
+The largest of these moments comes on top:
+
+- Backward. The micro-batches in flight have the tensors that autograd saves and the inputs of the
+  stage, or, once the gradients of their inputs are computed, what the deferred weight gradients need
+  (the Root does not defer). One of them runs backward, from the last unit to the first: at unit u it
+  has the activations up to u, what is deferred behind u, and the workspace of u. The stage also has the
+  gradients of all its parameters, to which micro-batches add theirs, and the gradient that is being
+  added, at most the largest. If a batch is an update, gradients appear one after the other instead.
+- The update: gradients of all parameters and temporaries for the largest. No activations of the update
+  are left then.
 """
 
 from __future__ import annotations
@@ -34,14 +44,20 @@ Bytes = TypeVar("Bytes", float, FloatArray)
 class MemorySettings:
     """Settings that the memory of a stage depends on, besides the model and the cuts."""
 
-    update_frequency: int
-    """Micro-batches per update."""
     optimizer_factor: float
     """Bytes of optimizer state per byte of trainable parameters."""
     update_copies: float = 0.0
     """Temporaries of the update, as a multiple of the largest parameter."""
     averaging: float = 0.0
     """Bytes that averaging keeps per byte of trainable parameters."""
+    max_delay: int = 0
+    """Updates by which gradients may be late."""
+    share: float = 1.0
+    """Share of a batch for which a stage keeps activations at once."""
+    part: float = 1.0
+    """Share of a batch in one micro-batch, at most."""
+    accumulates: bool = False
+    """Several micro-batches add to the same gradients."""
 
 
 def averaging_copies(
@@ -58,20 +74,24 @@ def averaging_copies(
 
 @dataclass(frozen=True)
 class StageLoad(Generic[Bytes]):
-    """Bytes that a run of units needs for one micro-batch."""
+    """Bytes that a run of units needs for one batch."""
 
     state: Bytes
     trainable: Bytes
     largest: Bytes
     """Largest trainable tensor."""
     activations: Bytes
+    deferred: Bytes
+    """Tensors that deferred weight gradients keep; 0 at the Root, which does not defer."""
     incoming: Bytes
     """Inputs that the stage keeps besides its activations."""
-    transfer: Bytes
-    """Activations that leave at the end, and the gradients at both ends."""
+    leaving: Bytes
+    """Activations that leave at the end and that autograd does not keep."""
+    returning: Bytes
+    """Gradients at both ends."""
     backward: Bytes
-    """Peak of activations and workspace during backward, minus the gradients of parameters that do not
-    exist yet at that moment."""
+    """Peak of activations, deferred tensors and workspace during backward, minus the gradients of
+    parameters that do not exist yet at that moment."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +101,7 @@ class StageMemory(Generic[Bytes]):
     weights: Bytes
     versions: Bytes
     gradients: Bytes
-    """Gradients and temporaries: what the peak adds to everything else."""
+    """Gradients, deferred tensors and temporaries: what the peak adds to everything else."""
     optimizer: Bytes
     activations: Bytes
     transfer: Bytes
@@ -109,20 +129,25 @@ def size(number: float) -> str:
     return f"{number / 1e6:.0f} MB" if number < 1e9 else f"{number / 1e9:.1f} GB"
 
 
-def older_versions(in_flight: int, update_frequency: int) -> int:
-    """Return the number of weight versions that a stage keeps besides the newest."""
-    return 0 if in_flight == 1 else -(-in_flight // update_frequency)
-
-
 def stage_memory(load: StageLoad[Bytes], in_flight: int, training: MemorySettings) -> StageMemory[Bytes]:
-    """Return the memory of a stage, or a grid of stages, with ``in_flight`` micro-batches in flight."""
-    peak = load.trainable + np.maximum(load.backward, training.update_copies * load.largest)
+    """Return the memory of a stage, or of a grid of stages.
+
+    ``in_flight`` is the number of stages from this one to the Leaf.
+    """
+    delay = training.max_delay if in_flight > 1 else 0
+    share, part = training.share, training.part
+    kept = np.maximum(load.activations + load.incoming, load.deferred)
+    backward = (share - part) * kept + part * np.maximum(load.backward + load.incoming, load.deferred)
+    if training.accumulates:
+        backward = np.maximum(backward, share * kept) + load.largest
+    peak = load.trainable + np.maximum(backward, training.update_copies * load.largest)
+    activations = share * (load.activations + load.incoming)
     return StageMemory(
         weights=load.state,
-        versions=load.trainable * older_versions(in_flight, training.update_frequency),
-        gradients=peak - load.activations,
+        versions=load.trainable * delay,
+        gradients=peak - activations,
         optimizer=load.trainable * training.optimizer_factor,
-        activations=(load.activations + load.incoming) * in_flight,
-        transfer=load.transfer,
+        activations=activations * (1 + delay),
+        transfer=(share * load.leaving + min(share, 2 * part) * load.returning) * (1 + delay),
         averaging=load.trainable * training.averaging,
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ravnest.plan.memory import StageMemory, older_versions
+from ravnest.plan.memory import StageMemory
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.rings import Ring
-from ravnest.types import Role
+from ravnest.types import Role, Schedule
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,12 @@ class StagePlan:
     start: int
     stop: int
     """The stage holds the units ``start`` to ``stop - 1``."""
-    in_flight: int
-    """Most micro-batches whose forward pass is done and whose backward pass is not."""
     memory: StageMemory[float]
     """Predicted memory."""
     compute_seconds: float
-    """Predicted time of forward and backward for one micro-batch."""
+    """Predicted time of forward and backward for one batch."""
     link_seconds: float
-    """Predicted time of one micro-batch on the link to the next stage; 0 for the last stage."""
+    """Predicted time of one batch on the link to the next stage; 0 for the last stage."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +38,19 @@ class ClusterPlan:
     stages: tuple[StagePlan, ...]
     """In pipeline order, Root first."""
     seconds: float
-    """Predicted time between micro-batches: the time of the slowest stage or link."""
+    """Predicted time between batches."""
     samples_per_second: float
     """Predicted rate."""
     bottleneck: str
     """Description of the slowest stage or link."""
-
-    def in_flight_limit(self, update_frequency: int) -> int:
-        """Return the most micro-batches in flight that fit every node's memory; the Leaf has one."""
-        return min((_most_in_flight(stage, update_frequency) for stage in self.stages[:-1]), default=1)
+    microbatches: int
+    """Micro-batches per batch."""
+    microbatch_rows: int | None
+    """Samples in a micro-batch; None: batches are not split."""
+    split_reason: str
+    """Why batches are split like this, or not split."""
+    in_flight: int
+    """Most micro-batches in flight; the memory of the stages is planned for it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Plan:
     batch_size: int
     update_frequency: int
     seed: int
+    schedule: Schedule
+    """Schedule for ``schedule="auto"``."""
+    smallest_rows: int
+    """Samples that a micro-batch must have."""
 
     @property
     def samples_per_second(self) -> float:
@@ -98,12 +104,3 @@ class Plan:
         stages = self.clusters[stage.cluster].stages
         index = stage.index + step
         return stages[index] if 0 <= index < len(stages) else None
-
-
-def _most_in_flight(stage: StagePlan, update_frequency: int) -> int:
-    """Return the number of micro-batches in flight that fit the stage's memory."""
-    versions = max(older_versions(stage.in_flight, update_frequency), 1)
-    each = stage.memory.activations / stage.in_flight
-    each += stage.memory.versions / versions / update_frequency
-    spare = stage.node.ram * 1e9 - stage.memory.total
-    return stage.in_flight + int(max(spare, 0.0) // max(each, 1.0))

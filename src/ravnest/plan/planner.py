@@ -6,18 +6,29 @@ Pure: the same arguments give the same plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
 from ravnest.plan.cuts import PipelineCuts, best_cuts
 from ravnest.plan.infeasible import Infeasible, explain_infeasible
 from ravnest.plan.memory import averaging_copies
+from ravnest.plan.microbatches import (
+    StageTimes,
+    choose_microbatches,
+    cycle_seconds,
+    delayed_seconds,
+)
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
 from ravnest.plan.search import find_clusters
 from ravnest.types import Role
+
+_STEPS = [(1.0, 1.0), (1.0, 1 / 4), (1 / 2, 1 / 8), *((1 / n, 1 / 16) for n in (4, 8, 16))]
+"""Shares and parts of ``memory_steps``. A share of four parts keeps a pipeline of two or three stages
+busy; below that stages wait for each other."""
 
 
 def make_plan(
@@ -46,17 +57,40 @@ def make_plan(
         return impossible
     nodes = sorted(nodes, key=lambda node: node.id)
     copies = averaging_copies() if averaging is None else averaging
-    several = ModelCosts.of(profile, update_frequency, copies)
     machines = capacities_of(nodes)
-    found = find_clusters(several, machines, clusters, seed)
-    if found is None:
+    for share, part in memory_steps(profile):
+        several = ModelCosts.of(profile, update_frequency, copies, share, part)
+        found = find_clusters(several, machines, clusters, seed)
+        if found is not None:
+            break
+    else:
         return explain_infeasible(profile, several, nodes, clusters, source)
     costs, pipelines = found
     planned = tuple(
-        _cluster(number, costs, [nodes[i] for i in pipeline], [machines[i] for i in pipeline])
+        _cluster(number, profile, costs, [nodes[i] for i in pipeline], [machines[i] for i in pipeline])
         for number, pipeline in enumerate(pipelines)
     )
-    return Plan(planned, _rings(profile, planned), profile.batch_size, update_frequency, seed)
+    return Plan(
+        clusters=planned,
+        rings=_rings(profile, planned),
+        batch_size=profile.batch_size,
+        update_frequency=update_frequency,
+        seed=seed,
+        schedule="async" if profile.smallest_rows is None else "sync",
+        smallest_rows=profile.smallest_rows or 1,
+    )
+
+
+def memory_steps(profile: ModelProfile) -> list[tuple[float, float]]:
+    """Return what the planner tries in turn, the fastest first, until the stages fit the RAM.
+
+    Each is the share of a batch for which stages keep activations, and the part of it that a
+    micro-batch has at most. A batch that cannot be split has the first only.
+    """
+    if profile.smallest_rows is None:
+        return _STEPS[:1]
+    least = profile.smallest_rows / profile.batch_size
+    return [step for step in _STEPS if step[1] >= least] or _STEPS[:1]
 
 
 def _check(profile: ModelProfile, nodes: Sequence[NodeConfig], update_frequency: int) -> None:
@@ -91,14 +125,69 @@ def _nodes(count: int) -> str:
 
 
 def _cluster(
-    number: int, costs: ModelCosts, nodes: Sequence[NodeConfig], machines: Sequence[NodeCapacity]
+    number: int,
+    profile: ModelProfile,
+    costs: ModelCosts,
+    nodes: Sequence[NodeConfig],
+    machines: Sequence[NodeCapacity],
 ) -> ClusterPlan:
     cuts = best_cuts(costs, machines)
     if cuts is None:
         raise AssertionError(f"cluster {number} fitted in the search and does not fit now")
     stages = tuple(_stage(number, index, costs, cuts, (nodes, machines)) for index in range(len(nodes)))
-    rate = costs.batch_size / max(cuts.seconds, 1e-9)
-    return ClusterPlan(number, stages, cuts.seconds, rate, _bottleneck(stages))
+    times = [
+        StageTimes(stage.compute_seconds, stage.link_seconds, stage.stop - stage.start)
+        for stage in stages
+    ]
+    split = _choose_split(profile, costs, times)
+    return ClusterPlan(
+        id=number,
+        stages=stages,
+        seconds=split.seconds,
+        samples_per_second=costs.batch_size / max(split.seconds, 1e-9),
+        bottleneck=_bottleneck(stages),
+        microbatches=split.count,
+        microbatch_rows=split.rows if split.count > 1 else None,
+        split_reason=_split_reason(profile, costs, split),
+        in_flight=split.in_flight,
+    )
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Micro-batches of a cluster."""
+
+    count: int
+    rows: int
+    in_flight: int
+    seconds: float
+
+
+def _choose_split(profile: ModelProfile, costs: ModelCosts, times: Sequence[StageTimes]) -> _Split:
+    """Choose the micro-batches that are fastest within the memory that the stages are planned for."""
+    training, batch, smallest = costs.training, costs.batch_size, profile.smallest_rows
+    if smallest is None:
+        in_flight = 1 + training.max_delay
+        return _Split(1, batch, in_flight, delayed_seconds(times, in_flight))
+    largest = max(smallest, int(batch * training.part))
+    most = batch // smallest if len(times) > 1 else 1
+    rows = min(-(-batch // choose_microbatches(times, most).count), largest)
+    count = -(-batch // rows)
+    in_flight = count if training.share == 1 else max(1, int(batch * training.share) // rows)
+    return _Split(count, rows, in_flight, cycle_seconds(times, count, in_flight))
+
+
+def _split_reason(profile: ModelProfile, costs: ModelCosts, split: _Split) -> str:
+    """Explain the number of micro-batches to the user."""
+    if profile.smallest_rows is None:
+        return f"batches are not split into micro-batches: {profile.unsplit_reason}"
+    if split.count == 1:
+        return "batches are not split into micro-batches: that would not be faster"
+    parts = f"{split.count} micro-batches of {split.rows}"
+    text = f"each batch of {profile.batch_size} is split into {parts}"
+    if costs.training.share < 1:
+        return f"{text}, of which at most {split.in_flight} are in flight, because RAM is short"
+    return text
 
 
 def _stage(
@@ -118,7 +207,6 @@ def _stage(
         role=Role.at(index, len(nodes)),
         start=start,
         stop=stop,
-        in_flight=len(nodes) - index,
         memory=costs.memory(start, stop, len(nodes) - index),
         compute_seconds=costs.compute_seconds(start, stop, machines[index]),
         link_seconds=0 if last else costs.link_seconds(stop, *machines[index : index + 2]),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Cost of one unit for one micro-batch."""
+    """Cost of one unit for one batch."""
 
     work: float
     """Floating-point operations of forward and backward; memory traffic is converted to operations."""
@@ -26,6 +26,13 @@ class UnitCost:
     """Bytes that cross the same cut in backward."""
     held_bytes: int = 0
     """Part of ``crossing_bytes`` that the stage behind the cut keeps besides its own activations."""
+    sent_bytes: int = 0
+    """Part of ``crossing_bytes`` that the stage in front of the cut keeps besides its activations."""
+    passing_bytes: int = 0
+    """``workspace_bytes`` without the gradients of parameters."""
+    deferred_bytes: int = 0
+    """Tensors that deferred weight gradients keep: the inputs and the gradients of the outputs of the
+    operations that have such weights."""
 
 
 @dataclass(frozen=True)
@@ -56,3 +63,7 @@ class ModelProfile:
     """Optimizer state per byte of parameter: 2 for AdamW, 0 for plain SGD."""
     update_copies: float = 0.0
     """Temporaries of the update, as a multiple of the largest parameter."""
+    smallest_rows: int | None = None
+    """Samples that a micro-batch must have; None if a batch cannot be split."""
+    unsplit_reason: str = "it is not known whether the model treats samples independently"
+    """Why a batch cannot be split; empty if it can."""

@@ -13,9 +13,12 @@ import torch
 from ravnest.errors import PlanError
 from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
 from ravnest.split import state
+from ravnest.split.aliases import find_aliases
 from ravnest.split.cuts import CutLayout
+from ravnest.split.deferred import deferrable_input
 from ravnest.split.eval_cuts import crossing_bytes, state_keys
 from ravnest.split.measure import Measurement, OperationCost
+from ravnest.split.sample_coupling import row_split
 from ravnest.split.splitter import PreparedModel
 
 _FLOPS_PER_BYTE = 4.0
@@ -35,8 +38,11 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
     forward = crossing_bytes(layout, measurement)
     backward = _gradient_bytes(layout, measurement)
     held = _held_bytes(layout, measurement)
+    sent = _sent_bytes(layout, measurement)
     trained = _parameter_gradients(prepared, layout)
     work = _work(measurement)
+    deferred = _deferred_bytes(prepared, layout, measurement)
+    nothing = np.zeros_like(trained)
     units = []
     for index, (begin, end) in enumerate(pairwise(bounds)):
         costs = measurement.costs[begin:end]
@@ -49,9 +55,13 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
                 crossing_bytes=0 if last else int(forward[end]),
                 gradient_bytes=0 if last else int(backward[end]),
                 held_bytes=0 if last else int(held[end]),
+                sent_bytes=0 if last else int(sent[end]),
+                passing_bytes=_workspace(costs, forward[begin:], backward[begin:], nothing[begin:]),
+                deferred_bytes=int(deferred[begin:end].sum()),
             )
         )
     example = prepared.capture.example
+    split = row_split(prepared)
     return ModelProfile(
         units=tuple(units),
         state=_state(prepared, layout, bounds),
@@ -60,6 +70,8 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
         output_bytes=int(held[-1]),
         optimizer_bytes_per_parameter_byte=optimizer_factor,
         update_copies=_UPDATE_COPIES,
+        smallest_rows=split.smallest if split.allowed else None,
+        unsplit_reason="" if split.allowed else split.reason,
     )
 
 
@@ -178,6 +190,30 @@ def _parameter_gradients(prepared: PreparedModel, layout: CutLayout) -> np.ndarr
     return found
 
 
+def _deferred_bytes(prepared: PreparedModel, layout: CutLayout, measurement: Measurement) -> np.ndarray:
+    """Return the bytes that each operation keeps until its weight gradients are computed.
+
+    These are its input and the gradient of its output. An input of several operations counts once.
+    """
+    found = np.zeros(len(layout.operations), dtype=np.int64)
+    roots = find_aliases(layout.capture.graph).root
+    trained = {
+        name
+        for name, key in layout.capture.state_of.items()
+        if prepared.capture.state.tensors[key].tensor.requires_grad
+    }
+    seen: set[torch.fx.Node] = set()
+    for position, node in enumerate(layout.operations):
+        x = deferrable_input(node, trained)
+        if x is None or not measurement.costs[position].differentiated:
+            continue
+        found[position] += measurement.value_bytes.get(node, 0)
+        if (root := roots.get(x, x)) not in seen:
+            seen.add(root)
+            found[position] += measurement.value_bytes.get(x, 0)
+    return found
+
+
 def _held_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
     """Return the bytes that cross each cut and are not activations of an operation behind it.
 
@@ -190,6 +226,18 @@ def _held_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
             size = measurement.value_bytes.get(node, 0)
             steps[begin] += size
             steps[last + 1] -= size
+    return np.cumsum(steps)[:-1]
+
+
+def _sent_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
+    """Return the bytes that cross each cut and are not activations of an operation in front of it."""
+    steps = np.zeros(len(layout.operations) + 2)
+    for node, (first, last) in layout.spans.items():
+        end = min(last, measurement.kept_from.get(node, last))
+        if first <= end:
+            size = measurement.value_bytes.get(node, 0)
+            steps[first] += size
+            steps[end + 1] -= size
     return np.cumsum(steps)[:-1]
 
 

@@ -59,6 +59,8 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         compression=training.compression or False,
         average_optim=training.average_optim,
         schedule=training.schedule,
+        micro_batches=training.micro_batches,
+        scheduler_steps=scheduler_steps(assignment.train, training),
         recompute=training.recompute,
         clip_grad_norm=training.clip_grad_norm,
         look_ahead=training.look_ahead,
@@ -81,6 +83,18 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         trainer.train()
         if assignment.validation is not None:
             trainer.evaluate()
+
+
+def scheduler_steps(share: DataShare, training: TrainingSpec) -> float:
+    """Return the updates per epoch of one process, divided by those of a cluster with this share."""
+    return _updates(share.total, training) / max(_updates(share.samples, training), 1)
+
+
+def _updates(samples: int, training: TrainingSpec) -> int:
+    """Return the number of updates per epoch."""
+    size = training.batch_size
+    batches = samples // size if training.drop_last else -(-samples // size)
+    return -(-batches // training.update_frequency)
 
 
 def loader(

@@ -72,7 +72,8 @@ class TrainingSpec(Schema):
     lr_step_on_epoch_change: bool = True
     loss: NamedComponent | GraphLoss
     update_frequency: Count = 1
-    schedule: Literal["async", "sync"] = "async"
+    schedule: Literal["auto", "async", "sync"] = "auto"
+    micro_batches: Count | Literal["auto"] = "auto"
     compression: Literal["fp16", "bf16", "int8"] | None = None
     reduce_factor: Count | None = None
     average_optim: bool = False

@@ -69,6 +69,9 @@ class DataShare(Schema):
     """A node's part of the data: inputs for a Root, labels for a Leaf, both for a node that is both."""
 
     samples: int
+    """Samples of the cluster."""
+    total: int
+    """Samples of the whole dataset."""
     inputs: tuple[RowRange, ...] = ()
     labels: tuple[RowRange, ...] = ()
 

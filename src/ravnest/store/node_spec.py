@@ -12,11 +12,12 @@ from typing import Any
 from ravnest.errors import StageFormatError
 from ravnest.plan.plan import Plan, StagePlan
 from ravnest.store.files import convert, has_format, inside, read_json, write_json
-from ravnest.types import Address, Role
+from ravnest.types import Address, Role, Schedule
 
 FORMAT = "ravnest-node"
-VERSION = 1
+VERSION = 2
 _LIMIT = 64 << 20
+_LONGEST_REASON = 4000
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,21 @@ class NodeSpec:
     sha256: str
     """Digest of the bundle's ``stage.json``."""
     seed: int
+    schedule: Schedule
+    """Schedule that the plan has chosen, for ``schedule="auto"``."""
+    microbatch_rows: int | None
+    """Samples in a micro-batch; None: batches are not split."""
+    smallest_rows: int
+    """Samples that a micro-batch must have."""
+    split_reason: str
+    """Why batches are split like this, or not split."""
     in_flight: int
-    """Micro-batches that the Root keeps in flight at the start."""
-    in_flight_limit: int
     """Most micro-batches in flight that fit the memory of the cluster's nodes."""
     update_frequency: int
-    """Micro-batches per update."""
+    """Batches per update."""
     certificates: CertificateFiles
+    microbatches: int = 1
+    """Micro-batches in a batch of the planned size."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -99,9 +108,14 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
     """Yield each contradiction between the fields of a node."""
     yield from _position_problems(spec)
     yield from _neighbour_problems(spec)
-    for name, least in (("in_flight", 1), ("in_flight_limit", 1), ("update_frequency", 1), ("seed", 0)):
+    counts = ("microbatches", "in_flight", "smallest_rows", "update_frequency")
+    for name, least in (*((count, 1) for count in counts), ("seed", 0)):
         if getattr(spec, name) < least:
             yield f"{name} must be at least {least}, is {getattr(spec, name)}"
+    if spec.microbatch_rows is not None and spec.microbatch_rows < 1:
+        yield f"microbatch_rows must be at least 1, is {spec.microbatch_rows}"
+    if len(spec.split_reason) > _LONGEST_REASON:
+        yield f"split_reason has {len(spec.split_reason)} characters"
     for path in (spec.bundle, *asdict(spec.certificates).values()):
         inside(path)
 
@@ -256,14 +270,18 @@ def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> No
         bundle=bundle,
         sha256=sha256,
         seed=plan.seed,
-        in_flight=cluster.stages[0].in_flight,
-        in_flight_limit=cluster.in_flight_limit(plan.update_frequency),
+        schedule=plan.schedule,
+        microbatch_rows=cluster.microbatch_rows,
+        smallest_rows=plan.smallest_rows,
+        split_reason=cluster.split_reason,
+        in_flight=cluster.in_flight,
         update_frequency=plan.update_frequency,
         certificates=CertificateFiles(
             "certificates/authority.pem",
             f"certificates/node_{node}.pem",
             f"certificates/node_{node}.key",
         ),
+        microbatches=cluster.microbatches,
     )
 
 

@@ -55,6 +55,7 @@ def share(data: DatasetFiles, plan: Plan, stage: StagePlan, rows: range) -> Data
     first, last = stage.index == 0, plan.next(stage.node.id) is None
     return DataShare(
         samples=len(rows),
+        total=data.samples,
         inputs=tuple(_slices(data.inputs, rows)) if first else (),
         labels=tuple(_slices(data.labels, rows)) if last else (),
     )

@@ -65,13 +65,25 @@ def plan_job(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Pla
             break
         plan = _plan(spec, profile, chosen)
         if isinstance(plan, Plan):
-            explanation = explain(plan, profile, _unit_names(profile))
+            explanation = explain(plan, profile, _unit_names(profile)) + _about_clusters(plan)
             return PlannedJob(spec, plan, tuple(name for name, _ in chosen), explanation)
         infeasible = infeasible or plan
         chosen = _without_smallest(chosen, max(len(chosen) // 8, 1))
     return infeasible or Infeasible(
         f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size}, on at least"
         f" {least} providers with different addresses; {len(chosen)} such providers are idle"
+    )
+
+
+def _about_clusters(plan: Plan) -> str:
+    """Tell what an epoch means with several clusters."""
+    if len(plan.clusters) == 1:
+        return ""
+    return (
+        f"\nThe {len(plan.clusters)} clusters share the data: an epoch is one pass over all of it, and"
+        " each cluster makes its share of the updates that one process would make. A learning rate"
+        " scheduler that is stepped after each update advances by the updates of one process, so that"
+        " it ends where it would end there.\n"
     )
 
 

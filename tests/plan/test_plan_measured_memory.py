@@ -1,0 +1,48 @@
+"""The planned memory of a stage is enough for what training it takes, and not much more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import load_benchmark
+from torch import nn
+
+memory = load_benchmark("memory")
+
+
+class Subject:
+    """A model with an example, as the benchmark takes it."""
+
+    def __init__(self, model: nn.Module, *args: torch.Tensor) -> None:
+        self._model = model
+        self._args = args
+
+    def build(self) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
+        return self._model, self._args, {}
+
+
+def layers(*inner: nn.Module) -> nn.Module:
+    return nn.Sequential(*inner, nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
+
+
+SUBJECTS = {
+    "large activations": Subject(layers(nn.Linear(256, 256), nn.GELU()), torch.randn(2048, 256)),
+    "large weights": Subject(layers(nn.Linear(64, 2048), nn.Linear(2048, 256)), torch.randn(16, 64)),
+    "batch norm": Subject(layers(nn.Linear(256, 256), nn.BatchNorm1d(256)), torch.randn(1024, 256)),
+}
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_the_plan_is_enough_and_not_much_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak(place: Path, load: Any, what: str) -> int:
+        return int(memory.tensor_peak(place, load)) if what == "tensors" else 0
+
+    monkeypatch.setattr(memory, "_worker", peak)
+    compared = memory.compare(SUBJECTS[name], 3)
+    assert len(compared) == (3 if name == "batch norm" else 6)
+    for found in compared:
+        ratio = found.planned.total / found.measured.tensors
+        assert 0.99 <= ratio <= 1.3, f"stage {found.stage} with {found.load}: {ratio:.2f}"
