@@ -30,10 +30,10 @@ else
 endif
 
 test: $(VENV)/.dev ## set up, then run the tests that CI runs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-full: $(VENV)/.dev ## all tests, including the longest combinations
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m '' $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
 
 check: $(VENV)/.dev ## formatting, lint, types, layers, names
 	$(BIN)/ruff format --check .

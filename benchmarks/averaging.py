@@ -200,7 +200,11 @@ def clusters_of(
     """Start two clusters with this many nodes each."""
     with tempfile.TemporaryDirectory() as scratch:
         names = work.form_clusters(Path(scratch), free_addresses(2 * nodes), 2)
-        settings: dict[str, Any] = {"reduce_factor": reduce_factor, "compression": compression}
+        settings: dict[str, Any] = {
+            "schedule": "async",
+            "reduce_factor": reduce_factor,
+            "compression": compression,
+        }
         seats = [[Seat(work.name, scratch, name, **settings) for name in cluster] for cluster in names]
         commands = [
             [[sys.executable, str(_NODE), json.dumps(asdict(seat))] for seat in cluster]

@@ -1,8 +1,8 @@
 """Cost of each codec in CPU time, its savings on the wire, and its effect on learning.
 
 Speed is measured for float32 values, in uncompressed bytes per second of CPU time, in one thread. Bytes
-and losses come from training under virtual time (`virtual.py`) in three stages, whose values travel
-over real links of the in-memory network: `sent_bytes` counts frames, headers and acknowledgements.
+and losses come from training in three stages, one whole batch after another, whose values travel over
+real links of the in-memory network: `sent_bytes` counts frames, headers and acknowledgements.
 Losses are means over the last tenth of the updates, relative to the same training without compression.
 Any change of the arithmetic, however small, leads to a different trajectory: the row `nudged` is
 uncompressed training whose initial weights are changed by a random 0.1%, and shows which differences
@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from contenders import Rate, Seat
 from lan import Lan, possible
-from learning import COST, KINDS, LAYERS, LENGTH, LINK, WIDTH, sequences, token_loss
 from pipeline import MEGABITS, REPETITIONS, SECONDS, STAGES, team
+from sorting import KINDS, LAYERS, LENGTH, WIDTH, sequences, token_loss
 from torch import nn
-from virtual import VirtualPipeline
 from workloads import GPT, SMALL_GPT, THIN_GPT, Workload, digits
 
 from ravnest import set_seed
+from ravnest.runtime.stage.execution import LossPart, StageExecution
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split import split
 from ravnest.split.module import StageModule
@@ -130,7 +130,7 @@ class Wires:
             self._links[far, near] = made.get(timeout=10)
 
     def carry(self, source: int, target: int, values: dict[str, Any]) -> dict[str, Any]:
-        """As ``virtual.Carry``."""
+        """Send values from one stage to its neighbour and return what arrives."""
         microbatch = MicrobatchId(0, 0)
         forward = target > source
         head: AnyHead = Forward(_RUN, microbatch, 1) if forward else Backward(_RUN, microbatch)
@@ -207,20 +207,41 @@ def train(task: Task, codec: str, seed: int, nudge: float = 0.0) -> Trained:
         scheduler_each_epoch=False,
     )
     wires = Wires(STAGES, codec)
-    pipeline = VirtualPipeline(
-        modules,
-        rule,
-        task.loss_of,
-        schedule="async",
-        window=STAGES,
-        cost=COST,
-        link=LINK,
-        carry=wires.carry,
-    )
-    pipeline.train(task.samples(seed))
+    stages = [StageExecution(module, rule, seed=0, stash=False) for module in modules]
+    losses = [
+        _train_batch(stages, wires, task, MicrobatchId(0, number), batch)
+        for number, batch in enumerate(task.samples(seed))
+    ]
     sent, clamped = wires.close()
-    last = pipeline.losses[-max(1, len(pipeline.losses) // 10) :]
+    last = losses[-max(1, len(losses) // 10) :]
     return Trained(statistics.fmean(last), sent, clamped)
+
+
+def _train_batch(
+    stages: Sequence[StageExecution],
+    wires: Wires,
+    task: Task,
+    number: MicrobatchId,
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> float:
+    """Train on one whole batch in all stages and return its loss."""
+    *earlier, leaf = stages
+    (entry,) = stages[0].module.graph.inputs
+    values: dict[str, Any] = {entry.name: batch[0]}
+    for stage in earlier:
+        outputs, _ = stage.forward(number, stage.updates.done, values)
+        values = wires.carry(stage.index, stage.index + 1, outputs)
+    part = LossPart(lambda outputs: task.loss_of(leaf.output(outputs), batch[1]))
+    _, loss = leaf.forward(number, leaf.updates.done, values, part)
+    gradients: dict[str, torch.Tensor] = {}
+    for stage in reversed(stages):
+        gradients = stage.backward(number, gradients)
+        if stage.index > 0:
+            gradients = wires.carry(stage.index, stage.index - 1, gradients)
+    for stage in stages:
+        stage.step(1)
+    assert loss is not None
+    return loss
 
 
 def _learning() -> str:
@@ -280,7 +301,7 @@ def _links() -> str:
     if not possible():
         return f"Links of {MEGABITS} Mbit/s were not measured: that needs root and iproute2."
     lines = [
-        f"Three nodes with links of {MEGABITS} Mbit/s, 8 micro-batches per update, samples per second:",
+        f"Three nodes with links of {MEGABITS} Mbit/s, 8 micro-batches per batch, samples per second:",
         "",
         "| model | uncompressed | int8 | ratio | all | required |",
         "|---|--:|--:|--:|--:|--:|",
@@ -313,7 +334,7 @@ def race(work: Workload, lan: Lan) -> list[list[Rate]]:
             seats = [Seat(work.name, str(folder), name, compression=compression) for name in names]
             teams.append(stack.enter_context(team("ravnest", seats, lan)))
         for each in teams:
-            each.run(SECONDS)  # warm-up, during which Ravnest chooses its window
+            each.run(SECONDS)  # warm-up
         found: list[list[Rate]] = [[], []]
         for repetition in range(REPETITIONS):
             for which in (0, 1) if repetition % 2 else (1, 0):

@@ -55,7 +55,7 @@ class Seat:
     """torch: ``host:port`` of rank 0."""
     device: str = "lo"
     """torch: the network device to use."""
-    schedule: str = "async"
+    schedule: str = "auto"
     compression: bool | str = False
     reduce_factor: int | None = None
 
@@ -129,13 +129,20 @@ class Racing(Trainer):
 
     def _run(self, seconds: float) -> Rate:
         state, clock = self.node._ensure_started().progress.state, Clock(seconds)
-        begin, staleness = state.done, []
-        for batch in self.batches():
-            self.node.forward_compute(batch[0])
+        begin, staleness, count = state.done, [0], type(state).add
+
+        def add(batches: int, now: float) -> None:
+            """Count finished batches when they finish: the user's thread would see them late."""
+            count(state, batches, now)
             clock.mark((state.done - begin) * self._samples)
             staleness.append(state.staleness)
+
+        state.add = add  # type: ignore[method-assign]
+        for batch in self.batches():
+            self.node.forward_compute(batch[0])
             if clock.over:
                 break
+        state.add = lambda batches, now: count(state, batches, now)  # type: ignore[method-assign]
         self.node.wait_for_backwards()
         return Rate(clock.rate(), state.window, statistics.median(staleness))
 
@@ -149,9 +156,9 @@ def ravnest(seat: Seat, racing: type[Racing] = Racing) -> None:
         optimizer=torch.optim.AdamW,
         optimizer_params={"lr": 1e-4},
         criterion=loss_of,
-        update_frequency=work.update_frequency,
         labels=loader,
         schedule=seat.schedule,
+        micro_batches=work.micro_batches,
         compression=seat.compression,
         reduce_factor=seat.reduce_factor,
         folder=Path(seat.folder) / NODE_DATA,
@@ -187,9 +194,9 @@ def pipelining(seat: Seat) -> None:
     module = load_module(Path(seat.folder) / NODE_DATA / place.bundle, place.sha256).train()
     work = seat.work()
     stage = PipelineStage(_Plain(module), place.stage, place.stages, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, work.update_frequency, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, work.micro_batches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-    batches = work.loader().many(work.update_frequency)
+    batches = iter(work.loader())
 
     def step() -> None:
         inputs, targets = next(batches)
@@ -200,7 +207,7 @@ def pipelining(seat: Seat) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    samples, seconds_a_step = work.samples * work.update_frequency, 0.0
+    samples, seconds_a_step = work.samples, 0.0
     orders = _orders() if place.stage == 0 else itertools.repeat(0.0)
     for seconds in orders:
         # All ranks must agree on the number of steps, and a message per step would slow it down.
@@ -230,12 +237,11 @@ def single(seat: Seat) -> None:
         clock = Clock(seconds)
         for number, (inputs, targets) in enumerate(loader, 1):
             loss_of(model(inputs), targets).backward()
-            if number % work.update_frequency == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                clock.mark(number * work.samples)
-                if clock.over:
-                    break
+            optimizer.step()
+            optimizer.zero_grad()
+            clock.mark(number * work.samples)
+            if clock.over:
+                break
         _answer(Rate(clock.rate()))
 
 

@@ -1,9 +1,10 @@
 """Compare the planned memory of stages with the memory that training them takes.
 
-Each stage is loaded from disk in its own process, as on a provider, and trained for a few updates like
-in the runtime: with the number of micro-batches in flight of its position in the pipeline, a version of
-the weights for each if there are several, AdamW, inputs and gradients that arrive as new tensors, and
-outputs that are released once they are sent.
+Each stage is loaded from disk in its own process, as on a provider, and trained for a few updates with
+the runtime's own ``StageExecution`` and AdamW. A batch that can be split is split into micro-batches; as
+many as the plan allows are in flight, and their weight gradients are deferred as long as the schedule
+could defer them. A batch that cannot be split is trained with a delay of one update, except at the Leaf.
+Inputs and gradients arrive as new tensors, and outputs are released once they are sent.
 
 There are two measures. **Tensors** is the peak memory of torch's allocator, summed from all allocations
 and releases that the profiler records. It includes temporaries inside operators and is the same in
@@ -22,8 +23,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,19 +30,23 @@ from typing import Any
 
 import psutil
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import ProfilerActivity, profile
 
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.memory import StageMemory
 from ravnest.plan.profiler import optimizer_state_factor, profile_model
+from ravnest.runtime.stage.execution import LossPart, StageExecution
+from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split import Chain, StageModule, prepare
 from ravnest.split.splitter import balanced_cuts
 from ravnest.store.bundle import load_module, save_stage
+from ravnest.types import MicrobatchId
 
-LIMITS = (0.8, 1.2)
+LIMITS = (1.0, 1.3)
 PIPELINES = (2, 3)
 UPDATES = 3
+SPLITS = ((1.0, 1 / 4), (1 / 2, 1 / 8))
+"""Shares and parts of a batch (``MemorySettings``) that are measured if batches can be split."""
 SHOWN = 64e6
 """Growth of the process in bytes from which it is shown."""
 RETURN_FREED = {
@@ -68,6 +71,7 @@ def subjects() -> tuple[Any, ...]:
         Subject("ViT, 6 layers of 192, batch 16 at 64 px", partial(vit, 16)),
         Subject("LSTM, 2 layers of 256, batch 32 x 64", partial(lstm, 32, 64, 256)),
         Subject("MLP 5 x 2048, batch 64", partial(mlp, 64, 2048)),
+        Subject("MLP 5 x 512, batch 4096", partial(mlp, 4096, 512)),
     )
 
 
@@ -85,8 +89,23 @@ class Comparison:
 
     stage: int
     stages: int
+    load: Load
     planned: StageMemory[float]
     measured: Measured
+
+
+@dataclass(frozen=True)
+class Load:
+    """Micro-batches of a batch that a stage trains, as its worker gets them on the command line."""
+
+    count: int
+    in_flight: int
+    delay: int
+
+    def __str__(self) -> str:
+        if self.delay:
+            return "2 batches"
+        return f"{self.in_flight} of {self.count}" if self.count > 1 else "1 batch"
 
 
 # Requester: plan, split and write the stages with their inputs.
@@ -98,9 +117,9 @@ def compare(subject: Any, stages: int) -> list[Comparison]:
     prepared = prepare(model, args, kwargs)
     cuts = balanced_cuts(prepared, [1.0] * stages)
     profile_ = profile_model(prepared, optimizer_factor=optimizer_state_factor(torch.optim.AdamW))
-    costs = ModelCosts.of(profile_)
-    bounds = [0, *(prepared.cuts.index(cut) + 1 for cut in cuts), costs.units]
+    bounds = [0, *(prepared.cuts.index(cut) + 1 for cut in cuts), len(profile_.units)]
     split = prepared.cut(cuts)
+    splits = SPLITS if profile_.smallest_rows is not None else ((1.0, 1.0),)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         chain = _RecordingChain(Chain.of(split).modules)
@@ -108,14 +127,22 @@ def compare(subject: Any, stages: int) -> list[Comparison]:
         for index, stage in enumerate(split.stages):
             place = Path(folder, str(index))
             save_stage(place, stage)
-            torch.save(chain.inputs[index], place / "inputs.pt")
-            in_flight = stages - index
-            planned = costs.memory(bounds[index], bounds[index + 1], in_flight)
-            measured = Measured(
-                tensors=_worker(place, in_flight, "tensors"),
-                process=_worker(place, in_flight, "process"),
-            )
-            found.append(Comparison(index, stages, planned, measured))
+            names = [value.name for value in stage.spec.graphs["train"].inputs]
+            inputs = dict(zip(names, chain.inputs[index], strict=True))
+            behind = split.stages[index + 1].spec.graphs["train"].inputs if index + 1 < stages else ()
+            returning = [value.name for value in behind if value.gradient]
+            torch.save((inputs, returning, profile_.batch_size), place / "inputs.pt")
+            for share, part in splits:
+                costs = ModelCosts.of(profile_, share=share, part=part)
+                count = round(1 / part)
+                delay = costs.training.max_delay if index + 1 < stages else 0
+                load = Load(count, round(share * count), delay)
+                planned = costs.memory(bounds[index], bounds[index + 1], stages - index)
+                measured = Measured(
+                    tensors=_worker(place, load, "tensors"),
+                    process=_worker(place, load, "process"),
+                )
+                found.append(Comparison(index, stages, load, planned, measured))
     return found
 
 
@@ -135,9 +162,10 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _worker(place: Path, in_flight: int, what: str) -> int:
+def _worker(place: Path, load: Load, what: str) -> int:
+    numbers = (load.count, load.in_flight, load.delay)
     done = subprocess.run(
-        [sys.executable, __file__, str(place), str(in_flight), what],
+        [sys.executable, __file__, str(place), what, *map(str, numbers)],
         env={**os.environ, **RETURN_FREED},
         stdout=subprocess.PIPE,
         text=True,
@@ -149,84 +177,106 @@ def _worker(place: Path, in_flight: int, what: str) -> int:
 # Provider: load and train one stage.
 
 
-def train(module: StageModule, inputs: Sequence[Any], in_flight: int, updates: int) -> None:
-    """Train a stage with ``in_flight`` micro-batches in flight and one update per micro-batch."""
-    trainer = _Trainer(module, in_flight)
-    while trainer.updates < updates:
-        if len(trainer.in_flight) < in_flight:
-            trainer.forward(inputs)
-        else:
-            trainer.backward()
+Example = tuple[dict[str, Any], list[str], int]
+"""Inputs of a batch, the names of the outputs whose gradients come back, and the number of samples."""
 
 
-class _Trainer:
-    """Trains one stage like the runtime does."""
-
-    def __init__(self, module: StageModule, in_flight: int) -> None:
-        self.module = module.train()
-        self.updates = 0
-        self.in_flight: deque[_InFlight] = deque()
-        self._leaving: list[Any] = []
-        self._returning: list[torch.Tensor | None] = []
-        """Outputs and gradients of the last micro-batch, which are being sent to the neighbours."""
-        parameters = module.parameters_by_key()
-        self._trained = {key: p for key, p in parameters.items() if p.requires_grad}
-        self._versions = in_flight > 1
-        self._optimizer = torch.optim.AdamW(self._trained.values()) if self._trained else None
-
-    def forward(self, inputs: Sequence[Any]) -> None:
-        specs = self.module.graph.inputs
-        received = [_received(v, s.gradient) for v, s in zip(inputs, specs, strict=True)]
-        version = self._trained
-        if self._versions:
-            version = {k: p.detach().clone().requires_grad_() for k, p in self._trained.items()}
-        outputs = self.module(*received, parameters=version)
-        leaves = [v for v in received if isinstance(v, torch.Tensor) and v.requires_grad]
-        ends = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
-        ends = [o for o in ends if o.dim() == 0] or ends  # only the loss, if the stage computes one
-        edges = [(get_gradient_edge(o), torch.empty_like(o, device="meta")) for o in ends]
-        self._leaving = [_detached(output) for output in outputs]
-        self.in_flight.append(_InFlight(leaves, version, edges))
-
-    def backward(self) -> None:
-        self._returning, gradients = self.in_flight.popleft().backward()
-        for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
-            parameter.grad = gradient
-        del gradients
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-        self.updates += 1
+def _example(place: Path) -> Example:
+    example: Example = torch.load(place / "inputs.pt", weights_only=True)
+    return example
 
 
-@dataclass
-class _InFlight:
-    """A micro-batch between its forward and its backward pass."""
+class Training:
+    """Trains one stage as the runtime does, without a pipeline around it."""
 
-    leaves: list[torch.Tensor]
-    version: dict[str, torch.Tensor]
-    ends: list[tuple[GradientEdge, torch.Tensor]]
-
-    def backward(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Return the gradients of the inputs and of the version's tensors."""
-        found = torch.autograd.grad(
-            [edge for edge, _ in self.ends],
-            [*self.leaves, *self.version.values()],
-            [torch.ones_like(shape, device="cpu") for _, shape in self.ends],
-            allow_unused=True,
+    def __init__(self, module: StageModule, example: Example, load: Load) -> None:
+        inputs, returning, rows = example
+        spec = module.spec
+        self._load = load
+        self._returning = frozenset(returning)
+        self._parts = _cut(module, inputs, rows // load.count, load.count)
+        self._leaf = spec.index == spec.count - 1
+        rule = UpdateRule(torch.optim.AdamW)
+        self._execution = StageExecution(
+            module, rule, seed=0, stash=load.delay > 0, defer=spec.index > 0
         )
-        return list(found[: len(self.leaves)]), list(found[len(self.leaves) :])
+        self._number = 0
+        self._sent: list[Any] = []
+        """Outputs and gradients of the last micro-batch, which are being sent to the neighbours."""
+
+    def run(self, updates: int) -> None:
+        """Train this number of updates."""
+        if self._load.delay:
+            ahead = [self._forward(0)]
+            for update in range(updates):
+                ahead.append(self._forward(0))
+                self._finish([ahead.pop(0)])
+                if update:
+                    self._execution.free(update - 1)
+                self._execution.step(1)
+            return
+        for _ in range(updates):
+            for first in range(0, self._load.count, self._load.in_flight):
+                parts = range(first, min(first + self._load.in_flight, self._load.count))
+                self._finish([self._forward(part) for part in parts] if not self._leaf else [*parts])
+            self._execution.step(1)
+
+    def _finish(self, started: list[Any]) -> None:
+        """Run backward for micro-batches, and then their weight gradients; the Leaf begins with each."""
+        deferred = []
+        arrived: list[dict[str, torch.Tensor]] = []
+        """Gradients from the next stage: those of the micro-batch at work and of the next one."""
+        for number, one in enumerate(started):
+            microbatch, outputs = self._forward(one) if isinstance(one, int) else one
+            deferred.append(microbatch)
+            if not self._leaf:
+                waiting = 2 if self._load.delay or number + 1 < len(started) else 1
+                while len(arrived) < waiting:
+                    arrived.append({name: torch.ones(shape, dtype=d) for name, shape, d in outputs})
+            gradients = {} if self._leaf else arrived[0]
+            self._sent = [self._execution.backward(microbatch, gradients)]
+            del gradients, arrived[:1]
+        if self._execution.defers:
+            for microbatch in deferred:
+                self._execution.weight_gradients(microbatch)
+
+    def _forward(self, part: int) -> tuple[MicrobatchId, list[Any]]:
+        microbatch = MicrobatchId(0, self._number)
+        self._number += 1
+        values = {
+            k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self._parts[part].items()
+        }
+        loss = LossPart(_loss, 1 / self._load.count) if self._leaf else None
+        outputs, _ = self._execution.forward(microbatch, self._execution.updates.done, values, loss)
+        self._sent = [outputs]
+        return microbatch, [(k, v.shape, v.dtype) for k, v in outputs.items() if k in self._returning]
 
 
-def _received(value: Any, gradient: bool) -> Any:
-    return value.clone().requires_grad_(gradient) if isinstance(value, torch.Tensor) else value
+def _loss(outputs: tuple[Any, ...]) -> torch.Tensor:
+    """Return the loss that the model computes, or the mean square of its output."""
+    tensors = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
+    scalars = [o for o in tensors if o.dim() == 0]
+    return scalars[0] if scalars else tensors[0].square().mean()
 
 
-def tensor_peak(place: Path, in_flight: int) -> int:
+def _cut(module: StageModule, inputs: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
+    """Cut the inputs of a batch into micro-batches, along the dimension that counts samples."""
+    parts: list[dict[str, Any]] = [{} for _ in range(count)]
+    for spec in module.graph.inputs:
+        counted = [(k, d.factor * rows) for k, d in enumerate(spec.shape) if d.symbol]
+        for number, part in enumerate(parts):
+            value = inputs[spec.name]
+            for dimension, size in counted[:1] if isinstance(value, torch.Tensor) else ():
+                value = value.narrow(dimension, number * size, size)
+            part[spec.name] = rows if spec.dtype is None else value
+    return parts
+
+
+def tensor_peak(place: Path, load: Load) -> int:
     """Return the peak bytes of tensors while the stage is loaded and trained."""
-    inputs = torch.load(place / "inputs.pt", weights_only=True)
+    example = _example(place)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        train(_load(place), inputs, in_flight, UPDATES)
+        Training(_load(place), example, load).run(UPDATES)
     kineto = recorded.profiler.kineto_results
     changes = [(e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]"]
     peak = now = 0
@@ -236,14 +286,14 @@ def tensor_peak(place: Path, in_flight: int) -> int:
     return peak
 
 
-def process_peak(place: Path, in_flight: int) -> int:
+def process_peak(place: Path, load: Load) -> int:
     """Return the growth of the resident set from before the stage is loaded to its peak."""
-    inputs = torch.load(place / "inputs.pt", weights_only=True)
-    train(_load(place), inputs, in_flight, 1)
+    example = _example(place)
+    Training(_load(place), example, load).run(1)
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = psutil.Process().memory_info().rss
-    train(_load(place), inputs, in_flight, UPDATES)
+    Training(_load(place), example, load).run(UPDATES)
     status = Path("/proc/self/status").read_text(encoding="ascii")
     peak = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
     return int(peak) * 1024 - before
@@ -274,7 +324,7 @@ def measure() -> str:
                     process = f"{measured.process / 1e6:.0f}", f"{planned / measured.process:.2f}"
                 lines.append(
                     f"| {subject.name} | {found.stage + 1} of {found.stages} | "
-                    f"{found.stages - found.stage} | {planned / 1e6:.1f} | "
+                    f"{found.load} | {planned / 1e6:.1f} | "
                     f"{measured.tensors / 1e6:.1f} | {ratios[-1]:.2f} | {' | '.join(process)} |"
                 )
                 print(lines[-1], file=sys.stderr, flush=True)
@@ -285,10 +335,10 @@ def measure() -> str:
     )
 
 
-def _work(place: str, in_flight: str, what: str) -> None:
+def _work(place: str, what: str, count: str, in_flight: str, delay: str) -> None:
     torch.set_num_threads(1)
     peak = tensor_peak if what == "tensors" else process_peak
-    print(json.dumps(peak(Path(place), int(in_flight))))
+    print(json.dumps(peak(Path(place), Load(int(count), int(in_flight), int(delay)))))
 
 
 if __name__ == "__main__":

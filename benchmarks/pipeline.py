@@ -2,12 +2,13 @@
 
 Three contenders train the same weights on the same batches: Ravnest's nodes, torch's own pipeline
 schedule (`torch.distributed.pipelining.Schedule1F1B` on gloo) with the same stages, and the unsplit
-model in one process. Ravnest has its default settings (async, automatic window). Compared with torch,
-both have the same micro-batches and the same number of micro-batches per update. Contenders take turns,
-start-up is left out, and the numbers are medians of ratios of neighbouring runs. In namespaces each
-process has its own link to a switch, limited to 100 Mbit/s in each direction (veth and tbf); Ravnest's
-traffic is encrypted there, gloo's is not. Run as a script to print the report; arguments choose
-tables (`single`, `loopback`, `links`).
+model in one process. Ravnest has its default schedule: `sync` where batches can be split, so that all
+contenders learn the same. Compared with torch, both split each batch into the same micro-batches. The
+batches of the digits CNN are not split (batch norm), so that its schedule is `async`. Contenders take
+turns, start-up is left out, and the numbers are medians of ratios of neighbouring runs. In namespaces
+each process has its own link to a switch, limited to 100 Mbit/s in each direction (veth and tbf);
+Ravnest's traffic is encrypted there, gloo's is not. Run as a script to print the report; arguments
+choose tables (`single`, `loopback`, `links`).
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def race(work: Workload, other: str, lan: Lan | None = None) -> Race:
         ]
         found: list[list[Rate]] = [[], []]
         for each in teams:
-            each.run(SECONDS)  # warm-up, during which Ravnest chooses its window
+            each.run(SECONDS)  # warm-up
         for repetition in range(REPETITIONS):
             for which in (0, 1) if repetition % 2 else (1, 0):
                 found[which].append(teams[which].run(SECONDS))
@@ -185,9 +186,7 @@ def _single() -> str:
 
 def _loopback() -> str:
     rows = [race(work, "torch").row(work.name, 1.0) for work in (MLP, SMALL_GPT)]
-    title = (
-        f"Three stages on loopback and Schedule1F1B, {MLP.update_frequency} micro-batches per update:"
-    )
+    title = f"Three stages on loopback and Schedule1F1B, {MLP.micro_batches} micro-batches per batch:"
     return "\n".join([f"{title}\n\n{_HEAD.format('1F1B')}", *rows])
 
 

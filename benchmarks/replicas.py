@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from learning import KINDS, LAYERS, LENGTH, WIDTH, token_loss
+from sorting import KINDS, LAYERS, LENGTH, WIDTH, token_loss
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from workloads import GPT, digits

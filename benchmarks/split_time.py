@@ -2,8 +2,8 @@
 
 Each model is split in its own process. The time includes capturing both modes, measuring, cutting and,
 where stated, the check against the unsplit model. Memory is the growth of the peak resident set after
-the model is built, while it is split without the check and written to disk. Run as a script it prints
-its report.
+the model is built, while it is split (without and with the check) and written to disk; beyond the model,
+relative to its parameters. Run as a script it prints its report.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SECONDS = {SUBJECTS[0].name: 20, SUBJECTS[1].name: 60}
 def measure() -> str:
     """Return the report in Markdown."""
     rows = [
-        "| model | parameters | split | with self-check | limit | peak memory / parameters |",
-        "|---|---|---|---|---|---|",
+        "| model | parameters | split | with check | limit | memory beyond the model | with check |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for subject in SUBJECTS:
         found = [_measure_in_process(subject.name, check) for check in ("without", "with")]
@@ -45,7 +45,8 @@ def measure() -> str:
         rows.append(
             f"| {subject.name} | {found[0]['parameters'] / 1e6:.0f} MB | {found[0]['seconds']:.1f} s "
             f"| {found[1]['seconds']:.1f} s | {f'{limit} s' if limit else ''} "
-            f"| {1 + found[0]['memory'] / found[0]['parameters']:.1f} x |"
+            + "".join(f"| {each['memory'] / each['parameters']:.2f}x " for each in found)
+            + "|"
         )
     return "\n".join(rows)
 

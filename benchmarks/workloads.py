@@ -32,13 +32,13 @@ class Workload:
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]
-    """Inputs and targets of one micro-batch."""
-    update_frequency: int
-    """Micro-batches per update."""
+    """Inputs and targets of one batch, which is one update."""
+    micro_batches: int
+    """Micro-batches in a batch."""
 
     @property
     def samples(self) -> int:
-        """Samples per micro-batch."""
+        """Samples in a batch."""
         return len(self.batch()[0])
 
     def model(self) -> nn.Module:
@@ -69,31 +69,15 @@ class Workload:
         (node_data / "node_configs.json").write_text(json.dumps(configs), encoding="utf-8")
         model = self.model()
         with contextlib.redirect_stdout(io.StringIO()):
-            plan = clusterize(
-                model,
-                (self.batch()[0],),
-                clusters=clusters,
-                update_frequency=self.update_frequency,
-                folder=node_data,
-            )
+            plan = clusterize(model, (self.batch()[0],), clusters=clusters, folder=node_data)
         return [[f"node_{stage.node.id}" for stage in each.stages] for each in plan.clusters]
 
 
-class Endless:
+class Endless(list[Batch]):
     """Endless loader; each iteration starts from the first batch."""
 
-    def __init__(self, batches: list[Batch]) -> None:
-        self._batches = batches
-
     def __iter__(self) -> Iterator[Batch]:
-        return itertools.cycle(self._batches)
-
-    def many(self, count: int) -> Iterator[Batch]:
-        """Yield the same batches, with ``count`` joined into one."""
-        while True:
-            for start in range(0, len(self._batches), count):
-                taken = list(itertools.islice(itertools.cycle(self._batches), start, start + count))
-                yield torch.cat([x for x, _ in taken]), torch.cat([y for _, y in taken])
+        return itertools.cycle(self[number] for number in range(len(self)))
 
 
 def loss_of(output: torch.Tensor, targets: Any) -> torch.Tensor:
@@ -202,14 +186,14 @@ def _text(batch: int, length: int, vocabulary: int) -> Batch:
 
 
 DIGITS = Workload("digits CNN, batch 64", digits, lambda: _classes((64, 1, 8, 8), 10), 1)
-MLP = Workload("6-layer MLP 512/2048, batch 64", mlp, lambda: _classes((64, 512), 512), 8)
+MLP = Workload("6-layer MLP 512/2048, batch 512", mlp, lambda: _classes((512, 512), 512), 8)
 SLIM_MLP = Workload("6-layer MLP 512/2048, batch 8", mlp, lambda: _classes((8, 512), 512), 1)
 WIDE_MLP = Workload("6-layer MLP 512/4096, batch 8", wide_mlp, lambda: _classes((8, 512), 512), 1)
-SMALL_GPT = Workload("GPT, 6 layers of 128, batch 8 x 64", small_gpt, lambda: _text(8, 64, 512), 8)
+SMALL_GPT = Workload("GPT, 6 layers of 128, batch 64 x 64", small_gpt, lambda: _text(64, 64, 512), 8)
 THIN_GPT = Workload(
-    "GPT, 3 layers of 48, batch 64 x 32",
+    "GPT, 3 layers of 48, batch 512 x 32",
     lambda: GPT(64, 48, 3, 32, heads=1),
-    lambda: _text(64, 32, 64),
+    lambda: _text(512, 32, 64),
     8,
 )
 """GPT with one layer per node: little computation for its traffic. Heads are as wide as GPT-2's."""
