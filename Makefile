@@ -29,6 +29,9 @@ else
 	$(BIN)/python examples/digits/demo.py $(CLUSTERS)
 endif
 
+# Two cores run many child processes at once.
+test test-full: export OMP_NUM_THREADS = 1
+
 test: $(VENV)/.dev ## set up, then run the tests that CI runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
