@@ -133,7 +133,7 @@ def test_micro_batches_are_chosen_by_time() -> None:
     (limited,) = planned(chain(8, rows=16), [node(0), node(1)]).clusters
     assert (limited.microbatches, limited.microbatch_rows) == (2, 16)
     (short,) = planned(chain(8, rows=1, work=1.0), [node(0), node(1)]).clusters
-    assert (short.microbatches, short.microbatch_rows) == (1, None)
+    assert (short.microbatches, short.microbatch_rows) == (1, 32)
     assert short.split_reason == "batches are not split into micro-batches: that would not be faster"
 
 

@@ -16,7 +16,9 @@ from training_cases import MLP, SmallCNN, TiedGPT, image_loaders, token_loaders,
 
 from ravnest import set_seed
 from ravnest.errors import RunError, SettingsError
+from ravnest.plan.microbatches import MicrobatchChoice
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
+from ravnest.runtime.control import microbatch_tuner
 from ravnest.runtime.data import Criterion
 from ravnest.runtime.stage.leaf import Leaf
 
@@ -91,6 +93,37 @@ def test_micro_batches_give_the_updates_of_whole_batches(tmp_path: Path, loss: s
     lr = 1e-3 if loss == "sum" else 1e-2
     found = train_split(tmp_path, names, loaders, loss_of, lr, schedule="sync", micro_batches=parts)
     expected = train_whole(model, loaders()[0], loss_of, lr)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_number_that_changes_during_the_run_does_not_change_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measured times are random here, so that the choice is given."""
+    numbers = iter((4, 2, 12))
+
+    def choose(_times: object, most: int) -> MicrobatchChoice:
+        assert most == BATCH
+        return MicrobatchChoice(next(numbers), 0.0)
+
+    monkeypatch.setattr(microbatch_tuner, "choose_microbatches", choose)
+    monkeypatch.setattr(microbatch_tuner, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(microbatch_tuner, "LEAST_BATCHES", 1)
+    monkeypatch.setattr(microbatch_tuner, "FASTER", float("inf"))
+    data = TensorDataset(torch.randn(20 * BATCH + 5, 4), torch.randn(20 * BATCH + 5, 3))
+
+    def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+        return DataLoader(data, BATCH), DataLoader(data, BATCH)
+
+    set_seed(3)
+    model = MLP()
+    names = form(tmp_path, copy.deepcopy(model), (torch.rand(BATCH, 4),), 3)
+    found = train_split(tmp_path, names, loaders, nn.functional.mse_loss, 1e-2)
+    printed = capsys.readouterr().out
+    for number in (4, 2, 12):
+        assert f"Root: {number} micro-batches per batch from now on" in printed
+    expected = train_whole(model, loaders()[0], nn.functional.mse_loss, 1e-2)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 

@@ -43,6 +43,10 @@ class StageTimes:
     link: float
     """Seconds on the link to the next stage; 0 for the last stage."""
     units: int
+    fixed: float = OVERHEAD_SECONDS
+    """Fixed seconds of a micro-batch, besides those of the units."""
+    latency: float = LATENCY_SECONDS
+    """Delay of the link to the next stage, besides the time of the transfer."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,12 @@ def cycle_seconds(stages: Sequence[StageTimes], count: int, in_flight: int | Non
 
     At most ``in_flight`` of them are in the pipeline at once; by default all.
     """
-    each = [stage.compute / count + OVERHEAD_SECONDS + UNIT_SECONDS * stage.units for stage in stages]
+    each = [stage.compute / count + stage.fixed + UNIT_SECONDS * stage.units for stage in stages]
     links = [stage.link / count for stage in stages[:-1]]
     slowest = max(each)
     # The first stage has no earlier stage to serve: it computes weight gradients with the others.
     way = PASSING * sum(each) + (1 - PASSING) * each[0]
-    way += sum(2 * (link + LATENCY_SECONDS) for link in links)
+    way += sum(2 * (link + stage.latency) for link, stage in zip(links, stages, strict=False))
     return max(
         count * slowest,
         count / (in_flight or count) * way,
@@ -73,9 +77,9 @@ def cycle_seconds(stages: Sequence[StageTimes], count: int, in_flight: int | Non
 
 def delayed_seconds(stages: Sequence[StageTimes], in_flight: int) -> float:
     """Return the predicted time between batches that are not split, ``in_flight`` of them at once."""
-    each = [stage.compute + OVERHEAD_SECONDS + UNIT_SECONDS * stage.units for stage in stages]
+    each = [stage.compute + stage.fixed + UNIT_SECONDS * stage.units for stage in stages]
     links = [stage.link for stage in stages[:-1]]
-    way = PASSING * sum(each) + sum(2 * (link + LATENCY_SECONDS) for link in links)
+    way = PASSING * sum(each) + sum(2 * (stage.link + stage.latency) for stage in stages[:-1])
     return max(*each, *links, way / in_flight)
 
 

@@ -46,7 +46,7 @@ class ClusterPlan:
     microbatches: int
     """Micro-batches per batch."""
     microbatch_rows: int | None
-    """Samples in a micro-batch; None: batches are not split."""
+    """Samples in a micro-batch; None: batches are never split."""
     split_reason: str
     """Why batches are split like this, or not split."""
     in_flight: int

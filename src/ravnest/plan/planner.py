@@ -147,7 +147,7 @@ def _cluster(
         samples_per_second=costs.batch_size / max(split.seconds, 1e-9),
         bottleneck=_bottleneck(stages),
         microbatches=split.count,
-        microbatch_rows=split.rows if split.count > 1 else None,
+        microbatch_rows=split.rows if _may_split(profile, split, len(nodes)) else None,
         split_reason=_split_reason(profile, costs, split),
         in_flight=split.in_flight,
     )
@@ -175,6 +175,11 @@ def _choose_split(profile: ModelProfile, costs: ModelCosts, times: Sequence[Stag
     count = -(-batch // rows)
     in_flight = count if training.share == 1 else max(1, int(batch * training.share) // rows)
     return _Split(count, rows, in_flight, cycle_seconds(times, count, in_flight))
+
+
+def _may_split(profile: ModelProfile, split: _Split, stages: int) -> bool:
+    """Return whether batches are split, or may be once times are measured."""
+    return split.count > 1 or (profile.smallest_rows is not None and stages > 1)
 
 
 def _split_reason(profile: ModelProfile, costs: ModelCosts, split: _Split) -> str:

@@ -80,7 +80,7 @@ class NodeSpec:
     schedule: Schedule
     """Schedule that the plan has chosen, for ``schedule="auto"``."""
     microbatch_rows: int | None
-    """Samples in a micro-batch; None: batches are not split."""
+    """Samples in a micro-batch; None: batches are never split."""
     smallest_rows: int
     """Samples that a micro-batch must have."""
     split_reason: str

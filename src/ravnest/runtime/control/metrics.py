@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ravnest.runtime.control.metric_files import MetricFile
+from ravnest.runtime.control.microbatch_tuner import MicrobatchTuner
 from ravnest.runtime.control.progress import ProgressLine
 from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
-from ravnest.runtime.stage.observer import UpdateReport
-from ravnest.wire.messages import PhaseBegin, StageTiming
+from ravnest.runtime.stage.observer import MicrobatchReport, UpdateReport
+from ravnest.wire.messages import PhaseBegin
 
 
 class MetricsObserver:
@@ -17,17 +18,21 @@ class MetricsObserver:
         progress: ProgressLine,
         telemetry: TelemetryReporter,
         losses: MetricFile | None = None,
+        tuner: MicrobatchTuner | None = None,
     ) -> None:
-        """``losses`` is given at the Root only."""
+        """``losses`` and ``tuner`` are given at the Root only."""
         self._progress = progress
         self._telemetry = telemetry
         self._losses = losses
+        self._tuner = tuner
 
     def begun(self, begin: PhaseBegin) -> None:
         """Show and report the start of a phase."""
         self._telemetry.phase(begin.kind, begin.epoch)
         if begin.kind == "train":
             self._progress.state.begin(begin.epoch, self._progress.clock())
+        if self._tuner is not None:
+            self._tuner.pause()
 
     def updated(self, update: UpdateReport) -> None:
         """Show, record and report an update."""
@@ -46,6 +51,10 @@ class MetricsObserver:
         """Report that the trained stage is about to be saved."""
         self._telemetry.phase("save")
 
-    def timed(self, timings: tuple[StageTiming, ...]) -> None:
-        """Report the costs of a micro-batch."""
-        self._telemetry.timings(timings)
+    def returned(self, report: MicrobatchReport) -> None:
+        """Report the costs of a micro-batch, and choose by them the number of micro-batches."""
+        if report.timings:
+            self._telemetry.timings(report.timings)
+        if self._tuner is not None and (change := self._tuner.add(report, self._progress.clock())):
+            self._progress.state.window = self._tuner.current
+            self._progress.say(f"{self._progress.state.role}: {change}")

@@ -18,6 +18,7 @@ from ravnest.runtime.batch_parts import BatchSplit
 from ravnest.runtime.control.checkpoint import TrainedStages
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
 from ravnest.runtime.control.metrics import MetricsObserver
+from ravnest.runtime.control.microbatch_tuner import MicrobatchTuner
 from ravnest.runtime.control.progress import ProgressLine, RunState
 from ravnest.runtime.control.rendezvous import Links, Rendezvous
 from ravnest.runtime.control.root_controller import BlockingAverages, RootController
@@ -126,6 +127,20 @@ class RuntimeConfig:
         wanted = self.settings.micro_batches
         return self.spec.microbatch_rows is not None if wanted == "auto" else wanted > 1
 
+    @property
+    def tunes_split(self) -> bool:
+        """True if the Root may change the number of micro-batches: whole batches fit the memory."""
+        spec, settings = self.spec, self.settings
+        return (
+            self.may_split
+            and self.schedule == "sync"
+            and settings.micro_batches == "auto"
+            and settings.in_flight is None
+            and self.update_frequency == 1
+            and spec.stages > 1
+            and spec.in_flight >= spec.microbatches
+        )
+
     def hello(self) -> Hello:
         """Return the node's introduction, with the settings that its neighbours must share."""
         spec = self.spec
@@ -172,6 +187,7 @@ class NodeRuntime:
             recompute=settings.recompute,
             defer=spec.stage > 0,
         )
+        self._tuner = MicrobatchTuner() if spec.stage == 0 and config.tunes_split else None
         window = config.window
         machine = ScheduleMachine(
             spec.stage,
@@ -183,7 +199,7 @@ class NodeRuntime:
                 expects_shared=bool(self.execution.shared_from_next),
                 sends_shared=self.execution.sends_shared,
                 clip=config.rule.clip is not None,
-                activation_limit=window,
+                activation_limit=None if config.tunes_split else window,
             ),
         )
         leaf = Leaf(config.criterion, config.labels, config.test_labels) if last else None
@@ -210,6 +226,7 @@ class NodeRuntime:
                 stall=settings.stall_timeout,
                 update_frequency=config.update_frequency,
                 choose_split=self._choose_split,
+                tuner=self._tuner,
                 averages=self._blocking_averages(),
             )
         self.rounds: Counter[str] = Counter()
@@ -305,7 +322,7 @@ class NodeRuntime:
         if self._config.spec.stage != 0:
             return MetricsObserver(self.progress, self.telemetry)
         self.progress.state.window = self._config.window
-        return MetricsObserver(self.progress, self.telemetry, self._losses)
+        return MetricsObserver(self.progress, self.telemetry, self._losses, self._tuner)
 
     def _check_loss(self, leaf: Leaf) -> LossSplit:
         """Find out at the Leaf whether batches can be split without a change of the loss."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ravnest.errors import DataError, RunError
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
+from ravnest.runtime.control.microbatch_tuner import MicrobatchTuner
 from ravnest.runtime.control.run_status import MicrobatchResult, RunStatus
 from ravnest.runtime.stage.microbatches import Microbatch
 from ravnest.runtime.stage.worker import Worker
@@ -56,10 +57,12 @@ class RootController:
         stall: float,
         update_frequency: int,
         choose_split: Callable[[LossSplit], BatchSplit],
+        tuner: MicrobatchTuner | None,
         averages: BlockingAverages | None,
     ) -> None:
-        """``averages`` is given if there are other clusters."""
+        """``averages`` is given if there are other clusters; ``tuner`` if it may change the split."""
         self._choose_split = choose_split
+        self._tuner = tuner
         self._batch_split: BatchSplit | None = None
         self._worker = worker
         self._status = status
@@ -76,6 +79,8 @@ class RootController:
         self._batches = 0
         """Batches of the open phase."""
         self._submitted = 0
+        self._window = 0
+        """Largest number of micro-batches of a batch so far."""
         self._updates = 0
         """Number of updates that the submitted micro-batches result in."""
 
@@ -100,7 +105,7 @@ class RootController:
         begin = self.open
         assert begin is not None, "no phase is open"
         trains = begin.kind == "train"
-        parts = self._split().parts(size) if trains else 1
+        parts = self._parts(size) if trains else 1
         cut = cut_rows(values, part_sizes(size, parts)) if parts > 1 else [values]
         if cut is None:
             raise DataError(f"a batch of {size} samples has no tensor with that many rows to split")
@@ -126,6 +131,17 @@ class RootController:
             self._updates += 1
             self._stand_still_if_due()
         return microbatch.id
+
+    def _parts(self, size: int) -> int:
+        """Return the number of micro-batches of a training batch."""
+        split = self._split()
+        if self._tuner is None or split.rows is None:
+            return split.parts(size)
+        parts = self._tuner.parts(size, split)
+        if parts > self._window:  # the places of a batch; memory does not limit them here
+            self._window = parts
+            self._worker.post(functools.partial(self._worker.set_window, parts))
+        return parts
 
     def _split(self) -> BatchSplit:
         """Return the rule by which batches are split, once the Leaf has answered."""

@@ -31,6 +31,19 @@ class UpdateReport:
     """Calls that wait for the compute thread."""
 
 
+@dataclass(frozen=True)
+class MicrobatchReport:
+    """A micro-batch that has returned to the Root."""
+
+    part: int
+    """Position in its batch."""
+    parts: int
+    """Micro-batches in its batch."""
+    batch_size: int
+    timings: tuple[StageTiming, ...]
+    """Its cost at each stage; empty if it was not timed."""
+
+
 class WorkerObserver(Protocol):
     """Receiver of a worker's reports. Called in the worker's thread; must return quickly."""
 
@@ -40,8 +53,8 @@ class WorkerObserver(Protocol):
     def updated(self, update: UpdateReport) -> None:
         """The weights were updated."""
 
-    def timed(self, timings: tuple[StageTiming, ...]) -> None:
-        """A micro-batch has returned to the Root: its cost at each stage."""
+    def returned(self, report: MicrobatchReport) -> None:
+        """A micro-batch of a training phase has returned to the Root."""
 
     def saving(self) -> None:
         """The trained stage is about to be saved."""

@@ -58,7 +58,12 @@ from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
 from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore
-from ravnest.runtime.stage.observer import StageKeeper, UpdateReport, WorkerObserver
+from ravnest.runtime.stage.observer import (
+    MicrobatchReport,
+    StageKeeper,
+    UpdateReport,
+    WorkerObserver,
+)
 from ravnest.transport.base import Link, LinkDelay
 from ravnest.transport.link import try_send
 from ravnest.types import MicrobatchId
@@ -488,8 +493,14 @@ class Worker:
         microbatch = self._store.get(microbatch_id)
         result = self._store.finish(microbatch_id)
         if result is None:
-            if timings := self._timings(microbatch):
-                self._observer.timed(timings)
+            self._observer.returned(
+                MicrobatchReport(
+                    microbatch.part,
+                    microbatch.parts,
+                    microbatch.batch_size,
+                    self._timings(microbatch),
+                )
+            )
             return
         with self._status.writing():
             self._status.results[microbatch_id] = result
