@@ -83,6 +83,7 @@ def test_sync_training_equals_a_single_process(
         loaders,
         node={
             "schedule": "sync",
+            "micro_batches": 1,
             "optimizer": torch.optim.AdamW,
             "optimizer_params": {"lr": 1e-2},
             "lr_scheduler": torch.optim.lr_scheduler.StepLR,

@@ -27,8 +27,9 @@ WORTHWHILE = 0.9
 """A new number must be predicted to take at most this share of the time."""
 FASTER = 0.97
 """A new number is kept if a batch takes at most this share of the time that it took before."""
-LEAST_SECONDS = 0.02
-"""Time of a batch below which the number is left alone: threads and timers disturb the figures."""
+LEAST_SECONDS = 0.05
+"""Computing time of a batch, over all stages, below which the number is left alone: the figures of very
+short computations say little."""
 LEAST_BATCHES = 4
 """Batches that are measured before each choice, after one that is not."""
 CHOICES = 3
@@ -145,7 +146,8 @@ class MicrobatchTuner:
         if before is not None and measured.batch > FASTER * before.batch:
             self._over = True
             return self._change(before.parts, "more were not faster")
-        self._over = self._choices == CHOICES or measured.batch < LEAST_SECONDS
+        computing = measured.parts * sum(measured.stages)
+        self._over = self._choices == CHOICES or computing < LEAST_SECONDS
         if self._over:
             return None
         times = stage_times(measured, before)
