@@ -325,7 +325,8 @@ class Worker:
     def report_loss_split(self, head: LossSplit) -> None:
         """Pass the Leaf's answer on to the Root."""
         if self._links.previous is not None:
-            self._to_previous(Message(head))
+            # A run without training may be over already; the loss of the link itself is reported.
+            try_send(self._links.previous, head)
             return
         with self._status.writing():
             self._status.loss_split = head
