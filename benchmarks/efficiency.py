@@ -42,7 +42,7 @@ from ravnest.types import MicrobatchId
 
 FORWARD, BACKWARD, WEIGHTS = 0.010, 0.010, 0.010
 """Seconds of each stage per micro-batch: forward, gradients of inputs, gradients of weights."""
-PER_STAGE = (4, 5)
+PER_STAGE = (4, 5, 6)
 """Micro-batches in a batch, per stage."""
 DELAYS = (0.0, 0.020)
 """Delays of the links in each direction, in seconds."""
