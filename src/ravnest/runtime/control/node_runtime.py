@@ -30,7 +30,7 @@ from ravnest.runtime.settings import NodeSettings
 from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
-from ravnest.runtime.stage.leaf import Leaf
+from ravnest.runtime.stage.leaf import Leaf, start_chunks
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
@@ -240,6 +240,7 @@ class NodeRuntime:
         self._worker.start(self._links)
         if self._leaf is not None:
             answer = self._check_loss(self._leaf)
+            self._chunk_loss(self._leaf)
             self._worker.post(lambda: self._worker.report_loss_split(answer))
         if self._averaging is not None:
             self._averaging.start(self._links.previous, self._links.next)
@@ -316,6 +317,23 @@ class NodeRuntime:
         except (StageInputError, RuntimeError, IndexError, ValueError) as error:
             return LossSplit(False, f"the loss cannot be checked: {error}")
         return leaf.find_weighting(output, LOSS_ROWS)
+
+    def _chunk_loss(self, leaf: Leaf) -> None:
+        """Compute logits and loss in chunks if the plan wants that; warn if it is not possible.
+
+        The Root starts no batch before it has the Leaf's answer about the loss.
+        """
+        count = self._config.spec.loss_chunks
+        reason = "" if count == 1 else start_chunks(self.execution, leaf, count)
+        if reason:
+            logger.warning(
+                "node_%d: the plan counts on logits and loss in %d chunks, but they are computed as a "
+                "whole: %s. The node needs more memory than planned; if it runs out of it, use smaller "
+                "batches or a node with more RAM",
+                self._config.spec.node,
+                count,
+                reason,
+            )
 
     def _choose_split(self, loss: LossSplit) -> BatchSplit:
         """Return the rule by which batches are split, and report it to the user."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ravnest.errors import DataError
+from ravnest.errors import DataError, StageInputError
 from ravnest.runtime.batch_parts import part_sizes
 from ravnest.runtime.data import Criterion, Targets, count_correct, size_of
+from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.loss_chunks import ChunkedLoss
+from ravnest.split.loss_head import cut_positions, find_chunking
 from ravnest.split.loss_weighting import LossWeighting, NotDecomposable, find_weighting, peek_item
 from ravnest.split.rows import cut_rows, repeat_rows
 from ravnest.wire.messages import LossSplit, PhaseKind
+
+_UNCHECKED = (
+    "the labels are neither a DataLoader with a map-style dataset nor a list of batches, so that the "
+    "loss cannot be checked before the run"
+)
+_CHECKED_ROWS = 3
+"""Samples with which the loss of chunks is checked."""
 
 
 @dataclass
@@ -46,6 +56,25 @@ class LabelPart:
     """Share of the micro-batch's loss in the loss of the batch."""
 
 
+@dataclass(frozen=True)
+class LabelChunk:
+    """Labels of some positions of a micro-batch."""
+
+    item: Any
+    size: int
+    """Number of positions."""
+    weight: float
+    """Share of the chunk's loss in the loss of the micro-batch."""
+
+
+@dataclass(frozen=True)
+class _Chunking:
+    """Rule by which the positions of a micro-batch are divided."""
+
+    sizes: tuple[int, ...]
+    weighting: LossWeighting
+
+
 class Leaf:
     """Labels and criterion of the Leaf, in step with the Root."""
 
@@ -57,6 +86,7 @@ class Leaf:
         }
         self._labels = labels
         self._weighting: LossWeighting | None = None
+        self._chunking: _Chunking | None = None
         self._tally = _Tally()
 
     def find_weighting(self, output: Any, rows: int) -> LossSplit:
@@ -66,19 +96,51 @@ class Leaf:
         """
         if self._criterion is None:
             return LossSplit(False, "the Leaf has no criterion")
-        item = peek_item(self._labels, rows)
+        item = self._example(rows)
         if item is None:
-            return LossSplit(
-                False,
-                "the labels are neither a DataLoader with a map-style dataset nor a list of batches, so "
-                "that the loss cannot be checked before the run",
-            )
-        item = repeat_rows(item, size_of(item), rows)
+            return LossSplit(False, _UNCHECKED)
         found = find_weighting(self._criterion, output, item, rows)
         if isinstance(found, NotDecomposable):
             return LossSplit(False, found.reason)
         self._weighting = found
         return LossSplit(True, found.kind, found.smallest)
+
+    def find_chunking(
+        self, tail: Callable[[torch.Tensor], Any], logits: Sequence[int], dtype: torch.dtype, count: int
+    ) -> str:
+        """Divide the positions of the logits into ``count`` chunks; return why not, or an empty string.
+
+        ``tail`` makes the model's output of logits; ``logits`` is the shape of an example of them.
+        """
+        if self._criterion is None:
+            return "the Leaf has no criterion"
+        item = self._example(logits[0])
+        if item is None:
+            return _UNCHECKED
+        criterion = self._criterion.of_any_length()
+        found = find_chunking(criterion, tail, logits, item, dtype)
+        if isinstance(found, NotDecomposable):
+            return found.reason
+        chunks = max(1, min(count, logits[1] // found.smallest))
+        self._chunking = _Chunking(part_sizes(logits[1], chunks), found)
+        return ""
+
+    def chunk(self, item: Any) -> list[LabelChunk]:
+        """Return the labels of each chunk of positions; empty if the loss is computed as a whole."""
+        chunking = self._chunking
+        if chunking is None:
+            return []
+        sizes = chunking.sizes
+        items = cut_positions(item, sum(sizes), sizes)
+        if items is None:
+            raise DataError(f"the labels of this batch do not have {sum(sizes)} positions")
+        weights = chunking.weighting.weights(items, sizes)
+        return [LabelChunk(*chunk) for chunk in zip(items, sizes, weights, strict=True)]
+
+    def _example(self, rows: int) -> Any | None:
+        """Return labels of this number of samples, repeated if there are fewer; None if unknown."""
+        item = peek_item(self._labels, rows)
+        return None if item is None else repeat_rows(item, size_of(item), rows)
 
     def split(self, item: Any, batch_size: int, parts: int) -> list[LabelPart]:
         """Return the labels of each part of a batch."""
@@ -117,6 +179,11 @@ class Leaf:
             )
         return self._criterion(output, item)
 
+    def chunk_loss(self, output: Any, item: Any) -> torch.Tensor:
+        """Return the loss of a chunk of positions."""
+        assert self._criterion is not None
+        return self._criterion.of_any_length()(output, item)
+
     def measure(self, output: Any, item: Any) -> float | None:
         """Return the accuracy (or loss) of one micro-batch, and add it to the phase's result."""
         samples = size_of(item)
@@ -140,3 +207,23 @@ class Leaf:
         if tally.answers:
             return ValidationScore("accuracy", tally.correct / tally.answers, tally.samples)
         return ValidationScore("loss", tally.loss / max(tally.samples, 1), tally.samples)
+
+
+def start_chunks(execution: StageExecution, leaf: Leaf, count: int) -> str:
+    """Let the last stage compute logits and loss in ``count`` chunks from the next micro-batch on.
+
+    Return why that is not possible, or an empty string.
+    """
+    chunked = ChunkedLoss.of(execution.module)
+    if isinstance(chunked, str):
+        return chunked
+    try:
+        shape, dtype = execution.example_logits_shape(chunked, _CHECKED_ROWS)
+    except (StageInputError, RuntimeError, IndexError, ValueError) as error:
+        return f"the loss cannot be checked: {error}"
+    if len(shape) < 3:
+        return f"the logits have {len(shape)} dimensions, and none of them counts positions"
+    reason = leaf.find_chunking(chunked.tail, shape, dtype, count)
+    if not reason:
+        execution.chunked_loss = chunked
+    return reason

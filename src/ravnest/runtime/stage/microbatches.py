@@ -16,7 +16,8 @@ from ravnest.errors import RunError
 from ravnest.runtime.batch_parts import part_sizes
 from ravnest.runtime.control.run_status import MicrobatchResult
 from ravnest.runtime.stage.execution import LossPart, StageExecution
-from ravnest.runtime.stage.leaf import LabelPart, Leaf
+from ravnest.runtime.stage.leaf import LabelChunk, LabelPart, Leaf
+from ravnest.runtime.stage.loss_chunks import LossChunk
 from ravnest.split.structure import Structure, flatten, map_tensors
 from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
@@ -265,7 +266,16 @@ class MicrobatchStore:
         if microbatch.ends_batch:
             self._labels = []
         return LossPart(
-            lambda outputs: leaf.loss(self.execution.output(outputs), labels.item), labels.weight
+            lambda outputs: leaf.loss(self.execution.output(outputs), labels.item),
+            labels.weight,
+            tuple(self._loss_chunk(leaf, chunk) for chunk in leaf.chunk(labels.item)),
+        )
+
+    def _loss_chunk(self, leaf: Leaf, chunk: LabelChunk) -> LossChunk:
+        return LossChunk(
+            chunk.size,
+            lambda outputs: leaf.chunk_loss(self.execution.output(outputs), chunk.item),
+            chunk.weight,
         )
 
     def _shared_for_next(self, shared: Mapping[str, torch.Tensor], version: int) -> dict[str, Any]:
