@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ import torch
 from local_cluster import LocalCluster, form
 from torch import nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 from training_cases import TiedGPT, token_loaders, token_loss, train_alone
 
 from ravnest import set_seed
 from ravnest.jobs.graph_loss import load_loss, pack_loss
+from ravnest.plan.cost import ModelCosts
+from ravnest.plan.loss_chunks import with_loss_chunks
+from ravnest.plan.profiler import profile_model
 from ravnest.runtime.data import Criterion
 from ravnest.runtime.stage.execution import LossPart, StageExecution
-from ravnest.runtime.stage.leaf import Leaf, start_chunks
+from ravnest.runtime.stage.leaf import LabelChunk, Leaf, start_chunks
 from ravnest.runtime.stage.loss_chunks import LossChunk
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split import StageModule, prepare
@@ -96,25 +101,37 @@ def train_once(
     )
     leaf = Leaf(Criterion(loss), [item], None)
     reason = start_chunks(execution, leaf, chunks) if chunks > 1 else ""
-    parts = tuple(
-        LossChunk(
-            c.size, lambda outputs, c=c: leaf.chunk_loss(execution.output(outputs), c.item), c.weight
-        )
-        for c in leaf.chunk(item)
-    )
-    assert bool(parts) == (chunks > 1 and not reason)
-    part = LossPart(lambda outputs: leaf.loss(execution.output(outputs), item), weight, parts)
-    name = module.graph.inputs[0].name
-    found: list[float] = []
-    for number in range(2):
-        microbatch = MicrobatchId(0, number)
-        _, value = execution.forward(microbatch, 0, {name: TOKENS}, part)
-        assert value is not None
-        found.append(value)
-        execution.backward(microbatch, {})
-        if execution.defers:
-            execution.weight_gradients(microbatch)
+    assert bool(leaf.chunk(item)) == (chunks > 1 and not reason)
+    values = {module.graph.inputs[0].name: TOKENS}
+    found = [train_microbatch(execution, leaf, values, item, weight, number) for number in range(2)]
     return Result(sum(found), execution.updates.take_gradients(), reason)
+
+
+def train_microbatch(
+    execution: StageExecution,
+    leaf: Leaf,
+    values: dict[str, torch.Tensor],
+    item: Any,
+    weight: float = 1.0,
+    number: int = 0,
+) -> float:
+    """Run a micro-batch forward and backward, as the runtime does at the last stage; return its loss."""
+
+    def of_chunk(chunk: LabelChunk) -> LossChunk:
+        def compute(outputs: tuple[Any, ...]) -> torch.Tensor:
+            return leaf.chunk_loss(execution.output(outputs), chunk.item)
+
+        return LossChunk(chunk.size, compute, chunk.weight)
+
+    chunks = tuple(map(of_chunk, leaf.chunk(item)))
+    part = LossPart(lambda outputs: leaf.loss(execution.output(outputs), item), weight, chunks)
+    microbatch = MicrobatchId(0, number)
+    _, loss = execution.forward(microbatch, 0, values, part)
+    execution.backward(microbatch, {})
+    if execution.defers:
+        execution.weight_gradients(microbatch)
+    assert loss is not None
+    return loss
 
 
 def assert_same(one: Result, other: Result) -> None:
@@ -209,13 +226,13 @@ def spread(logits: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("model", "loss", "item", "reason"),
     [
-        (Tagger(), shifted, labels(), ""),
+        (Tagger(), shifted, labels(), "it shifts labels"),
         (Tagger(), spread, labels(), "neither a weighted mean nor the sum"),
         (
             Tagger(),
             flat(),
             labels().flatten(),
-            "no tensor that the labels loader gives has 10 positions",
+            "no tensor that the labels loader gives",
         ),
         (Tagger(end=lambda z: (z, z.mean())), lambda o, y: flat()(o[0], y), labels(), "2 outputs"),
         (Tagger(end=lambda z: z + z.tanh()), flat(), labels(), "not the result of a linear layer"),
@@ -248,6 +265,35 @@ def test_a_captured_loss_takes_chunks(tmp_path: Path) -> None:
     found = train_once(model, loss, labels(-100), 4)
     assert not found.reason
     assert_same(found, train_once(model, flat(), labels(-100), 1))
+
+
+def tensor_peak(chunks: int) -> tuple[float, float]:
+    """Return the peak bytes of tensors of a training step, and the bytes that a plan counts."""
+    inputs, item = torch.rand(2, 64, 16), torch.randint(0, 4096, (2, 64))
+    prepared = prepare(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4096)), (inputs,))
+    costs = ModelCosts.of(with_loss_chunks(profile_model(prepared, optimizer_factor=0.0), chunks))
+    (stage,) = prepared.cut(()).stages
+    module = StageModule(stage.spec, stage.tensors)
+    execution = StageExecution(module, UpdateRule(torch.optim.SGD), seed=5, stash=False)
+    leaf = Leaf(Criterion(flat()), [item], None)
+    assert chunks == 1 or not start_chunks(execution, leaf, chunks)
+    values = {module.graph.inputs[0].name: inputs}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        train_microbatch(execution, leaf, values, item)
+    events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    peak = max(accumulate(change for _, change in sorted(changes, key=lambda change: change[0])))
+    before = sum(tensor.nbytes for tensor in (*module.state_tensors().values(), inputs))
+    return peak + before, float(costs.memory(0, costs.units, 1).total)
+
+
+def test_the_logits_of_one_chunk_exist_at_a_time() -> None:
+    logits = 2 * 64 * 4096 * 4
+    weights = 2 * 17 * 4096 * 4  # the head and its gradient
+    for chunks in (1, 8):
+        peak, planned = tensor_peak(chunks)
+        assert 3 * logits / chunks < peak < 3 * logits / chunks + weights + 0.2e6
+        assert 1.0 <= planned / peak <= 1.2
 
 
 # --- whole pipelines -------------------------------------------------------------------------------

@@ -17,7 +17,13 @@ import torch
 from msgspec.structs import replace
 
 from ravnest.split.graph import Argument, Operation, OutputSpec, Ref, StageGraph, ValueSpec
-from ravnest.split.loss_weighting import Loss, LossWeighting, NotDecomposable, find_weighting
+from ravnest.split.loss_weighting import (
+    NO_WEIGHTS,
+    Loss,
+    LossWeighting,
+    NotDecomposable,
+    find_weighting,
+)
 from ravnest.split.structure import map_tensors, tensors_in
 
 LINEAR = "aten::linear.default"
@@ -51,6 +57,11 @@ depends on the number of positions is found there."""
 _POSITIONS = 6
 _ROWS = 3
 _SEED = 20_240_303
+
+_NO_POSITION_WEIGHTS = (
+    "the loss of all positions is neither a weighted mean nor the sum of the losses of some positions "
+    "after the other: it shifts labels, compares positions or uses a statistic of them"
+)
 
 _Value = TypeVar("_Value")
 
@@ -92,6 +103,9 @@ def match_loss_head(graph: StageGraph) -> LossHead | str:
         return "the model's output is not the result of a linear layer"
     if uses[operation.name] > (1 if tail else 0):
         return "the result of the last linear layer is used more than once"
+    behind = graph.operations[graph.operations.index(operation) + 1 :]
+    if list(behind) != tail:
+        return "other operations follow the last linear layer"
     return _cut(graph, operation, tail, weights)
 
 
@@ -184,14 +198,31 @@ def find_chunking(
         return NotDecomposable(
             f"no tensor that the labels loader gives has {positions} positions in dimension 1"
         )
-    chosen = _choose_positions([tensors_in(item)[k] for k in leaves])
-    item = _swap(_change(item, leaves, lambda t: t.index_select(1, chosen.to(t.device))), leaves)
-    generator = torch.Generator().manual_seed(_SEED)
-    made_up = torch.randn((len(chosen), rows, *logits[2:]), generator=generator).to(dtype)
-    found = find_weighting(_PositionLoss(loss, tail, leaves), made_up, item, len(chosen))
-    if isinstance(found, NotDecomposable):
-        return NotDecomposable(found.reason.replace("samples", "positions").replace("batch", "sample"))
+    item = few_positions(item, positions)
+    made_up = made_up_logits(logits, rows, dtype).transpose(0, 1).contiguous()
+    found = find_weighting(_PositionLoss(loss, tail, leaves), made_up, _swap(item, leaves), len(made_up))
+    if isinstance(found, NotDecomposable) and found.reason.startswith(NO_WEIGHTS):
+        return NotDecomposable(_NO_POSITION_WEIGHTS)
     return found
+
+
+def few_positions(item: _Value, positions: int) -> _Value:
+    """Return labels of a few positions, as many as ``made_up_logits`` has."""
+    found = [tensor for tensor in tensors_in(item) if _has_positions(tensor, positions)]
+    chosen = _choose_positions(found)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        whole = not _has_positions(tensor, positions)
+        return tensor if whole else tensor.index_select(1, chosen.to(tensor.device))
+
+    return map_tensors(item, change)  # type: ignore[no-any-return]
+
+
+def made_up_logits(shape: Sequence[int], rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return noise in place of logits of this shape, for ``rows`` samples and a few positions."""
+    generator = torch.Generator().manual_seed(_SEED)
+    size = (rows, min(shape[1], _POSITIONS), *shape[2:])
+    return torch.randn(size, generator=generator).to(dtype)
 
 
 class _PositionLoss:

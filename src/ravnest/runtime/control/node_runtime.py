@@ -239,8 +239,8 @@ class NodeRuntime:
             raise
         self._worker.start(self._links)
         if self._leaf is not None:
-            answer = self._check_loss(self._leaf)
             self._chunk_loss(self._leaf)
+            answer = self._check_loss(self._leaf)
             self._worker.post(lambda: self._worker.report_loss_split(answer))
         if self._averaging is not None:
             self._averaging.start(self._links.previous, self._links.next)
@@ -313,10 +313,9 @@ class NodeRuntime:
         if not self._config.may_split:
             return LossSplit(False, self._config.spec.split_reason)
         try:
-            output = self.execution.example_output(LOSS_ROWS)
+            return leaf.find_weighting(self.execution.example_output, LOSS_ROWS)
         except (StageInputError, RuntimeError, IndexError, ValueError) as error:
             return LossSplit(False, f"the loss cannot be checked: {error}")
-        return leaf.find_weighting(output, LOSS_ROWS)
 
     def _chunk_loss(self, leaf: Leaf) -> None:
         """Compute logits and loss in chunks if the plan wants that; warn if it is not possible.

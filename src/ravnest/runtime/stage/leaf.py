@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from ravnest.runtime.batch_parts import part_sizes
 from ravnest.runtime.data import Criterion, Targets, count_correct, size_of
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.loss_chunks import ChunkedLoss
-from ravnest.split.loss_head import cut_positions, find_chunking
+from ravnest.split.loss_head import cut_positions, few_positions, find_chunking, made_up_logits
 from ravnest.split.loss_weighting import LossWeighting, NotDecomposable, find_weighting, peek_item
 from ravnest.split.rows import cut_rows, repeat_rows
 from ravnest.wire.messages import LossSplit, PhaseKind
@@ -68,11 +68,23 @@ class LabelChunk:
 
 
 @dataclass(frozen=True)
+class HeadOutput:
+    """Result of the last linear layer, as an example shows it."""
+
+    shape: tuple[int, ...]
+    """Samples, positions, ..., classes."""
+    dtype: torch.dtype
+    tail: Callable[[torch.Tensor], Any]
+    """Function from the result to the model's output."""
+
+
+@dataclass(frozen=True)
 class _Chunking:
     """Rule by which the positions of a micro-batch are divided."""
 
     sizes: tuple[int, ...]
     weighting: LossWeighting
+    logits: HeadOutput
 
 
 class Leaf:
@@ -89,40 +101,43 @@ class Leaf:
         self._chunking: _Chunking | None = None
         self._tally = _Tally()
 
-    def find_weighting(self, output: Any, rows: int) -> LossSplit:
+    def find_weighting(self, example_output: Callable[[int], Any], rows: int) -> LossSplit:
         """Find out how the loss of a batch follows from the losses of its parts.
 
-        ``output`` is an output of the model for ``rows`` samples; only its shape matters.
+        ``example_output`` returns an output of the model for a number of samples; only its shape
+        matters. If the loss is computed in chunks, memory is short, and a few positions are enough.
         """
         if self._criterion is None:
             return LossSplit(False, "the Leaf has no criterion")
         item = self._example(rows)
         if item is None:
             return LossSplit(False, _UNCHECKED)
-        found = find_weighting(self._criterion, output, item, rows)
+        if self._chunking is None:
+            found = find_weighting(self._criterion, example_output(rows), item, rows)
+        else:
+            logits = self._chunking.logits
+            output = logits.tail(made_up_logits(logits.shape, rows, logits.dtype))
+            few = few_positions(item, logits.shape[1])
+            found = find_weighting(self._criterion.of_any_length(), output, few, rows)
         if isinstance(found, NotDecomposable):
             return LossSplit(False, found.reason)
         self._weighting = found
         return LossSplit(True, found.kind, found.smallest)
 
-    def find_chunking(
-        self, tail: Callable[[torch.Tensor], Any], logits: Sequence[int], dtype: torch.dtype, count: int
-    ) -> str:
-        """Divide the positions of the logits into ``count`` chunks; return why not, or an empty string.
-
-        ``tail`` makes the model's output of logits; ``logits`` is the shape of an example of them.
-        """
+    def find_chunking(self, logits: HeadOutput, count: int) -> str:
+        """Divide the positions of the logits into ``count`` chunks; return why not, or nothing."""
         if self._criterion is None:
             return "the Leaf has no criterion"
-        item = self._example(logits[0])
+        rows, positions = logits.shape[:2]
+        item = self._example(rows)
         if item is None:
             return _UNCHECKED
         criterion = self._criterion.of_any_length()
-        found = find_chunking(criterion, tail, logits, item, dtype)
+        found = find_chunking(criterion, logits.tail, logits.shape, item, logits.dtype)
         if isinstance(found, NotDecomposable):
             return found.reason
-        chunks = max(1, min(count, logits[1] // found.smallest))
-        self._chunking = _Chunking(part_sizes(logits[1], chunks), found)
+        chunks = max(1, min(count, positions // found.smallest))
+        self._chunking = _Chunking(part_sizes(positions, chunks), found, logits)
         return ""
 
     def chunk(self, item: Any) -> list[LabelChunk]:
@@ -223,7 +238,7 @@ def start_chunks(execution: StageExecution, leaf: Leaf, count: int) -> str:
         return f"the loss cannot be checked: {error}"
     if len(shape) < 3:
         return f"the logits have {len(shape)} dimensions, and none of them counts positions"
-    reason = leaf.find_chunking(chunked.tail, shape, dtype, count)
+    reason = leaf.find_chunking(HeadOutput(shape, dtype, chunked.tail), count)
     if not reason:
         execution.chunked_loss = chunked
     return reason
