@@ -327,6 +327,27 @@ def test_a_pipeline_with_chunks_trains_as_one_process(tmp_path: Path, stages: in
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", [token_loss, shifted])
+def test_validations_in_chunks_have_the_same_result(tmp_path: Path, loss: Any) -> None:
+    set_seed(3)
+    model = TiedGPT(vocabulary=20)
+    names = form(tmp_path, model, (torch.randint(0, 16, (4, 8)),), 2)
+
+    def loaders() -> tuple[Any, Any]:
+        return token_loaders()[0], token_loaders(seed=2)[0]
+
+    def criterion(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return loss(logits, batch if loss is token_loss else batch[-1])
+
+    found = []
+    for chunks in (1, 3):
+        chunk_losses(tmp_path, names, chunks)
+        cluster = LocalCluster(tmp_path, names)
+        outcomes = cluster.train(loaders, node={"criterion": criterion, "schedule": "sync"}, epochs=1)
+        found.append(outcomes[names[0]].result)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_a_loss_that_cannot_be_chunked_is_warned_of_and_trained_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ This module knows neither networks nor schedules: the caller names the micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -265,6 +265,21 @@ class StageExecution:
             with torch.no_grad(), self._randomness(microbatch, "eval"):
                 outputs = self.module(*inputs, parameters=parameters)
             return self._send(outputs), self.output(outputs)
+        finally:
+            self.module.train()
+
+    def evaluate_in_chunks(
+        self, microbatch: MicrobatchId, version: int, values: Mapping[str, Any], sizes: Sequence[int]
+    ) -> Iterator[Any]:
+        """Yield the model's output for chunks of positions, as ``evaluate`` computes it for all."""
+        assert self.chunked_loss is not None
+        self.module.eval()
+        try:
+            parameters = {**self._versions.at(version), **self._replicas}
+            inputs = self._receive(values, gradients=False)
+            with self._randomness(microbatch, "eval"):
+                for outputs in self.chunked_loss.evaluate(inputs, parameters, sizes):
+                    yield self.output(outputs)
         finally:
             self.module.train()
 

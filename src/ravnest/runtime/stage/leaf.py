@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,18 @@ class Leaf:
         weights = chunking.weighting.weights(items, sizes)
         return [LabelChunk(*chunk) for chunk in zip(items, sizes, weights, strict=True)]
 
+    def validation_chunks(self, item: Any) -> list[LabelChunk]:
+        """Return the labels of chunks for a validation; one chunk if it is computed as a whole.
+
+        With fewer classes than positions, accuracy could take positions for classes.
+        """
+        whole = [LabelChunk(item, 0, 1.0)]
+        if self._chunking is None:
+            return whole
+        _, positions, *_, classes = self._chunking.logits.shape
+        cut = cut_positions(item, positions, (positions,))
+        return whole if cut is None or classes <= positions else self.chunk(item)
+
     def _example(self, rows: int) -> Any | None:
         """Return labels of this number of samples, repeated if there are fewer; None if unknown."""
         item = peek_item(self._labels, rows)
@@ -199,20 +211,30 @@ class Leaf:
         assert self._criterion is not None
         return self._criterion.of_any_length()(output, item)
 
-    def measure(self, output: Any, item: Any) -> float | None:
-        """Return the accuracy (or loss) of one micro-batch, and add it to the phase's result."""
-        samples = size_of(item)
+    def measure(self, outputs: Iterable[Any], parts: Sequence[LabelChunk]) -> float | None:
+        """Return the accuracy (or loss) of one micro-batch, and add it to the phase's result.
+
+        It comes as outputs of chunks of its positions, and their labels; as a whole, it is one chunk.
+        """
+        correct, answers, loss = 0, 0, 0.0
+        accurate = False
+        for output, part in zip(outputs, parts, strict=True):
+            counts = count_correct(output, part.item)
+            if counts is not None:
+                accurate = True
+                correct, answers = correct + counts[0], answers + counts[1]
+            elif self._criterion is not None and part.weight:
+                criterion = self._criterion.of_any_length() if len(parts) > 1 else self._criterion
+                with torch.no_grad():
+                    loss += part.weight * float(criterion(output, part.item))
+        samples = size_of(parts[0].item)
         self._tally.samples += samples
-        counts = count_correct(output, item)
-        if counts is not None:
-            correct, answers = counts
+        if accurate:
             self._tally.correct += correct
             self._tally.answers += answers
             return correct / max(answers, 1)
         if self._criterion is None:
             return None
-        with torch.no_grad():
-            loss = float(self._criterion(output, item))
         self._tally.loss += loss * samples
         return loss
 

@@ -7,7 +7,7 @@ of the stage goes on, and the gradients of the layer's weights, which are added 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ravnest.split.deferred import DeferredGradients
+from ravnest.split.graph import MODES, Mode
 from ravnest.split.loss_head import LossHead, match_loss_head
 from ravnest.split.module import StageModule, check_inputs
 from ravnest.split.program import Program
@@ -49,30 +50,15 @@ class _WeightSums:
             self.bias.add_(gradient.sum(0))
 
 
-class ChunkedLoss:
-    """The training graph of a last stage, with its last linear layer and the loss in chunks."""
+class _HeadPrograms:
+    """A graph of the last stage in three pieces, prepared to run."""
 
-    def __init__(self, module: StageModule, head: LossHead) -> None:
+    def __init__(self, module: StageModule, mode: Mode, head: LossHead) -> None:
+        self.head = head
         self._module = module
-        self._head = head
+        self._graph = module.spec.graphs[mode]
         self._trunk = Program(head.trunk, module.device)
         self._tail = Program(head.tail, module.device)
-
-    @classmethod
-    def of(cls, module: StageModule) -> ChunkedLoss | str:
-        """Return the stage with its loss in chunks, or why its graph does not allow that."""
-        head = match_loss_head(module.spec.graphs["train"])
-        return head if isinstance(head, str) else cls(module, head)
-
-    def logits_shape(self, x: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of the logits for an input of the layer."""
-        return (*x.shape[:-1], self._module.state_tensors()[self._head.weight].shape[0])
-
-    def tail(self, logits: torch.Tensor) -> Any:
-        """Return the model's output for logits of any number of positions."""
-        structure = self._module.spec.graphs["train"].structure
-        assert structure is not None
-        return structure.build(iter(self._tail((logits,), ())))
 
     def trunk(
         self,
@@ -82,12 +68,77 @@ class ChunkedLoss:
         deferred: DeferredGradients | None = None,
     ) -> torch.Tensor:
         """Return the input of the layer; the arguments are those of ``StageModule.forward``."""
-        check_inputs(self._module.spec.graphs["train"], inputs)
+        check_inputs(self._graph, inputs)
         own = self._module.state_tensors() | dict(buffers or {}) | dict(parameters or {})
-        state = [own[use.key] for use in self._head.trunk.state]
+        state = [own[use.key] for use in self.head.trunk.state]
         (x,) = self._trunk(inputs, state, deferred)
         assert isinstance(x, torch.Tensor)
         return x
+
+    def weights(
+        self, parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the layer's weight and bias."""
+        own = self._module.state_tensors() | dict(parameters)
+        return own[self.head.weight], None if self.head.bias is None else own[self.head.bias]
+
+    def outputs(self, logits: torch.Tensor) -> tuple[Any, ...]:
+        """Return the outputs of the stage for logits of any number of positions."""
+        return self._tail((logits,), ())
+
+
+class ChunkedLoss:
+    """The graphs of a last stage, with its last linear layer and the loss in chunks."""
+
+    def __init__(self, module: StageModule, train: LossHead, evaluation: LossHead | None) -> None:
+        self._module = module
+        self._head = train
+        self._train = _HeadPrograms(module, "train", train)
+        self._eval = None if evaluation is None else _HeadPrograms(module, "eval", evaluation)
+
+    @classmethod
+    def of(cls, module: StageModule) -> ChunkedLoss | str:
+        """Return the stage with its loss in chunks, or why its graph does not allow that."""
+        train, evaluation = (match_loss_head(module.spec.graphs[mode]) for mode in MODES)
+        if isinstance(train, str):
+            return train
+        return cls(module, train, None if isinstance(evaluation, str) else evaluation)
+
+    def logits_shape(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the logits for an input of the layer."""
+        return (*x.shape[:-1], self._module.state_tensors()[self._head.weight].shape[0])
+
+    def tail(self, logits: torch.Tensor) -> Any:
+        """Return the model's output for logits of any number of positions."""
+        structure = self._module.spec.graphs["train"].structure
+        assert structure is not None
+        return structure.build(iter(self._train.outputs(logits)))
+
+    def trunk(
+        self,
+        inputs: Sequence[Any],
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        deferred: DeferredGradients | None = None,
+    ) -> torch.Tensor:
+        """Return the input of the layer; the arguments are those of ``StageModule.forward``."""
+        return self._train.trunk(inputs, parameters, buffers, deferred)
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the evaluation graph can run in chunks too."""
+        return self._eval is not None
+
+    def evaluate(
+        self, inputs: Sequence[Any], parameters: Mapping[str, torch.Tensor], sizes: Sequence[int]
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the outputs of an evaluation for chunks of these numbers of positions."""
+        programs = self._eval
+        assert programs is not None
+        with torch.no_grad():
+            x, weights = programs.trunk(inputs, parameters), programs.weights(parameters)
+            for part in torch.split_with_sizes(x, list(sizes), 1):
+                yield programs.outputs(torch.nn.functional.linear(part, *weights))
 
     def backward(
         self,
@@ -101,9 +152,7 @@ class ChunkedLoss:
 
         The gradients of the layer's weights are added to ``gradients``, by key.
         """
-        own = self._module.state_tensors() | dict(parameters)
-        matrix = own[self._head.weight]
-        bias = None if self._head.bias is None else own[self._head.bias]
+        matrix, bias = self._train.weights(parameters)
         sums = _WeightSums(
             _sum_of(self._head.weight, matrix, gradients), _sum_of(self._head.bias, bias, gradients)
         )
@@ -136,7 +185,7 @@ class ChunkedLoss:
             logits: torch.Tensor = _HeadCall.apply(  # type: ignore[no-untyped-call]
                 x, weight, bias, sums
             )
-            return chunk.compute(self._tail((logits,), ()))
+            return chunk.compute(self._train.outputs(logits))
 
 
 def _sum_of(
