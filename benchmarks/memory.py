@@ -253,10 +253,13 @@ class Training:
 
 
 def _loss(outputs: tuple[Any, ...]) -> torch.Tensor:
-    """Return the loss that the model computes, or the mean square of its output."""
+    """Return the loss that the model computes, or the cross entropy of its output."""
     tensors = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
     scalars = [o for o in tensors if o.dim() == 0]
-    return scalars[0] if scalars else tensors[0].square().mean()
+    if scalars:
+        return scalars[0]
+    logits = tensors[0].flatten(0, -2)
+    return torch.nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
 
 
 def _cut(module: StageModule, inputs: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:

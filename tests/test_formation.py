@@ -188,6 +188,7 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
     fields = {"plan", "node", "cluster", "stage", "stages", "role", "address", "previous", "next"}
     fields |= {"pipeline", "roots", "rings", "bundle", "sha256", "seed", "in_flight", "schedule"}
     fields |= {
+        "loss_chunks",
         "microbatches",
         "microbatch_rows",
         "smallest_rows",

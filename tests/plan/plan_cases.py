@@ -85,7 +85,7 @@ def profiles(draw: st.DrawFn, max_units: int = 7) -> ModelProfile:
         ),
         batch_size=4,
         input_bytes=draw(small_bytes),
-        output_bytes=draw(small_bytes),
+        loss_bytes=draw(small_bytes),
         optimizer_bytes_per_parameter_byte=draw(st.sampled_from((0.0, 1.0, 2.0))),
         update_copies=draw(st.sampled_from((0.0, 2.0))),
         smallest_rows=draw(st.sampled_from((None, 1))),

@@ -109,13 +109,15 @@ def by_hand(
         to_come = [t.bytes for t in held if t.trainable and start <= t.units[-1] <= here]
         made = 0 if accumulates else -sum(to_come)
         workspace = unit.passing_bytes if accumulates else unit.workspace_bytes
+        if here == len(profile.units) - 1:
+            workspace = max(workspace, profile.loss_bytes)
         upto = here - start + 1
         passes.append(sum(activations[:upto]) + sum(deferred[upto:]) + workspace + made + incoming)
     kept = max(sum(activations) + incoming, sum(deferred))
     backward = (share - part) * kept + part * max(passes)
     if accumulates:
         backward = max(backward, share * kept) + largest
-    leaving = profile.output_bytes if last else units[-1].sent_bytes
+    leaving = 0 if last else units[-1].sent_bytes
     returning = 0 if last else units[-1].gradient_bytes
     returning += profile.units[start - 1].gradient_bytes if start else 0
     return (

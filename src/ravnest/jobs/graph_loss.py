@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from ravnest.errors import CaptureError, DataError, JobError, StageFormatError
 from ravnest.runtime.data import Criterion, targets_of
 from ravnest.split.chain import bind_inputs
 from ravnest.split.encoding import stage_from_json, stage_to_json
+from ravnest.split.graph import Dimension, StageGraph
 from ravnest.split.module import StageModule
 from ravnest.split.splitter import prepare
 from ravnest.split.structure import flatten, map_tensors, tensors_in
@@ -43,6 +46,18 @@ class GraphCriterion:
     def __init__(self, module: StageModule) -> None:
         self.module = module
 
+    @cached_property
+    def any_length(self) -> GraphCriterion:
+        """The same loss for inputs of any size.
+
+        Its operations may depend on the captured sizes: compare its results before they are used.
+        """
+        spec = self.module.spec
+        graphs = {mode: _without_sizes(graph) for mode, graph in spec.graphs.items()}
+        return GraphCriterion(
+            StageModule(replace(spec, graphs=graphs), self.module.state_tensors(), self.module.device)
+        )
+
     def __call__(self, output: Any, item: Any) -> torch.Tensor:
         spec = self.module.spec
         values = bind_inputs(spec.signature, (output, targets_of(item)), {})
@@ -50,6 +65,11 @@ class GraphCriterion:
         (loss,) = self.module(*inputs)
         assert isinstance(loss, torch.Tensor)
         return loss
+
+
+def _without_sizes(graph: StageGraph) -> StageGraph:
+    inputs = (replace(value, shape=(Dimension(1, "?"),) * len(value.shape)) for value in graph.inputs)
+    return replace(graph, inputs=tuple(inputs))
 
 
 class _Loss(nn.Module):

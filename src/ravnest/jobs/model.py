@@ -146,6 +146,8 @@ def _check_profile(model: UnitModel) -> None:
         raise StageFormatError(f"the profile has {len(profile.units)} units, the model {count}")
     _check_numbers(asdict(profile))
     _check_batch(profile)
+    if profile.chunkable is not None and profile.chunkable.unit >= count:
+        raise StageFormatError(f"the profile has its last layer in unit {profile.chunkable.unit}")
     names = [tensor.name for tensor in profile.state]
     if len(set(names)) != len(names):
         raise StageFormatError("the profile lists a state tensor twice")

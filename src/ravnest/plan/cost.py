@@ -84,8 +84,7 @@ class ModelCosts:
     incoming: FloatArray
     """For each cut, the bytes of its inputs that the stage behind it keeps."""
     leaving: FloatArray
-    """For each cut, the bytes that the stage in front of it keeps because they are sent; for the last
-    one, the model's outputs."""
+    """For each cut, the bytes that the stage in front of it keeps because they are sent."""
     returning: FloatArray
     """For each cut, the bytes of gradients that cross it in backward."""
     link_bytes: FloatArray
@@ -106,16 +105,16 @@ class ModelCosts:
         leaving = np.array([0, *(unit.sent_bytes for unit in units)], dtype=np.float64)
         returning = np.array([0, *(unit.gradient_bytes for unit in units)], dtype=np.float64)
         incoming = np.array([profile.input_bytes, *(unit.held_bytes for unit in units)], np.float64)
-        crossing[-1] = returning[-1] = 0
+        crossing[-1] = returning[-1] = leaving[-1] = 0
         tied = _tied_bytes(profile) / update_frequency
         link_bytes = np.maximum(crossing, returning) + tied
-        leaving[-1] = profile.output_bytes
         activations = RangeSum.of([unit.activation_bytes for unit in units])
         trained = [tensor for tensor in profile.state if tensor.trainable]
         splits = profile.smallest_rows is not None
         accumulates = splits or update_frequency > 1
         gradients = RangeSum.of(_by_last_unit([] if accumulates else trained, len(units)))
         workspace = [unit.passing_bytes if accumulates else unit.workspace_bytes for unit in units]
+        workspace[-1] = max(workspace[-1], profile.loss_bytes)
         moments = np.array(workspace, np.float64) + (activations.prefix - gradients.prefix)[1:]
         deferred = RangeSum.of([unit.deferred_bytes for unit in units])
         return cls(

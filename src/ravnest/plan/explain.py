@@ -105,6 +105,11 @@ def _stage_lines(
         f" {size(memory.activations)}, transfer {size(memory.transfer)}, gradients and workspace"
         f" {size(memory.gradients)}{_averaging(memory)}."
     )
+    if cluster.loss_chunks > 1 and stage.index == len(cluster.stages) - 1:
+        yield (
+            f"    Logits and loss are computed in {cluster.loss_chunks} chunks of positions, because RAM"
+            " is short."
+        )
     yield f"    Time {_time(stage.compute_seconds)} per batch{_link(cluster, stage)}."
 
 

@@ -51,6 +51,8 @@ class ClusterPlan:
     """Why batches are split like this, or not split."""
     in_flight: int
     """Most micro-batches in flight; the memory of the stages is planned for it."""
+    loss_chunks: int = 1
+    """Chunks of positions in which the last stage computes logits and loss; 1: as a whole."""
 
 
 @dataclass(frozen=True)

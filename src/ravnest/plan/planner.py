@@ -5,13 +5,14 @@ Pure: the same arguments give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
 from ravnest.plan.cuts import PipelineCuts, best_cuts
 from ravnest.plan.infeasible import Infeasible, explain_infeasible
+from ravnest.plan.loss_chunks import chunk_counts, with_loss_chunks
 from ravnest.plan.memory import averaging_copies
 from ravnest.plan.microbatches import (
     StageTimes,
@@ -58,18 +59,29 @@ def make_plan(
     nodes = sorted(nodes, key=lambda node: node.id)
     copies = averaging_copies() if averaging is None else averaging
     machines = capacities_of(nodes)
-    for share, part in memory_steps(profile):
-        several = ModelCosts.of(profile, update_frequency, copies, share, part)
+    for share, part, chunks in memory_options(profile):
+        chunked = with_loss_chunks(profile, chunks)
+        several = ModelCosts.of(chunked, update_frequency, copies, share, part)
         found = find_clusters(several, machines, clusters, seed)
-        if found is not None:
+        if found is None:
+            continue
+        costs, pipelines = found
+        with_chunks = {
+            count: replace(
+                ModelCosts.of(with_loss_chunks(profile, count), update_frequency),
+                training=costs.training,
+            )
+            for count in chunk_counts(profile)
+            if count <= chunks
+        }
+        planned = tuple(
+            _cluster(number, profile, with_chunks, [(nodes[i], machines[i]) for i in pipeline])
+            for number, pipeline in enumerate(pipelines)
+        )
+        if chunks == 1 or all(_holds_head(profile, cluster) for cluster in planned):
             break
     else:
         return explain_infeasible(profile, several, nodes, clusters, source)
-    costs, pipelines = found
-    planned = tuple(
-        _cluster(number, profile, costs, [nodes[i] for i in pipeline], [machines[i] for i in pipeline])
-        for number, pipeline in enumerate(pipelines)
-    )
     return Plan(
         clusters=planned,
         rings=_rings(profile, planned),
@@ -91,6 +103,25 @@ def memory_steps(profile: ModelProfile) -> list[tuple[float, float]]:
         return _STEPS[:1]
     least = profile.smallest_rows / profile.batch_size
     return [step for step in _STEPS if step[1] >= least] or _STEPS[:1]
+
+
+def memory_options(profile: ModelProfile) -> Iterator[tuple[float, float, int]]:
+    """Yield the steps of ``memory_steps`` in turn, each with a number of chunks of the loss.
+
+    Chunks come after smaller micro-batches, which cost less time. Of several chunks only the largest
+    number is searched; ``_cluster`` then takes the fewest that fit.
+    """
+    steps, most = memory_steps(profile), chunk_counts(profile)[-1]
+    for share, part in steps:
+        yield share, part, 1
+        if most > 1 and ((share, part) != steps[0] or len(steps) == 1):
+            yield share, part, most
+
+
+def _holds_head(profile: ModelProfile, cluster: ClusterPlan) -> bool:
+    """Return True if a cluster needs no chunks, or its last stage has the layer of the logits."""
+    head = profile.chunkable
+    return cluster.loss_chunks == 1 or (head is not None and cluster.stages[-1].start <= head.unit)
 
 
 def _check(profile: ModelProfile, nodes: Sequence[NodeConfig], update_frequency: int) -> None:
@@ -127,13 +158,20 @@ def _nodes(count: int) -> str:
 def _cluster(
     number: int,
     profile: ModelProfile,
-    costs: ModelCosts,
-    nodes: Sequence[NodeConfig],
-    machines: Sequence[NodeCapacity],
+    with_chunks: Mapping[int, ModelCosts],
+    pipeline: Sequence[tuple[NodeConfig, NodeCapacity]],
 ) -> ClusterPlan:
-    cuts = best_cuts(costs, machines)
+    """Plan a cluster; ``with_chunks`` are the costs for numbers of chunks, of which the most fits."""
+    nodes, machines = [each for each, _ in pipeline], [each for _, each in pipeline]
+    cuts = best_cuts(with_chunks[max(with_chunks)], machines)
     if cuts is None:
         raise AssertionError(f"cluster {number} fitted in the search and does not fit now")
+    start, stop = cuts.bounds[-2:]
+    chunks, costs = next(
+        (count, costs)
+        for count, costs in with_chunks.items()
+        if count == max(with_chunks) or costs.memory(start, stop, 1).total <= machines[-1].ram
+    )
     stages = tuple(_stage(number, index, costs, cuts, (nodes, machines)) for index in range(len(nodes)))
     times = [
         StageTimes(stage.compute_seconds, stage.link_seconds, stage.stop - stage.start)
@@ -150,6 +188,7 @@ def _cluster(
         microbatch_rows=split.rows if _may_split(profile, split, len(nodes)) else None,
         split_reason=_split_reason(profile, costs, split),
         in_flight=split.in_flight,
+        loss_chunks=chunks,
     )
 
 

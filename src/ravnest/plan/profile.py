@@ -49,6 +49,26 @@ class TensorProfile:
 
 
 @dataclass(frozen=True)
+class ChunkableHead:
+    """Last linear layer of a model, which can run in chunks of positions together with the loss.
+
+    The costs of its unit are those that remain then, without the logits.
+    """
+
+    unit: int
+    positions: int
+    logits_bytes: int
+    gradient_bytes: int
+    """Gradient of the layer's input, which the Leaf keeps from forward to backward."""
+    parameter_bytes: int
+    """Gradients of the layer's weights, which exist from the first chunk on."""
+    activation_bytes: int
+    workspace_bytes: int
+    passing_bytes: int
+    deferred_bytes: int
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """Cost of a whole model at one batch size."""
 
@@ -57,8 +77,11 @@ class ModelProfile:
     batch_size: int
     input_bytes: int
     """Bytes of the model's inputs that the Root keeps besides its own activations."""
-    output_bytes: int = 0
-    """Bytes of the model's outputs that the Leaf keeps besides its own activations."""
+    loss_bytes: int = 0
+    """Peak of the loss, besides the activations of the model: outputs, their gradients, and tensors of
+    the same size that the loss keeps."""
+    chunkable: ChunkableHead | None = None
+    """Last layer, if it can run in chunks of positions together with the loss."""
     optimizer_bytes_per_parameter_byte: float = 2.0
     """Optimizer state per byte of parameter: 2 for AdamW, 0 for plain SGD."""
     update_copies: float = 0.0

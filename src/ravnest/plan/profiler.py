@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from ravnest.errors import PlanError
-from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
+from ravnest.plan.loss_chunks import LOSS_COPIES
+from ravnest.plan.profile import ChunkableHead, ModelProfile, TensorProfile, UnitCost
 from ravnest.split import state
 from ravnest.split.aliases import find_aliases
 from ravnest.split.cuts import CutLayout
 from ravnest.split.deferred import deferrable_input
 from ravnest.split.eval_cuts import crossing_bytes, state_keys
+from ravnest.split.loss_head import match_loss_head
 from ravnest.split.measure import Measurement, OperationCost
 from ravnest.split.sample_coupling import row_split
 from ravnest.split.splitter import PreparedModel
@@ -67,11 +69,62 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
         state=_state(prepared, layout, bounds),
         batch_size=example.batch_size or 1,
         input_bytes=int(held[0]),
-        output_bytes=int(held[-1]),
+        loss_bytes=_loss_bytes(layout, measurement),
+        chunkable=_chunkable_head(prepared, bounds),
         optimizer_bytes_per_parameter_byte=optimizer_factor,
         update_copies=_UPDATE_COPIES,
         smallest_rows=split.smallest if split.allowed else None,
         unsplit_reason="" if split.allowed else split.reason,
+    )
+
+
+def _loss_bytes(layout: CutLayout, measurement: Measurement) -> int:
+    """Return the peak of the loss, besides the activations of the model.
+
+    A model that computes its own loss, an output with one element, has one tensor of them among its
+    activations.
+    """
+    outputs = [n for n in layout.spans if any(user.op == "output" for user in n.users)]
+    end = len(layout.operations)
+    trained = [n for n in outputs if measurement.carries_gradient(n, end)]
+    own = any(_elements(node) == 1 for node in trained)
+    size = sum(measurement.value_bytes.get(node, 0) for node in trained if _elements(node) != 1)
+    return size * (LOSS_COPIES - 1 if own else LOSS_COPIES)
+
+
+def _elements(node: torch.fx.Node) -> Any:
+    return node.meta["val"].numel()
+
+
+def _chunkable_head(prepared: PreparedModel, bounds: Sequence[int]) -> ChunkableHead | None:
+    """Return the last layer with the costs of its unit without the logits; None if there is none."""
+    layout, measurement = prepared.layouts["train"], prepared.measurements["train"]
+    head = match_loss_head(prepared.cut(()).stages[0].spec.graphs["train"])
+    if isinstance(head, str):
+        return None
+    (position,) = (k for k, node in enumerate(layout.operations) if node.name == head.name)
+    shape = layout.operations[position].meta["val"].shape
+    if len(shape) < 3 or not isinstance(shape[1], int) or not measurement.costs[position].differentiated:
+        return None
+    unit = bisect_right(bounds, position) - 1
+    begin = bounds[unit]
+    costs = measurement.costs[begin:position]
+    forward = crossing_bytes(layout, measurement)[begin:]
+    backward, trained = _gradient_bytes(layout, measurement), _parameter_gradients(prepared, layout)
+    gradient, parameters = int(backward[position]), int(trained[position])
+    nothing = np.zeros_like(trained)
+    workspace = _workspace(costs, forward, backward[begin:], trained[begin:])
+    passing = _workspace(costs, forward, backward[begin:], nothing[begin:])
+    return ChunkableHead(
+        unit=unit,
+        positions=shape[1],
+        logits_bytes=measurement.value_bytes[layout.operations[position]],
+        gradient_bytes=gradient,
+        parameter_bytes=parameters,
+        activation_bytes=sum(cost.saved_bytes for cost in measurement.costs[begin : position + 1]),
+        workspace_bytes=max(workspace, gradient) + parameters,
+        passing_bytes=max(passing, gradient),
+        deferred_bytes=int(_deferred_bytes(prepared, layout, measurement)[begin:position].sum()),
     )
 
 

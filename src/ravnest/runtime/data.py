@@ -223,6 +223,15 @@ class Criterion:
             raise DataError(f"criterion must return a tensor with one number, not {_describe(loss)}")
         return loss
 
+    def of_any_length(self) -> Criterion:
+        """Return the criterion for other numbers of positions than those of the example.
+
+        A captured loss checks the shapes of its inputs; ``any_length`` of the function, if it has one,
+        is the same loss without that check.
+        """
+        relaxed = getattr(self.function, "any_length", None)
+        return self if relaxed is None else Criterion(relaxed)
+
 
 def prediction_of(output: Any) -> Any:
     """Return the tensor of an output for a loss of torch: ``logits``, or the first tensor."""

@@ -228,7 +228,7 @@ class _Search:
                     left = self._candidates(values)
                 left = [weighting for weighting in left if trial.agrees(weighting)]
                 if not left:
-                    return NotDecomposable(_NO_WEIGHTS + (f" ({what})" if what else ""))
+                    return NotDecomposable(NO_WEIGHTS + (f" ({what})" if what else ""))
         return replace(left[0], smallest=smallest) if left else None
 
     def _candidates(self, values: Mapping[int, Sequence[float]]) -> list[LossWeighting]:
@@ -340,7 +340,7 @@ class _Search:
         return float(self._loss(*copies))
 
 
-_NO_WEIGHTS = (
+NO_WEIGHTS = (
     "the loss of a batch is neither a weighted mean nor the sum of the losses of its parts: it compares "
     "samples with each other or uses a statistic of the batch"
 )

@@ -31,7 +31,8 @@ class StageModule(nn.Module):
         """Load a stage. ``tensors`` are not copied: clone them if they are trained elsewhere too."""
         super().__init__()
         self.spec = spec
-        target = torch.device(device)
+        self.device = target = torch.device(device)
+        """Device that the stage was loaded on."""
         self._places = {
             entry.key: _attach(self, entry, _checked(entry, tensors).to(target)) for entry in spec.state
         }

@@ -92,6 +92,8 @@ class NodeSpec:
     certificates: CertificateFiles
     microbatches: int = 1
     """Micro-batches in a batch of the planned size."""
+    loss_chunks: int = 1
+    """Chunks of positions in which the last stage computes logits and loss; 1: as a whole."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -108,12 +110,14 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
     """Yield each contradiction between the fields of a node."""
     yield from _position_problems(spec)
     yield from _neighbour_problems(spec)
-    counts = ("microbatches", "in_flight", "smallest_rows", "update_frequency")
+    counts = ("microbatches", "in_flight", "smallest_rows", "update_frequency", "loss_chunks")
     for name, least in (*((count, 1) for count in counts), ("seed", 0)):
         if getattr(spec, name) < least:
             yield f"{name} must be at least {least}, is {getattr(spec, name)}"
     if spec.microbatch_rows is not None and spec.microbatch_rows < 1:
         yield f"microbatch_rows must be at least 1, is {spec.microbatch_rows}"
+    if spec.loss_chunks > 1 and spec.stage < spec.stages - 1:
+        yield f"loss_chunks is {spec.loss_chunks}, but only the last stage computes the loss"
     if len(spec.split_reason) > _LONGEST_REASON:
         yield f"split_reason has {len(spec.split_reason)} characters"
     for path in (spec.bundle, *asdict(spec.certificates).values()):
@@ -282,6 +286,7 @@ def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> No
             f"certificates/node_{node}.key",
         ),
         microbatches=cluster.microbatches,
+        loss_chunks=cluster.loss_chunks if plan.next(node) is None else 1,
     )
 
 

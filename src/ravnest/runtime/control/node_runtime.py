@@ -31,7 +31,7 @@ from ravnest.runtime.settings import NodeSettings
 from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
-from ravnest.runtime.stage.leaf import Leaf
+from ravnest.runtime.stage.leaf import Leaf, start_chunks
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
@@ -256,6 +256,7 @@ class NodeRuntime:
             raise
         self._worker.start(self._links)
         if self._leaf is not None:
+            self._chunk_loss(self._leaf)
             answer = self._check_loss(self._leaf)
             self._worker.post(lambda: self._worker.report_loss_split(answer))
         if self._averaging is not None:
@@ -329,10 +330,26 @@ class NodeRuntime:
         if not self._config.may_split:
             return LossSplit(False, self._config.spec.split_reason)
         try:
-            output = self.execution.example_output(LOSS_ROWS)
+            return leaf.find_weighting(self.execution.example_output, LOSS_ROWS)
         except (StageInputError, RuntimeError, IndexError, ValueError) as error:
             return LossSplit(False, f"the loss cannot be checked: {error}")
-        return leaf.find_weighting(output, LOSS_ROWS)
+
+    def _chunk_loss(self, leaf: Leaf) -> None:
+        """Compute logits and loss in chunks if the plan wants that; warn if it is not possible.
+
+        The Root starts no batch before it has the Leaf's answer about the loss.
+        """
+        count = self._config.spec.loss_chunks
+        reason = "" if count == 1 else start_chunks(self.execution, leaf, count)
+        if reason:
+            logger.warning(
+                "node_%d: the plan counts on logits and loss in %d chunks, but they are computed as a "
+                "whole: %s. The node needs more memory than planned; if it runs out of it, use smaller "
+                "batches or a node with more RAM",
+                self._config.spec.node,
+                count,
+                reason,
+            )
 
     def _choose_split(self, loss: LossSplit) -> BatchSplit:
         """Return the rule by which batches are split, and report it to the user."""

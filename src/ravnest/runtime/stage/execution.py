@@ -5,14 +5,15 @@ This module knows neither networks nor schedules: the caller names the micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ravnest.errors import StageInputError
+from ravnest.runtime.stage.loss_chunks import ChunkedLoss, Loss, LossChunk
 from ravnest.runtime.stage.randomness import draws, microbatch_seed, seeded
 from ravnest.runtime.stage.updates import LookAhead, UpdateRule, Updates
 from ravnest.runtime.stage.weight_versions import WeightVersions
@@ -25,8 +26,6 @@ from ravnest.types import MicrobatchId
 
 Values = dict[str, Any]
 """Tensors and numbers by name, as stages exchange them."""
-Loss = Callable[[tuple[Any, ...]], torch.Tensor]
-"""Function from the outputs of the last stage to the loss."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class LossPart:
     compute: Loss
     weight: float = 1.0
     """0 if nothing in the micro-batch counts: its loss may not be a number, and its gradient is 0."""
+    chunks: tuple[LossChunk, ...] = ()
+    """Chunks of positions in which the loss is computed; needs ``StageExecution.chunked_loss``."""
 
 
 @dataclass
@@ -50,6 +51,8 @@ class _SavedForward:
     """None if activations are recomputed in the backward pass."""
     loss: torch.Tensor | None
     loss_part: LossPart | None
+    head_gradient: torch.Tensor | None = None
+    """Gradient of the output of a pass whose loss was computed in chunks."""
 
 
 class StageExecution:
@@ -77,6 +80,8 @@ class StageExecution:
         self.defers = defer and bool(deferrable_keys(spec.graphs["train"]))
         """True if ``weight_gradients`` must be called for each micro-batch."""
         self._device = next((t.device for t in module.state_tensors().values()), torch.device("cpu"))
+        self.chunked_loss: ChunkedLoss | None = None
+        """Used for micro-batches whose loss is computed in chunks."""
         self._draws = {mode: draws(spec.graphs[mode]) for mode in MODES}
         owned = {e.key for e in spec.state if e.stages[0] == spec.index}
         parameters = module.parameters_by_key()
@@ -141,7 +146,10 @@ class StageExecution:
         values: Mapping[str, Any],
         loss_part: LossPart | None = None,
     ) -> tuple[Values, float | None]:
-        """Return the outputs by name and, if ``loss_part`` is given (at the last stage), the loss."""
+        """Return the outputs by name or, if ``loss_part`` is given (at the last stage), the loss.
+
+        The last stage does not return its outputs: only the loss needs them.
+        """
         parameters = {**self._versions.at(version), **self._replicas}
         inputs = self._receive(values, gradients=True)
         deferred = DeferredGradients() if self.defers else None
@@ -152,7 +160,7 @@ class StageExecution:
             saved.stage_pass = StagePass(self.module, inputs, outputs, parameters)
             saved.loss = loss
         self._saved[microbatch] = saved
-        return self._send(outputs), None if loss is None else float(loss.detach())
+        return (self._send(outputs), None) if loss is None else ({}, float(loss.detach()))
 
     def backward(
         self, microbatch: MicrobatchId, gradients: Mapping[str, torch.Tensor]
@@ -170,7 +178,9 @@ class StageExecution:
         if stage_pass is None:
             stage_pass, loss = self._recompute_forward(microbatch, saved)
         ends: list[tuple[Any, torch.Tensor | None]]
-        if loss is not None:
+        if saved.head_gradient is not None:
+            ends = [(stage_pass.outputs[0], saved.head_gradient)]
+        elif loss is not None:
             assert saved.loss_part is not None
             ends = [(loss, torch.full_like(loss, saved.loss_part.weight))]
         else:
@@ -180,16 +190,22 @@ class StageExecution:
                 for spec, tensor in outputs
                 if spec.name in gradients
             ]
-        accumulated = {**self._replica_gradients, **self.updates.take_gradients()}
-        of_inputs = stage_pass.accumulate(ends, accumulated)
-        self._replica_gradients = {k: g for k, g in accumulated.items() if k in self._replicas}
-        self.updates.set_gradients(accumulated)
+        with self._accumulated() as accumulated:
+            of_inputs = stage_pass.accumulate(ends, accumulated)
         self._defer(microbatch, saved)
         return {
             spec.name: gradient
             for spec, gradient in zip(self.module.graph.inputs, of_inputs, strict=True)
             if gradient is not None
         }
+
+    @contextmanager
+    def _accumulated(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Give out the accumulated gradients by key, and keep them as they are afterwards."""
+        gradients = {**self._replica_gradients, **self.updates.take_gradients()}
+        yield gradients
+        self._replica_gradients = {k: g for k, g in gradients.items() if k in self._replicas}
+        self.updates.set_gradients(gradients)
 
     def weight_gradients(self, microbatch: MicrobatchId) -> None:
         """Accumulate the weight gradients that ``backward`` has left."""
@@ -222,6 +238,7 @@ class StageExecution:
         """Keep the part of a forward that the deferred weight gradients need."""
         if self.defers:
             saved.stage_pass, saved.loss, saved.inputs = None, None, ()
+            saved.head_gradient = None
             self._deferred[microbatch] = saved
 
     def _without_loss(self, microbatch: MicrobatchId, saved: _SavedForward) -> dict[str, torch.Tensor]:
@@ -251,19 +268,47 @@ class StageExecution:
         finally:
             self.module.train()
 
+    def evaluate_in_chunks(
+        self, microbatch: MicrobatchId, version: int, values: Mapping[str, Any], sizes: Sequence[int]
+    ) -> Iterator[Any]:
+        """Yield the model's output for chunks of positions, as ``evaluate`` computes it for all."""
+        assert self.chunked_loss is not None
+        self.module.eval()
+        try:
+            parameters = {**self._versions.at(version), **self._replicas}
+            inputs = self._receive(values, gradients=False)
+            with self._randomness(microbatch, "eval"):
+                for outputs in self.chunked_loss.evaluate(inputs, parameters, sizes):
+                    yield self.output(outputs)
+        finally:
+            self.module.train()
+
     def example_output(self, rows: int) -> Any:
         """Return the model's output for made-up inputs of the last stage; only its shape means anything.
 
         ``rows`` is the number of samples.
         """
-        inputs = [_made_up(spec, rows) for spec in self.module.graph.inputs]
+        with torch.no_grad(), seeded(self._seed, self._device):
+            inputs, buffers = self._example(rows)
+            return self.output(self.module(*inputs, buffers=buffers))
+
+    def example_logits_shape(
+        self, chunked: ChunkedLoss, rows: int
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape and type of the logits of this number of samples."""
+        with torch.no_grad(), seeded(self._seed, self._device):
+            inputs, buffers = self._example(rows)
+            x = chunked.trunk(inputs, buffers=buffers)
+            return chunked.logits_shape(x), x.dtype
+
+    def _example(self, rows: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Return made-up inputs of this number of samples, and copies of the buffers."""
         buffers = {
             e.key: self.module.state_tensors()[e.key].clone()
             for e in self.module.spec.state
             if e.kind == "buffer"
         }
-        with torch.no_grad(), seeded(self._seed, self._device):
-            return self.output(self.module(*map(self._placed, inputs), buffers=buffers))
+        return [self._placed(_made_up(spec, rows)) for spec in self.module.graph.inputs], buffers
 
     def _placed(self, value: Any) -> Any:
         return self.to_device(value) if isinstance(value, torch.Tensor) else value
@@ -353,8 +398,10 @@ class StageExecution:
         saved: _SavedForward,
         buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
-        """Return the outputs of a training forward and, at the last stage, the loss."""
+        """Return the outputs of a training forward or, at the last stage, the loss."""
         with self._randomness(microbatch, "train"):
+            if saved.loss_part is not None and saved.loss_part.chunks:
+                return self._run_in_chunks(saved, saved.loss_part, buffers)
             outputs = self.module(
                 *saved.inputs,
                 parameters=saved.parameters,
@@ -362,7 +409,23 @@ class StageExecution:
                 deferred=saved.deferred,
             )
             part = saved.loss_part
-            return outputs, None if part is None else part.compute(outputs)
+            return (outputs, None) if part is None else ((), part.compute(outputs))
+
+    def _run_in_chunks(
+        self, saved: _SavedForward, part: LossPart, buffers: Mapping[str, torch.Tensor] | None
+    ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
+        """Return the input of the last linear layer and, at first, the loss."""
+        assert self.chunked_loss is not None
+        x = self.chunked_loss.trunk(saved.inputs, saved.parameters, buffers, saved.deferred)
+        if saved.head_gradient is not None:
+            return (x,), None
+        if part.weight == 0.0:
+            return (x,), x.new_zeros(())
+        with self._accumulated() as gradients:
+            loss, saved.head_gradient = self.chunked_loss.backward(
+                x, part.chunks, part.weight, saved.parameters, gradients
+            )
+        return (x,), loss
 
     def _randomness(self, microbatch: MicrobatchId, mode: Mode) -> AbstractContextManager[None]:
         """Return a context in which the stage draws the micro-batch's own random numbers."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ravnest.errors import DataError
+from ravnest.errors import DataError, StageInputError
 from ravnest.runtime.batch_parts import part_sizes
 from ravnest.runtime.data import Criterion, Targets, count_correct, size_of
+from ravnest.runtime.stage.execution import StageExecution
+from ravnest.runtime.stage.loss_chunks import ChunkedLoss
+from ravnest.split.loss_head import cut_positions, few_positions, find_chunking, made_up_logits
 from ravnest.split.loss_weighting import LossWeighting, NotDecomposable, find_weighting, peek_item
 from ravnest.split.rows import cut_rows, repeat_rows
 from ravnest.wire.messages import LossSplit, PhaseKind
+
+_UNCHECKED = (
+    "the labels are neither a DataLoader with a map-style dataset nor a list of batches, so that the "
+    "loss cannot be checked before the run"
+)
+_CHECKED_ROWS = 3
+"""Samples with which the loss of chunks is checked."""
 
 
 @dataclass
@@ -46,6 +56,37 @@ class LabelPart:
     """Share of the micro-batch's loss in the loss of the batch."""
 
 
+@dataclass(frozen=True)
+class LabelChunk:
+    """Labels of some positions of a micro-batch."""
+
+    item: Any
+    size: int
+    """Number of positions."""
+    weight: float
+    """Share of the chunk's loss in the loss of the micro-batch."""
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """Result of the last linear layer, as an example shows it."""
+
+    shape: tuple[int, ...]
+    """Samples, positions, ..., classes."""
+    dtype: torch.dtype
+    tail: Callable[[torch.Tensor], Any]
+    """Function from the result to the model's output."""
+
+
+@dataclass(frozen=True)
+class _Chunking:
+    """Rule by which the positions of a micro-batch are divided."""
+
+    sizes: tuple[int, ...]
+    weighting: LossWeighting
+    logits: HeadOutput
+
+
 class Leaf:
     """Labels and criterion of the Leaf, in step with the Root."""
 
@@ -57,28 +98,76 @@ class Leaf:
         }
         self._labels = labels
         self._weighting: LossWeighting | None = None
+        self._chunking: _Chunking | None = None
         self._tally = _Tally()
 
-    def find_weighting(self, output: Any, rows: int) -> LossSplit:
+    def find_weighting(self, example_output: Callable[[int], Any], rows: int) -> LossSplit:
         """Find out how the loss of a batch follows from the losses of its parts.
 
-        ``output`` is an output of the model for ``rows`` samples; only its shape matters.
+        ``example_output`` returns an output of the model for a number of samples; only its shape
+        matters. If the loss is computed in chunks, memory is short, and a few positions are enough.
         """
         if self._criterion is None:
             return LossSplit(False, "the Leaf has no criterion")
-        item = peek_item(self._labels, rows)
+        item = self._example(rows)
         if item is None:
-            return LossSplit(
-                False,
-                "the labels are neither a DataLoader with a map-style dataset nor a list of batches, so "
-                "that the loss cannot be checked before the run",
-            )
-        item = repeat_rows(item, size_of(item), rows)
-        found = find_weighting(self._criterion, output, item, rows)
+            return LossSplit(False, _UNCHECKED)
+        if self._chunking is None:
+            found = find_weighting(self._criterion, example_output(rows), item, rows)
+        else:
+            logits = self._chunking.logits
+            output = logits.tail(made_up_logits(logits.shape, rows, logits.dtype))
+            few = few_positions(item, logits.shape[1])
+            found = find_weighting(self._criterion.of_any_length(), output, few, rows)
         if isinstance(found, NotDecomposable):
             return LossSplit(False, found.reason)
         self._weighting = found
         return LossSplit(True, found.kind, found.smallest)
+
+    def find_chunking(self, logits: HeadOutput, count: int) -> str:
+        """Divide the positions of the logits into ``count`` chunks; return why not, or nothing."""
+        if self._criterion is None:
+            return "the Leaf has no criterion"
+        rows, positions = logits.shape[:2]
+        item = self._example(rows)
+        if item is None:
+            return _UNCHECKED
+        criterion = self._criterion.of_any_length()
+        found = find_chunking(criterion, logits.tail, logits.shape, item, logits.dtype)
+        if isinstance(found, NotDecomposable):
+            return found.reason
+        chunks = max(1, min(count, positions // found.smallest))
+        self._chunking = _Chunking(part_sizes(positions, chunks), found, logits)
+        return ""
+
+    def chunk(self, item: Any) -> list[LabelChunk]:
+        """Return the labels of each chunk of positions; empty if the loss is computed as a whole."""
+        chunking = self._chunking
+        if chunking is None:
+            return []
+        sizes = chunking.sizes
+        items = cut_positions(item, sum(sizes), sizes)
+        if items is None:
+            raise DataError(f"the labels of this batch do not have {sum(sizes)} positions")
+        weights = chunking.weighting.weights(items, sizes)
+        return [LabelChunk(*chunk) for chunk in zip(items, sizes, weights, strict=True)]
+
+    def validation_chunks(self, item: Any) -> list[LabelChunk]:
+        """Return the labels of chunks for a validation; one chunk if it is computed as a whole.
+
+        With fewer classes than positions, accuracy could take positions for classes.
+        """
+        whole = [LabelChunk(item, 0, 1.0)]
+        if self._chunking is None:
+            return whole
+        _, positions, *_, classes = self._chunking.logits.shape
+        cut = cut_positions(item, positions, (positions,))
+        return whole if cut is None or classes <= positions else self.chunk(item)
+
+    def _example(self, rows: int) -> Any | None:
+        """Return labels of this number of samples, repeated if there are fewer; None if unknown."""
+        item = peek_item(self._labels, rows)
+        return None if item is None else repeat_rows(item, size_of(item), rows)
 
     def split(self, item: Any, batch_size: int, parts: int) -> list[LabelPart]:
         """Return the labels of each part of a batch."""
@@ -117,20 +206,35 @@ class Leaf:
             )
         return self._criterion(output, item)
 
-    def measure(self, output: Any, item: Any) -> float | None:
-        """Return the accuracy (or loss) of one micro-batch, and add it to the phase's result."""
-        samples = size_of(item)
+    def chunk_loss(self, output: Any, item: Any) -> torch.Tensor:
+        """Return the loss of a chunk of positions."""
+        assert self._criterion is not None
+        return self._criterion.of_any_length()(output, item)
+
+    def measure(self, outputs: Iterable[Any], parts: Sequence[LabelChunk]) -> float | None:
+        """Return the accuracy (or loss) of one micro-batch, and add it to the phase's result.
+
+        It comes as outputs of chunks of its positions, and their labels; as a whole, it is one chunk.
+        """
+        correct, answers, loss = 0, 0, 0.0
+        accurate = False
+        for output, part in zip(outputs, parts, strict=True):
+            counts = count_correct(output, part.item)
+            if counts is not None:
+                accurate = True
+                correct, answers = correct + counts[0], answers + counts[1]
+            elif self._criterion is not None and part.weight:
+                criterion = self._criterion.of_any_length() if len(parts) > 1 else self._criterion
+                with torch.no_grad():
+                    loss += part.weight * float(criterion(output, part.item))
+        samples = size_of(parts[0].item)
         self._tally.samples += samples
-        counts = count_correct(output, item)
-        if counts is not None:
-            correct, answers = counts
+        if accurate:
             self._tally.correct += correct
             self._tally.answers += answers
             return correct / max(answers, 1)
         if self._criterion is None:
             return None
-        with torch.no_grad():
-            loss = float(self._criterion(output, item))
         self._tally.loss += loss * samples
         return loss
 
@@ -140,3 +244,23 @@ class Leaf:
         if tally.answers:
             return ValidationScore("accuracy", tally.correct / tally.answers, tally.samples)
         return ValidationScore("loss", tally.loss / max(tally.samples, 1), tally.samples)
+
+
+def start_chunks(execution: StageExecution, leaf: Leaf, count: int) -> str:
+    """Let the last stage compute logits and loss in ``count`` chunks from the next micro-batch on.
+
+    Return why that is not possible, or an empty string.
+    """
+    chunked = ChunkedLoss.of(execution.module)
+    if isinstance(chunked, str):
+        return chunked
+    try:
+        shape, dtype = execution.example_logits_shape(chunked, _CHECKED_ROWS)
+    except (StageInputError, RuntimeError, IndexError, ValueError) as error:
+        return f"the loss cannot be checked: {error}"
+    if len(shape) < 3:
+        return f"the logits have {len(shape)} dimensions, and none of them counts positions"
+    reason = leaf.find_chunking(HeadOutput(shape, dtype, chunked.tail), count)
+    if not reason:
+        execution.chunked_loss = chunked
+    return reason

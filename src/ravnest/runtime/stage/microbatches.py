@@ -6,7 +6,7 @@ The worker decides what to compute and sends the results; this module knows neit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from ravnest.errors import RunError
 from ravnest.runtime.batch_parts import part_sizes
 from ravnest.runtime.control.run_status import MicrobatchResult
 from ravnest.runtime.stage.execution import LossPart, StageExecution
-from ravnest.runtime.stage.leaf import LabelPart, Leaf
+from ravnest.runtime.stage.leaf import LabelChunk, LabelPart, Leaf
+from ravnest.runtime.stage.loss_chunks import LossChunk
 from ravnest.split.structure import Structure, flatten, map_tensors
 from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
@@ -170,10 +171,12 @@ class MicrobatchStore:
             outputs, loss = self.execution.forward(microbatch_id, version, microbatch.values, part)
             if loss is not None and part is not None:
                 microbatch.loss = loss * part.weight if part.weight else 0.0
+        elif self._leaf is not None and kind == "validate":
+            outputs, microbatch.result = {}, self._validate(self._leaf, microbatch, version, item.item)
         else:
             outputs, output = self.execution.evaluate(microbatch_id, version, microbatch.values)
             if self._leaf is not None:
-                microbatch.result, outputs = self._result(self._leaf, kind, microbatch_id, output, item)
+                microbatch.result, outputs = self._result(microbatch_id, output)
         if self._leaf is None:
             outputs |= self._shared_for_next(shared, version)
         microbatch.outputs, microbatch.values = outputs, {}
@@ -265,7 +268,16 @@ class MicrobatchStore:
         if microbatch.ends_batch:
             self._labels = []
         return LossPart(
-            lambda outputs: leaf.loss(self.execution.output(outputs), labels.item), labels.weight
+            lambda outputs: leaf.loss(self.execution.output(outputs), labels.item),
+            labels.weight,
+            tuple(self._loss_chunk(leaf, chunk) for chunk in leaf.chunk(labels.item)),
+        )
+
+    def _loss_chunk(self, leaf: Leaf, chunk: LabelChunk) -> LossChunk:
+        return LossChunk(
+            chunk.size,
+            lambda outputs: leaf.chunk_loss(self.execution.output(outputs), chunk.item),
+            chunk.weight,
         )
 
     def _shared_for_next(self, shared: Mapping[str, torch.Tensor], version: int) -> dict[str, Any]:
@@ -278,11 +290,22 @@ class MicrobatchStore:
             passed |= self.execution.shared_weights()
         return {SHARED + key: value for key, value in passed.items()}
 
-    def _result(
-        self, leaf: Leaf, kind: PhaseKind, microbatch_id: MicrobatchId, output: Any, item: LabelPart
-    ) -> tuple[ForwardResult, dict[str, Any]]:
-        if kind == "validate":
-            return ForwardResult(self.run, microbatch_id, leaf.measure(output, item.item)), {}
+    def _validate(self, leaf: Leaf, microbatch: Microbatch, version: int, item: Any) -> ForwardResult:
+        """Return the result of a validation, in chunks of positions if the loss of training is."""
+        execution, values = self.execution, microbatch.values
+        chunked = execution.chunked_loss
+        chunks = [LabelChunk(item, 0, 1.0)]
+        if chunked is not None and chunked.evaluates:
+            chunks = leaf.validation_chunks(item)
+        outputs: Iterable[Any]
+        if len(chunks) > 1:
+            sizes = [chunk.size for chunk in chunks]
+            outputs = execution.evaluate_in_chunks(microbatch.id, version, values, sizes)
+        else:
+            outputs = [execution.evaluate(microbatch.id, version, values)[1]]
+        return ForwardResult(self.run, microbatch.id, leaf.measure(outputs, chunks))
+
+    def _result(self, microbatch_id: MicrobatchId, output: Any) -> tuple[ForwardResult, dict[str, Any]]:
         leaves, structure = flatten(output)
         values = {str(position): leaf for position, leaf in enumerate(leaves)}
         return ForwardResult(self.run, microbatch_id, None, json.dumps(structure.to_json())), values

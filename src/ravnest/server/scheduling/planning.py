@@ -10,6 +10,7 @@ from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.explain import explain
 from ravnest.plan.infeasible import Infeasible, lightest_stage
+from ravnest.plan.loss_chunks import chunk_counts, with_loss_chunks
 from ravnest.plan.memory import averaging_copies, size
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
@@ -56,7 +57,8 @@ def plan_job(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Pla
     Raise ``JobError`` if the row counts of the job's data are inconsistent.
     """
     check_data(spec)
-    costs = ModelCosts.of(profile, spec.training.update_frequency)
+    smallest = with_loss_chunks(profile, chunk_counts(profile)[-1])
+    costs = ModelCosts.of(smallest, spec.training.update_frequency)
     least = max(spec.min_providers, spec.clusters or 1)
     chosen = _useful(costs, _with_own_address(providers), spec.clusters, least)
     infeasible: Infeasible | None = None
