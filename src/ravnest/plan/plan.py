@@ -28,6 +28,9 @@ class StagePlan:
     """Predicted time of forward and backward for one batch."""
     link_seconds: float
     """Predicted time of one batch on the link to the next stage; 0 for the last stage."""
+    kept: int | None = None
+    """Most micro-batches whose activations the node keeps at once; the others are recomputed. None: all
+    in flight."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Plan:
     """Schedule for ``schedule="auto"``."""
     smallest_rows: int
     """Samples that a micro-batch must have."""
+    splittable: bool = True
+    """True if a batch can be split without a change of the result."""
 
     @property
     def samples_per_second(self) -> float:

@@ -57,6 +57,8 @@ class ModelProfile:
     batch_size: int
     input_bytes: int
     """Bytes of the model's inputs that the Root keeps besides its own activations."""
+    example_bytes: int = 0
+    """Bytes of all inputs of the model."""
     output_bytes: int = 0
     """Bytes of the model's outputs that the Leaf keeps besides its own activations."""
     optimizer_bytes_per_parameter_byte: float = 2.0

@@ -67,6 +67,7 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
         state=_state(prepared, layout, bounds),
         batch_size=example.batch_size or 1,
         input_bytes=int(held[0]),
+        example_bytes=int(forward[0]),
         output_bytes=int(held[-1]),
         optimizer_bytes_per_parameter_byte=optimizer_factor,
         update_copies=_UPDATE_COPIES,

@@ -92,6 +92,11 @@ class NodeSpec:
     certificates: CertificateFiles
     microbatches: int = 1
     """Micro-batches in a batch of the planned size."""
+    splittable: bool = True
+    """True if a batch can be split without a change of the result, as far as the plan knows."""
+    kept: int | None = None
+    """Most micro-batches whose activations fit the memory of this node at once; the others are
+    recomputed. None: all in flight."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -114,6 +119,8 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
             yield f"{name} must be at least {least}, is {getattr(spec, name)}"
     if spec.microbatch_rows is not None and spec.microbatch_rows < 1:
         yield f"microbatch_rows must be at least 1, is {spec.microbatch_rows}"
+    if spec.kept is not None and not 1 <= spec.kept <= spec.in_flight:
+        yield f"kept must be 1 to in_flight, {spec.in_flight}, is {spec.kept}"
     if len(spec.split_reason) > _LONGEST_REASON:
         yield f"split_reason has {len(spec.split_reason)} characters"
     for path in (spec.bundle, *asdict(spec.certificates).values()):
@@ -282,6 +289,8 @@ def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> No
             f"certificates/node_{node}.key",
         ),
         microbatches=cluster.microbatches,
+        splittable=plan.splittable,
+        kept=stage.kept,
     )
 
 

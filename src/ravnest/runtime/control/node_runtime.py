@@ -104,6 +104,17 @@ class RuntimeConfig:
         planned = spec.in_flight if wanted == "auto" else spec.in_flight * wanted // spec.microbatches
         return max(planned, 1 + MAX_DELAY[self.schedule])
 
+    @property
+    def kept(self) -> int | None:
+        """Most micro-batches whose activations are kept at once: the user's choice, or the plan's."""
+        spec, recompute = self.spec, self.settings.recompute
+        if recompute is True:
+            return 0
+        if recompute is False or spec.kept is None:
+            return None
+        wanted = self.settings.micro_batches
+        return spec.kept if wanted == "auto" else max(1, spec.kept * wanted // spec.microbatches)
+
     def batch_split(self, loss: LossSplit) -> BatchSplit:
         """Return the rule by which batches are split, given the Leaf's answer about the loss."""
         spec, wanted = self.spec, self.settings.micro_batches
@@ -111,7 +122,7 @@ class RuntimeConfig:
         if wanted != "auto":
             if wanted > 1 and not loss.allowed:
                 raise SettingsError(f"micro_batches={wanted} is not possible: {loss.reason}")
-            if wanted > 1 and spec.schedule == "async":  # the plan found that it cannot be split
+            if wanted > 1 and not spec.splittable:
                 logger.warning("micro_batches=%d changes the result: %s", wanted, spec.split_reason)
             return BatchSplit(count=wanted, smallest=smallest, reason=f"micro_batches={wanted} is set")
         if spec.microbatch_rows is None:
@@ -169,7 +180,7 @@ class NodeRuntime:
             config.rule,
             seed=config.seed,
             stash=config.schedule == "async" and not last,
-            recompute=settings.recompute,
+            kept=config.kept,
             defer=spec.stage > 0,
         )
         window = config.window

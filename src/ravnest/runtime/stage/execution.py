@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ravnest.runtime.stage.weight_versions import WeightVersions
 from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
 from ravnest.split.gradients import sum_gradients
-from ravnest.split.graph import MODES, Mode, ValueSpec
+from ravnest.split.graph import MODES, Mode, StageGraph, ValueSpec
 from ravnest.split.module import StageModule
 from ravnest.types import MicrobatchId
 
@@ -46,10 +46,12 @@ class _SavedForward:
     inputs: tuple[Any, ...]
     parameters: Mapping[str, torch.Tensor]
     deferred: DeferredGradients | None
-    stage_pass: StagePass | None
-    """None if activations are recomputed in the backward pass."""
-    loss: torch.Tensor | None
     loss_part: LossPart | None
+    stage_pass: StagePass | None = None
+    """None if activations are recomputed in the backward pass."""
+    loss: torch.Tensor | None = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Values, before the forward, of the buffers that it has changed; for the recomputation."""
 
 
 class StageExecution:
@@ -62,18 +64,22 @@ class StageExecution:
         *,
         seed: int,
         stash: bool,
-        recompute: bool = False,
+        kept: int | None = None,
         defer: bool = False,
     ) -> None:
         """Prepare the stage for training.
 
-        ``stash``: updates happen between forward and backward, so versions must be kept. ``defer``:
-        ``backward`` leaves the weight gradients that it can to ``weight_gradients``.
+        ``stash``: updates happen between forward and backward, so versions must be kept. ``kept``: the
+        most micro-batches whose activations are kept at once; those of the others are recomputed in
+        their backward passes. ``defer``: ``backward`` leaves the weight gradients that it can to
+        ``weight_gradients``.
         """
         spec = module.spec
         self.module = module
         self._seed = seed
-        self._recompute = recompute
+        self._kept = kept
+        self._changing: frozenset[str] | None = None
+        """Buffers that a training forward changes; None before the first that is observed."""
         self.defers = defer and bool(deferrable_keys(spec.graphs["train"]))
         """True if ``weight_gradients`` must be called for each micro-batch."""
         self._device = next((t.device for t in module.state_tensors().values()), torch.device("cpu"))
@@ -145,12 +151,13 @@ class StageExecution:
         parameters = {**self._versions.at(version), **self._replicas}
         inputs = self._receive(values, gradients=True)
         deferred = DeferredGradients() if self.defers else None
-        saved = _SavedForward(version, inputs, parameters, deferred, None, None, loss_part)
-        with torch.no_grad() if self._recompute else nullcontext():
+        saved = _SavedForward(version, inputs, parameters, deferred, loss_part)
+        if self._make_room():
             outputs, loss = self._run(microbatch, saved)
-        if not self._recompute:
             saved.stage_pass = StagePass(self.module, inputs, outputs, parameters)
             saved.loss = loss
+        else:
+            outputs, loss = self._run_without_gradients(microbatch, saved)
         self._saved[microbatch] = saved
         return self._send(outputs), None if loss is None else float(loss.detach())
 
@@ -192,9 +199,9 @@ class StageExecution:
         }
 
     def weight_gradients(self, microbatch: MicrobatchId) -> None:
-        """Accumulate the weight gradients that ``backward`` has left."""
-        saved = self._deferred.pop(microbatch)
-        if saved.deferred is not None:
+        """Accumulate the weight gradients that ``backward`` has left, if that is not done yet."""
+        saved = self._deferred.pop(microbatch, None)
+        if saved is not None and saved.deferred is not None:
             taken: set[int] = set()
             saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken))
 
@@ -370,17 +377,48 @@ class StageExecution:
             return nullcontext()
         return seeded(microbatch_seed(self._seed, microbatch, self.index), self._device)
 
+    def _make_room(self) -> bool:
+        """Return whether a forward may keep its activations; compute deferred gradients to make room.
+
+        One place stays free while a micro-batch waits that must be recomputed.
+        """
+        if self._kept is None:
+            return True
+        waiting = any(saved.stage_pass is None for saved in self._saved.values())
+        return self._held_below(self._kept - waiting)
+
+    def _held_below(self, limit: int) -> bool:
+        """Return whether less than ``limit`` micro-batches have activations or deferred gradients.
+
+        If not, compute deferred gradients, the oldest first, as far as that helps.
+        """
+        kept = sum(saved.stage_pass is not None for saved in self._saved.values())
+        while self._deferred and kept < limit <= kept + len(self._deferred):
+            self.weight_gradients(next(iter(self._deferred)))
+        return kept + len(self._deferred) < limit
+
+    def _run_without_gradients(
+        self, microbatch: MicrobatchId, saved: _SavedForward
+    ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
+        """Run a forward that is recomputed later; remember the buffers that it changes."""
+        state = self.module.state_tensors()
+        buffers = [e.key for e in self.module.spec.state if e.kind == "buffer"]
+        before = {k: state[k].clone() for k in buffers if self._changing is None or k in self._changing}
+        changes = {key: state[key]._version for key in before}
+        with torch.no_grad():
+            outputs, loss = self._run(microbatch, saved)
+        if self._changing is None:
+            changed = {key for key, count in changes.items() if state[key]._version != count}
+            self._changing = frozenset(changed | _statistics(self.module.graph))
+        saved.buffers = {key: value for key, value in before.items() if key in self._changing}
+        return outputs, loss
+
     def _recompute_forward(
         self, microbatch: MicrobatchId, saved: _SavedForward
     ) -> tuple[StagePass, torch.Tensor | None]:
         """Repeat the forward with gradients; running statistics are not updated a second time."""
-        buffers = {
-            e.key: tensor.clone()
-            for e in self.module.spec.state
-            if e.kind == "buffer"
-            for tensor in (self.module.state_tensors()[e.key],)
-        }
-        outputs, loss = self._run(microbatch, saved, buffers)
+        self._held_below(max(self._kept or 0, 1))
+        outputs, loss = self._run(microbatch, saved, saved.buffers)
         return StagePass(self.module, saved.inputs, outputs, saved.parameters), loss
 
     def _receive(self, values: Mapping[str, Any], *, gradients: bool) -> tuple[Any, ...]:
@@ -413,6 +451,18 @@ class StageExecution:
                 f"expected {list(like.shape)} and {like.dtype}"
             )
         return self.to_device(value.detach())
+
+
+def _statistics(graph: StageGraph) -> set[str]:
+    """Return the keys of running statistics, which normalisation changes without counting a change."""
+    keys = {use.name: use.key for use in graph.state}
+    return {
+        keys[name]
+        for operation in graph.operations
+        if "_norm" in operation.target
+        for name in operation.refs()
+        if name in keys
+    }
 
 
 def _made_up(spec: ValueSpec, rows: int) -> torch.Tensor | int:

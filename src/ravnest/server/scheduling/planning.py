@@ -11,6 +11,7 @@ from ravnest.plan.cost import ModelCosts
 from ravnest.plan.explain import explain
 from ravnest.plan.infeasible import Infeasible, lightest_stage
 from ravnest.plan.memory import averaging_copies, size
+from ravnest.plan.memory_steps import memory_steps
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
@@ -56,7 +57,8 @@ def plan_job(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Pla
     Raise ``JobError`` if the row counts of the job's data are inconsistent.
     """
     check_data(spec)
-    costs = ModelCosts.of(profile, spec.training.update_frequency)
+    recompute = spec.training.recompute is not False
+    costs = memory_steps(profile)[-1].costs(profile, spec.training.update_frequency, recompute=recompute)
     least = max(spec.min_providers, spec.clusters or 1)
     chosen = _useful(costs, _with_own_address(providers), spec.clusters, least)
     infeasible: Infeasible | None = None
@@ -133,6 +135,7 @@ def _plan(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Plan |
                 with_optimizer=training.average_optim,
                 optimizer_factor=profile.optimizer_bytes_per_parameter_byte,
             ),
+            recompute=training.recompute is not False,
             source="",
         )
 
