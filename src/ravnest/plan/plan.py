@@ -54,6 +54,8 @@ class ClusterPlan:
     """Why batches are split like this, or not split."""
     in_flight: int
     """Most micro-batches in flight; the memory of the stages is planned for it."""
+    largest_rows: int
+    """Samples in a micro-batch at most; the memory of the stages is planned for it."""
 
 
 @dataclass(frozen=True)

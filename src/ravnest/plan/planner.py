@@ -195,6 +195,7 @@ def _cluster_with(
         microbatch_rows=split.rows if split.count > 1 else None,
         split_reason=_split_reason(profile, costs, split),
         in_flight=split.in_flight,
+        largest_rows=_largest_rows(profile, costs),
     )
 
 
@@ -212,12 +213,17 @@ def _choose_split(profile: ModelProfile, costs: ModelCosts, times: Sequence[Stag
     training, batch, smallest = costs.training, costs.batch_size, profile.smallest_rows
     if smallest is None:
         return _Split(1, batch, 1 + training.max_delay)
-    largest = max(smallest, int(batch * training.part))
+    largest = _largest_rows(profile, costs)
     most = batch // smallest if len(times) > 1 else 1
     rows = min(-(-batch // choose_microbatches(times, most).count), largest)
     count = -(-batch // rows)
     in_flight = count if training.share == 1 else max(1, int(batch * training.share) // rows)
     return _Split(count, rows, in_flight)
+
+
+def _largest_rows(profile: ModelProfile, costs: ModelCosts) -> int:
+    """Return the samples of the largest micro-batch for which memory is planned."""
+    return max(profile.smallest_rows or 1, int(costs.batch_size * costs.training.part))
 
 
 def _cycle(costs: ModelCosts, times: Sequence[StageTimes], split: _Split) -> float:

@@ -94,6 +94,10 @@ class NodeSpec:
     """Micro-batches in a batch of the planned size."""
     splittable: bool = True
     """True if a batch can be split without a change of the result, as far as the plan knows."""
+    batch_size: int | None = None
+    """Samples in the batch that the plan was made for."""
+    largest_rows: int | None = None
+    """Samples in a micro-batch at most, by the memory of the cluster's nodes; None: not known."""
     kept: int | None = None
     """Most micro-batches whose activations fit the memory of this node at once; the others are
     recomputed. None: all in flight."""
@@ -117,8 +121,10 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
     for name, least in (*((count, 1) for count in counts), ("seed", 0)):
         if getattr(spec, name) < least:
             yield f"{name} must be at least {least}, is {getattr(spec, name)}"
-    if spec.microbatch_rows is not None and spec.microbatch_rows < 1:
-        yield f"microbatch_rows must be at least 1, is {spec.microbatch_rows}"
+    for name in ("microbatch_rows", "batch_size", "largest_rows"):
+        rows = getattr(spec, name)
+        if rows is not None and rows < 1:
+            yield f"{name} must be at least 1, is {rows}"
     if spec.kept is not None and not 1 <= spec.kept <= spec.in_flight:
         yield f"kept must be 1 to in_flight, {spec.in_flight}, is {spec.kept}"
     if len(spec.split_reason) > _LONGEST_REASON:
@@ -290,6 +296,8 @@ def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> No
         ),
         microbatches=cluster.microbatches,
         splittable=plan.splittable,
+        batch_size=plan.batch_size,
+        largest_rows=cluster.largest_rows,
         kept=stage.kept,
     )
 

@@ -14,7 +14,7 @@ from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
 from ravnest.errors import SettingsError, StageInputError
-from ravnest.runtime.batch_parts import BatchSplit
+from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control.checkpoint import TrainedStages
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
 from ravnest.runtime.control.metrics import MetricsObserver
@@ -130,6 +130,20 @@ class RuntimeConfig:
         if not loss.allowed:
             return BatchSplit(reason=loss.reason)
         return BatchSplit(spec.microbatch_rows, smallest=smallest, reason=spec.split_reason)
+
+    def memory_warning(self, split: BatchSplit) -> str:
+        """Return a warning if micro-batches are larger than the memory of the nodes is planned for."""
+        batch, largest = self.spec.batch_size, self.spec.largest_rows
+        if batch is None or largest is None:
+            return ""
+        rows, parts = max(part_sizes(batch, split.parts(batch))), -(-batch // largest)
+        if rows <= largest:
+            return ""
+        return (
+            f"micro-batches of {rows} samples may need more memory than the nodes offer, which was "
+            f"planned for at most {largest} samples at a time: set micro_batches to {parts} or more, "
+            " or plan with more RAM or a smaller batch"
+        )
 
     @property
     def may_split(self) -> bool:
@@ -332,6 +346,8 @@ class NodeRuntime:
         """Return the rule by which batches are split, and report it to the user."""
         split = self._config.batch_split(loss)
         schedule = self._config.schedule
+        if warning := self._config.memory_warning(split):
+            logger.warning("%s", warning)
         if self._config.spec.stages > 1:
             self.progress.say(f"{self._config.spec.role}: schedule {schedule}; {split.reason}")
         return split
