@@ -70,7 +70,7 @@ def test_the_number_that_is_kept_changes_no_bit(
 
 
 class Drifting(nn.Module):
-    """A model with a buffer that every training forward changes and uses, and batch norm."""
+    """A model with a buffer that every training forward changes and uses, with batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Drifting(nn.Module):
         hidden = self.norm(self.first(x))
         if self.training:
             self.scale.mul_(1.5)
-        return self.last(hidden * self.scale)
+        return self.last(hidden + self.scale)
 
 
 def _drifting(kept: int | None) -> StageExecution:

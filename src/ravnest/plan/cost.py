@@ -89,6 +89,10 @@ class ModelCosts:
     """``backward`` minus the deferred bytes up to the unit."""
     largest: RangeMax
     """Bytes of the largest trained tensor that each unit uses."""
+    owned: RangeSum
+    """Bytes of trained tensors, at the first unit that uses them."""
+    largest_owned: RangeMax
+    """Bytes of the largest trained tensor whose first use is in each unit."""
     state: DistinctBytes
     trainable: DistinctBytes
     incoming: FloatArray
@@ -100,6 +104,8 @@ class ModelCosts:
     """For each cut, the bytes of activations that cross it, or the model's inputs or outputs."""
     returning: FloatArray
     """For each cut, the bytes of gradients that cross it in backward."""
+    shared: FloatArray
+    """For each cut, the bytes of trained tensors that units on both sides use."""
     link_bytes: FloatArray
     """For each cut, the bytes per batch in the direction with more traffic."""
 
@@ -126,8 +132,8 @@ class ModelCosts:
         incoming = np.array([profile.input_bytes, *(unit.held_bytes for unit in units)], np.float64)
         crossing[0] = max(profile.example_bytes, profile.input_bytes)
         returning[-1] = 0
-        tied = _tied_bytes(profile) / update_frequency
-        link_bytes = np.maximum(crossing, returning) + tied
+        tied = _tied_bytes(profile)
+        link_bytes = np.maximum(crossing, returning) + tied / update_frequency
         link_bytes[[0, -1]] = 0
         crossing[-1] = profile.output_bytes
         leaving[-1] = profile.output_bytes
@@ -159,12 +165,15 @@ class ModelCosts:
             deferred=deferred,
             deferring=RangeMax.of(moments - deferred.prefix[1:]),
             largest=RangeMax.of(_largest(trained, len(units))),
+            owned=RangeSum.of(_by_first_unit(trained, len(units))),
+            largest_owned=RangeMax.of(_largest(trained, len(units), first=True)),
             state=DistinctBytes.of(profile.state, len(units)),
             trainable=DistinctBytes.of(trained, len(units)),
             incoming=incoming,
             leaving=leaving,
             crossing=crossing,
             returning=returning,
+            shared=tied,
             link_bytes=link_bytes,
         )
 
@@ -185,7 +194,9 @@ class ModelCosts:
         return StageLoad(
             state=self.state.grid(starts, stops),
             trainable=self.trainable.grid(starts, stops),
+            owned=self.owned.grid(starts, stops),
             largest=self.largest.grid(starts, stops),
+            largest_owned=self.largest_owned.grid(starts, stops),
             activations=self.activations.grid(starts, stops),
             deferred=np.where(root, 0.0, self.deferred.grid(starts, stops)),
             incoming=np.broadcast_to(self.incoming[starts][:, None], shape),
@@ -193,6 +204,7 @@ class ModelCosts:
             leaving=np.broadcast_to(self.leaving[stops][None, :], shape),
             outputs=np.broadcast_to(self.crossing[stops][None, :], shape),
             returning=returning,
+            shared=np.broadcast_to(self.shared[stops][None, :], shape),
             backward=backward - before,
         )
 
@@ -230,6 +242,7 @@ class ModelCosts:
             leaving=nothing,
             outputs=nothing,
             returning=nothing,
+            shared=nothing,
             deferred=nothing,
             backward=self.backward.grid(starts, stops) - before,
         )
@@ -288,11 +301,19 @@ def _by_last_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
     return found
 
 
-def _largest(tensors: Sequence[TensorProfile], units: int) -> list[float]:
-    """Return, for each unit, the bytes of the largest tensor that it uses."""
+def _by_first_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
+    """Return, for each unit, the bytes of the tensors whose first use is there."""
     found = [0.0] * units
     for tensor in tensors:
-        for unit in tensor.units:
+        found[tensor.units[0]] += tensor.bytes
+    return found
+
+
+def _largest(tensors: Sequence[TensorProfile], units: int, *, first: bool = False) -> list[float]:
+    """Return, for each unit, the bytes of the largest tensor that it uses, or uses first."""
+    found = [0.0] * units
+    for tensor in tensors:
+        for unit in tensor.units[:1] if first else tensor.units:
             found[unit] = max(found[unit], tensor.bytes)
     return found
 

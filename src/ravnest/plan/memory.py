@@ -16,9 +16,11 @@ A stage needs, all the time,
 - with a delay, one older version of its trained parameters and the activations of another batch (not
   the Leaf, which finishes each batch before it starts the next), unless they are recomputed;
 - the inputs of what is recomputed;
-- the optimizer state of its trained parameters;
+- the optimizer state of its trained parameters, except those that an earlier stage has too: that stage
+  updates them;
 - its outputs of each micro-batch in flight, and the gradients at both ends of two micro-batches, one
   that is computed and one that has arrived or is being sent;
+- the gradients, or new values, of weights that stages on both sides of its end share;
 - with several clusters, the copies for averaging (``averaging_copies``).
 
 The largest of these moments comes on top:
@@ -29,8 +31,8 @@ The largest of these moments comes on top:
   has the activations up to u, what is deferred behind u, and the workspace of u. The stage also has the
   gradients of all its parameters, to which micro-batches add theirs, and the gradient that is being
   added, at most the largest. If a batch is an update, gradients appear one after the other instead.
-- The update: gradients of all parameters and temporaries for the largest. No activations of the update
-  are left then.
+- The update: gradients of all parameters and temporaries for the largest that the stage updates. No
+  activations of the update are left then.
 """
 
 from __future__ import annotations
@@ -93,8 +95,12 @@ class StageLoad(Generic[Bytes]):
 
     state: Bytes
     trainable: Bytes
+    owned: Bytes
+    """Part of ``trainable`` that the stage updates; an earlier stage updates and sends the others."""
     largest: Bytes
     """Largest trainable tensor."""
+    largest_owned: Bytes
+    """Largest trainable tensor whose first use is in the stage."""
     activations: Bytes
     deferred: Bytes
     """Tensors that deferred weight gradients keep; 0 at the Root, which does not defer."""
@@ -108,6 +114,8 @@ class StageLoad(Generic[Bytes]):
     """All activations that leave."""
     returning: Bytes
     """Gradients at both ends."""
+    shared: Bytes
+    """Gradients that later stages send for weights of this stage or of earlier ones, once per update."""
     backward: Bytes
     """Peak of activations, deferred tensors and workspace during backward, minus the gradients of
     parameters that do not exist yet at that moment."""
@@ -172,18 +180,19 @@ def stage_memory(
     backward = (now - part) * each + part * np.maximum(load.backward + load.incoming, load.deferred)
     if training.accumulates:
         backward = np.maximum(backward, now * each) + load.largest
-    peak = load.trainable + np.maximum(backward, training.update_copies * load.largest)
+    peak = load.trainable + np.maximum(backward, training.update_copies * load.largest_owned)
     recomputed = total - kept
     return StageMemory(
         weights=load.state,
         versions=load.trainable * delay,
         gradients=peak - now * (load.activations + load.incoming),
-        optimizer=load.trainable * training.optimizer_factor,
+        optimizer=load.owned * training.optimizer_factor,
         activations=kept * (load.activations + load.incoming) + recomputed * load.inputs,
         transfer=kept * load.leaving
-        + min(recomputed, part) * load.outputs
-        + min(share, 2 * part) * (1 + delay) * load.returning,
-        averaging=load.trainable * training.averaging,
+        + part * (recomputed / max(total - part, part)) * load.outputs
+        + min(share, 2 * part) * (1 + delay) * load.returning
+        + load.shared,
+        averaging=load.owned * training.averaging,
     )
 
 

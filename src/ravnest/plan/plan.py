@@ -9,6 +9,9 @@ from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.rings import Ring
 from ravnest.types import Role, Schedule
 
+TIGHT = 2 / 3
+"""Share of a node's RAM from which its planned memory counts as tight."""
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -31,6 +34,11 @@ class StagePlan:
     kept: int | None = None
     """Most micro-batches whose activations the node keeps at once; the others are recomputed. None: all
     in flight."""
+
+    @property
+    def tight(self) -> bool:
+        """True if the planned memory is most of what the node has."""
+        return self.memory.total > TIGHT * self.node.ram * 1e9
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class NodeSpec:
     """Samples in the batch that the plan was made for."""
     largest_rows: int | None = None
     """Samples in a micro-batch at most, by the memory of the cluster's nodes; None: not known."""
+    tight: bool = False
+    """True if the planned memory is most of what the node has."""
     kept: int | None = None
     """Most micro-batches whose activations fit the memory of this node at once; the others are
     recomputed. None: all in flight."""
@@ -298,6 +300,7 @@ def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> No
         splittable=plan.splittable,
         batch_size=plan.batch_size,
         largest_rows=cluster.largest_rows,
+        tight=stage.tight,
         kept=stage.kept,
     )
 

@@ -196,6 +196,7 @@ class NodeRuntime:
             stash=config.schedule == "async" and not last,
             kept=config.kept,
             defer=spec.stage > 0,
+            frugal=spec.tight,
         )
         window = config.window
         machine = ScheduleMachine(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ravnest.errors import StageInputError
+from ravnest.host import return_freed_memory
 from ravnest.runtime.stage.randomness import draws, microbatch_seed, seeded
 from ravnest.runtime.stage.updates import LookAhead, UpdateRule, Updates
 from ravnest.runtime.stage.weight_versions import WeightVersions
@@ -66,17 +67,21 @@ class StageExecution:
         stash: bool,
         kept: int | None = None,
         defer: bool = False,
+        frugal: bool = False,
     ) -> None:
         """Prepare the stage for training.
 
         ``stash``: updates happen between forward and backward, so versions must be kept. ``kept``: the
         most micro-batches whose activations are kept at once; those of the others are recomputed in
         their backward passes. ``defer``: ``backward`` leaves the weight gradients that it can to
-        ``weight_gradients``.
+        ``weight_gradients``. ``frugal``: memory is short, and what activations have used is returned to
+        the system before an update.
         """
         spec = module.spec
         self.module = module
         self._seed = seed
+        self._stash = stash
+        self._frugal = frugal
         self._kept = kept
         self._changing: frozenset[str] | None = None
         """Buffers that a training forward changes; None before the first that is observed."""
@@ -286,6 +291,8 @@ class StageExecution:
         self._versions.before_update(
             in_use=any(saved.version == newest for saved in self._saved.values())
         )
+        if self._frugal:
+            return_freed_memory()
         self.updates.step(batches, total_norm)
         self.catch_up()
 
@@ -327,9 +334,14 @@ class StageExecution:
         self._versions.free(version)
 
     def shared_weights(self) -> Values:
-        """Return copies of the owned weights that later stages use too."""
+        """Return the owned weights that later stages use too; copies if updates may overtake them.
+
+        Without a stash, the later stages must have received them before they can contribute to the next
+        update, so that the message may share the memory of the weights.
+        """
         own = self.module.parameters_by_key()
-        return {key: own[key].detach().clone() for key in self._shared_keys}
+        plain = {key: own[key].detach() for key in self._shared_keys}
+        return {key: weight.clone() for key, weight in plain.items()} if self._stash else plain
 
     def update_replicas(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take new values of weights that an earlier stage owns; ignore all other values."""
