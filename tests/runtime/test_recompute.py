@@ -6,6 +6,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from ravnest.split.module import StageModule
 from ravnest.split.splitter import balanced_cuts
 from ravnest.store.node_spec import read_node, write_node
 from ravnest.types import MicrobatchId, Schedule
+from ravnest.wire.messages import LossSplit
 
 STAGES = 3
 
@@ -165,3 +167,47 @@ def test_recompute_is_checked() -> None:
     with pytest.raises(SettingsError, match="recompute must be True, False or 'auto', not 'some'"):
         NodeSettings.of({"recompute": "some"})
     assert NodeSettings.of({}).recompute == "auto"
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, 4),
+        ({"recompute": True}, 0),
+        ({"recompute": False}, None),
+        ({"micro_batches": 4}, 2),
+        ({"micro_batches": 1}, 1),
+    ],
+    ids=str,
+)
+def test_the_number_kept_follows_the_users_settings(
+    tmp_path: Path, splits: Splits, settings: dict[str, Any], kept: int | None
+) -> None:
+    folder, names = splits("mlp", 2)
+    shutil.copytree(folder / "node_data", tmp_path / "node_data")
+    spec = read_node(tmp_path / "node_data", names[0])
+    planned = replace(spec, kept=4, in_flight=8, microbatches=8, microbatch_rows=2)
+    write_node(tmp_path / "node_data", planned)
+    assert LocalCluster(tmp_path, names, settings).node(names[0])._config.kept == kept
+
+
+@pytest.mark.parametrize(("parts", "warned"), [(8, False), (4, False), (2, True)])
+def test_micro_batches_beyond_the_planned_memory_are_warned_of(
+    tmp_path: Path, splits: Splits, parts: int, warned: bool
+) -> None:
+    folder, names = splits("mlp", 2)
+    shutil.copytree(folder / "node_data", tmp_path / "node_data")
+    spec = read_node(tmp_path / "node_data", names[0])
+    planned = replace(
+        spec, in_flight=8, microbatches=8, microbatch_rows=2, batch_size=16, largest_rows=4
+    )
+    write_node(tmp_path / "node_data", planned)
+    config = LocalCluster(tmp_path, names, {"micro_batches": parts}).node(names[0])._config
+    warning = config.memory_warning(config.batch_split(LossSplit(True, "")))
+    assert warning == (
+        "micro-batches of 8 samples may need more memory than the nodes offer, which was planned for at"
+        " most 4 samples at a time: set micro_batches to 4 or more, or plan with more RAM or a smaller"
+        " batch"
+        if warned
+        else ""
+    )
