@@ -48,7 +48,7 @@ LIMITS = (1.0, 1.3)
 STAGES = 3
 UPDATES = 3
 SPLITS = ((1.0, 1 / 4, False), (1 / 2, 1 / 8, False), (1.0, 1 / 8, True))
-"""Shares and parts of a batch (``MemorySettings``), and whether only one part is kept, if it is split."""
+"""Shares and parts of a batch (``MemorySettings``), and whether one part is kept, if it is split."""
 WHOLE = ((1.0, 1.0, False), (1.0, 1.0, True))
 """The same for batches that cannot be split."""
 SHOWN = 64e6

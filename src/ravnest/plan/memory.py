@@ -189,7 +189,7 @@ def stage_memory(
         optimizer=load.owned * training.optimizer_factor,
         activations=kept * (load.activations + load.incoming) + recomputed * load.inputs,
         transfer=kept * load.leaving
-        + part * (recomputed / max(total - part, part)) * load.outputs
+        + (part * recomputed / (total - part) if recomputed else 0) * load.outputs
         + min(share, 2 * part) * (1 + delay) * load.returning
         + load.shared,
         averaging=load.owned * training.averaging,

@@ -38,7 +38,7 @@ class StagePlan:
     @property
     def tight(self) -> bool:
         """True if the planned memory is most of what the node has."""
-        return self.memory.total > TIGHT * self.node.ram * 1e9
+        return bool(self.memory.total > TIGHT * self.node.ram * 1e9)
 
 
 @dataclass(frozen=True)
