@@ -160,8 +160,7 @@ def by_hand(
         + trainable
         + sum(owned) * profile.optimizer_bytes_per_parameter_byte
         + (share * leaving + min(share, 2 * part) * returning) * (1 + delay)
-        + sum(t.bytes for t in tied)
-        + max(backward, profile.update_copies * max(owned, default=0))
+        + max(backward + sum(t.bytes for t in tied), profile.update_copies * max(owned, default=0))
     )
 
 

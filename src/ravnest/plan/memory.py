@@ -20,7 +20,6 @@ A stage needs, all the time,
   updates them;
 - its outputs of each micro-batch in flight, and the gradients at both ends of two micro-batches, one
   that is computed and one that has arrived or is being sent;
-- the gradients, or new values, of weights that stages on both sides of its end share;
 - with several clusters, the copies for averaging (``averaging_copies``).
 
 The largest of these moments comes on top:
@@ -29,8 +28,9 @@ The largest of these moments comes on top:
   stage, or, once the gradients of their inputs are computed, what the deferred weight gradients need
   (the Root does not defer). One of them runs backward, from the last unit to the first: at unit u it
   has the activations up to u, what is deferred behind u, and the workspace of u. The stage also has the
-  gradients of all its parameters, to which micro-batches add theirs, and the gradient that is being
-  added, at most the largest. If a batch is an update, gradients appear one after the other instead.
+  gradients of all its parameters, to which micro-batches add theirs, the gradient that is being added,
+  at most the largest, and gradients that later stages send for weights they share with it or with
+  earlier stages. If a batch is an update, gradients appear one after the other instead.
 - The update: gradients of all parameters and temporaries for the largest that the stage updates. No
   activations of the update are left then.
 """
@@ -180,6 +180,7 @@ def stage_memory(
     backward = (now - part) * each + part * np.maximum(load.backward + load.incoming, load.deferred)
     if training.accumulates:
         backward = np.maximum(backward, now * each) + load.largest
+    backward = backward + load.shared
     peak = load.trainable + np.maximum(backward, training.update_copies * load.largest_owned)
     recomputed = total - kept
     return StageMemory(
@@ -190,8 +191,7 @@ def stage_memory(
         activations=kept * (load.activations + load.incoming) + recomputed * load.inputs,
         transfer=kept * load.leaving
         + (part * recomputed / (total - part) if recomputed else 0) * load.outputs
-        + min(share, 2 * part) * (1 + delay) * load.returning
-        + load.shared,
+        + min(share, 2 * part) * (1 + delay) * load.returning,
         averaging=load.owned * training.averaging,
     )
 
