@@ -328,10 +328,10 @@ def test_a_single_cluster_needs_no_memory_for_averaging() -> None:
 
 
 def test_too_few_clusters_for_the_ram() -> None:
-    """Every stage has the shared tensor, 4 GB, and what crosses its cuts."""
-    shared = TensorProfile("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
+    """Every stage has the shared tensor, 1 GB, and what crosses its cuts: 0.6 GB, or 1.2 GB in a Stem."""
+    shared = TensorProfile("shared", 10**9, trainable=False, averaged=False, units=(0, 1, 2, 3))
     profile = replace(chain(4, crossing=300_000_000), state=(shared,))
-    found = infeasible(profile, 4.7, 4.7, 4.7, 5.3, clusters=1)
+    found = infeasible(profile, 1.7, 1.7, 1.7, 2.3, clusters=1)
     assert found.reason.startswith("clusters=1 does not fit: a pipeline of 4 stages needs more memory")
     assert found.reason.endswith("2 clusters fit.")
 

@@ -142,7 +142,7 @@ class RuntimeConfig:
         return (
             f"micro-batches of {rows} samples may need more memory than the nodes offer, which was "
             f"planned for at most {largest} samples at a time: set micro_batches to {parts} or more, "
-            " or plan with more RAM or a smaller batch"
+            "or plan with more RAM or a smaller batch"
         )
 
     @property
