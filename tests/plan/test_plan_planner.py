@@ -328,7 +328,7 @@ def test_a_single_cluster_needs_no_memory_for_averaging() -> None:
 
 
 def test_too_few_clusters_for_the_ram() -> None:
-    """Every stage has the shared tensor, 1 GB, and what crosses its cuts: 0.6 GB, or 1.2 GB in a Stem."""
+    """Every stage has the shared tensor, 1 GB, and what crosses its cuts: 0.6 GB, 1.2 GB in a Stem."""
     shared = TensorProfile("shared", 10**9, trainable=False, averaged=False, units=(0, 1, 2, 3))
     profile = replace(chain(4, crossing=300_000_000), state=(shared,))
     found = infeasible(profile, 1.7, 1.7, 1.7, 2.3, clusters=1)
