@@ -62,13 +62,14 @@ def memory_steps(profile: ModelProfile) -> list[MemoryStep]:
     """Return what the planner tries in turn until the stages fit the RAM and nothing is lost by it."""
     if profile.smallest_rows is None:
         return _WHOLE
-    least = profile.smallest_rows / profile.batch_size
-    return [step for step in _SPLIT if step.part >= least] or _SPLIT[:1]
+    least = min(profile.smallest_rows / profile.batch_size, 1.0)
+    steps = [MemoryStep(max(step.share, least), max(step.part, least)) for step in _SPLIT]
+    return list(dict.fromkeys(steps))
 
 
 def loses_nothing(step: MemoryStep) -> bool:
     """Return whether no later step can give a faster plan, if nothing is recomputed."""
-    return step in (_SPLIT[0], _SPLIT[1], _WHOLE[0])
+    return step == _WHOLE[0] or (step.share == 1 and step.part >= _SPLIT[1].part)
 
 
 def later_costs(profile: ModelProfile, costs: ModelCosts) -> Iterator[ModelCosts]:
