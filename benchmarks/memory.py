@@ -3,15 +3,17 @@
 Each stage is loaded from disk in its own process, as on a provider, and trained for a few updates with
 the runtime's own ``StageExecution`` and AdamW. A batch that can be split is split into micro-batches; as
 many as the plan allows are in flight, and their weight gradients are deferred as long as the schedule
-could defer them. A batch that cannot be split is trained with a delay of one update, except at the Leaf.
-Inputs and gradients arrive as new tensors, and outputs are released once they are sent.
+could defer them; with **1 kept**, the activations of the others are recomputed. A batch that cannot be
+split is trained with a delay of one update, except at the Leaf. Inputs and gradients arrive as new
+tensors, and outputs are released once they are sent.
 
 There are two measures. **Tensors** is the peak memory of torch's allocator, summed from all allocations
 and releases that the profiler records. It includes temporaries inside operators and is the same in
 every run. **Process** is the growth of the resident set after imports and a first update. The allocator
 has one arena and returns large blocks at once, so this is close to the memory in use. It also includes
 allocations of libraries (oneDNN, BLAS) and code pages that are loaded late, about 10 to 30 MB, and is
-therefore shown from 64 MB on. Run as a script it prints its report.
+therefore shown from 64 MB on, for the first line of a stage. Run as a script it prints its report;
+arguments select models by the beginning of their names.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ from ravnest.store.bundle import load_module, save_stage
 from ravnest.types import MicrobatchId
 
 LIMITS = (1.0, 1.3)
-PIPELINES = (2, 3)
+STAGES = 3
 UPDATES = 3
-SPLITS = ((1.0, 1 / 4), (1 / 2, 1 / 8))
-"""Shares and parts of a batch (``MemorySettings``) that are measured if batches can be split."""
+SPLITS = ((1.0, 1 / 4, False), (1 / 2, 1 / 8, False), (1.0, 1 / 8, True))
+"""Shares and parts of a batch (``MemorySettings``), and whether one part is kept, if it is split."""
+WHOLE = ((1.0, 1.0, False), (1.0, 1.0, True))
+"""The same for batches that cannot be split."""
 SHOWN = 64e6
 """Growth of the process in bytes from which it is shown."""
 RETURN_FREED = {
@@ -63,15 +67,12 @@ def subjects() -> tuple[Any, ...]:
 
     return (
         Subject("digits CNN, batch 64", partial(digits_cnn, 64)),
-        Subject("digits CNN, batch 512", partial(digits_cnn, 512)),
         Subject("ResNet-18, batch 16 at 64 px", partial(resnet, 18, 16, 64)),
-        Subject("ResNet-50, batch 16 at 96 px", partial(resnet, 50, 16, 96)),
         Subject("GPT-2, 4 layers of 256, batch 8 x 128", partial(gpt2, 8, 128)),
         Subject("BERT, 4 layers of 256, batch 8 x 128", partial(bert, 8, 128)),
         Subject("ViT, 6 layers of 192, batch 16 at 64 px", partial(vit, 16)),
         Subject("LSTM, 2 layers of 256, batch 32 x 64", partial(lstm, 32, 64, 256)),
         Subject("MLP 5 x 2048, batch 64", partial(mlp, 64, 2048)),
-        Subject("MLP 5 x 512, batch 4096", partial(mlp, 4096, 512)),
     )
 
 
@@ -80,7 +81,7 @@ class Measured:
     """Peak memory of a stage in bytes."""
 
     tensors: int
-    process: int
+    process: int | None
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,13 @@ class Load:
     count: int
     in_flight: int
     delay: int
+    kept: int | None = None
+    """Micro-batches whose activations are kept at once; None: all."""
 
     def __str__(self) -> str:
-        if self.delay:
-            return "2 batches"
-        return f"{self.in_flight} of {self.count}" if self.count > 1 else "1 batch"
+        text = f"{self.in_flight} of {self.count}" if self.count > 1 else "1 batch"
+        text = "2 batches" if self.delay else text
+        return text if self.kept is None else f"{text}, {self.kept} kept"
 
 
 # Requester: plan, split and write the stages with their inputs.
@@ -119,7 +122,7 @@ def compare(subject: Any, stages: int) -> list[Comparison]:
     profile_ = profile_model(prepared, optimizer_factor=optimizer_state_factor(torch.optim.AdamW))
     bounds = [0, *(prepared.cuts.index(cut) + 1 for cut in cuts), len(profile_.units)]
     split = prepared.cut(cuts)
-    splits = SPLITS if profile_.smallest_rows is not None else ((1.0, 1.0),)
+    splits = SPLITS if profile_.smallest_rows is not None else WHOLE
     found = []
     with tempfile.TemporaryDirectory() as folder:
         chain = _RecordingChain(Chain.of(split).modules)
@@ -132,15 +135,18 @@ def compare(subject: Any, stages: int) -> list[Comparison]:
             behind = split.stages[index + 1].spec.graphs["train"].inputs if index + 1 < stages else ()
             returning = [value.name for value in behind if value.gradient]
             torch.save((inputs, returning, profile_.batch_size), place / "inputs.pt")
-            for share, part in splits:
+            for number, (share, part, one_kept) in enumerate(splits):
                 costs = ModelCosts.of(profile_, share=share, part=part)
                 count = round(1 / part)
                 delay = costs.training.max_delay if index + 1 < stages else 0
-                load = Load(count, round(share * count), delay)
-                planned = costs.memory(bounds[index], bounds[index + 1], stages - index)
+                if one_kept and not delay and count == 1:
+                    continue
+                load = Load(count, round(share * count), delay, 1 if one_kept else None)
+                kept = part if one_kept else None
+                planned = costs.memory(bounds[index], bounds[index + 1], stages - index, kept)
                 measured = Measured(
                     tensors=_worker(place, load, "tensors"),
-                    process=_worker(place, load, "process"),
+                    process=None if number else _worker(place, load, "process"),
                 )
                 found.append(Comparison(index, stages, load, planned, measured))
     return found
@@ -163,7 +169,7 @@ def _detached(value: Any) -> Any:
 
 
 def _worker(place: Path, load: Load, what: str) -> int:
-    numbers = (load.count, load.in_flight, load.delay)
+    numbers = (load.count, load.in_flight, load.delay, load.kept or 0)
     done = subprocess.run(
         [sys.executable, __file__, str(place), what, *map(str, numbers)],
         env={**os.environ, **RETURN_FREED},
@@ -198,7 +204,7 @@ class Training:
         self._leaf = spec.index == spec.count - 1
         rule = UpdateRule(torch.optim.AdamW)
         self._execution = StageExecution(
-            module, rule, seed=0, stash=load.delay > 0, defer=spec.index > 0
+            module, rule, seed=0, stash=load.delay > 0, kept=load.kept, defer=spec.index > 0
         )
         self._number = 0
         self._sent: list[Any] = []
@@ -309,8 +315,8 @@ def _load(place: Path) -> StageModule:
     return module
 
 
-def measure() -> str:
-    """Return the report in Markdown."""
+def measure(selected: tuple[str, ...] = ()) -> str:
+    """Return the report in Markdown, of all models or of those whose names begin like this."""
     lines = [
         "| model | stage | in flight | planned, MB | tensors, MB | planned / tensors | process, MB |"
         " planned / process |",
@@ -318,19 +324,20 @@ def measure() -> str:
     ]
     ratios = []
     for subject in subjects():
-        for stages in PIPELINES:
-            for found in compare(subject, stages):
-                planned, measured = found.planned.total, found.measured
-                ratios.append(planned / measured.tensors)
-                process = "-", "-"
-                if measured.process >= SHOWN:
-                    process = f"{measured.process / 1e6:.0f}", f"{planned / measured.process:.2f}"
-                lines.append(
-                    f"| {subject.name} | {found.stage + 1} of {found.stages} | "
-                    f"{found.load} | {planned / 1e6:.1f} | "
-                    f"{measured.tensors / 1e6:.1f} | {ratios[-1]:.2f} | {' | '.join(process)} |"
-                )
-                print(lines[-1], file=sys.stderr, flush=True)
+        if selected and not subject.name.startswith(selected):
+            continue
+        for found in compare(subject, STAGES):
+            planned, measured = found.planned.total, found.measured
+            ratios.append(planned / measured.tensors)
+            process = "-", "-"
+            if measured.process is not None and measured.process >= SHOWN:
+                process = f"{measured.process / 1e6:.0f}", f"{planned / measured.process:.2f}"
+            lines.append(
+                f"| {subject.name} | {found.stage + 1} of {found.stages} | "
+                f"{found.load} | {planned / 1e6:.1f} | "
+                f"{measured.tensors / 1e6:.1f} | {ratios[-1]:.2f} | {' | '.join(process)} |"
+            )
+            print(lines[-1], file=sys.stderr, flush=True)
     return (
         f"Planned training memory of each stage, and the memory of a run with AdamW. Planned / "
         f"tensors is between {min(ratios):.2f} and {max(ratios):.2f} (above 1: more planned than used); "
@@ -338,15 +345,16 @@ def measure() -> str:
     )
 
 
-def _work(place: str, what: str, count: str, in_flight: str, delay: str) -> None:
+def _work(place: str, what: str, numbers: list[str]) -> None:
     torch.set_num_threads(1)
     peak = tensor_peak if what == "tensors" else process_peak
-    print(json.dumps(peak(Path(place), Load(int(count), int(in_flight), int(delay)))))
+    count, in_flight, delay, kept = map(int, numbers)
+    print(json.dumps(peak(Path(place), Load(count, in_flight, delay, kept or None))))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    if len(sys.argv) > 1:
-        _work(*sys.argv[1:])
+    if sys.argv[2:3] in (["tensors"], ["process"]):
+        _work(*sys.argv[1:3], sys.argv[3:])
     else:
-        print(measure())
+        print(measure(tuple(sys.argv[1:])))

@@ -18,7 +18,7 @@ import numpy as np
 from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
 from ravnest.plan.cuts import best_cuts
 from ravnest.plan.infeasible import Infeasible
-from ravnest.plan.memory import averaging_copies
+from ravnest.plan.memory import MemoryRange, averaging_copies, slowdown
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
@@ -152,11 +152,15 @@ class _Tables:
         units = costs.units
         self.link_bytes = costs.link_bytes
         self.work = np.zeros((units + 1, units + 1))
-        self.memory = np.full((longest + 1, units + 1, units + 1), np.inf)
+        self.training = costs.training
+        self.least = np.full((longest + 1, units + 1, units + 1), np.inf)
+        self.most = self.least.copy()
         for start, stop in itertools.combinations(range(units + 1), 2):
             self.work[start, stop] = costs.compute_seconds(start, stop, NodeCapacity(1, 1, 1))
             for in_flight in range(1, longest + 1):
-                self.memory[in_flight, start, stop] = costs.memory(start, stop, in_flight).total
+                needs = costs.memory_grid(np.array([start]), np.array([stop]), in_flight)
+                self.least[in_flight, start, stop] = needs.least[0, 0]
+                self.most[in_flight, start, stop] = needs.most[0, 0]
         self.bounds = {
             length: np.array(
                 [(0, *inner, units) for inner in itertools.combinations(range(1, units), length - 1)]
@@ -169,8 +173,10 @@ class _Tables:
         slowest = np.zeros(len(bounds))
         for k, machine in enumerate(order):
             start, stop = bounds[:, k], bounds[:, k + 1]
-            slowest = np.maximum(slowest, self.work[start, stop] / machine.flops)
-            slowest[self.memory[len(order) - k, start, stop] > machine.ram] = np.inf
+            behind = len(order) - k
+            needs = MemoryRange(self.least[behind, start, stop], self.most[behind, start, stop])
+            factor = slowdown(needs, machine.ram, behind, self.training)
+            slowest = np.maximum(slowest, self.work[start, stop] / machine.flops * factor)
             if k:
                 rate = min(machine.bandwidth, order[k - 1].bandwidth) / 8
                 slowest = np.maximum(slowest, self.link_bytes[start] / rate)

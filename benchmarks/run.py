@@ -22,6 +22,7 @@ SECTIONS = {
     "stage_cost": "Cost of a step in stages",
     "split_time": "Time and memory of splitting",
     "memory": "Planned memory against measured memory",
+    "offered_memory": "Training within the offered memory",
     "planning": "Quality and growth of planning",
     "schedule": "Predicted rates of the schedules",
     "transport": "Cost of a link",

@@ -90,6 +90,12 @@ def data_memory(process: psutil.Process) -> int:
     return int(getattr(process.memory_info(), "data", 0))
 
 
+def return_freed_memory() -> None:
+    """Return memory that was freed to the system; the allocator of Linux keeps much of it otherwise."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
 def end_with_parent() -> None:
     """Have the system kill this process when its parent ends; Linux only."""
     if _libc is not None:

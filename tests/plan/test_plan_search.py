@@ -94,10 +94,10 @@ def test_a_node_is_alone_only_if_necessary(count: int) -> None:
 
 
 def test_a_node_is_alone_if_nothing_else_fits_the_ram() -> None:
-    """Every stage has the shared tensor: 6 GB with its older version, 5 GB in a Leaf or alone."""
+    """Every stage has the shared tensor and what crosses its cuts; alone a node needs 5 GB."""
     shared = TensorProfile("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
-    profile = replace(chain(4), state=(shared,))
-    nodes = [node(0, ram=5.5), node(1, ram=6.5), node(2, ram=5.5)]
+    profile = replace(chain(4, crossing=300_000_000), state=(shared,))
+    nodes = [node(0, ram=5.5), node(1, ram=9), node(2, ram=5.5)]
     assert sorted(pipelines(profile, nodes)) == [(1, 0), (2,)]
 
 

@@ -115,7 +115,9 @@ def test_a_backward_uses_the_version_that_its_forward_used(
 ) -> None:
     stages, window = 3, 5
     executions = [
-        StageExecution(module, RULE, seed=SEED, stash=at < stages - 1, recompute=recompute, defer=at > 0)
+        StageExecution(
+            module, RULE, seed=SEED, stash=at < stages - 1, kept=0 if recompute else None, defer=at > 0
+        )
         for at, module in enumerate(_modules(splits, case, stages))
     ]
     machines = [

@@ -97,7 +97,12 @@ def train_once(
     (stage,) = prepare(model, (TOKENS,)).cut(()).stages
     module = StageModule(stage.spec, {key: tensor.clone() for key, tensor in stage.tensors.items()})
     execution = StageExecution(
-        module, UpdateRule(torch.optim.SGD), seed=5, stash=False, recompute=recompute, defer=True
+        module,
+        UpdateRule(torch.optim.SGD),
+        seed=5,
+        stash=False,
+        kept=0 if recompute else None,
+        defer=True,
     )
     leaf = Leaf(Criterion(loss), [item], None)
     reason = start_chunks(execution, leaf, chunks) if chunks > 1 else ""

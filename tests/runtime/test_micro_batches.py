@@ -111,6 +111,7 @@ def test_a_number_that_changes_during_the_run_does_not_change_the_result(
     monkeypatch.setattr(microbatch_tuner, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(microbatch_tuner, "LEAST_BATCHES", 1)
     monkeypatch.setattr(microbatch_tuner, "FASTER", float("inf"))
+    monkeypatch.setattr(microbatch_tuner, "WORTHWHILE", float("inf"))
     data = TensorDataset(torch.randn(20 * BATCH + 5, 4), torch.randn(20 * BATCH + 5, 3))
 
     def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:

@@ -46,6 +46,11 @@ NODE = NodeSpec(
     in_flight=3,
     update_frequency=2,
     certificates=CertificateFiles("c/authority.pem", "c/node_4.pem", "c/node_4.key"),
+    microbatches=8,
+    batch_size=32,
+    largest_rows=8,
+    tight=True,
+    kept=2,
 )
 
 
@@ -127,6 +132,10 @@ MALFORMED: dict[str, tuple[Change, str]] = {
     "nothing in flight": (lambda d: d.update(in_flight=0), "in_flight"),
     "no schedule": (lambda d: d.update(schedule="later"), "schedule"),
     "micro-batches of no rows": (lambda d: d.update(microbatch_rows=0), "microbatch_rows"),
+    "no batch": (lambda d: d.update(batch_size=0), "batch_size"),
+    "no largest rows": (lambda d: d.update(largest_rows=0), "largest_rows"),
+    "nothing kept": (lambda d: d.update(kept=0), "kept must be 1 to in_flight, 3, is 0"),
+    "more kept than in flight": (lambda d: d.update(kept=4), "kept must be 1 to in_flight, 3, is 4"),
     "no smallest rows": (lambda d: d.update(smallest_rows=0), "smallest_rows"),
     "an endless reason": (lambda d: d.update(split_reason="x" * 10**5), "split_reason"),
     "certificates is null": (lambda d: d.update(certificates=None), "certificates"),

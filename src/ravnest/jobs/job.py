@@ -97,8 +97,9 @@ class Job:
     """Maximum norm of the gradients of the whole model."""
     look_ahead: bool = False
     """In `async`, run forward passes on predicted weights; takes memory for one more copy of them."""
-    recompute: bool = False
-    """Recompute activations in the backward pass instead of storing them, which saves memory."""
+    recompute: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass instead of storing them, which saves memory and takes
+    time. `"auto"`: each provider as much as its memory makes necessary."""
     shuffle: bool = True
     """Shuffle the samples before the clusters share them, and again in each epoch."""
     drop_last: bool = False

@@ -7,12 +7,22 @@ stages at once (to search).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import median
 
 import numpy as np
 
-from ravnest.plan.memory import FloatArray, MemorySettings, StageLoad, StageMemory, stage_memory
+from ravnest.plan.memory import (
+    FloatArray,
+    MemoryRange,
+    MemorySettings,
+    StageLoad,
+    StageMemory,
+    kept_batches,
+    memory_range,
+    slowdown,
+    stage_memory,
+)
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.profile import ModelProfile, TensorProfile
 from ravnest.plan.ranges import DistinctBytes, IntArray, RangeMax, RangeSum
@@ -79,14 +89,23 @@ class ModelCosts:
     """``backward`` minus the deferred bytes up to the unit."""
     largest: RangeMax
     """Bytes of the largest trained tensor that each unit uses."""
+    owned: RangeSum
+    """Bytes of trained tensors, at the first unit that uses them."""
+    largest_owned: RangeMax
+    """Bytes of the largest trained tensor whose first use is in each unit."""
     state: DistinctBytes
     trainable: DistinctBytes
     incoming: FloatArray
     """For each cut, the bytes of its inputs that the stage behind it keeps."""
     leaving: FloatArray
     """For each cut, the bytes that the stage in front of it keeps because they are sent."""
+    crossing: FloatArray
+    """For each cut, the bytes of activations that cross it, or the model's inputs; 0 behind the last
+    unit."""
     returning: FloatArray
     """For each cut, the bytes of gradients that cross it in backward."""
+    shared: FloatArray
+    """For each cut, the bytes of trained tensors that units on both sides use."""
     link_bytes: FloatArray
     """For each cut, the bytes per batch in the direction with more traffic."""
 
@@ -98,16 +117,24 @@ class ModelCosts:
         averaging: float = 0.0,
         share: float = 1.0,
         part: float = 1.0,
+        *,
+        max_delay: int | None = None,
+        recompute: bool = True,
     ) -> ModelCosts:
-        """Prepare a profile; ``averaging``, ``share`` and ``part`` are those of ``MemorySettings``."""
+        """Prepare a profile; the other arguments are those of ``MemorySettings``.
+
+        Without ``max_delay``, a batch that cannot be split is trained with a delay of one update.
+        """
         units = profile.units
         crossing = np.array([0, *(unit.crossing_bytes for unit in units)], dtype=np.float64)
         leaving = np.array([0, *(unit.sent_bytes for unit in units)], dtype=np.float64)
         returning = np.array([0, *(unit.gradient_bytes for unit in units)], dtype=np.float64)
         incoming = np.array([profile.input_bytes, *(unit.held_bytes for unit in units)], np.float64)
+        crossing[0] = max(profile.example_bytes, profile.input_bytes)
         crossing[-1] = returning[-1] = leaving[-1] = 0
-        tied = _tied_bytes(profile) / update_frequency
-        link_bytes = np.maximum(crossing, returning) + tied
+        tied = _tied_bytes(profile)
+        link_bytes = np.maximum(crossing, returning) + tied / update_frequency
+        link_bytes[[0, -1]] = 0
         activations = RangeSum.of([unit.activation_bytes for unit in units])
         trained = [tensor for tensor in profile.state if tensor.trainable]
         splits = profile.smallest_rows is not None
@@ -124,10 +151,11 @@ class ModelCosts:
                 profile.optimizer_bytes_per_parameter_byte,
                 profile.update_copies,
                 averaging,
-                max_delay=0 if splits else 1,
+                max_delay=(0 if splits else 1) if max_delay is None else max_delay,
                 share=share,
                 part=part,
                 accumulates=accumulates,
+                recompute=recompute,
             ),
             work=RangeSum.of([unit.work for unit in units]),
             activations=activations,
@@ -136,11 +164,15 @@ class ModelCosts:
             deferred=deferred,
             deferring=RangeMax.of(moments - deferred.prefix[1:]),
             largest=RangeMax.of(_largest(trained, len(units))),
+            owned=RangeSum.of(_by_first_unit(trained, len(units))),
+            largest_owned=RangeMax.of(_largest(trained, len(units), first=True)),
             state=DistinctBytes.of(profile.state, len(units)),
             trainable=DistinctBytes.of(trained, len(units)),
             incoming=incoming,
             leaving=leaving,
+            crossing=crossing,
             returning=returning,
+            shared=tied,
             link_bytes=link_bytes,
         )
 
@@ -161,22 +193,40 @@ class ModelCosts:
         return StageLoad(
             state=self.state.grid(starts, stops),
             trainable=self.trainable.grid(starts, stops),
+            owned=self.owned.grid(starts, stops),
             largest=self.largest.grid(starts, stops),
+            largest_owned=self.largest_owned.grid(starts, stops),
             activations=self.activations.grid(starts, stops),
             deferred=np.where(root, 0.0, self.deferred.grid(starts, stops)),
             incoming=np.broadcast_to(self.incoming[starts][:, None], shape),
+            inputs=np.broadcast_to(self.crossing[starts][:, None], shape),
             leaving=np.broadcast_to(self.leaving[stops][None, :], shape),
+            outputs=np.broadcast_to(self.crossing[stops][None, :], shape),
             returning=returning,
+            shared=np.broadcast_to(self.shared[stops][None, :], shape),
             backward=backward - before,
         )
 
-    def memory_grid(self, starts: IntArray, stops: IntArray, in_flight: int) -> FloatArray:
+    def memory_grid(self, starts: IntArray, stops: IntArray, behind: int) -> MemoryRange[FloatArray]:
         """Return the bytes of each stage; infinite where the start is not before the stop."""
-        total = stage_memory(self.load_grid(starts, stops), in_flight, self.training).total
-        total[starts[:, None] >= stops[None, :]] = np.inf
-        return total
+        found = memory_range(self.load_grid(starts, stops), behind, self.training)
+        for total in (found.least, found.most):
+            total[starts[:, None] >= stops[None, :]] = np.inf
+        return found
 
-    def inner_memory_grid(self, starts: IntArray, stops: IntArray, in_flight: int) -> FloatArray:
+    def seconds_grid(
+        self, work: FloatArray, needs: MemoryRange[FloatArray], machine: NodeCapacity, behind: int
+    ) -> FloatArray:
+        """Return the times of stages with the recomputation that the machine's RAM makes necessary.
+
+        Infinite for stages that do not fit.
+        """
+        factor = slowdown(needs, machine.ram, behind, self.training)
+        fits = np.isfinite(factor)
+        seconds: FloatArray = np.where(fits, work / machine.flops * np.where(fits, factor, 1), np.inf)
+        return seconds
+
+    def inner_memory_grid(self, starts: IntArray, stops: IntArray, behind: int) -> FloatArray:
         """Return a lower bound of the memory that grows with the stage.
 
         It leaves out inputs and outputs, and deferred weight gradients, which a Root does not have.
@@ -187,32 +237,45 @@ class ModelCosts:
         load = replace(
             load,
             incoming=nothing,
+            inputs=nothing,
             leaving=nothing,
+            outputs=nothing,
             returning=nothing,
+            shared=nothing,
             deferred=nothing,
             backward=self.backward.grid(starts, stops) - before,
         )
-        return stage_memory(load, in_flight, self.training).total
+        return memory_range(load, behind, self.training).least
 
-    def memory(self, start: int, stop: int, in_flight: int) -> StageMemory[float]:
-        """Return the memory of one stage, by purpose."""
+    def load(self, start: int, stop: int) -> StageLoad[float]:
+        """Return the load of one stage."""
         grid = self.load_grid(np.array([start]), np.array([stop]))
-        load = StageLoad(
-            state=float(grid.state[0, 0]),
-            trainable=float(grid.trainable[0, 0]),
-            largest=float(grid.largest[0, 0]),
-            activations=float(grid.activations[0, 0]),
-            deferred=float(grid.deferred[0, 0]),
-            incoming=float(grid.incoming[0, 0]),
-            leaving=float(grid.leaving[0, 0]),
-            returning=float(grid.returning[0, 0]),
-            backward=float(grid.backward[0, 0]),
-        )
-        return stage_memory(load, in_flight, self.training)
+        return StageLoad(**{each.name: float(getattr(grid, each.name)[0, 0]) for each in fields(grid)})
+
+    def memory(
+        self, start: int, stop: int, behind: int, kept: float | None = None
+    ) -> StageMemory[float]:
+        """Return the memory of one stage, by purpose; ``kept`` is that of ``stage_memory``."""
+        return stage_memory(self.load(start, stop), behind, self.training, kept)
+
+    def least_memory(self, start: int, stop: int, behind: int) -> float:
+        """Return the bytes of one stage that recomputes all activations."""
+        return memory_range(self.load(start, stop), behind, self.training).least
+
+    def kept_batches(self, start: int, stop: int, behind: int, ram: float) -> float:
+        """Return the batches whose activations a stage keeps at once within ``ram``."""
+        needs = memory_range(self.load(start, stop), behind, self.training)
+        return kept_batches(needs, ram, behind, self.training)
 
     def compute_seconds(self, start: int, stop: int, machine: NodeCapacity) -> float:
-        """Return the time of forward and backward of one batch through a stage."""
+        """Return the time of forward and backward of one batch through a stage that keeps all."""
         return float(self.work.prefix[stop] - self.work.prefix[start]) / machine.flops
+
+    def stage_seconds(self, start: int, stop: int, machine: NodeCapacity, behind: int) -> float:
+        """Return the time of one batch with the recomputation that the machine's RAM makes necessary."""
+        starts, stops = np.array([start]), np.array([stop])
+        needs = self.memory_grid(starts, stops, behind)
+        return float(self.seconds_grid(self.work.grid(starts, stops), needs, machine, behind)[0, 0])
 
     def link_seconds(self, cut: int, one: NodeCapacity, other: NodeCapacity) -> float:
         """Return the time of one batch over a cut: both directions at once, at the slower rate."""
@@ -221,7 +284,7 @@ class ModelCosts:
     @property
     def smallest_total(self) -> float:
         """Least bytes that any cluster needs: the whole model as a single stage."""
-        return self.memory(0, self.units, in_flight=1).total
+        return self.least_memory(0, self.units, behind=1)
 
 
 def link_seconds_per_byte(one: NodeCapacity, other: NodeCapacity) -> float:
@@ -237,11 +300,19 @@ def _by_last_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
     return found
 
 
-def _largest(tensors: Sequence[TensorProfile], units: int) -> list[float]:
-    """Return, for each unit, the bytes of the largest tensor that it uses."""
+def _by_first_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
+    """Return, for each unit, the bytes of the tensors whose first use is there."""
     found = [0.0] * units
     for tensor in tensors:
-        for unit in tensor.units:
+        found[tensor.units[0]] += tensor.bytes
+    return found
+
+
+def _largest(tensors: Sequence[TensorProfile], units: int, *, first: bool = False) -> list[float]:
+    """Return, for each unit, the bytes of the largest tensor that it uses, or uses first."""
+    found = [0.0] * units
+    for tensor in tensors:
+        for unit in tensor.units[:1] if first else tensor.units:
             found[unit] = max(found[unit], tensor.bytes)
     return found
 

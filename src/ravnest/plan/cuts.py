@@ -103,7 +103,8 @@ class _Pipeline:
         """Return the cuts at these bounds with their time."""
         costs, order = self.costs, self.order
         stages = (
-            costs.compute_seconds(bounds[k], bounds[k + 1], machine) for k, machine in enumerate(order)
+            costs.stage_seconds(bounds[k], bounds[k + 1], machine, len(order) - k)
+            for k, machine in enumerate(order)
         )
         links = (costs.link_seconds(bounds[k], order[k - 1], order[k]) for k in range(1, len(order)))
         return PipelineCuts(tuple(bounds), max((*stages, *links)))
@@ -124,18 +125,19 @@ class _Pipeline:
             low = max(k, int(np.searchsorted(prefix, prefix[stop] - limit * machine.flops)))
             starts = np.arange(low, stop) if k else np.arange(low, min(stop, 1))
             starts = starts[self.link(k, starts) <= limit]
-            start = self.first_that_fits(starts, stop, machine.ram, len(self.order) - k)
+            start = self.first_that_fits(k, starts, stop, limit)
             if start is None:
                 return None
             bounds.append(start)
         return self.cuts(bounds[::-1])
 
-    def first_that_fits(self, starts: IntArray, stop: int, ram: float, in_flight: int) -> int | None:
-        """Return the first start whose stage fits the RAM; checks a few starts before all others."""
+    def first_that_fits(self, k: int, starts: IntArray, stop: int, limit: float) -> int | None:
+        """Return the first start with which stage ``k`` fits; checks a few starts before all others."""
         stops = np.array([stop])
         for piece in (starts[:16], starts[16:]):
             if len(piece):
-                fits = self.costs.memory_grid(piece, stops, in_flight)[:, 0] <= ram
+                seconds = self.seconds(k, piece, stops)[:, 0]
+                fits = np.isfinite(seconds) & (seconds <= limit)
                 if fits.any():
                     return int(piece[np.argmax(fits)])
         return None
@@ -241,9 +243,14 @@ class _Pipeline:
     ) -> FloatArray:
         """Return the value of each start with each stop; infinite if the stage does not fit."""
         behind, limit = known
-        machine = self.order[k]
-        seconds = self.costs.work.grid(starts, stops) / machine.flops
-        memory = self.costs.memory_grid(starts, stops, len(self.order) - k)
+        seconds = self.seconds(k, starts, stops)
         value = rule(seconds, behind[None, :])
-        value[(seconds > limit) | (memory > machine.ram)] = np.inf
+        value[seconds > limit] = np.inf
         return value
+
+    def seconds(self, k: int, starts: IntArray, stops: IntArray) -> FloatArray:
+        """Return the time of stage ``k`` for each start with each stop; infinite if it does not fit."""
+        machine, behind = self.order[k], len(self.order) - k
+        needs = self.costs.memory_grid(starts, stops, behind)
+        work = self.costs.work.grid(starts, stops)
+        return self.costs.seconds_grid(work, needs, machine, behind)

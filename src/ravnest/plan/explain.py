@@ -110,7 +110,21 @@ def _stage_lines(
             f"    Logits and loss are computed in {cluster.loss_chunks} chunks of positions, because RAM"
             " is short."
         )
+    yield from _recomputation(cluster, stage)
     yield f"    Time {_time(stage.compute_seconds)} per batch{_link(cluster, stage)}."
+
+
+def _recomputation(cluster: ClusterPlan, stage: StagePlan) -> Iterator[str]:
+    """Say what the node does because it cannot keep the activations of everything in flight."""
+    if stage.kept is None:
+        return
+    kept = f"the activations of {stage.kept} of {cluster.in_flight} micro-batches fit at once"
+    if stage.index == len(cluster.stages) - 1:
+        yield f"    RAM is short: {kept}; weight gradients are computed early."
+    elif cluster.microbatch_rows is None:
+        yield "    RAM is short: activations are recomputed in the backward pass."
+    else:
+        yield f"    RAM is short: {kept}, those of the others are recomputed in the backward pass."
 
 
 def _averaging(memory: StageMemory[float]) -> str:

@@ -103,7 +103,7 @@ def expected_length(costs: ModelCosts, machines: Sequence[NodeCapacity]) -> int:
     ram = sum(machine.ram for machine in machines) / len(machines)
     length = 2
     while length < len(machines):
-        if length * ram >= costs.memory(0, costs.units, (length + 1) // 2).total:
+        if length * ram >= costs.least_memory(0, costs.units, (length + 1) // 2):
             break
         length += 1
     return length

@@ -59,7 +59,7 @@ def lightest_stage(costs: ModelCosts, nodes: int, clusters: int | None) -> float
     if costs.units == 1 or nodes in (1, clusters):
         return costs.smallest_total
     singles = _unit_memory(costs, in_flight=2)
-    return min(costs.memory(costs.units - 1, costs.units, 1).total, float(singles[:-1].min()))
+    return min(costs.least_memory(costs.units - 1, costs.units, 1), float(singles[:-1].min()))
 
 
 def _total_too_small(
@@ -100,7 +100,7 @@ def _node_too_small(
 
 
 def _unit_memory(costs: ModelCosts, in_flight: int) -> FloatArray:
-    return np.array([costs.memory(unit, unit + 1, in_flight).total for unit in range(costs.units)])
+    return np.array([costs.least_memory(unit, unit + 1, in_flight) for unit in range(costs.units)])
 
 
 def _unit_too_large(
@@ -111,7 +111,7 @@ def _unit_too_large(
     if needs.max() <= largest:
         return None
     unit = int(needs.argmax())
-    helps = _without_batch(costs).memory(unit, unit + 1, in_flight=1).total <= largest
+    helps = _without_batch(costs).least_memory(unit, unit + 1, 1) <= largest
     tensors = [tensor for tensor in profile.state if unit in tensor.units]
     name = max(tensors, key=lambda tensor: tensor.bytes).name if tensors else ""
     return Infeasible(
@@ -165,9 +165,7 @@ def _no_cut(
     offered = sum(machine.ram for machine in machines)
     factor = _factor_that_fits(costs, machines, clusters)
     enough = f" About {factor:g} times the RAM on each node would be enough." if factor else ""
-    kept = "the activations of its micro-batches in flight"
-    if costs.training.max_delay:
-        kept = "an older version of its weights and the activations of two batches"
+    kept = "the activations of its " + ("batch" if costs.training.part == 1 else "micro-batches")
     helps = find_clusters(_without_batch(costs), machines, clusters, seed=0) is not None
     return Infeasible(
         f"the model needs {size(costs.smallest_total)} to train {_batch(costs)} and"
@@ -202,7 +200,7 @@ def _smaller_batch(helps: bool) -> str:
 
 def _batch(costs: ModelCosts) -> str:
     """Name the batch for which memory is planned, and the share of it that is kept."""
-    share = costs.training.share
+    share = costs.training.part if costs.training.recompute else costs.training.share
     kept = f" with the activations of 1/{1 / share:.0f} of it at a time" if 0 < share < 1 else ""
     return f"at batch {costs.batch_size}{kept}"
 

@@ -1,16 +1,23 @@
 """Memory that a stage needs while it trains.
 
 A batch that can be split into micro-batches is trained without delay: at most one batch is in progress.
-A stage keeps activations for a ``share`` of a batch at most (1 unless memory is short) and works on a
-``part`` of it, one micro-batch, at a time. A batch that cannot be split is trained with a delay of one
-update: all stages but the Leaf keep two batches, and share and part are 1.
+A ``share`` of a batch is in flight at most (1 unless memory is short), and a stage works on a ``part``
+of it, one micro-batch, at a time. A batch that cannot be split is trained with a delay of one update:
+all stages but the Leaf have two batches in flight, and share and part are 1.
+
+A stage keeps the activations of all that is in flight, or of less: of the others it keeps only the
+inputs, and recomputes their activations in the backward pass, which takes ``RECOMPUTATION`` of its time.
+The Leaf runs backward right after forward and has nothing to recompute; if it may keep less, it computes
+deferred weight gradients earlier.
 
 A stage needs, all the time,
 
 - its weights: every tensor that its units use, once;
 - with a delay, one older version of its trained parameters and the activations of another batch (not
-  the Leaf, which finishes each batch before it starts the next);
-- the optimizer state of its trained parameters;
+  the Leaf, which finishes each batch before it starts the next), unless they are recomputed;
+- the inputs of what is recomputed;
+- the optimizer state of its trained parameters, except those that an earlier stage has too: that stage
+  updates them;
 - its outputs of each micro-batch in flight, and the gradients at both ends of two micro-batches, one
   that is computed and one that has arrived or is being sent;
 - with several clusters, the copies for averaging (``averaging_copies``).
@@ -21,10 +28,11 @@ The largest of these moments comes on top:
   stage, or, once the gradients of their inputs are computed, what the deferred weight gradients need
   (the Root does not defer). One of them runs backward, from the last unit to the first: at unit u it
   has the activations up to u, what is deferred behind u, and the workspace of u. The stage also has the
-  gradients of all its parameters, to which micro-batches add theirs, and the gradient that is being
-  added, at most the largest. If a batch is an update, gradients appear one after the other instead.
-- The update: gradients of all parameters and temporaries for the largest. No activations of the update
-  are left then.
+  gradients of all its parameters, to which micro-batches add theirs, the gradient that is being added,
+  at most the largest, and gradients that later stages send for weights they share with it or with
+  earlier stages. If a batch is an update, gradients appear one after the other instead.
+- The update: gradients of all parameters and temporaries for the largest that the stage updates. No
+  activations of the update are left then.
 """
 
 from __future__ import annotations
@@ -34,6 +42,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+RECOMPUTATION = 1 / 3
+"""Time of a forward pass as a share of forward and backward: what recomputing all activations adds."""
 
 FloatArray = NDArray[np.float64]
 Bytes = TypeVar("Bytes", float, FloatArray)
@@ -53,11 +64,17 @@ class MemorySettings:
     max_delay: int = 0
     """Updates by which gradients may be late."""
     share: float = 1.0
-    """Share of a batch for which a stage keeps activations at once."""
+    """Share of a batch that is in flight at once."""
     part: float = 1.0
     """Share of a batch in one micro-batch, at most."""
     accumulates: bool = False
     """Several micro-batches add to the same gradients."""
+    recompute: bool = True
+    """Stages may recompute activations."""
+
+    def in_flight(self, behind: int) -> float:
+        """Return the batches in flight at a stage; ``behind`` counts the stages from it to the Leaf."""
+        return self.share * (1 + (self.max_delay if behind > 1 else 0))
 
 
 def averaging_copies(
@@ -78,17 +95,27 @@ class StageLoad(Generic[Bytes]):
 
     state: Bytes
     trainable: Bytes
+    owned: Bytes
+    """Part of ``trainable`` that the stage updates; an earlier stage updates and sends the others."""
     largest: Bytes
     """Largest trainable tensor."""
+    largest_owned: Bytes
+    """Largest trainable tensor whose first use is in the stage."""
     activations: Bytes
     deferred: Bytes
     """Tensors that deferred weight gradients keep; 0 at the Root, which does not defer."""
     incoming: Bytes
     """Inputs that the stage keeps besides its activations."""
+    inputs: Bytes
+    """All inputs."""
     leaving: Bytes
     """Activations that leave at the end and that autograd does not keep."""
+    outputs: Bytes
+    """All activations that leave."""
     returning: Bytes
     """Gradients at both ends."""
+    shared: Bytes
+    """Gradients that later stages send for weights of this stage or of earlier ones, once per update."""
     backward: Bytes
     """Peak of activations, deferred tensors and workspace during backward, minus the gradients of
     parameters that do not exist yet at that moment."""
@@ -129,25 +156,78 @@ def size(number: float) -> str:
     return f"{number / 1e6:.0f} MB" if number < 1e9 else f"{number / 1e9:.1f} GB"
 
 
-def stage_memory(load: StageLoad[Bytes], in_flight: int, training: MemorySettings) -> StageMemory[Bytes]:
+@dataclass(frozen=True)
+class MemoryRange(Generic[Bytes]):
+    """Bytes of a stage that recomputes all activations, and of one that keeps all."""
+
+    least: Bytes
+    most: Bytes
+
+
+def stage_memory(
+    load: StageLoad[Bytes], behind: int, training: MemorySettings, kept: float | None = None
+) -> StageMemory[Bytes]:
     """Return the memory of a stage, or of a grid of stages.
 
-    ``in_flight`` is the number of stages from this one to the Leaf.
+    ``behind`` is the number of stages from this one to the Leaf. ``kept`` is the number of batches, at
+    least ``part`` of one, whose activations are kept at once; without it, all in flight.
     """
-    delay = training.max_delay if in_flight > 1 else 0
-    share, part = training.share, training.part
-    kept = np.maximum(load.activations + load.incoming, load.deferred)
-    backward = (share - part) * kept + part * np.maximum(load.backward + load.incoming, load.deferred)
+    delay = training.max_delay if behind > 1 else 0
+    share, part, total = training.share, training.part, training.in_flight(behind)
+    kept = total if kept is None else min(kept, total)
+    now = min(kept, share)
+    each = np.maximum(load.activations + load.incoming, load.deferred)
+    backward = (now - part) * each + part * np.maximum(load.backward + load.incoming, load.deferred)
     if training.accumulates:
-        backward = np.maximum(backward, share * kept) + load.largest
-    peak = load.trainable + np.maximum(backward, training.update_copies * load.largest)
-    activations = share * (load.activations + load.incoming)
+        backward = np.maximum(backward, now * each) + load.largest
+    backward = backward + load.shared
+    peak = load.trainable + np.maximum(backward, training.update_copies * load.largest_owned)
+    recomputed = total - kept
     return StageMemory(
         weights=load.state,
         versions=load.trainable * delay,
-        gradients=peak - activations,
-        optimizer=load.trainable * training.optimizer_factor,
-        activations=activations * (1 + delay),
-        transfer=(share * load.leaving + min(share, 2 * part) * load.returning) * (1 + delay),
-        averaging=load.trainable * training.averaging,
+        gradients=peak - now * (load.activations + load.incoming),
+        optimizer=load.owned * training.optimizer_factor,
+        activations=kept * (load.activations + load.incoming) + recomputed * load.inputs,
+        transfer=kept * load.leaving
+        + (part * recomputed / (total - part) if recomputed else 0) * load.outputs
+        + min(share, 2 * part) * (1 + delay) * load.returning,
+        averaging=load.owned * training.averaging,
     )
+
+
+def memory_range(load: StageLoad[Bytes], behind: int, training: MemorySettings) -> MemoryRange[Bytes]:
+    """Return the bytes with as little and with as much kept as possible; see ``stage_memory``."""
+    most = stage_memory(load, behind, training).total
+    if not training.recompute or training.part >= training.in_flight(behind):
+        return MemoryRange(most, most)
+    least = stage_memory(load, behind, training, training.part).total
+    # What is recomputed needs its inputs: with small activations, that is more than to keep them.
+    return MemoryRange(np.minimum(least, most), most)
+
+
+def kept_batches(needs: MemoryRange[float], ram: float, behind: int, training: MemorySettings) -> float:
+    """Return the batches whose activations a stage can keep within ``ram``; the stage fits.
+
+    Memory is a convex function of this number, so that the line between the ends of the range is a safe
+    estimate of it.
+    """
+    total = training.in_flight(behind)
+    if needs.most <= ram:
+        return total
+    share = (ram - needs.least) / (needs.most - needs.least)
+    return training.part + share * (total - training.part)
+
+
+def slowdown(
+    needs: MemoryRange[FloatArray], ram: float, behind: int, training: MemorySettings
+) -> FloatArray:
+    """Return the factor by which recomputation slows stages down; infinite for those that do not fit."""
+    if needs.least is needs.most or behind == 1:
+        return np.where(needs.least <= ram, 1.0, np.inf)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.clip((needs.most - ram) / (needs.most - needs.least), 0.0, 1.0)
+    if training.max_delay:  # of two whole batches in flight, each is recomputed, or none
+        share = np.ceil(share)
+    factor = np.where(needs.most <= ram, 1.0, 1 + RECOMPUTATION * share)
+    return np.where(needs.least <= ram, factor, np.inf)

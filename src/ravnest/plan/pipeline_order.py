@@ -21,7 +21,7 @@ import numpy as np
 
 from ravnest.plan.cost import ModelCosts, NodeCapacity, link_seconds_per_byte
 from ravnest.plan.cuts import greedy_cuts
-from ravnest.plan.memory import FloatArray
+from ravnest.plan.memory import FloatArray, MemoryRange
 from ravnest.plan.ranges import IntArray
 
 Kinds = tuple[int, ...]
@@ -68,8 +68,8 @@ class OrderSearch:
         """Approximate number of grid cells evaluated so far; does not depend on the computer's speed."""
         self._needed = costs.smallest_total
         self._work = costs.work.grid(cuts, cuts)
-        self._leaf_memory = costs.memory_grid(cuts, cuts[-1:], in_flight=1)[:, 0]
-        grids = max(4, CACHE_BYTES // (8 * len(cuts) ** 2))
+        self._leaf_memory = costs.memory_grid(cuts, cuts[-1:], behind=1)
+        grids = max(4, CACHE_BYTES // (16 * len(cuts) ** 2))
         vectors = max(4, CACHE_BYTES // (8 * len(cuts)))
         self._stem_memory = lru_cache(grids)(self._stem_memory_of)
         self._root_memory = lru_cache(vectors)(self._root_memory_of)
@@ -195,7 +195,7 @@ class OrderSearch:
         """Return a lower bound for pipelines with this tail: the rest shares its work ideally."""
         self.effort += CALL_EFFORT
         bound = np.maximum(tail.vector, self._work[0] / tail.flops)
-        fits = self._root_memory(in_flight) <= tail.ram
+        fits = self._root_memory(in_flight).least[0] <= tail.ram
         return float(np.minimum.reduce(bound, where=fits, initial=np.inf))
 
     def _prepend(self, kind: int, tail: _Tail) -> _Tail:
@@ -244,28 +244,29 @@ class OrderSearch:
 
     # Cached tables.
 
-    def _stem_memory_of(self, in_flight: int) -> FloatArray:
+    def _stem_memory_of(self, in_flight: int) -> MemoryRange[FloatArray]:
         self.effort += MEMORY_EFFORT * len(self.cuts) ** 2
         return self.costs.memory_grid(self.cuts, self.cuts, in_flight)
 
-    def _root_memory_of(self, in_flight: int) -> FloatArray:
-        return np.asarray(self.costs.memory_grid(self.cuts[:1], self.cuts, in_flight)[0])
+    def _root_memory_of(self, in_flight: int) -> MemoryRange[FloatArray]:
+        return self.costs.memory_grid(self.cuts[:1], self.cuts, in_flight)
 
     def _stage_of(self, kind: int, in_flight: int) -> FloatArray:
-        machine = self.kinds[kind]
         self.effort += STAGE_EFFORT * len(self.cuts) ** 2
-        fits = self._stem_memory(in_flight) <= machine.ram
-        return np.where(fits, self._work / machine.flops, np.inf)
+        return self._seconds(kind, self._work, self._stem_memory(in_flight), in_flight)
 
     def _root_of(self, kind: int, in_flight: int) -> FloatArray:
-        machine = self.kinds[kind]
-        fits = self._root_memory(in_flight) <= machine.ram
-        return np.where(fits, self._work[0] / machine.flops, np.inf)
+        seconds = self._seconds(kind, self._work[:1], self._root_memory(in_flight), in_flight)
+        return np.asarray(seconds[0])
 
     def _leaf_of(self, kind: int) -> FloatArray:
-        machine = self.kinds[kind]
-        fits = self._leaf_memory <= machine.ram
-        return np.where(fits, self._work[:, -1] / machine.flops, np.inf)
+        return self._seconds(kind, self._work[:, -1:], self._leaf_memory, 1)[:, 0]
+
+    def _seconds(
+        self, kind: int, work: FloatArray, needs: MemoryRange[FloatArray], behind: int
+    ) -> FloatArray:
+        """Return the times of stages on a machine; infinite for those that do not fit."""
+        return self.costs.seconds_grid(work, needs, self.kinds[kind], behind)
 
     def _link_of(self, one: int, other: int) -> FloatArray:
         rate = link_seconds_per_byte(self.kinds[one], self.kinds[other])

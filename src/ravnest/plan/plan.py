@@ -9,6 +9,9 @@ from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.rings import Ring
 from ravnest.types import Role, Schedule
 
+TIGHT = 2 / 3
+"""Share of a node's RAM from which its planned memory counts as tight."""
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -28,6 +31,14 @@ class StagePlan:
     """Predicted time of forward and backward for one batch."""
     link_seconds: float
     """Predicted time of one batch on the link to the next stage; 0 for the last stage."""
+    kept: int | None = None
+    """Most micro-batches whose activations the node keeps at once; the others are recomputed. None: all
+    in flight."""
+
+    @property
+    def tight(self) -> bool:
+        """True if the planned memory is most of what the node has."""
+        return bool(self.memory.total > TIGHT * self.node.ram * 1e9)
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,8 @@ class ClusterPlan:
     """Why batches are split like this, or not split."""
     in_flight: int
     """Most micro-batches in flight; the memory of the stages is planned for it."""
+    largest_rows: int
+    """Samples in a micro-batch at most; the memory of the stages is planned for it."""
     loss_chunks: int = 1
     """Chunks of positions in which the last stage computes logits and loss; 1: as a whole."""
 
@@ -69,6 +82,8 @@ class Plan:
     """Schedule for ``schedule="auto"``."""
     smallest_rows: int
     """Samples that a micro-batch must have."""
+    splittable: bool = True
+    """True if a batch can be split without a change of the result."""
 
     @property
     def samples_per_second(self) -> float:

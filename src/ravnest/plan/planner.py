@@ -5,15 +5,17 @@ Pure: the same arguments give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
-from ravnest.plan.cuts import PipelineCuts, best_cuts
+from ravnest.plan.cuts import ROUNDING, PipelineCuts, best_cuts
 from ravnest.plan.infeasible import Infeasible, explain_infeasible
 from ravnest.plan.loss_chunks import chunk_counts, with_loss_chunks
-from ravnest.plan.memory import averaging_copies
+from ravnest.plan.memory import RECOMPUTATION, averaging_copies
+from ravnest.plan.memory_steps import later_costs, loses_nothing, memory_steps
 from ravnest.plan.microbatches import (
     StageTimes,
     choose_microbatches,
@@ -24,12 +26,8 @@ from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
-from ravnest.plan.search import find_clusters
+from ravnest.plan.search import EXACT_NODES, Pipeline, find_clusters
 from ravnest.types import Role
-
-_STEPS = [(1.0, 1.0), (1.0, 1 / 4), (1 / 2, 1 / 8), *((1 / n, 1 / 16) for n in (4, 8, 16))]
-"""Shares and parts of ``memory_steps``. A share of four parts keeps a pipeline of two or three stages
-busy; below that stages wait for each other."""
 
 
 def make_plan(
@@ -40,6 +38,7 @@ def make_plan(
     seed: int = 0,
     update_frequency: int = 1,
     averaging: float | None = None,
+    recompute: bool = True,
     source: str = "node_configs.json",
 ) -> Plan | Infeasible:
     """Return the plan that uses every node with the highest predicted samples per second.
@@ -47,8 +46,9 @@ def make_plan(
     Without ``clusters``, every cluster has a Root and a Leaf, unless some node could not be used
     otherwise: the pool has one node, the model cannot be cut, or nothing else fits the RAM. With
     ``clusters`` there are exactly that many, and clusters of one node are allowed. ``averaging`` is the
-    memory for rounds between clusters (``averaging_copies``). ``source`` names the file of the nodes in
-    messages; empty if they are a server's providers.
+    memory for rounds between clusters (``averaging_copies``). ``recompute``: stages may recompute
+    activations. ``source`` names the file of the nodes in messages; empty if they are a server's
+    providers.
 
     Returns ``Infeasible`` if no plan exists; raises ``PlanError`` for invalid arguments.
     """
@@ -59,69 +59,69 @@ def make_plan(
     nodes = sorted(nodes, key=lambda node: node.id)
     copies = averaging_copies() if averaging is None else averaging
     machines = capacities_of(nodes)
-    for share, part, chunks in memory_options(profile):
+    found: list[Plan] = []
+    for chunks in chunk_counts(profile):
         chunked = with_loss_chunks(profile, chunks)
-        several = ModelCosts.of(chunked, update_frequency, copies, share, part)
-        found = find_clusters(several, machines, clusters, seed)
-        if found is None:
-            continue
-        costs, pipelines = found
-        with_chunks = {
-            count: replace(
-                ModelCosts.of(with_loss_chunks(profile, count), update_frequency),
-                training=costs.training,
-            )
-            for count in chunk_counts(profile)
-            if count <= chunks
-        }
-        planned = tuple(
-            _cluster(number, profile, with_chunks, [(nodes[i], machines[i]) for i in pipeline])
-            for number, pipeline in enumerate(pipelines)
-        )
-        if chunks == 1 or all(_holds_head(profile, cluster) for cluster in planned):
+        for step in memory_steps(chunked):
+            several = step.costs(chunked, update_frequency, copies, recompute=recompute)
+            clusters_found = find_clusters(several, machines, clusters, seed)
+            if clusters_found is None:
+                continue
+            plan = _plan(chunked, clusters_found, nodes, machines, update_frequency, seed)
+            if chunks > 1 and not _holds_head(profile, plan):
+                continue
+            found.append(_with_chunks(plan, chunks))
+            kept_all = all(stage.kept is None for stage in plan.stages)
+            if len(nodes) > EXACT_NODES or (kept_all and loses_nothing(step)):
+                return max(found, key=_worth)
+        if chunks > 1 and found:
             break
-    else:
+    if not found:
         return explain_infeasible(profile, several, nodes, clusters, source)
+    return max(found, key=_worth)
+
+
+def _holds_head(profile: ModelProfile, plan: Plan) -> bool:
+    """Return whether the last stage of each cluster has the layer of the logits."""
+    head = profile.chunkable
+    return head is not None and all(c.stages[-1].start <= head.unit for c in plan.clusters)
+
+
+def _with_chunks(plan: Plan, chunks: int) -> Plan:
+    """Return the plan with this number of chunks of logits and loss."""
+    clusters = tuple(replace(cluster, loss_chunks=chunks) for cluster in plan.clusters)
+    return replace(plan, clusters=clusters)
+
+
+def _plan(
+    profile: ModelProfile,
+    found: tuple[ModelCosts, tuple[Pipeline, ...]],
+    nodes: Sequence[NodeConfig],
+    machines: Sequence[NodeCapacity],
+    update_frequency: int,
+    seed: int,
+) -> Plan:
+    """Return the plan with these pipelines."""
+    costs, pipelines = found
+    clusters = tuple(
+        _cluster(number, profile, costs, [nodes[i] for i in each], [machines[i] for i in each])
+        for number, each in enumerate(pipelines)
+    )
     return Plan(
-        clusters=planned,
-        rings=_rings(profile, planned),
+        clusters=clusters,
+        rings=_rings(profile, clusters),
         batch_size=profile.batch_size,
         update_frequency=update_frequency,
         seed=seed,
-        schedule="async" if profile.smallest_rows is None else "sync",
+        schedule="async" if costs.training.max_delay else "sync",
         smallest_rows=profile.smallest_rows or 1,
+        splittable=profile.smallest_rows is not None,
     )
 
 
-def memory_steps(profile: ModelProfile) -> list[tuple[float, float]]:
-    """Return what the planner tries in turn, the fastest first, until the stages fit the RAM.
-
-    Each is the share of a batch for which stages keep activations, and the part of it that a
-    micro-batch has at most. A batch that cannot be split has the first only.
-    """
-    if profile.smallest_rows is None:
-        return _STEPS[:1]
-    least = profile.smallest_rows / profile.batch_size
-    return [step for step in _STEPS if step[1] >= least] or _STEPS[:1]
-
-
-def memory_options(profile: ModelProfile) -> Iterator[tuple[float, float, int]]:
-    """Yield the steps of ``memory_steps`` in turn, each with a number of chunks of the loss.
-
-    Chunks come after smaller micro-batches, which cost less time. Of several chunks only the largest
-    number is searched; ``_cluster`` then takes the fewest that fit.
-    """
-    steps, most = memory_steps(profile), chunk_counts(profile)[-1]
-    for share, part in steps:
-        yield share, part, 1
-        if most > 1 and ((share, part) != steps[0] or len(steps) == 1):
-            yield share, part, most
-
-
-def _holds_head(profile: ModelProfile, cluster: ClusterPlan) -> bool:
-    """Return True if a cluster needs no chunks, or its last stage has the layer of the logits."""
-    head = profile.chunkable
-    return cluster.loss_chunks == 1 or (head is not None and cluster.stages[-1].start <= head.unit)
+def _worth(plan: Plan) -> tuple[int, float]:
+    """Return the rank of a plan: fewer one-node clusters, then more samples per second."""
+    return -sum(len(cluster.stages) == 1 for cluster in plan.clusters), plan.samples_per_second
 
 
 def _check(profile: ModelProfile, nodes: Sequence[NodeConfig], update_frequency: int) -> None:
@@ -158,37 +158,64 @@ def _nodes(count: int) -> str:
 def _cluster(
     number: int,
     profile: ModelProfile,
-    with_chunks: Mapping[int, ModelCosts],
-    pipeline: Sequence[tuple[NodeConfig, NodeCapacity]],
+    costs: ModelCosts,
+    nodes: Sequence[NodeConfig],
+    machines: Sequence[NodeCapacity],
 ) -> ClusterPlan:
-    """Plan a cluster; ``with_chunks`` are the costs for numbers of chunks, of which the most fits."""
-    nodes, machines = [each for each, _ in pipeline], [each for _, each in pipeline]
-    cuts = best_cuts(with_chunks[max(with_chunks)], machines)
+    cuts = best_cuts(costs, machines)
     if cuts is None:
         raise AssertionError(f"cluster {number} fitted in the search and does not fit now")
-    start, stop = cuts.bounds[-2:]
-    chunks, costs = next(
-        (count, costs)
-        for count, costs in with_chunks.items()
-        if count == max(with_chunks) or costs.memory(start, stop, 1).total <= machines[-1].ram
+    best = _cluster_with(number, profile, costs, cuts, (nodes, machines))
+    assert best is not None
+    if all(stage.kept is None for stage in best.stages):
+        return best
+    later = (
+        _cluster_with(number, profile, other, cuts, (nodes, machines))
+        for other in later_costs(profile, costs)
     )
-    stages = tuple(_stage(number, index, costs, cuts, (nodes, machines)) for index in range(len(nodes)))
+    return min([best, *filter(None, later)], key=lambda cluster: cluster.seconds)
+
+
+def _cluster_with(
+    number: int,
+    profile: ModelProfile,
+    costs: ModelCosts,
+    cuts: PipelineCuts,
+    pipeline: tuple[Sequence[NodeConfig], Sequence[NodeCapacity]],
+) -> ClusterPlan | None:
+    """Return the cluster with these cuts; None if its stages do not fit the RAM."""
+    nodes, machines = pipeline
+    bounds = cuts.bounds
+    planned = [
+        StageTimes(
+            costs.stage_seconds(bounds[k], bounds[k + 1], machine, len(nodes) - k),
+            0 if k == len(nodes) - 1 else costs.link_seconds(bounds[k + 1], *machines[k : k + 2]),
+            bounds[k + 1] - bounds[k],
+        )
+        for k, machine in enumerate(machines)
+    ]
+    if not all(math.isfinite(times.compute) for times in planned):
+        return None
+    split = _choose_split(profile, costs, planned)
+    stages = tuple(
+        _stage(number, index, costs, cuts, (nodes, machines), split) for index in range(len(nodes))
+    )
     times = [
         StageTimes(stage.compute_seconds, stage.link_seconds, stage.stop - stage.start)
         for stage in stages
     ]
-    split = _choose_split(profile, costs, times)
+    seconds = _cycle(costs, times, split)
     return ClusterPlan(
         id=number,
         stages=stages,
-        seconds=split.seconds,
-        samples_per_second=costs.batch_size / max(split.seconds, 1e-9),
+        seconds=seconds,
+        samples_per_second=costs.batch_size / max(seconds, 1e-9),
         bottleneck=_bottleneck(stages),
         microbatches=split.count,
         microbatch_rows=split.rows if _may_split(profile, split, len(nodes)) else None,
         split_reason=_split_reason(profile, costs, split),
         in_flight=split.in_flight,
-        loss_chunks=chunks,
+        largest_rows=_largest_rows(profile, costs),
     )
 
 
@@ -199,21 +226,31 @@ class _Split:
     count: int
     rows: int
     in_flight: int
-    seconds: float
 
 
 def _choose_split(profile: ModelProfile, costs: ModelCosts, times: Sequence[StageTimes]) -> _Split:
     """Choose the micro-batches that are fastest within the memory that the stages are planned for."""
     training, batch, smallest = costs.training, costs.batch_size, profile.smallest_rows
     if smallest is None:
-        in_flight = 1 + training.max_delay
-        return _Split(1, batch, in_flight, delayed_seconds(times, in_flight))
-    largest = max(smallest, int(batch * training.part))
+        return _Split(1, batch, 1 + training.max_delay)
+    largest = _largest_rows(profile, costs)
     most = batch // smallest if len(times) > 1 else 1
     rows = min(-(-batch // choose_microbatches(times, most).count), largest)
     count = -(-batch // rows)
     in_flight = count if training.share == 1 else max(1, int(batch * training.share) // rows)
-    return _Split(count, rows, in_flight, cycle_seconds(times, count, in_flight))
+    return _Split(count, rows, in_flight)
+
+
+def _largest_rows(profile: ModelProfile, costs: ModelCosts) -> int:
+    """Return the samples of the largest micro-batch for which memory is planned."""
+    return max(profile.smallest_rows or 1, int(costs.batch_size * costs.training.part))
+
+
+def _cycle(costs: ModelCosts, times: Sequence[StageTimes], split: _Split) -> float:
+    """Return the predicted time between batches."""
+    if costs.training.max_delay:
+        return delayed_seconds(times, split.in_flight)
+    return cycle_seconds(times, split.count, split.in_flight)
 
 
 def _may_split(profile: ModelProfile, split: _Split, stages: int) -> bool:
@@ -224,7 +261,10 @@ def _may_split(profile: ModelProfile, split: _Split, stages: int) -> bool:
 def _split_reason(profile: ModelProfile, costs: ModelCosts, split: _Split) -> str:
     """Explain the number of micro-batches to the user."""
     if profile.smallest_rows is None:
-        return f"batches are not split into micro-batches: {profile.unsplit_reason}"
+        text = f"batches are not split into micro-batches: {profile.unsplit_reason}"
+        if costs.training.max_delay:
+            return text
+        return f"{text}; one batch at a time is in the pipeline, because RAM is short"
     if split.count == 1:
         return "batches are not split into micro-batches: that would not be faster"
     parts = f"{split.count} micro-batches of {split.rows}"
@@ -240,10 +280,14 @@ def _stage(
     costs: ModelCosts,
     cuts: PipelineCuts,
     pipeline: tuple[Sequence[NodeConfig], Sequence[NodeCapacity]],
+    split: _Split,
 ) -> StagePlan:
     nodes, machines = pipeline
     start, stop = cuts.bounds[index : index + 2]
-    last = index == len(nodes) - 1
+    machine, behind = machines[index], len(nodes) - index
+    kept = _kept(costs, split, behind, costs.kept_batches(start, stop, behind, machine.ram))
+    batches = None if kept is None else max(kept * split.rows / costs.batch_size, costs.training.part)
+    recomputed = 0.0 if kept is None or behind == 1 else _recomputed(costs, split, kept)
     return StagePlan(
         node=nodes[index],
         cluster=cluster,
@@ -251,10 +295,26 @@ def _stage(
         role=Role.at(index, len(nodes)),
         start=start,
         stop=stop,
-        memory=costs.memory(start, stop, len(nodes) - index),
-        compute_seconds=costs.compute_seconds(start, stop, machines[index]),
-        link_seconds=0 if last else costs.link_seconds(stop, *machines[index : index + 2]),
+        memory=costs.memory(start, stop, behind, batches),
+        compute_seconds=costs.compute_seconds(start, stop, machine) * (1 + RECOMPUTATION * recomputed),
+        link_seconds=0 if behind == 1 else costs.link_seconds(stop, *machines[index : index + 2]),
+        kept=kept,
     )
+
+
+def _kept(costs: ModelCosts, split: _Split, behind: int, batches: float) -> int | None:
+    """Return the micro-batches whose activations a stage keeps; None if it keeps all in flight."""
+    if batches >= costs.training.in_flight(behind):
+        return None
+    kept = max(1, int(batches * costs.batch_size / split.rows * (1 + ROUNDING)))
+    return kept if kept < split.in_flight else None
+
+
+def _recomputed(costs: ModelCosts, split: _Split, kept: int) -> float:
+    """Return the share of micro-batches that a stage recomputes."""
+    if costs.training.max_delay:
+        return 1.0
+    return (split.in_flight - kept) / split.in_flight
 
 
 def _bottleneck(stages: Sequence[StagePlan]) -> str:

@@ -77,6 +77,8 @@ class ModelProfile:
     batch_size: int
     input_bytes: int
     """Bytes of the model's inputs that the Root keeps besides its own activations."""
+    example_bytes: int = 0
+    """Bytes of all inputs of the model."""
     loss_bytes: int = 0
     """Peak of the loss, besides the activations of the model: outputs, their gradients, and tensors of
     the same size that the loss keeps."""

@@ -69,6 +69,7 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
         state=_state(prepared, layout, bounds),
         batch_size=example.batch_size or 1,
         input_bytes=int(held[0]),
+        example_bytes=int(forward[0]),
         loss_bytes=_loss_bytes(layout, measurement),
         chunkable=_chunkable_head(prepared, bounds),
         optimizer_bytes_per_parameter_byte=optimizer_factor,

@@ -29,8 +29,9 @@ class NodeSettings:
     in_flight: int | None = None
     """Number of micro-batches in flight in the pipeline; None: as many as are useful and fit in the
     planned memory."""
-    recompute: bool = False
-    """Keep only the inputs of a stage and recompute its activations in the backward pass."""
+    recompute: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass. ``True``: all, so that only the inputs of the stage
+    are kept. ``False``: none. ``auto``: as many as the plan says, so that the node's memory suffices."""
     clip_grad_norm: float | None = None
     """Clip gradients to this norm, over the whole model."""
     look_ahead: bool = False
@@ -81,6 +82,8 @@ class NodeSettings:
             raise SettingsError(
                 f"micro_batches must be 'auto' or a whole number from 1, not {self.micro_batches!r}"
             )
+        if self.recompute not in (True, False, "auto"):
+            raise SettingsError(f"recompute must be True, False or 'auto', not {self.recompute!r}")
         if self.averaging not in ("background", "blocking"):
             raise SettingsError(f"averaging must be 'background' or 'blocking', not {self.averaging!r}")
         if self.in_flight is not None and not is_count(self.in_flight):

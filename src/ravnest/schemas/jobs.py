@@ -80,7 +80,7 @@ class TrainingSpec(Schema):
     val_freq: Count = 1
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     look_ahead: bool = False
-    recompute: bool = False
+    recompute: bool | Literal["auto"] = "auto"
     shuffle: bool = True
     drop_last: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42

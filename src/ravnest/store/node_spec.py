@@ -94,6 +94,17 @@ class NodeSpec:
     """Micro-batches in a batch of the planned size."""
     loss_chunks: int = 1
     """Chunks of positions in which the last stage computes logits and loss; 1: as a whole."""
+    splittable: bool = True
+    """True if a batch can be split without a change of the result, as far as the plan knows."""
+    batch_size: int | None = None
+    """Samples in the batch that the plan was made for."""
+    largest_rows: int | None = None
+    """Samples in a micro-batch at most, by the memory of the cluster's nodes; None: not known."""
+    tight: bool = False
+    """True if the planned memory is most of what the node has."""
+    kept: int | None = None
+    """Most micro-batches whose activations fit the memory of this node at once; the others are
+    recomputed. None: all in flight."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -114,8 +125,12 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
     for name, least in (*((count, 1) for count in counts), ("seed", 0)):
         if getattr(spec, name) < least:
             yield f"{name} must be at least {least}, is {getattr(spec, name)}"
-    if spec.microbatch_rows is not None and spec.microbatch_rows < 1:
-        yield f"microbatch_rows must be at least 1, is {spec.microbatch_rows}"
+    for name in ("microbatch_rows", "batch_size", "largest_rows"):
+        rows = getattr(spec, name)
+        if rows is not None and rows < 1:
+            yield f"{name} must be at least 1, is {rows}"
+    if spec.kept is not None and not 1 <= spec.kept <= spec.in_flight:
+        yield f"kept must be 1 to in_flight, {spec.in_flight}, is {spec.kept}"
     if spec.loss_chunks > 1 and spec.stage < spec.stages - 1:
         yield f"loss_chunks is {spec.loss_chunks}, but only the last stage computes the loss"
     if len(spec.split_reason) > _LONGEST_REASON:
@@ -287,6 +302,11 @@ def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> No
         ),
         microbatches=cluster.microbatches,
         loss_chunks=cluster.loss_chunks if plan.next(node) is None else 1,
+        splittable=plan.splittable,
+        batch_size=plan.batch_size,
+        largest_rows=cluster.largest_rows,
+        tight=stage.tight,
+        kept=stage.kept,
     )
 
 

@@ -88,8 +88,7 @@ class MicrobatchTuner:
     def __init__(self) -> None:
         self._size = 0
         """Samples in the batches that are measured; 0 before the first one."""
-        self._parts = 1
-        self._most = 1
+        self._parts = self._fewest = self._most = 1
         self._before: Measured | None = None
         """Measurement with the number before."""
         self._choices = 0
@@ -107,7 +106,8 @@ class MicrobatchTuner:
     def parts(self, size: int, split: BatchSplit) -> int:
         """Return the number of micro-batches of a batch; the first one begins with the plan's."""
         if not self._size:
-            self._parts, self._most = split.parts(size), size // max(split.smallest, 1)
+            self._parts = self._fewest = split.parts(size)
+            self._most = size // max(split.smallest, 1)
             self._size = size
         return replace(split, rows=-(-self._size // self._parts), count=None).parts(size)
 
@@ -151,13 +151,14 @@ class MicrobatchTuner:
         if self._over:
             return None
         times = stage_times(measured, before)
-        choice = choose_microbatches(times, self._most)
-        if choice.seconds >= WORTHWHILE * cycle_seconds(times, self._parts):
+        # The memory of the stages is planned for parts that are not larger than the plan's.
+        chosen = max(choose_microbatches(times, self._most).count, self._fewest)
+        if cycle_seconds(times, chosen) >= WORTHWHILE * cycle_seconds(times, self._parts):
             self._over = True
             return None
         self._choices += 1
         self._before = measured
-        return self._change(choice.count, "by measured times of stages and links")
+        return self._change(chosen, "by measured times of stages and links")
 
     def _change(self, parts: int, reason: str) -> str:
         self._parts = parts

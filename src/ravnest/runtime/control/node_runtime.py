@@ -14,7 +14,7 @@ from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
 from ravnest.errors import SettingsError, StageInputError
-from ravnest.runtime.batch_parts import BatchSplit
+from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control.checkpoint import TrainedStages
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
 from ravnest.runtime.control.metrics import MetricsObserver
@@ -105,6 +105,17 @@ class RuntimeConfig:
         planned = spec.in_flight if wanted == "auto" else spec.in_flight * wanted // spec.microbatches
         return max(planned, 1 + MAX_DELAY[self.schedule])
 
+    @property
+    def kept(self) -> int | None:
+        """Most micro-batches whose activations are kept at once: the user's choice, or the plan's."""
+        spec, recompute = self.spec, self.settings.recompute
+        if recompute is True:
+            return 0
+        if recompute is False or spec.kept is None:
+            return None
+        wanted = self.settings.micro_batches
+        return spec.kept if wanted == "auto" else max(1, spec.kept * wanted // spec.microbatches)
+
     def batch_split(self, loss: LossSplit) -> BatchSplit:
         """Return the rule by which batches are split, given the Leaf's answer about the loss."""
         spec, wanted = self.spec, self.settings.micro_batches
@@ -112,7 +123,7 @@ class RuntimeConfig:
         if wanted != "auto":
             if wanted > 1 and not loss.allowed:
                 raise SettingsError(f"micro_batches={wanted} is not possible: {loss.reason}")
-            if wanted > 1 and spec.schedule == "async":  # the plan found that it cannot be split
+            if wanted > 1 and not spec.splittable:
                 logger.warning("micro_batches=%d changes the result: %s", wanted, spec.split_reason)
             return BatchSplit(count=wanted, smallest=smallest, reason=f"micro_batches={wanted} is set")
         if spec.microbatch_rows is None:
@@ -120,6 +131,20 @@ class RuntimeConfig:
         if not loss.allowed:
             return BatchSplit(reason=loss.reason)
         return BatchSplit(spec.microbatch_rows, smallest=smallest, reason=spec.split_reason)
+
+    def memory_warning(self, split: BatchSplit) -> str:
+        """Return a warning if micro-batches are larger than the memory of the nodes is planned for."""
+        batch, largest = self.spec.batch_size, self.spec.largest_rows
+        if batch is None or largest is None:
+            return ""
+        rows, parts = max(part_sizes(batch, split.parts(batch))), -(-batch // largest)
+        if rows <= largest:
+            return ""
+        return (
+            f"micro-batches of {rows} samples may need more memory than the nodes offer, which was "
+            f"planned for at most {largest} samples at a time: set micro_batches to {parts} or more, "
+            "or plan with more RAM or a smaller batch"
+        )
 
     @property
     def may_split(self) -> bool:
@@ -184,8 +209,9 @@ class NodeRuntime:
             config.rule,
             seed=config.seed,
             stash=config.schedule == "async" and not last,
-            recompute=settings.recompute,
+            kept=config.kept,
             defer=spec.stage > 0,
+            frugal=spec.tight,
         )
         self._tuner = MicrobatchTuner() if spec.stage == 0 and config.tunes_split else None
         window = config.window
@@ -355,6 +381,8 @@ class NodeRuntime:
         """Return the rule by which batches are split, and report it to the user."""
         split = self._config.batch_split(loss)
         schedule = self._config.schedule
+        if warning := self._config.memory_warning(split):
+            logger.warning("%s", warning)
         if self._config.spec.stages > 1:
             self.progress.say(f"{self._config.spec.role}: schedule {schedule}; {split.reason}")
         return split

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ravnest.errors import StageInputError
+from ravnest.host import return_freed_memory
 from ravnest.runtime.stage.loss_chunks import ChunkedLoss, Loss, LossChunk
 from ravnest.runtime.stage.randomness import draws, microbatch_seed, seeded
 from ravnest.runtime.stage.updates import LookAhead, UpdateRule, Updates
@@ -20,7 +21,7 @@ from ravnest.runtime.stage.weight_versions import WeightVersions
 from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
 from ravnest.split.gradients import sum_gradients
-from ravnest.split.graph import MODES, Mode, ValueSpec
+from ravnest.split.graph import MODES, Mode, StageGraph, ValueSpec
 from ravnest.split.module import StageModule
 from ravnest.types import MicrobatchId
 
@@ -47,12 +48,14 @@ class _SavedForward:
     inputs: tuple[Any, ...]
     parameters: Mapping[str, torch.Tensor]
     deferred: DeferredGradients | None
-    stage_pass: StagePass | None
-    """None if activations are recomputed in the backward pass."""
-    loss: torch.Tensor | None
     loss_part: LossPart | None
     head_gradient: torch.Tensor | None = None
     """Gradient of the output of a pass whose loss was computed in chunks."""
+    stage_pass: StagePass | None = None
+    """None if activations are recomputed in the backward pass."""
+    loss: torch.Tensor | None = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Values, before the forward, of the buffers that it has changed; for the recomputation."""
 
 
 class StageExecution:
@@ -65,18 +68,26 @@ class StageExecution:
         *,
         seed: int,
         stash: bool,
-        recompute: bool = False,
+        kept: int | None = None,
         defer: bool = False,
+        frugal: bool = False,
     ) -> None:
         """Prepare the stage for training.
 
-        ``stash``: updates happen between forward and backward, so versions must be kept. ``defer``:
-        ``backward`` leaves the weight gradients that it can to ``weight_gradients``.
+        ``stash``: updates happen between forward and backward, so versions must be kept. ``kept``: the
+        most micro-batches whose activations are kept at once; those of the others are recomputed in
+        their backward passes. ``defer``: ``backward`` leaves the weight gradients that it can to
+        ``weight_gradients``. ``frugal``: memory is short, and what activations have used is returned to
+        the system before an update.
         """
         spec = module.spec
         self.module = module
         self._seed = seed
-        self._recompute = recompute
+        self._stash = stash
+        self._frugal = frugal
+        self._kept = kept
+        self._changing: frozenset[str] | None = None
+        """Buffers that a training forward changes; None before the first that is observed."""
         self.defers = defer and bool(deferrable_keys(spec.graphs["train"]))
         """True if ``weight_gradients`` must be called for each micro-batch."""
         self._device = next((t.device for t in module.state_tensors().values()), torch.device("cpu"))
@@ -153,12 +164,13 @@ class StageExecution:
         parameters = {**self._versions.at(version), **self._replicas}
         inputs = self._receive(values, gradients=True)
         deferred = DeferredGradients() if self.defers else None
-        saved = _SavedForward(version, inputs, parameters, deferred, None, None, loss_part)
-        with torch.no_grad() if self._recompute else nullcontext():
+        saved = _SavedForward(version, inputs, parameters, deferred, loss_part)
+        if self._make_room():
             outputs, loss = self._run(microbatch, saved)
-        if not self._recompute:
             saved.stage_pass = StagePass(self.module, inputs, outputs, parameters)
             saved.loss = loss
+        else:
+            outputs, loss = self._run_without_gradients(microbatch, saved)
         self._saved[microbatch] = saved
         return (self._send(outputs), None) if loss is None else ({}, float(loss.detach()))
 
@@ -208,9 +220,9 @@ class StageExecution:
         self.updates.set_gradients(gradients)
 
     def weight_gradients(self, microbatch: MicrobatchId) -> None:
-        """Accumulate the weight gradients that ``backward`` has left."""
-        saved = self._deferred.pop(microbatch)
-        if saved.deferred is not None:
+        """Accumulate the weight gradients that ``backward`` has left, if that is not done yet."""
+        saved = self._deferred.pop(microbatch, None)
+        if saved is not None and saved.deferred is not None:
             taken: set[int] = set()
             saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken))
 
@@ -324,6 +336,8 @@ class StageExecution:
         self._versions.before_update(
             in_use=any(saved.version == newest for saved in self._saved.values())
         )
+        if self._frugal:
+            return_freed_memory()
         self.updates.step(batches, total_norm)
         self.catch_up()
 
@@ -365,9 +379,14 @@ class StageExecution:
         self._versions.free(version)
 
     def shared_weights(self) -> Values:
-        """Return copies of the owned weights that later stages use too."""
+        """Return the owned weights that later stages use too; copies if updates may overtake them.
+
+        Without a stash, the later stages must have received them before they can contribute to the next
+        update, so that the message may share the memory of the weights.
+        """
         own = self.module.parameters_by_key()
-        return {key: own[key].detach().clone() for key in self._shared_keys}
+        plain = {key: own[key].detach() for key in self._shared_keys}
+        return {key: weight.clone() for key, weight in plain.items()} if self._stash else plain
 
     def update_replicas(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take new values of weights that an earlier stage owns; ignore all other values."""
@@ -433,17 +452,48 @@ class StageExecution:
             return nullcontext()
         return seeded(microbatch_seed(self._seed, microbatch, self.index), self._device)
 
+    def _make_room(self) -> bool:
+        """Return whether a forward may keep its activations; compute deferred gradients to make room.
+
+        One place stays free while a micro-batch waits that must be recomputed.
+        """
+        if self._kept is None:
+            return True
+        waiting = any(saved.stage_pass is None for saved in self._saved.values())
+        return self._held_below(self._kept - waiting)
+
+    def _held_below(self, limit: int) -> bool:
+        """Return whether less than ``limit`` micro-batches have activations or deferred gradients.
+
+        If not, compute deferred gradients, the oldest first, as far as that helps.
+        """
+        kept = sum(saved.stage_pass is not None for saved in self._saved.values())
+        while self._deferred and kept < limit <= kept + len(self._deferred):
+            self.weight_gradients(next(iter(self._deferred)))
+        return kept + len(self._deferred) < limit
+
+    def _run_without_gradients(
+        self, microbatch: MicrobatchId, saved: _SavedForward
+    ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
+        """Run a forward that is recomputed later; remember the buffers that it changes."""
+        state = self.module.state_tensors()
+        buffers = [e.key for e in self.module.spec.state if e.kind == "buffer"]
+        before = {k: state[k].clone() for k in buffers if self._changing is None or k in self._changing}
+        changes = {key: state[key]._version for key in before}
+        with torch.no_grad():
+            outputs, loss = self._run(microbatch, saved)
+        if self._changing is None:
+            changed = {key for key, count in changes.items() if state[key]._version != count}
+            self._changing = frozenset(changed | _statistics(self.module.graph))
+        saved.buffers = {key: value for key, value in before.items() if key in self._changing}
+        return outputs, loss
+
     def _recompute_forward(
         self, microbatch: MicrobatchId, saved: _SavedForward
     ) -> tuple[StagePass, torch.Tensor | None]:
         """Repeat the forward with gradients; running statistics are not updated a second time."""
-        buffers = {
-            e.key: tensor.clone()
-            for e in self.module.spec.state
-            if e.kind == "buffer"
-            for tensor in (self.module.state_tensors()[e.key],)
-        }
-        outputs, loss = self._run(microbatch, saved, buffers)
+        self._held_below(max(self._kept or 0, 1))
+        outputs, loss = self._run(microbatch, saved, saved.buffers)
         return StagePass(self.module, saved.inputs, outputs, saved.parameters), loss
 
     def _receive(self, values: Mapping[str, Any], *, gradients: bool) -> tuple[Any, ...]:
@@ -476,6 +526,18 @@ class StageExecution:
                 f"expected {list(like.shape)} and {like.dtype}"
             )
         return self.to_device(value.detach())
+
+
+def _statistics(graph: StageGraph) -> set[str]:
+    """Return the keys of running statistics, which normalisation changes without counting a change."""
+    keys = {use.name: use.key for use in graph.state}
+    return {
+        keys[name]
+        for operation in graph.operations
+        if "_norm" in operation.target
+        for name in operation.refs()
+        if name in keys
+    }
 
 
 def _made_up(spec: ValueSpec, rows: int) -> torch.Tensor | int:

@@ -220,6 +220,7 @@ class Worker:
             call = self._inbox.get()
             self._busy_since = time.perf_counter()
             self._guarded(call)
+            del call  # otherwise it would keep the tensors of the last message alive while we compute
             while not self._closed:
                 self._drain()
                 if self._run is not None:

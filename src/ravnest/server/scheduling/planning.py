@@ -12,6 +12,7 @@ from ravnest.plan.explain import explain
 from ravnest.plan.infeasible import Infeasible, lightest_stage
 from ravnest.plan.loss_chunks import chunk_counts, with_loss_chunks
 from ravnest.plan.memory import averaging_copies, size
+from ravnest.plan.memory_steps import memory_steps
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
@@ -57,8 +58,11 @@ def plan_job(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Pla
     Raise ``JobError`` if the row counts of the job's data are inconsistent.
     """
     check_data(spec)
+    recompute = spec.training.recompute is not False
     smallest = with_loss_chunks(profile, chunk_counts(profile)[-1])
-    costs = ModelCosts.of(smallest, spec.training.update_frequency)
+    costs = memory_steps(smallest)[-1].costs(
+        smallest, spec.training.update_frequency, recompute=recompute
+    )
     least = max(spec.min_providers, spec.clusters or 1)
     chosen = _useful(costs, _with_own_address(providers), spec.clusters, least)
     infeasible: Infeasible | None = None
@@ -135,6 +139,7 @@ def _plan(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Plan |
                 with_optimizer=training.average_optim,
                 optimizer_factor=profile.optimizer_bytes_per_parameter_byte,
             ),
+            recompute=training.recompute is not False,
             source="",
         )
 

@@ -1,0 +1,81 @@
+"""Memory choices that the stages of a pipeline share: micro-batches in flight, their size, versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ravnest.plan.cost import ModelCosts
+from ravnest.plan.profile import ModelProfile
+
+
+@dataclass(frozen=True)
+class MemoryStep:
+    """Choice that all stages of a plan share; each recomputes as much as its RAM makes necessary."""
+
+    share: float
+    """Share of a batch in flight."""
+    part: float
+    """Part of a batch that a micro-batch has at most."""
+    max_delay: int = 0
+    """Updates by which gradients may be late."""
+
+    def costs(
+        self,
+        profile: ModelProfile,
+        update_frequency: int = 1,
+        averaging: float = 0.0,
+        *,
+        recompute: bool = True,
+    ) -> ModelCosts:
+        """Return the costs of a model with this choice."""
+        return ModelCosts.of(
+            profile,
+            update_frequency,
+            averaging,
+            self.share,
+            self.part,
+            max_delay=self.max_delay,
+            recompute=recompute,
+        )
+
+
+_SPLIT = [
+    MemoryStep(share, part)
+    for share, part in (
+        (1.0, 1.0),
+        (1.0, 1 / 4),
+        (1.0, 1 / 16),
+        (1 / 2, 1 / 8),
+        (1 / 4, 1 / 16),
+        (1 / 8, 1 / 16),
+        (1 / 16, 1 / 16),
+    )
+]
+"""Steps for a batch that can be split. Four micro-batches in flight keep a pipeline of two or three
+stages busy; below that stages wait for each other."""
+_WHOLE = [MemoryStep(1.0, 1.0, max_delay=1), MemoryStep(1.0, 1.0)]
+"""Steps for a batch that cannot be split: two batches in flight and two versions, or one of each."""
+
+
+def memory_steps(profile: ModelProfile) -> list[MemoryStep]:
+    """Return what the planner tries in turn until the stages fit the RAM and nothing is lost by it."""
+    if profile.smallest_rows is None:
+        return _WHOLE
+    least = min(profile.smallest_rows / profile.batch_size, 1.0)
+    steps = [MemoryStep(max(step.share, least), max(step.part, least)) for step in _SPLIT]
+    return list(dict.fromkeys(steps))
+
+
+def loses_nothing(step: MemoryStep) -> bool:
+    """Return whether no later step can give a faster plan, if nothing is recomputed."""
+    return step == _WHOLE[0] or (step.share == 1 and step.part >= _SPLIT[1].part)
+
+
+def later_costs(profile: ModelProfile, costs: ModelCosts) -> Iterator[ModelCosts]:
+    """Yield the costs of later steps with the same delay."""
+    training = costs.training
+    now = MemoryStep(training.share, training.part, training.max_delay)
+    steps = [step for step in memory_steps(profile) if step.max_delay == now.max_delay]
+    for step in steps[steps.index(now) + 1 :]:
+        yield replace(costs, training=replace(training, share=step.share, part=step.part))
