@@ -78,6 +78,7 @@ def make_plan(
         seed=seed,
         schedule="async" if profile.smallest_rows is None else "sync",
         smallest_rows=profile.smallest_rows or 1,
+        row_cuts=profile.row_cuts,
     )
 
 
