@@ -22,6 +22,14 @@ from ravnest.split.splitter import PreparedModel
 BLOCK_COUNTS = (2, 3, 4, 6, 8, 12, 16)
 """Numbers of blocks of the largest tensor that are tried in turn."""
 
+SHIPPED_COUNTS = (2, 4, 8)
+"""Numbers of blocks that a requester prepares, because it does not know the providers."""
+_WORTH_SHIPPING = 1 << 20
+"""Bytes of the smallest tensor for which a requester prepares blocks."""
+_SHARE = 1 / 20
+"""Share of the model's weights that such a tensor has at least: any pool of up to some 20 nodes that
+can hold the model has nodes that can hold a smaller one."""
+
 
 @dataclass(frozen=True)
 class RowCutModel:
@@ -54,6 +62,14 @@ def row_cut_models(
         if ram is None or largest * _bytes_per_byte(profile) <= max(ram):
             cut = prepared.with_row_blocks(blocks)
             yield RowCutModel(cut, _profile(cut, profile))
+
+
+def row_cuts_to_ship(prepared: PreparedModel, profile: ModelProfile) -> Iterator[RowCutModel]:
+    """Yield the models with cut tensors that a server may need, for providers not known yet."""
+    largest = max((t.nbytes for t in cuttable_tensors(prepared.capture).values()), default=0)
+    total = sum(tensor.bytes for tensor in profile.state)
+    if largest >= max(_WORTH_SHIPPING, total * _SHARE):
+        yield from row_cut_models(prepared, profile, counts=SHIPPED_COUNTS)
 
 
 def blocks_of(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, int]:

@@ -100,7 +100,7 @@ class StageExecution:
         self._versions.memory.update(
             tensor.untyped_storage().data_ptr() for tensor in module.state_tensors().values()
         )
-        self.updates = Updates(rule, trained)
+        self.updates = Updates(rule, trained, {e.key: e.model_names[0] for e in spec.state})
         self._saved: dict[MicrobatchId, _SavedForward] = {}
         self._deferred: dict[MicrobatchId, _SavedForward] = {}
         """Micro-batches whose weight gradients are still to be computed."""
