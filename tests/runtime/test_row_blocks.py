@@ -60,9 +60,7 @@ def test_row_blocks_train_like_a_single_process(
     tmp_path: Path, tied: bool, settings: dict[str, Any]
 ) -> None:
     model = make_model(tied)
-    names = form(
-        tmp_path, copy.deepcopy(model), EXAMPLE, 4, RAM, optimizer=torch.optim.AdamW
-    )
+    names = form(tmp_path, copy.deepcopy(model), EXAMPLE, 4, RAM, optimizer=torch.optim.AdamW)
     held = blocks_by_stage(tmp_path, names)
     assert sum(map(bool, held)) >= 3, "the blocks are in several stages"
     cluster = LocalCluster(tmp_path, names)
@@ -121,7 +119,7 @@ def test_two_clusters_average_their_row_blocks(tmp_path: Path) -> None:
 def test_optimizers_that_read_whole_tensors_are_refused(tmp_path: Path) -> None:
     names = form(tmp_path, make_model(tied=True), EXAMPLE, 4, RAM, optimizer=torch.optim.AdamW)
     cluster = LocalCluster(tmp_path, names, {"optimizer": torch.optim.Adafactor})
-    with pytest.raises(SettingsError, match="cuts embed.weight along its rows, and Adafactor"):
+    with pytest.raises(SettingsError, match=r"cuts embed.weight along its rows, and Adafactor"):
         cluster.node(names[0]).start()
 
 

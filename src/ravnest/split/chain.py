@@ -254,9 +254,8 @@ def _joined(parts: Sequence[tuple[StateSpec, torch.Tensor]]) -> torch.Tensor:
     ordered = sorted(found, key=lambda rows: rows.first)
     total = ordered[0].total
     if [rows.first for rows in ordered] + [total] != [0] + [rows.stop for rows in ordered]:
-        raise FusionError(
-            f"the blocks of {parts[0][0].model_names[0]} do not cover its {total} rows: a stage is missing"
-        )
+        name = parts[0][0].model_names[0]
+        raise FusionError(f"the blocks of {name} do not cover its {total} rows: a stage is missing")
     return torch.cat([found[rows] for rows in ordered])
 
 

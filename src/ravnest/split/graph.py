@@ -129,8 +129,8 @@ class StageGraph(Struct, frozen=True):
     """Sizes that may vary between micro-batches."""
 
 
-class RowRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Rows ``first`` to ``stop - 1`` of a tensor with ``total`` rows."""
+class RowBlock(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Block of a tensor: rows ``first`` to ``stop - 1`` of ``total`` rows."""
 
     first: Size
     stop: Size
@@ -169,7 +169,7 @@ class StateSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     """Stages that hold the tensor, ascending. The first owns it; the others hold replicas."""
     strides: tuple[Size, ...] = ()
     """Memory layout, which affects the choice of kernels (channels last); empty for row-major order."""
-    rows: RowRange | None = None
+    rows: RowBlock | None = None
     """Rows of the model's tensor that this block holds; None for a whole tensor. The names of a block
     are those of the tensor with the range appended, the positions are those of the tensor."""
 

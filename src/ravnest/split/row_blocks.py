@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from ravnest.split.capture import Capture, ModeCapture, copy_graph
-from ravnest.split.graph import RowRange
+from ravnest.split.graph import RowBlock
 from ravnest.split.state import ModelState, StateTensor
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ _ELEMENT_WISE = frozenset(
     }
 )
 
-Blocks = Mapping[str, Sequence[RowRange]]
+Blocks = Mapping[str, Sequence[RowBlock]]
 """Row ranges by state key."""
 
 
@@ -57,11 +57,11 @@ def element_wise(optimizer: type[torch.optim.Optimizer]) -> bool:
     return optimizer in _ELEMENT_WISE
 
 
-def block_ranges(rows: int, count: int) -> tuple[RowRange, ...]:
-    """Return ``count`` ranges of nearly equal size that cover the rows in order; fewer if rows are few."""
+def block_ranges(rows: int, count: int) -> tuple[RowBlock, ...]:
+    """Return ``count`` blocks of nearly equal size that cover the rows in order; fewer for few rows."""
     count = min(count, rows)
     bounds = [rows * index // count for index in range(count + 1)]
-    return tuple(RowRange(first, stop, rows) for first, stop in pairwise(bounds))
+    return tuple(RowBlock(first, stop, rows) for first, stop in pairwise(bounds))
 
 
 def cuttable_tensors(capture: Capture) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def cut_into_blocks(capture: Capture, counts: Mapping[str, int]) -> Capture:
     The keys must be among ``cuttable_tensors``. Biases of cut linear layers are cut with them. The given
     capture does not change.
     """
-    blocks: dict[str, Sequence[RowRange]] = {}
+    blocks: dict[str, Sequence[RowBlock]] = {}
     for key, count in counts.items():
         ranges = block_ranges(capture.state.tensors[key].tensor.shape[0], count)
         blocks[key] = ranges
@@ -143,7 +143,7 @@ def _cut_mode(mode: ModeCapture, blocks: Blocks) -> ModeCapture:
 
 
 def _block_placeholders(
-    mode: ModeCapture, whole: fx.Node, key: str, ranges: Sequence[RowRange]
+    mode: ModeCapture, whole: fx.Node, key: str, ranges: Sequence[RowBlock]
 ) -> Iterator[fx.Node]:
     for rows in ranges:
         with mode.graph.inserting_before(whole):
@@ -164,7 +164,7 @@ class _Rewriter:
         self._context = {name: node.meta[name] for name in _CONTEXT if name in node.meta}
 
     def chain(
-        self, arguments: Mapping[str, Any], weights: Sequence[fx.Node], ranges: Sequence[RowRange]
+        self, arguments: Mapping[str, Any], weights: Sequence[fx.Node], ranges: Sequence[RowBlock]
     ) -> fx.Node:
         """Add one lookup per block, each of which replaces the rows that are in its block.
 

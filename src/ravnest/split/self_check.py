@@ -307,9 +307,7 @@ def _ends(outputs: Results) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return ends
 
 
-def _differences(
-    capture: Capture, expected: Results, run: Callable[[Keep], None]
-) -> dict[str, float]:
+def _differences(capture: Capture, expected: Results, run: Callable[[Keep], None]) -> dict[str, float]:
     """Return the relative difference of each result that is not bitwise equal, in program order."""
     largest = max((_largest(t) for n, t in expected.items() if n.startswith("the gr")), default=0.0)
     found: dict[str, float] = {}
@@ -326,9 +324,7 @@ def _differences(
     return {name: found[name] for name in (*expected, *found) if name in found}
 
 
-def _difference(
-    expected: torch.Tensor | None, actual: torch.Tensor, largest: float
-) -> float | None:
+def _difference(expected: torch.Tensor | None, actual: torch.Tensor, largest: float) -> float | None:
     """Return the difference relative to the largest value; None if both have the same bits."""
     if expected is None:
         return float("inf") if bool(actual.any()) else None

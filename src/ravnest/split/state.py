@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ravnest.errors import SplitError
-from ravnest.split.graph import MAX_MODULE_VERSION, Kind, Mode, RowRange
+from ravnest.split.graph import MAX_MODULE_VERSION, Kind, Mode, RowBlock
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StateTensor:
     kind: Kind
     persistent: bool
     names: tuple[str, ...]
-    rows: RowRange | None = None
+    rows: RowBlock | None = None
     """Rows of the model's tensor that this is; None for a whole tensor."""
 
     @property

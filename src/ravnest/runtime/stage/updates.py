@@ -69,9 +69,9 @@ class UpdateRule:
         name = getattr(self.optimizer, "__name__", repr(self.optimizer))
         if cut is not None and self.optimizer is not None and not element_wise(self.optimizer):
             raise SettingsError(
-                f"the plan cuts {cut} along its rows, and {name} may read tensors as "
-                "a whole: use an optimizer that updates each element on its own, such as "
-                "torch.optim.AdamW, or pass optimizer= to clusterize, which then plans with whole tensors"
+                f"the plan cuts {cut} along its rows, and {name} may read tensors as a whole: use an "
+                "optimizer that updates each element on its own, such as torch.optim.AdamW, or pass "
+                "optimizer= to clusterize, which then plans with whole tensors"
             )
 
 
@@ -85,7 +85,8 @@ class Updates:
         names: Mapping[str, str] | None = None,
     ) -> None:
         """``parameters``: the parameters that this stage trains, by key. ``names``: their names in the
-        model, if they are not the keys."""
+        model, if they are not the keys.
+        """
         self._rule = rule
         self._parameters = dict(parameters)
         self._optimizer: Optimizer | None = None
