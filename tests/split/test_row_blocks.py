@@ -205,7 +205,7 @@ def test_blocks_survive_the_stage_format() -> None:
     assert stage_from_json(data) == stage.spec
     entry = next(e for e in data["state"] if "rows" in e)
     assert entry["rows"] == [0, 10, 20]
-    assert entry["names"] == ["embed.weight.rows_0_10", "head.weight.rows_0_10"]
+    assert list(entry["names"]) == ["embed.weight.rows_0_10", "head.weight.rows_0_10"]
     for wrong in ([0, 11, 20], [5, 15, 20], [10, 0, 20], [0, 10, 9]):
         entry["rows"] = wrong
         with pytest.raises(StageFormatError):
