@@ -24,6 +24,7 @@ from ravnest.plan.profile import ModelProfile
 LOAD: StageLoad[float] = StageLoad(
     state=100,
     trainable=80,
+    owned=80,
     largest=2,
     activations=10,
     deferred=0,

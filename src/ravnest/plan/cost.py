@@ -81,6 +81,8 @@ class ModelCosts:
     """Bytes of the largest trained tensor that each unit uses."""
     state: DistinctBytes
     trainable: DistinctBytes
+    owned: RangeSum
+    """Bytes of the trained tensors that each unit uses first; the stage that has the unit owns them."""
     incoming: FloatArray
     """For each cut, the bytes of its inputs that the stage behind it keeps."""
     leaving: FloatArray
@@ -139,6 +141,7 @@ class ModelCosts:
             largest=RangeMax.of(_largest(trained, len(units))),
             state=DistinctBytes.of(profile.state, len(units)),
             trainable=DistinctBytes.of(trained, len(units)),
+            owned=RangeSum.of(_by_first_unit(trained, len(units))),
             incoming=incoming,
             leaving=leaving,
             returning=returning,
@@ -162,6 +165,7 @@ class ModelCosts:
         return StageLoad(
             state=self.state.grid(starts, stops),
             trainable=self.trainable.grid(starts, stops),
+            owned=self.owned.grid(starts, stops),
             largest=self.largest.grid(starts, stops),
             activations=self.activations.grid(starts, stops),
             deferred=np.where(root, 0.0, self.deferred.grid(starts, stops)),
@@ -201,6 +205,7 @@ class ModelCosts:
         load = StageLoad(
             state=float(grid.state[0, 0]),
             trainable=float(grid.trainable[0, 0]),
+            owned=float(grid.owned[0, 0]),
             largest=float(grid.largest[0, 0]),
             activations=float(grid.activations[0, 0]),
             deferred=float(grid.deferred[0, 0]),
@@ -228,6 +233,14 @@ class ModelCosts:
 def link_seconds_per_byte(one: NodeCapacity, other: NodeCapacity) -> float:
     """Return the seconds per byte of a link, which is full duplex and as fast as its slower end."""
     return 8 / min(one.bandwidth, other.bandwidth)
+
+
+def _by_first_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
+    """Return, for each unit, the bytes of the tensors whose first use is there."""
+    found = [0.0] * units
+    for tensor in tensors:
+        found[tensor.units[0]] += tensor.bytes
+    return found
 
 
 def _by_last_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:

@@ -10,7 +10,7 @@ A stage needs, all the time,
 - its weights: every tensor that its units use, once;
 - with a delay, one older version of its trained parameters and the activations of another batch (not
   the Leaf, which finishes each batch before it starts the next);
-- the optimizer state of its trained parameters;
+- the optimizer state of its trained parameters, without those that an earlier stage owns (tied weights);
 - its outputs of each micro-batch in flight, and the gradients at both ends of two micro-batches, one
   that is computed and one that has arrived or is being sent;
 - with several clusters, the copies for averaging (``averaging_copies``).
@@ -78,6 +78,9 @@ class StageLoad(Generic[Bytes]):
 
     state: Bytes
     trainable: Bytes
+    owned: Bytes
+    """Trainable tensors that no earlier stage uses. Only they have optimizer state, older versions and
+    copies for averaging; the others are replicas of tied weights."""
     largest: Bytes
     """Largest trainable tensor."""
     activations: Bytes
@@ -144,10 +147,10 @@ def stage_memory(load: StageLoad[Bytes], in_flight: int, training: MemorySetting
     activations = share * (load.activations + load.incoming)
     return StageMemory(
         weights=load.state,
-        versions=load.trainable * delay,
+        versions=load.owned * delay,
         gradients=peak - activations,
-        optimizer=load.trainable * training.optimizer_factor,
+        optimizer=load.owned * training.optimizer_factor,
         activations=activations * (1 + delay),
         transfer=(share * load.leaving + min(share, 2 * part) * load.returning) * (1 + delay),
-        averaging=load.trainable * training.averaging,
+        averaging=load.owned * training.averaging,
     )

@@ -329,7 +329,7 @@ class StageExecution:
         for key, value in values.items():
             if key in self._replicas:
                 tensor = self._checked(value, self._replicas[key], key)
-                self._replicas[key] = tensor.requires_grad_()
+                self._replicas[key] = self.module.replace_parameter(key, tensor)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the stage's device."""
