@@ -91,7 +91,7 @@ class StageModule(nn.Module):
         _attach(self, entry, tensor)
 
     def replace_parameter(self, key: str, tensor: torch.Tensor) -> nn.Parameter:
-        """Replace a parameter by one with the memory of ``tensor``; graphs in flight keep the old one."""
+        """Replace a parameter by one with the memory of ``tensor``; graphs in flight keep the old."""
         (entry,) = (entry for entry in self.spec.state if entry.key == key)
         _attach(self, entry, tensor)
         return self.parameters_by_key()[key]

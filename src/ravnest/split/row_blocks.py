@@ -113,31 +113,30 @@ def _cut_state(state: ModelState, blocks: Blocks) -> ModelState:
 def _cut_mode(mode: ModeCapture, blocks: Blocks) -> ModeCapture:
     graph = copy_graph(mode.graph)
     result = replace(mode, graph=graph, state_of=dict(mode.state_of))
+    cut = {name: key for name, key in mode.state_of.items() if key in blocks}
+    wholes = [n for n in graph.nodes if n.op == "placeholder" and n.name in cut]
     parts: dict[str, list[fx.Node]] = {}
-    for node in [n for n in graph.nodes if n.op == "placeholder"]:
-        key = mode.state_of.get(node.name)
-        if key in blocks and node.users and key not in parts:
+    for node in wholes:
+        key = cut[node.name]
+        if node.users and key not in parts:
             parts[key] = list(_block_placeholders(result, node, key, blocks[key]))
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
         arguments = _arguments(node)
-        key = mode.state_of.get(getattr(arguments.get("weight"), "name", ""))
-        if key in blocks:
-            rewriter = _Rewriter(graph, node)
-            with graph.inserting_before(node):
-                if node.target is aten.embedding.default:
-                    new = rewriter.chain(arguments, parts[key], blocks[key])
-                else:
-                    bias = mode.state_of.get(getattr(arguments.get("bias"), "name", ""))
-                    biases = parts[bias] if bias is not None else []
-                    new = rewriter.concatenation(arguments, parts[key], biases)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-    for node in [n for n in graph.nodes if n.op == "placeholder"]:
-        if mode.state_of.get(node.name) in blocks and node.name in result.state_of:
-            graph.erase_node(node)
-            del result.state_of[node.name]
+        weight, bias = (cut.get(getattr(arguments.get(n), "name", "")) for n in ("weight", "bias"))
+        if node.op != "call_function" or weight is None:
+            continue
+        rewriter = _Rewriter(graph, node)
+        with graph.inserting_before(node):
+            if node.target is aten.embedding.default:
+                new = rewriter.chain(arguments, parts[weight], blocks[weight])
+            else:
+                biases = [] if bias is None else parts[bias]
+                new = rewriter.concatenation(arguments, parts[weight], biases)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    for node in wholes:
+        graph.erase_node(node)
+        del result.state_of[node.name]
     graph.lint()
     return result
 
