@@ -279,12 +279,12 @@ def test_a_single_cluster_needs_no_memory_for_averaging() -> None:
 
 
 def test_too_few_clusters_for_the_ram() -> None:
-    """Every stage has the shared tensor: 5 GB with its older version, 4 GB in a Leaf or alone."""
+    """The owner of the shared tensor needs 5 GB with its older version, and 4 GB alone."""
     shared = TensorProfile("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
     profile = replace(chain(4), state=(shared,))
-    found = infeasible(profile, 4.5, 8.5, 4.5, clusters=1)
+    found = infeasible(profile, 4.5, 4.5, 4.5, clusters=1)
     assert found.reason.startswith("clusters=1 does not fit: a pipeline of 3 stages needs more memory")
-    assert found.reason.endswith("2 clusters fit.")
+    assert found.reason.endswith("3 clusters fit.")
 
 
 def test_the_reason_names_the_source_of_the_nodes() -> None:
