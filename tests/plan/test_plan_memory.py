@@ -94,6 +94,7 @@ def by_hand(
     """Compute the formula directly from the profile; a micro-batch is a quarter of the share."""
     held = [t for t in profile.state if any(start <= u < stop for u in t.units)]
     trainable = sum(t.bytes for t in held if t.trainable)
+    owned = sum(t.bytes for t in held if t.trainable and t.units[0] >= start)
     largest = max((t.bytes for t in held if t.trainable), default=0)
     units = profile.units[start:stop]
     last = stop == len(profile.units)
@@ -121,8 +122,9 @@ def by_hand(
     returning += profile.units[start - 1].gradient_bytes if start else 0
     return (
         sum(t.bytes for t in held)
-        + delay * (trainable + sum(activations) + incoming)
-        + trainable * (1 + profile.optimizer_bytes_per_parameter_byte)
+        + delay * (owned + sum(activations) + incoming)
+        + trainable
+        + owned * profile.optimizer_bytes_per_parameter_byte
         + (share * leaving + min(share, 2 * part) * returning) * (1 + delay)
         + max(backward, profile.update_copies * largest)
     )

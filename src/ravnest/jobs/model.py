@@ -130,7 +130,7 @@ def read_units(path: Path) -> UnitModel:
 def _unit_model(data: object) -> UnitModel:
     units = data.get("units") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(units, list) or not 0 < len(units) <= MAX_STAGES:
-        raise StageFormatError("the units of a model are not listed")
+        raise StageFormatError("it does not list the units of a model")
     model = UnitModel(_profile(data.get("profile")), tuple(stage_from_json(unit) for unit in units))
     check_chain(model.units)
     _check_profile(model)
