@@ -26,12 +26,26 @@ class Classifier(nn.Module):
         return self.output(self.embed(tokens).mean(1))
 
 
-def classifier_job(model: nn.Module) -> Job:
+class NextWord(nn.Module):
+    """A large embedding whose weight is also that of the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.output = nn.Linear(WIDTH, WORDS, bias=False)
+        self.output.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.embed(tokens).mean(1))
+
+
+def large_job(model: nn.Module) -> Job:
     tokens = torch.randint(0, WORDS, (64, 8), generator=torch.Generator().manual_seed(0))
+    labels = tokens.sum(1) % 4
     return Job(
         model=model,
         example_args=(tokens[:16],),
-        train_data=(tokens, tokens.sum(1) % 4),
+        train_data=(tokens, labels),
         criterion=nn.CrossEntropyLoss(),
         optimizer=torch.optim.AdamW,
         optimizer_params={"lr": 1e-2},
@@ -44,19 +58,22 @@ def classifier_job(model: nn.Module) -> Job:
 
 
 @pytest.mark.slow
-def test_providers_train_an_embedding_that_none_of_them_can_hold(world: World) -> None:
+@pytest.mark.parametrize("make", [Classifier, NextWord])
+def test_providers_train_an_embedding_that_none_of_them_can_hold(
+    world: World, make: type[nn.Module]
+) -> None:
     world.serve()
     for name in ("a", "b", "c"):
         world.provide(name, f"--ram={RAM}")
     api = world.requester()
     eventually(lambda: providers(api), lambda found: len(found) == 3)
     torch.manual_seed(0)
-    model = Classifier()
-    job = classifier_job(model)
+    model = make()
+    job = large_job(model)
     handle = world.submit(api, job)
     trained = handle.result(timeout=240)
     assert "embed.weight (82 MB) is cut into 2 blocks of rows" in handle.view().plan
-    expected = Classifier()
+    expected = make()
     expected.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
     tokens, labels = job.train_data
@@ -65,7 +82,7 @@ def test_providers_train_an_embedding_that_none_of_them_can_hold(world: World) -
         batch = slice(start, start + 16)
         nn.functional.cross_entropy(expected(tokens[batch]), labels[batch]).backward()
         optimizer.step()
-    found = Classifier()
+    found = make()
     found.load_state_dict(trained, strict=True)
     for name, tensor in expected.state_dict().items():
         assert torch.allclose(found.state_dict()[name], tensor, atol=1e-4), name
