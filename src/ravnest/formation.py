@@ -23,6 +23,7 @@ from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.profiler import optimizer_state_factor, profile_model, unit_names
+from ravnest.plan.row_cuts import row_cut_models, whole_reason
 from ravnest.split.self_check import verify
 from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.store.bundle import save_stage
@@ -93,7 +94,8 @@ def clusterize(
         nodes=read_node_configs(target / NODE_CONFIGS),
         pass_data=pass_data,
         clusters=clusters,
-        optimizer_factor=optimizer_state_factor(optimizer, optimizer_params),
+        optimizer=optimizer,
+        optimizer_params=optimizer_params,
         update_frequency=update_frequency,
         batch_dim=batch_dim,
     )
@@ -111,25 +113,36 @@ def form_clusters(
     nodes: Sequence[NodeConfig],
     pass_data: bool = False,
     clusters: int | None = None,
-    optimizer_factor: float = 2.0,
+    optimizer: type[torch.optim.Optimizer] | None = None,
+    optimizer_params: Mapping[str, Any] = _NOTHING,
     update_frequency: int = 1,
     batch_dim: int = 0,
 ) -> Formation:
-    """Capture, profile and plan a model without writing anything; ``PlanError`` if no plan exists."""
+    """Capture, profile and plan a model without writing anything; ``PlanError`` if no plan exists.
+
+    If no plan exists with whole tensors, the largest are cut along their rows.
+    """
     if model is None:
         raise SplitError("clusterize needs the model to split: clusterize(model=..., example_args=...)")
     prepared = prepare(model, example_args, example_kwargs, batch_dim=batch_dim, pass_data=pass_data)
-    profile = profile_model(prepared, optimizer_factor=optimizer_factor)
-    plan = make_plan(
-        profile,
-        nodes,
-        clusters=clusters,
-        seed=torch.initial_seed() % 2**32,
-        update_frequency=update_frequency,
+    factor = optimizer_state_factor(optimizer, optimizer_params)
+    profile = replace(
+        profile_model(prepared, optimizer_factor=factor), whole_reason=whole_reason(optimizer)
     )
-    if isinstance(plan, Infeasible):
-        raise PlanError(plan.reason)
-    return Formation(prepared, profile, plan)
+    seed = torch.initial_seed() % 2**32
+
+    def planned(of: ModelProfile) -> Plan | Infeasible:
+        return make_plan(of, nodes, clusters=clusters, seed=seed, update_frequency=update_frequency)
+
+    plan = planned(profile)
+    if not isinstance(plan, Infeasible):
+        return Formation(prepared, profile, plan)
+    if not profile.whole_reason:
+        for cut in row_cut_models(prepared, profile, [node.ram * 1e9 for node in nodes]):
+            found = planned(cut.profile)
+            if isinstance(found, Plan):
+                return Formation(cut.prepared, cut.profile, found)
+    raise PlanError(plan.reason)
 
 
 def _checked_splits(formation: Formation) -> dict[int, Split]:

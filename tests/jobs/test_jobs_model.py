@@ -14,6 +14,7 @@ from torch import nn
 from ravnest.errors import RavnestError, SplitError, StageFormatError
 from ravnest.jobs.model import PackedModel, check_weights, pack_model, read_units, write_stage
 from ravnest.plan.profiler import profile_model
+from ravnest.plan.row_cuts import row_cut_models
 from ravnest.split import Chain, PreparedModel, StageModule, prepare
 from ravnest.split.self_check import verify
 from ravnest.split.splitter import SplitStage
@@ -163,3 +164,42 @@ def test_weights_of_another_model_are_refused(packed: PackedModel, tmp_path: Pat
     theirs = pack_model(other, profile_model(other), tmp_path)
     with pytest.raises(StageFormatError, match="lacks"):
         check_weights(read_units(packed.units), theirs.weights)
+
+
+def test_stages_with_cut_tensors_take_their_rows_from_the_same_weights(
+    prepared: PreparedModel, tmp_path: Path
+) -> None:
+    profile = profile_model(prepared)
+    cut = list(row_cut_models(prepared, profile, counts=(2, 3)))
+    packed = pack_model(prepared, profile, tmp_path / "packed", cut)
+    model = read_units(packed.units)
+    check_weights(model, packed.weights)
+    assert [variant.profile.row_cuts[0].blocks for variant in model.row_cut] == [2, 3]
+    assert len(model.variants) == 3
+    expected = prepared.capture.model.state_dict()
+    for number, (variant, source) in enumerate(zip(model.row_cut, cut, strict=True)):
+        stages: list[SplitStage] = []
+        for spec in variant.stages([2, 4, 6]):
+            folder = tmp_path / str(number) / str(spec.index)
+            digest = write_stage(folder, spec, packed.weights)
+            stages.append(load_stage(folder, digest.sha256))
+        assert max(verify(source.prepared.capture, [stages]).differences.values(), default=0) < 1e-5
+        fused = Chain(StageModule(stage.spec, stage.tensors) for stage in stages).state_dict()
+        assert list(fused) == list(expected)
+        assert all(torch.equal(fused[name], expected[name]) for name in expected)
+
+
+def test_rows_outside_of_the_model_are_refused(prepared: PreparedModel, tmp_path: Path) -> None:
+    profile = profile_model(prepared)
+    packed = pack_model(prepared, profile, tmp_path, row_cut_models(prepared, profile, counts=(2,)))
+    data = json.loads(packed.units.read_text())
+    for unit in data["row_cut"][0]["units"]:
+        for entry in unit["state"]:
+            if "rows" in entry:
+                entry["rows"][2] += 1
+    packed.units.write_text(json.dumps(data))
+    with pytest.raises(StageFormatError, match="not a part of the model's tensor"):
+        check_weights(read_units(packed.units), packed.weights)
+    packed.units.write_text(json.dumps(data | {"row_cut": 7}))
+    with pytest.raises(StageFormatError, match="models with cut tensors"):
+        read_units(packed.units)

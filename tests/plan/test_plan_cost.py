@@ -70,6 +70,16 @@ def test_time_of_a_stage_and_of_a_link() -> None:
     assert costs.link_seconds(1, fast, slow) == costs.link_seconds(1, slow, fast) == 2.0
 
 
+def test_only_the_owner_of_a_tied_tensor_keeps_its_optimizer_state() -> None:
+    tied = TensorProfile("tied", 400, trainable=True, averaged=True, units=(0, 3))
+    profile = ModelProfile(chain(4).units, (tied,), 1, 0, optimizer_bytes_per_parameter_byte=2.0)
+    costs = ModelCosts.of(profile, averaging=2.0)
+    owner, replica = costs.memory(0, 2, 2), costs.memory(2, 4, 1)
+    assert (owner.weights, owner.optimizer, owner.averaging) == (400, 800, 800)
+    assert (replica.weights, replica.optimizer, replica.averaging) == (400, 0, 0)
+    assert costs.memory(0, 4, 1).optimizer == 800
+
+
 def test_a_tied_tensor_crosses_a_cut_once_per_update() -> None:
     tied = TensorProfile("tied", 400, trainable=True, averaged=True, units=(0, 2))
     frozen = TensorProfile("frozen", 9999, trainable=False, averaged=True, units=(0, 3))

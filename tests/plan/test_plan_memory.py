@@ -158,7 +158,7 @@ def by_hand(
     returning += profile.units[start - 1].gradient_bytes if start else 0
     return (
         sum(t.bytes for t in held)
-        + delay * (trainable + sum(activations) + incoming)
+        + delay * (sum(owned) + sum(activations) + incoming)
         + trainable
         + sum(owned) * profile.optimizer_bytes_per_parameter_byte
         + (share * leaving + min(share, 2 * part) * returning) * (1 + delay)

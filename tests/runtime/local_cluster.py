@@ -20,13 +20,18 @@ DEADLINE = 120.0
 
 
 def form(
-    folder: Path, model: nn.Module, example: tuple[Any, ...] | dict[str, Any], nodes: int, **options: Any
+    folder: Path,
+    model: nn.Module,
+    example: tuple[Any, ...] | dict[str, Any],
+    nodes: int,
+    ram: float = 4.0,
+    **options: Any,
 ) -> list[str]:
     """Split a model for one cluster of equal nodes in ``folder/node_data``; return names, Root first."""
     node_data = folder / "node_data"
     node_data.mkdir(parents=True, exist_ok=True)
     configs = {
-        str(i): {"IP": f"127.0.0.1:{port}", "benchmarks": {"ram": 4, "bandwidth": 1000}}
+        str(i): {"IP": f"127.0.0.1:{port}", "benchmarks": {"ram": ram, "bandwidth": 1000}}
         for i, port in enumerate(free_ports(nodes))
     }
     (node_data / "node_configs.json").write_text(json.dumps(configs))

@@ -25,6 +25,7 @@ from ravnest.jobs.model import UnitModel, pack_model, read_units
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.profiler import profile_model
+from ravnest.plan.row_cuts import row_cut_models
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import (
     DataFile,
@@ -35,7 +36,7 @@ from ravnest.schemas.jobs import (
     TrainingSpec,
 )
 from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
-from ravnest.server.scheduling.planning import PlannedJob, plan_job
+from ravnest.server.scheduling.planning import PlannedJob, plan_job, plan_variants
 from ravnest.server.scheduling.shipping import ship
 from ravnest.split import Chain, PreparedModel
 from ravnest.split.splitter import prepare
@@ -160,6 +161,41 @@ def rows(share: tuple[RowRange, ...], pieces: tuple[DataFile, ...]) -> list[int]
     begins = accumulate((piece.rows for piece in pieces), initial=0)
     begin_of = {piece.artifact: begin for piece, begin in zip(pieces, begins, strict=False)}
     return [begin_of[s.artifact] + row for s in share for row in range(s.start, s.stop)]
+
+
+def test_tensors_are_cut_along_their_rows_if_nothing_else_fits(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Embedding(4096, 32), nn.Linear(32, 4))
+    tokens = torch.arange(8)
+    prepared = prepare(model, (tokens,))
+    profile = profile_model(prepared)
+    cut = row_cut_models(prepared, profile, counts=(2, 4))
+    files = pack_model(prepared, profile, tmp_path / "packed", cut)
+    units = read_units(files.units)
+    profiles = [variant.profile for variant in units.variants]
+
+    large = plan_variants(job(clusters=1), profiles, local(3, ram=0.01))
+    assert isinstance(large, PlannedJob)
+    assert large.variant == 0
+    few = plan_variants(job(clusters=1), profiles, local(3, ram=0.0005))
+    assert isinstance(few, Infeasible)
+    assert few == plan_job(job(clusters=1), profile, local(3, ram=0.0005))
+
+    planned = plan_variants(job(clusters=1), profiles, local(3, ram=0.0018))
+    assert isinstance(planned, PlannedJob)
+    assert planned.variant == 1
+    assert "0.weight (524 kB) is cut into 2 blocks of rows" in planned.explanation
+    assignments = ship("j1", planned, units.variants[1], files.weights, adder(tmp_path), tmp_path)
+    stages = []
+    for assignment in assignments:
+        folder = tmp_path / assignment.id
+        folder.mkdir()
+        shutil.copy(tmp_path / assignment.stage.sha256, folder / "stage.json")
+        shutil.copy(tmp_path / assignment.weights.sha256, folder / "weights.safetensors")
+        stages.append(load_module(folder, assignment.stage.sha256))
+    chain = Chain(sorted(stages, key=lambda stage: stage.spec.index)).eval()
+    assert torch.equal(chain(tokens), model.eval()(tokens))
+    assert torch.equal(chain.state_dict()["0.weight"], model[0].weight)
 
 
 # --- planning ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,11 @@ from ravnest.errors import JobError, SettingsError
 from ravnest.jobs.dataset_writer import PackedData, StepProgress, batch_size_of, pack_data
 from ravnest.jobs.dry_run import DryRun, check_data, dry_run, example_for, input_names
 from ravnest.jobs.graph_loss import pack_loss
-from ravnest.jobs.model import PackedModel, pack_model, read_units
+from ravnest.jobs.model import UnitModel, pack_model, read_units
 from ravnest.jobs.registry import check_update, named_loss, named_optimizer, named_scheduler
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.profiler import optimizer_state_factor, profile_model
+from ravnest.plan.row_cuts import row_cuts_to_ship, whole_reason
 from ravnest.runtime.settings import codec_for, is_count
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import (
@@ -143,10 +144,16 @@ def pack_job(job: Job, folder: Path, progress: StepProgress | None = None) -> Pa
     _check_batch(job, prepared)
     report("packing the model", 1, _STEPS)
     factor = optimizer_state_factor(job.optimizer, job.optimizer_params)
-    profile = profile_model(prepared, optimizer_factor=factor)
-    model = pack_model(prepared, profile, folder / "model")
+    profile = replace(
+        profile_model(prepared, optimizer_factor=factor), whole_reason=whole_reason(job.optimizer)
+    )
+    row_cut = [] if profile.whole_reason else list(row_cuts_to_ship(prepared, profile))
+    model = pack_model(prepared, profile, folder / "model", row_cut)
     report("checking the model", 2, _STEPS)
-    _check_merged(prepared, profile, model)
+    units = read_units(model.units)
+    _check_merged(prepared, profile, units)
+    for cut, merged in zip(row_cut[:1], units.row_cut, strict=False):
+        _check_merged(cut.prepared, cut.profile, merged)
     report("packing the data", 3, _STEPS)
     train, validation = _pack_data(job, prepared, folder, report)
     report("checking the loss", 4, _STEPS)
@@ -223,9 +230,8 @@ def _check_batch(job: Job, prepared: PreparedModel) -> None:
         )
 
 
-def _check_merged(prepared: PreparedModel, profile: ModelProfile, packed: PackedModel) -> None:
+def _check_merged(prepared: PreparedModel, profile: ModelProfile, units: UnitModel) -> None:
     """Compare the model with stages that are merged from the files, as the server merges them."""
-    units = read_units(packed.units)
     count = min(_CHECKED_STAGES, len(units.units))
     cuts = balanced_cuts(prepared, [1.0] * count)
     specs = units.stages([prepared.cuts.index(cut) + 1 for cut in cuts])

@@ -6,18 +6,19 @@ file. It needs neither the model's code nor memory for the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ravnest.errors import JobError, RavnestError, StageFormatError
-from ravnest.jobs.tensor_file import TensorFile
+from ravnest.jobs.tensor_file import TensorBytes, TensorFile
 from ravnest.plan.profile import ModelProfile
+from ravnest.plan.row_cuts import RowCutModel
 from ravnest.split.encoding import stage_from_json, stage_to_json
-from ravnest.split.graph import MAX_STAGES, StageSpec
+from ravnest.split.graph import MAX_STAGES, StageSpec, StateSpec
 from ravnest.split.merge import check_chain, merge_units
 from ravnest.split.splitter import PreparedModel
 from ravnest.store.bundle import STAGE_FILE, STAGE_LIMIT, WEIGHTS_FILE, BundleDigest
@@ -29,6 +30,8 @@ VERSION = 1
 UNITS_FILE = "units.json"
 _LARGEST = 2**60
 """Upper bound of costs and sizes; sums of a few of them fit into 64 bits."""
+_MOST_ROW_CUTS = 16
+"""Most models with tensors cut along their rows that a file may hold."""
 _LONGEST_REASON = 2000
 """Most characters of the sentence that explains why batches are not split."""
 
@@ -47,14 +50,30 @@ class UnitModel:
 
     profile: ModelProfile
     units: tuple[StageSpec, ...]
+    row_cut: tuple[UnitModel, ...] = ()
+    """The same model with its largest tensors cut along their rows, into ever more blocks."""
+
+    @property
+    def variants(self) -> tuple[UnitModel, ...]:
+        """The model with whole tensors, then those with cut ones."""
+        return (self, *self.row_cut)
 
     def stages(self, starts: Sequence[int]) -> tuple[StageSpec, ...]:
         """Return the stages that begin at unit 0 and at each of ``starts`` (see ``StagePlan.start``)."""
         return merge_units(self.units, starts)
 
 
-def pack_model(prepared: PreparedModel, profile: ModelProfile, folder: Path) -> PackedModel:
-    """Write a prepared model and its profile below ``folder``."""
+def pack_model(
+    prepared: PreparedModel,
+    profile: ModelProfile,
+    folder: Path,
+    row_cut: Iterable[RowCutModel] = (),
+) -> PackedModel:
+    """Write a prepared model and its profile below ``folder``.
+
+    ``row_cut`` are the same model with tensors cut along their rows, for providers that cannot hold
+    them whole. Their weights are rows of the same file.
+    """
     count = len(prepared.cuts) + 1
     if count > MAX_STAGES:
         raise JobError(
@@ -68,9 +87,13 @@ def pack_model(prepared: PreparedModel, profile: ModelProfile, folder: Path) -> 
         "version": VERSION,
         "profile": asdict(profile),
         "units": [stage_to_json(stage.spec) for stage in stages],
+        "row_cut": [_row_cut_to_json(model) for model in row_cut],
     }
     write_json(packed.units, data, compact=True)
-    if (size := size_of(packed.units)) > STAGE_LIMIT:
+    if (size := size_of(packed.units)) > STAGE_LIMIT and data["row_cut"]:
+        write_json(packed.units, data | {"row_cut": []}, compact=True)
+        size = size_of(packed.units)
+    if size > STAGE_LIMIT:
         raise JobError(
             f"the graph of the model takes {size / 1e6:.0f} MB, more than the "
             f"{STAGE_LIMIT / 1e6:.0f} MB that a job may have: use fewer operations, such as fewer "
@@ -78,6 +101,12 @@ def pack_model(prepared: PreparedModel, profile: ModelProfile, folder: Path) -> 
         )
     save_weights(packed.weights, {key: t for stage in stages for key, t in stage.tensors.items()})
     return packed
+
+
+def _row_cut_to_json(model: RowCutModel) -> dict[str, Any]:
+    stages = model.prepared.cut(model.prepared.cuts).stages
+    units = [stage_to_json(stage.spec) for stage in stages]
+    return {"profile": asdict(model.profile), "units": units}
 
 
 def read_units(path: Path) -> UnitModel:
@@ -88,15 +117,23 @@ def read_units(path: Path) -> UnitModel:
     data = read_json(path, STAGE_LIMIT)
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise StageFormatError(f"{path} is not a model of this version of Ravnest")
-    units = data.get("units")
-    if not isinstance(units, list) or not 0 < len(units) <= MAX_STAGES:
-        raise StageFormatError(f"{path} does not list the units of a model")
+    cut = data.get("row_cut", [])
+    if not isinstance(cut, list) or len(cut) > _MOST_ROW_CUTS:
+        raise StageFormatError(f"{path} does not list the models with cut tensors")
     try:
-        model = UnitModel(_profile(data.get("profile")), tuple(stage_from_json(unit) for unit in units))
-        check_chain(model.units)
-        _check_profile(model)
+        whole = _unit_model(data)
+        return replace(whole, row_cut=tuple(map(_unit_model, cut)))
     except RavnestError as error:
         raise type(error)(f"{path}: {error}") from error
+
+
+def _unit_model(data: object) -> UnitModel:
+    units = data.get("units") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(units, list) or not 0 < len(units) <= MAX_STAGES:
+        raise StageFormatError("it does not list the units of a model")
+    model = UnitModel(_profile(data.get("profile")), tuple(stage_from_json(unit) for unit in units))
+    check_chain(model.units)
+    _check_profile(model)
     return model
 
 
@@ -108,7 +145,8 @@ def write_stage(folder: Path, spec: StageSpec, weights: Path) -> BundleDigest:
     file = TensorFile.read(weights)
     _check_tensors(file, spec)
     target = folder / WEIGHTS_FILE
-    write_atomically(target, lambda path: file.copy([entry.key for entry in spec.state], path))
+    tensors = {entry.key: _bytes_of(file, entry) for entry in spec.state}
+    write_atomically(target, lambda path: file.copy(tensors, path))
     data = stage_to_json(spec)
     data["weights"] = {"file": WEIGHTS_FILE, "sha256": sha256_of(target)}
     write_json(folder / STAGE_FILE, data, compact=True)
@@ -118,19 +156,30 @@ def write_stage(folder: Path, spec: StageSpec, weights: Path) -> BundleDigest:
 def check_weights(model: UnitModel, weights: Path) -> None:
     """Raise ``StageFormatError`` if a file lacks tensors of a model; loading checks the dtypes."""
     file = TensorFile.read(weights)
-    for unit in model.units:
-        _check_tensors(file, unit)
+    for variant in model.variants:
+        for unit in variant.units:
+            _check_tensors(file, unit)
 
 
 def _check_tensors(file: TensorFile, spec: StageSpec) -> None:
     for entry in spec.state:
-        found = file.tensors.get(entry.key)
-        if found is None:
-            raise StageFormatError(f"{file.path} lacks {entry.key}")
+        found = _bytes_of(file, entry)
         if found.shape != entry.shape or found.size != entry.nbytes:
             raise StageFormatError(
                 f"{file.path}: {entry.key} differs in shape or size from the model's tensor"
             )
+
+
+def _bytes_of(file: TensorFile, entry: StateSpec) -> TensorBytes:
+    """Return where a tensor, or the whole tensor that has its rows, is in the file."""
+    whole = file.tensors.get(entry.model_names[0])
+    if whole is None:
+        raise StageFormatError(f"{file.path} lacks {entry.model_names[0]}")
+    if entry.rows is None:
+        return whole
+    if whole.shape[:1] != (entry.rows.total,):
+        raise StageFormatError(f"{file.path}: {entry.key} is not a part of the model's tensor")
+    return whole.row_bytes(entry.rows.first, entry.rows.stop)
 
 
 def _profile(data: object) -> ModelProfile:
@@ -174,8 +223,9 @@ def _check_batch(profile: ModelProfile) -> None:
             f"the profile has micro-batches of {profile.smallest_rows} samples in a batch of"
             f" {profile.batch_size}"
         )
-    if len(profile.unsplit_reason) > _LONGEST_REASON:
-        raise StageFormatError(f"the profile has a reason of {len(profile.unsplit_reason)} characters")
+    for reason in (profile.unsplit_reason, profile.whole_reason):
+        if len(reason) > _LONGEST_REASON:
+            raise StageFormatError(f"the profile has a reason of {len(reason)} characters")
 
 
 def _check_numbers(value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,12 @@ class TensorBytes:
     def size(self) -> int:
         """Size in bytes."""
         return self.end - self.begin
+
+    def row_bytes(self, first: int, stop: int) -> TensorBytes:
+        """Return the position of the rows ``first`` to ``stop - 1``."""
+        row = self.size // self.shape[0]
+        shape = (stop - first, *self.shape[1:])
+        return TensorBytes(self.dtype, shape, self.begin + first * row, self.begin + stop * row)
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,11 @@ class TensorFile:
             raise StageFormatError(f"{path} has a damaged header: a tensor lies outside of the file")
         return cls(path, found)
 
-    def copy(self, keys: Sequence[str], target: Path) -> None:
-        """Write some of the tensors to ``target``, with at most one chunk in memory."""
+    def copy(self, tensors: Mapping[str, TensorBytes], target: Path) -> None:
+        """Write tensors of this file to ``target`` by key, with at most one chunk in memory."""
         listing: dict[str, Any] = {}
         offset = 0
-        for key in keys:
-            tensor = self.tensors[key]
+        for key, tensor in tensors.items():
             offsets = [offset, offset + tensor.size]
             listing[key] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
             offset += tensor.size
@@ -79,9 +84,9 @@ class TensorFile:
         header += b" " * (-len(header) % 8)
         with self.path.open("rb") as source, target.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            for key in keys:
-                source.seek(self.tensors[key].begin)
-                left = self.tensors[key].size
+            for key, tensor in tensors.items():
+                source.seek(tensor.begin)
+                left = tensor.size
                 while left:
                     chunk = source.read(min(left, _CHUNK))
                     if not chunk:

@@ -292,19 +292,19 @@ def link_seconds_per_byte(one: NodeCapacity, other: NodeCapacity) -> float:
     return 8 / min(one.bandwidth, other.bandwidth)
 
 
-def _by_last_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
-    """Return, for each unit, the bytes of the tensors whose last use is there."""
-    found = [0.0] * units
-    for tensor in tensors:
-        found[tensor.units[-1]] += tensor.bytes
-    return found
-
-
 def _by_first_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
     """Return, for each unit, the bytes of the tensors whose first use is there."""
     found = [0.0] * units
     for tensor in tensors:
         found[tensor.units[0]] += tensor.bytes
+    return found
+
+
+def _by_last_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:
+    """Return, for each unit, the bytes of the tensors whose last use is there."""
+    found = [0.0] * units
+    for tensor in tensors:
+        found[tensor.units[-1]] += tensor.bytes
     return found
 
 

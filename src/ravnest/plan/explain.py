@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ravnest.plan.cost import assumed_compute
 from ravnest.plan.memory import StageMemory, size
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
-from ravnest.plan.profile import ModelProfile
+from ravnest.plan.profile import ModelProfile, RowCut
 from ravnest.plan.rings import Ring
 
 
@@ -16,7 +16,7 @@ def explain(plan: Plan, profile: ModelProfile, unit_names: Sequence[str]) -> str
 
     ``unit_names`` has one name per unit, for display; neighbouring units may share one.
     """
-    lines = [_headline(plan), *_assumption(plan)]
+    lines = [_headline(plan), *_assumption(plan), *map(_row_cut_line, plan.row_cuts)]
     for cluster in plan.clusters:
         lines += ["", _cluster_line(cluster)]
         for stage in cluster.stages:
@@ -79,6 +79,13 @@ def _assumption(plan: Plan) -> list[str]:
     if len(silent) == len(nodes):
         return [f"No node states its compute: {assumed} is assumed for all."]
     return [f"Assumed compute (the median of the others), {assumed}: {', '.join(silent)}."]
+
+
+def _row_cut_line(cut: RowCut) -> str:
+    return (
+        f"{cut.name} ({size(cut.bytes)}) is cut into {cut.blocks} blocks of rows, because no plan fits"
+        " the RAM otherwise."
+    )
 
 
 def _cluster_line(cluster: ClusterPlan) -> str:

@@ -118,7 +118,7 @@ def _unit_too_large(
         f"unit {unit} of the model{f' (with {name})' if name else ''} cannot be cut further and"
         f" needs {size(float(needs[unit]))} to train {_batch(costs)}; the largest of"
         f" {_counted(machines, source)} has {size(largest)}."
-        f" What helps: {_smaller_batch(helps)}{MORE_RAM}.",
+        f"{_sentence(profile.whole_reason)} What helps: {_smaller_batch(helps)}{MORE_RAM}.",
         float(needs[unit]),
         largest,
     )
@@ -192,6 +192,11 @@ def _factor_that_fits(
 def _without_batch(costs: ModelCosts) -> ModelCosts:
     """Return the costs of a batch so small that its activations do not count."""
     return replace(costs, training=replace(costs.training, share=0.0, part=0.0))
+
+
+def _sentence(reason: str) -> str:
+    """Return a reason as a sentence that follows another; empty if there is none."""
+    return f" {reason[0].upper()}{reason[1:]}." if reason else ""
 
 
 def _smaller_batch(helps: bool) -> str:

@@ -96,7 +96,8 @@ class StageLoad(Generic[Bytes]):
     state: Bytes
     trainable: Bytes
     owned: Bytes
-    """Part of ``trainable`` that the stage updates; an earlier stage updates and sends the others."""
+    """Trainable tensors that no earlier stage uses. Only they have optimizer state, older versions and
+    copies for averaging; the others are replicas of tied weights."""
     largest: Bytes
     """Largest trainable tensor."""
     largest_owned: Bytes
@@ -185,7 +186,7 @@ def stage_memory(
     recomputed = total - kept
     return StageMemory(
         weights=load.state,
-        versions=load.trainable * delay,
+        versions=load.owned * delay,
         gradients=peak - now * (load.activations + load.incoming),
         optimizer=load.owned * training.optimizer_factor,
         activations=kept * (load.activations + load.incoming) + recomputed * load.inputs,

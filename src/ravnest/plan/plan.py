@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ravnest.plan.memory import StageMemory
 from ravnest.plan.node_configs import NodeConfig
+from ravnest.plan.profile import RowCut
 from ravnest.plan.rings import Ring
 from ravnest.types import Role, Schedule
 
@@ -84,6 +85,8 @@ class Plan:
     """Samples that a micro-batch must have."""
     splittable: bool = True
     """True if a batch can be split without a change of the result."""
+    row_cuts: tuple[RowCut, ...] = ()
+    """Tensors that are cut along their rows, because no plan exists otherwise."""
 
     @property
     def samples_per_second(self) -> float:

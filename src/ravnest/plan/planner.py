@@ -116,6 +116,7 @@ def _plan(
         schedule="async" if costs.training.max_delay else "sync",
         smallest_rows=profile.smallest_rows or 1,
         splittable=profile.smallest_rows is not None,
+        row_cuts=profile.row_cuts,
     )
 
 

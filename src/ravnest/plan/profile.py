@@ -69,6 +69,15 @@ class ChunkableHead:
 
 
 @dataclass(frozen=True)
+class RowCut:
+    """A tensor of the model that is cut into blocks of its rows."""
+
+    name: str
+    bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """Cost of a whole model at one batch size."""
 
@@ -92,3 +101,7 @@ class ModelProfile:
     """Samples that a micro-batch must have; None if a batch cannot be split."""
     unsplit_reason: str = "it is not known whether the model treats samples independently"
     """Why a batch cannot be split; empty if it can."""
+    row_cuts: tuple[RowCut, ...] = ()
+    """Tensors that are cut along their rows."""
+    whole_reason: str = ""
+    """Why no tensor may be cut along its rows; empty if it may."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from ravnest.errors import PlanError
 from ravnest.plan.loss_chunks import LOSS_COPIES
-from ravnest.plan.profile import ChunkableHead, ModelProfile, TensorProfile, UnitCost
+from ravnest.plan.profile import ChunkableHead, ModelProfile, RowCut, TensorProfile, UnitCost
 from ravnest.split import state
 from ravnest.split.aliases import find_aliases
 from ravnest.split.cuts import CutLayout
@@ -33,8 +34,13 @@ _BACKWARD = 2.0
 """Cost of backward relative to forward: it computes a gradient for the input and one for the weight."""
 
 
-def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> ModelProfile:
-    """Return the costs of the units of a prepared model, at the batch size of its example."""
+def profile_model(
+    prepared: PreparedModel, *, optimizer_factor: float = 2.0, splits: bool = True
+) -> ModelProfile:
+    """Return the costs of the units of a prepared model, at the batch size of its example.
+
+    Without ``splits`` the profile does not say whether batches can be split, and nothing runs.
+    """
     layout, measurement = prepared.layouts["train"], prepared.measurements["train"]
     bounds = [0, *layout.legal, len(layout.operations)]
     forward = crossing_bytes(layout, measurement)
@@ -63,8 +69,8 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
             )
         )
     example = prepared.capture.example
-    split = row_split(prepared)
-    return ModelProfile(
+    split = row_split(prepared) if splits else None
+    found = ModelProfile(
         units=tuple(units),
         state=_state(prepared, layout, bounds),
         batch_size=example.batch_size or 1,
@@ -74,9 +80,23 @@ def profile_model(prepared: PreparedModel, *, optimizer_factor: float = 2.0) -> 
         chunkable=_chunkable_head(prepared, bounds),
         optimizer_bytes_per_parameter_byte=optimizer_factor,
         update_copies=_UPDATE_COPIES,
-        smallest_rows=split.smallest if split.allowed else None,
-        unsplit_reason="" if split.allowed else split.reason,
+        row_cuts=_row_cuts(prepared),
     )
+    if split is None:
+        return found
+    smallest, reason = (split.smallest, "") if split.allowed else (None, split.reason)
+    return replace(found, smallest_rows=smallest, unsplit_reason=reason)
+
+
+def _row_cuts(prepared: PreparedModel) -> tuple[RowCut, ...]:
+    """Return the tensors that are cut along their rows, without the biases that are cut with them."""
+    found: dict[str, RowCut] = {}
+    for entry in prepared.capture.state.tensors.values():
+        if entry.rows is not None and entry.tensor.dim() > 1:
+            name = entry.model_names[0]
+            before = found.get(name, RowCut(name, 0, 0))
+            found[name] = RowCut(name, before.bytes + entry.tensor.nbytes, before.blocks + 1)
+    return tuple(found.values())
 
 
 def _loss_bytes(layout: CutLayout, measurement: Measurement) -> int:

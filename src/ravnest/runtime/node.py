@@ -398,6 +398,7 @@ class Node:
     def _load_stage(self) -> StageModule:
         spec = self._config.spec
         module = load_module(self._folder / spec.bundle, spec.sha256, self._device)
+        self._rule.check_row_blocks(module.spec.state)
         if self._model is not None:
             _initialise(module, self._model)
         return module
@@ -425,7 +426,11 @@ class Node:
 
 def _initialise(module: StageModule, model: nn.Module) -> None:
     """Initialise a stage from a module with the same parameter names."""
-    values = model.state_dict()
+    values = dict(model.state_dict())
+    for entry in module.spec.state:
+        for name, whole in zip(entry.names, entry.model_names, strict=True):
+            if entry.rows is not None and whole in values:
+                values[name] = values[whole][entry.rows.first : entry.rows.stop]
     wanted = module.state_dict()
     missing = sorted(name for name in wanted if name not in values)
     if missing:

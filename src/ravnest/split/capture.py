@@ -151,13 +151,7 @@ def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: M
         logger.info("%s is a %s, which stages cannot return: it is omitted from the output", path, kind)
     if not any(node.op == "call_function" for node in program.graph.nodes):
         raise SplitError("forward has no operation that could be split")
-    graph = fx.Graph()
-    val_map: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(program.graph, val_map, return_output_node=True)
-    assert isinstance(output, tuple)
-    graph.output(output[0])
-    for old, new in val_map.items():
-        new.meta = old.meta
+    graph = copy_graph(program.graph)
     specs = program.graph_signature.input_specs
     inputs = [spec.arg.name for spec in specs if spec.kind.name == "USER_INPUT"]
     state_of = {
@@ -174,6 +168,18 @@ def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: M
         structure=traced.structure,
         fixed_batch=fixed,
     )
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph, with the same names and its own copy of the nodes' meta."""
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    output = copy.graph_copy(graph, nodes, return_output_node=True)
+    assert isinstance(output, tuple)
+    copy.output(output[0])
+    for old, new in nodes.items():
+        new.meta = dict(old.meta)
+    return copy
 
 
 def _export(flat: _Flat, example: Example) -> tuple[ExportedProgram, tuple[str, ...]]:

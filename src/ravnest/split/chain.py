@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ravnest.errors import StageInputError
+from ravnest.errors import FusionError, StageInputError
 from ravnest.split.gradients import add_gradient, memory_of, own_gradient
-from ravnest.split.graph import InputEntry, StageSpec
+from ravnest.split.graph import InputEntry, StageSpec, StateSpec
 from ravnest.split.module import StageModule
 
 if TYPE_CHECKING:
@@ -222,17 +222,41 @@ def fuse(
     It has ``_metadata`` like the ``state_dict`` of a module: some modules need it to load.
     """
     placed: dict[int, tuple[str, torch.Tensor]] = {}
+    blocks: dict[tuple[str, ...], list[tuple[StateSpec, torch.Tensor]]] = {}
     metadata: OrderedDict[str, dict[str, int]] = OrderedDict()
     for spec, tensors in stages:
         metadata.update((path, {"version": v}) for path, v in spec.module_versions.items())
         for entry in spec.state:
-            if entry.persistent and entry.stages[0] == spec.index:
-                for position, name in zip(entry.positions, entry.names, strict=True):
-                    placed[position] = (name, tensors[entry.key].detach())
+            if not entry.persistent or entry.stages[0] != spec.index:
+                continue
+            tensor = tensors[entry.key].detach()
+            if entry.rows is None:
+                placed.update(_placed(entry, tensor))
+            else:
+                blocks.setdefault(entry.model_names, []).append((entry, tensor))
+    for parts in blocks.values():
+        placed.update(_placed(parts[0][0], _joined(parts)))
     placed.pop(-1, None)
     result = OrderedDict(placed[position] for position in sorted(placed))
     result._metadata = metadata  # type: ignore[attr-defined]
     return result
+
+
+def _placed(entry: StateSpec, tensor: torch.Tensor) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:
+    """Yield the positions of a tensor in the ``state_dict``, with its names."""
+    for position, name in zip(entry.positions, entry.model_names, strict=True):
+        yield position, (name, tensor)
+
+
+def _joined(parts: Sequence[tuple[StateSpec, torch.Tensor]]) -> torch.Tensor:
+    """Return a tensor from all blocks of its rows; raise ``FusionError`` if blocks are missing."""
+    found = {entry.rows: tensor for entry, tensor in parts if entry.rows is not None}
+    ordered = sorted(found, key=lambda rows: rows.first)
+    total = ordered[0].total
+    if [rows.first for rows in ordered] + [total] != [0] + [rows.stop for rows in ordered]:
+        name = parts[0][0].model_names[0]
+        raise FusionError(f"the blocks of {name} do not cover its {total} rows: a stage is missing")
+    return torch.cat([found[rows] for rows in ordered])
 
 
 def bind_inputs(

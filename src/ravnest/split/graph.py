@@ -129,6 +129,28 @@ class StageGraph(Struct, frozen=True):
     """Sizes that may vary between micro-batches."""
 
 
+class RowBlock(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Block of a tensor: rows ``first`` to ``stop - 1`` of ``total`` rows."""
+
+    first: Size
+    stop: Size
+    total: Size
+
+    def name_in(self, name: str) -> str:
+        """Return the name of this block of the tensor ``name``."""
+        return f"{name}{self._suffix}"
+
+    def name_of_whole(self, name: str) -> str:
+        """Return the name of the whole tensor, from that of this block."""
+        if not name.endswith(self._suffix):
+            raise StageFormatError(f"{name!r} is not the name of the rows {self.first} to {self.stop}")
+        return name[: -len(self._suffix)]
+
+    @property
+    def _suffix(self) -> str:
+        return f".rows_{self.first}_{self.stop}"
+
+
 class StateSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A parameter, buffer or constant of the model that this stage holds."""
 
@@ -147,6 +169,14 @@ class StateSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     """Stages that hold the tensor, ascending. The first owns it; the others hold replicas."""
     strides: tuple[Size, ...] = ()
     """Memory layout, which affects the choice of kernels (channels last); empty for row-major order."""
+    rows: RowBlock | None = None
+    """Rows of the model's tensor that this block holds; None for a whole tensor. The names of a block
+    are those of the tensor with the range appended, the positions are those of the tensor."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names of the whole tensor in the model."""
+        return self.names if self.rows is None else tuple(map(self.rows.name_of_whole, self.names))
 
     @property
     def nbytes(self) -> int:
@@ -206,6 +236,7 @@ class StageSpec(Struct, frozen=True):
             len(entry.strides) != len(entry.shape) or not is_dense(entry.shape, entry.strides)
         ):
             raise StageFormatError(f"the strides of {key!r} do not fit its shape")
+        _check_rows(entry)
         exist = all(0 <= stage < self.count for stage in entry.stages)
         ascend = list(entry.stages) == sorted(set(entry.stages))
         if self.index not in entry.stages or not exist or not ascend:
@@ -234,6 +265,17 @@ class StageSpec(Struct, frozen=True):
         ):
             raise StageFormatError("the signature of the model is malformed")
         return set(values)
+
+
+def _check_rows(entry: StateSpec) -> None:
+    rows = entry.rows
+    if rows is None:
+        return
+    inside = 0 <= rows.first < rows.stop <= rows.total
+    if not inside or not entry.shape or entry.shape[0] != rows.stop - rows.first or entry.strides:
+        raise StageFormatError(f"the rows of {entry.key!r} do not fit its shape")
+    if not all(entry.model_names):
+        raise StageFormatError(f"{entry.key!r} is a block of a tensor without a name")
 
 
 def _is_state_name(part: str) -> bool:

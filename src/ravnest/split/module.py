@@ -91,6 +91,12 @@ class StageModule(nn.Module):
         assert entry.kind == "buffer", f"{key} is a {entry.kind}"
         _attach(self, entry, tensor)
 
+    def replace_parameter(self, key: str, tensor: torch.Tensor) -> nn.Parameter:
+        """Replace a parameter by one with the memory of ``tensor``; graphs in flight keep the old."""
+        (entry,) = (entry for entry in self.spec.state if entry.key == key)
+        _attach(self, entry, tensor)
+        return self.parameters_by_key()[key]
+
     def parameters_by_key(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters by key; tied ones appear once."""
         return {key: table[leaf] for key, (table, leaf) in self._parameter_places.items()}

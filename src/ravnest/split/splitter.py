@@ -26,6 +26,7 @@ from ravnest.split.graph import (
 )
 from ravnest.split.measure import Measurement, measure
 from ravnest.split.normalise import normalise
+from ravnest.split.row_blocks import cut_into_blocks
 from ravnest.split.self_check import verify
 from ravnest.types import is_dense
 
@@ -57,6 +58,11 @@ class PreparedModel:
     def cuts(self) -> tuple[int, ...]:
         """Legal cuts of the training graph."""
         return self.layouts["train"].legal
+
+    def with_row_blocks(self, counts: Mapping[str, int]) -> PreparedModel:
+        """Return the model with these tensors cut into that many blocks of rows, measured again."""
+        captured = cut_into_blocks(self.capture, counts)
+        return _measured(captured, pass_data=self.measurements["train"].measured)
 
     def cut(self, cuts: Sequence[int]) -> Split:
         """Return the stages between these cuts of the training graph."""
@@ -113,9 +119,10 @@ class PreparedModel:
             trainable=entry.kind == "parameter" and entry.tensor.requires_grad,
             persistent=entry.persistent,
             names=entry.names,
-            positions=self.capture.state.positions(entry.names),
+            positions=self.capture.state.positions(entry.model_names),
             stages=tuple(sorted(stages)),
             strides=_unusual_strides(entry.tensor),
+            rows=entry.rows,
         )
 
     def _signature(self) -> tuple[InputEntry, ...]:
@@ -137,10 +144,16 @@ def prepare(
 ) -> PreparedModel:
     """Capture and measure a model. ``pass_data`` measures times with a real run on the example."""
     captured = capture(model, example_args, example_kwargs, batch_dim=batch_dim)
+    for mode in MODES:
+        normalise(captured.modes[mode])
+    return _measured(captured, pass_data=pass_data)
+
+
+def _measured(captured: Capture, *, pass_data: bool) -> PreparedModel:
+    """Find the legal cuts of both graphs and measure their operations."""
     layouts: dict[Mode, CutLayout] = {}
     measurements: dict[Mode, Measurement] = {}
     for mode in MODES:
-        normalise(captured.modes[mode])
         layouts[mode] = lay_out(captured.modes[mode])
         check_operators(layouts[mode])
         real = pass_data and mode == "train"

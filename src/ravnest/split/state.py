@@ -11,17 +11,24 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ravnest.errors import SplitError
-from ravnest.split.graph import MAX_MODULE_VERSION, Kind, Mode
+from ravnest.split.graph import MAX_MODULE_VERSION, Kind, Mode, RowBlock
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of the model with all its names."""
+    """A tensor of the model with all its names, or a block of its rows."""
 
     tensor: torch.Tensor
     kind: Kind
     persistent: bool
     names: tuple[str, ...]
+    rows: RowBlock | None = None
+    """Rows of the model's tensor that this is; None for a whole tensor."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names of the whole tensor."""
+        return self.names if self.rows is None else tuple(map(self.rows.name_of_whole, self.names))
 
 
 class ModelState:

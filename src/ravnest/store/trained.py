@@ -185,7 +185,11 @@ def _check_same_run(source: Path, saved: list[_TrainedStage]) -> None:
 
 
 def _owned_positions(spec: StageSpec) -> Iterator[int]:
-    """Yield the positions in the model's ``state_dict`` of the tensors that a stage owns."""
+    """Yield the positions in the model's ``state_dict`` of the tensors that a stage owns.
+
+    A tensor that is cut along its rows counts where its first block is; ``fuse`` checks the others.
+    """
     for entry in spec.state:
-        if entry.persistent and entry.stages[0] == spec.index:
+        first = entry.rows is None or entry.rows.first == 0
+        if first and entry.persistent and entry.stages[0] == spec.index:
             yield from (position for position in entry.positions if position >= 0)

@@ -116,7 +116,7 @@ class StageExecution:
         self._versions.memory.update(
             tensor.untyped_storage().data_ptr() for tensor in module.state_tensors().values()
         )
-        self.updates = Updates(rule, trained)
+        self.updates = Updates(rule, trained, {e.key: e.model_names[0] for e in spec.state})
         self._saved: dict[MicrobatchId, _SavedForward] = {}
         self._deferred: dict[MicrobatchId, _SavedForward] = {}
         """Micro-batches whose weight gradients are still to be computed."""
@@ -393,7 +393,7 @@ class StageExecution:
         for key, value in values.items():
             if key in self._replicas:
                 tensor = self._checked(value, self._replicas[key], key)
-                self._replicas[key] = tensor.requires_grad_()
+                self._replicas[key] = self.module.replace_parameter(key, tensor)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the stage's device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ravnest.errors import SettingsError
 from ravnest.split.gradients import add_gradient
+from ravnest.split.graph import StateSpec
+from ravnest.split.row_blocks import element_wise
 
 _ROUNDING = 1e-6
 _INERTIA = 0.9
@@ -61,12 +63,30 @@ class UpdateRule:
         if self.clip is not None and not self.clip > 0:
             raise SettingsError(f"clip_grad_norm must be a positive number, not {self.clip!r}")
 
+    def check_row_blocks(self, state: Iterable[StateSpec]) -> None:
+        """Raise ``SettingsError`` if the optimizer would not update blocks of rows as a whole tensor."""
+        cut = next((e.model_names[0] for e in state if e.rows is not None and e.trainable), None)
+        name = getattr(self.optimizer, "__name__", repr(self.optimizer))
+        if cut is not None and self.optimizer is not None and not element_wise(self.optimizer):
+            raise SettingsError(
+                f"the plan cuts {cut} along its rows, and {name} may read tensors as a whole: use an "
+                "optimizer that updates each element on its own, such as torch.optim.AdamW, or pass "
+                "optimizer= to clusterize, which then plans with whole tensors"
+            )
+
 
 class Updates:
     """Optimizer, scheduler and accumulated gradients of one stage."""
 
-    def __init__(self, rule: UpdateRule, parameters: Mapping[str, nn.Parameter]) -> None:
-        """``parameters``: the parameters that this stage trains, by key."""
+    def __init__(
+        self,
+        rule: UpdateRule,
+        parameters: Mapping[str, nn.Parameter],
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """``parameters``: the parameters that this stage trains, by key. ``names``: their names in the
+        model, if they are not the keys.
+        """
         self._rule = rule
         self._parameters = dict(parameters)
         self._optimizer: Optimizer | None = None
@@ -76,7 +96,7 @@ class Updates:
         self.done = 0
         """Number of updates so far."""
         if self._parameters:
-            self._optimizer = _make_optimizer(rule, self._parameters)
+            self._optimizer = _make_optimizer(rule, self._parameters, names or {})
             if rule.scheduler is not None:
                 self._scheduler = _make_scheduler(rule, self._optimizer)
 
@@ -212,13 +232,15 @@ class LookAhead:
         self._before.clear()
 
 
-def _make_optimizer(rule: UpdateRule, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+def _make_optimizer(
+    rule: UpdateRule, parameters: Mapping[str, nn.Parameter], names: Mapping[str, str]
+) -> Optimizer:
     assert rule.optimizer is not None
     given = rule.optimizer_params
     make: Callable[..., Optimizer] = rule.optimizer
     try:
         if callable(given):
-            groups = given(list(parameters.items()))
+            groups = given([(names.get(key, key), p) for key, p in parameters.items()])
             if isinstance(groups, tuple) and len(groups) == 2 and isinstance(groups[1], Mapping):
                 return make(groups[0], **groups[1])
             return make(groups)

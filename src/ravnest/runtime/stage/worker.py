@@ -384,8 +384,10 @@ class Worker:
             case CompleteGradients(update):
                 self._store.complete(update)
             case SendShared(update):
-                gradients = self._store.execution.take_shared()
-                self._to_previous(Message(SharedGradients(self._store.run, update), gradients))
+                head = SharedGradients(self._store.run, update)
+                # One message for each weight: stages in between then hold one at a time.
+                for key, gradient in self._store.execution.take_shared().items():
+                    self._to_previous(Message(head, {key: gradient}))
             case SendNorms(update):
                 norms = self._store.norms(update)
                 self._to_previous(Message(GradientNorms(self._store.run, update, norms)))

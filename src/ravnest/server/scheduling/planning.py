@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ravnest.errors import PlanError
@@ -17,6 +17,7 @@ from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
+from ravnest.plan.row_cuts import least_bytes
 from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.scheduling.data_shares import check_data, least_rows
@@ -36,6 +37,8 @@ class PlannedJob:
     """Provider of each node, by the node's number."""
     explanation: str
     """The plan in words."""
+    variant: int = 0
+    """Position of the planned model among ``UnitModel.variants``: 0 if all tensors are whole."""
 
 
 class JobPlanner(Protocol):
@@ -48,6 +51,25 @@ class JobPlanner(Protocol):
     def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
         """Write the stages as artifacts; return the assignment of each node, by number."""
         ...
+
+
+def plan_variants(
+    spec: JobSpec, profiles: Sequence[ModelProfile], providers: Candidates
+) -> PlannedJob | Infeasible:
+    """Plan a job with the first of the profiles that has a plan.
+
+    The first profile has whole tensors; the reason why there is no plan is that of this one.
+    """
+    whole, *others = profiles
+    planned = plan_job(spec, whole, providers)
+    offered = sum(offer.ram for _, offer in providers) * 1e9
+    if isinstance(planned, PlannedJob) or offered < least_bytes(whole):
+        return planned
+    for variant, profile in enumerate(others, start=1):
+        found = plan_job(spec, profile, providers)
+        if isinstance(found, PlannedJob):
+            return replace(found, variant=variant)
+    return planned
 
 
 def plan_job(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> PlannedJob | Infeasible:

@@ -16,7 +16,7 @@ from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.scheduling.data_shares import rows_of, share, whole
-from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_job
+from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_variants
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.node_spec import bundle_path, make_node_spec, plan_digest
 from ravnest.transport.tls import is_loopback
@@ -36,14 +36,16 @@ class ArtifactPlanner:
 
     def plan(self, spec: JobSpec, providers: Candidates) -> PlannedJob | Infeasible:
         """Plan a job for these providers."""
-        return plan_job(spec, self._read(spec).profile, providers)
+        profiles = [model.profile for model in self._read(spec).variants]
+        return plan_variants(spec, profiles, providers)
 
     def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
         """Write the stages as artifacts; return the assignment of each node, by number."""
         shutil.rmtree(self._scratch, ignore_errors=True)  # left by a killed process
         self._scratch.mkdir(parents=True)
         weights = self._artifacts.path(planned.spec.model.weights.sha256)
-        return ship(job, planned, self._read(planned.spec), weights, self._artifacts.add, self._scratch)
+        model = self._read(planned.spec).variants[planned.variant]
+        return ship(job, planned, model, weights, self._artifacts.add, self._scratch)
 
     def _read(self, spec: JobSpec) -> UnitModel:
         sha256 = spec.model.units.sha256
