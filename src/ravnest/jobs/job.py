@@ -95,8 +95,9 @@ class Job:
     """Average the optimizer's state as well."""
     clip_grad_norm: float | None = None
     """Maximum norm of the gradients of the whole model."""
-    look_ahead: bool = False
-    """In `async`, run forward passes on predicted weights; takes memory for one more copy of them."""
+    look_ahead: bool = True
+    """In `async`, run forward passes on weights that the optimizer's state predicts for the update of
+    their gradient. See [Schedules](schedules.md)."""
     recompute: bool = False
     """Recompute activations in the backward pass instead of storing them, which saves memory."""
     shuffle: bool = True

@@ -79,7 +79,7 @@ class TrainingSpec(Schema):
     average_optim: bool = False
     val_freq: Count = 1
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
-    look_ahead: bool = False
+    look_ahead: bool = True
     recompute: bool = False
     shuffle: bool = True
     drop_last: bool = False

@@ -89,9 +89,9 @@ class MicrobatchStore:
         self._microbatches: dict[MicrobatchId, Microbatch] = {}
         self._begins: dict[int, PhaseBegin] = {}
         self._ends: dict[int, PhaseEnd] = {}
-        self._shared_version = -1, -1
-        """Version in which shared weights were last sent to the following stages, and the number of
-        assignments until then."""
+        self._shared_version = -1, -1, False
+        """Version in which shared weights were last sent to the following stages, the number of
+        assignments until then, and whether they were predicted."""
         self._labels: list[LabelPart] = []
         """Labels of the batch in progress, by part; at the Leaf."""
         self._loss: float | None = None
@@ -157,8 +157,13 @@ class MicrobatchStore:
 
     # Computations
 
-    def forward(self, microbatch_id: MicrobatchId, version: int, *, trains: bool) -> Microbatch:
-        """Compute the outputs of a micro-batch; at the Leaf also its loss or result."""
+    def forward(
+        self, microbatch_id: MicrobatchId, version: int, *, trains: bool, late: bool = False
+    ) -> Microbatch:
+        """Compute the outputs of a micro-batch; at the Leaf also its loss or result.
+
+        ``late``: another update comes before the one that the gradient is part of.
+        """
         microbatch = self._microbatches[microbatch_id]
         microbatch.version = version
         kind = self._begins[microbatch_id.phase].kind
@@ -167,11 +172,13 @@ class MicrobatchStore:
         item = self._item(kind, microbatch)
         if trains:
             part = self._loss_part(item, microbatch)
-            outputs, loss = self.execution.forward(microbatch_id, version, microbatch.values, part)
+            outputs, loss = self.execution.forward(
+                microbatch_id, version, microbatch.values, part, late=late
+            )
             if loss is not None and part is not None:
                 microbatch.loss = loss * part.weight if part.weight else 0.0
         else:
-            outputs, output = self.execution.evaluate(microbatch_id, version, microbatch.values)
+            outputs, output = self.execution.evaluate(microbatch_id, microbatch.values)
             if self._leaf is not None:
                 microbatch.result, outputs = self._result(self._leaf, kind, microbatch_id, output, item)
         if self._leaf is None:
@@ -272,7 +279,7 @@ class MicrobatchStore:
         """Return weights that the following stages use: earlier stages' and new values of our own."""
         last_users, index = self.execution.last_users, self.execution.index
         passed = {k: v for k, v in shared.items() if last_users.get(k, index + 1) > index}
-        newest = version, self.execution.assignments
+        newest = version, self.execution.assignments, self.execution.predicted
         if newest != self._shared_version:
             self._shared_version = newest
             passed |= self.execution.shared_weights()

@@ -398,8 +398,9 @@ class Worker:
     def _compute(self) -> None:
         run, self._run = self._run, None
         match run:
-            case RunForward(microbatch_id, version, trains):
-                microbatch = self._store.forward(microbatch_id, version, trains=trains)
+            case RunForward(microbatch_id, version, trains, update):
+                late = update > version
+                microbatch = self._store.forward(microbatch_id, version, trains=trains, late=late)
                 microbatch.forward_seconds = self._lap()
             case RunBackward(microbatch_id):
                 microbatch = self._store.backward(microbatch_id)
