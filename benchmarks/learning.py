@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from delay import train_delayed
 from learning_tasks import TASKS, Task
-from torch import nn
 from workloads import NODE_DATA, free_addresses
 
 from ravnest import Node, Trainer, clusterize, model_fusion
@@ -42,23 +42,6 @@ GIGAFLOPS = 0.2
 """Stated computing speed of the nodes."""
 SPLIT_GOAL, WHOLE_GOAL = 0.01, 0.05
 """Largest accepted relative difference to one process, of batches that are split and that are not."""
-
-
-def train_alone(task: Task, seed: int) -> float:
-    """Return the validation loss of one process."""
-    model = task.first(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task.rate)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, **task.one_cycle(seed))
-    loader, _ = task.loaders(seed)
-    for _ in range(task.epochs):
-        for batch in loader:
-            optimizer.zero_grad()
-            task.loss(model(*batch[:-1]), batch).backward()
-            if task.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), task.clip)
-            optimizer.step()
-            scheduler.step()
-    return task.validation_loss(model, seed)
 
 
 class Pipeline:
@@ -165,7 +148,7 @@ class Row:
 
 
 def _rows(task: Task) -> list[Row]:
-    alone = [train_alone(task, seed) for seed in range(SEEDS)]
+    alone = [train_delayed(task, seed) for seed in range(SEEDS)]
     rows = []
     for stages in STAGES:
         with tempfile.TemporaryDirectory() as scratch:

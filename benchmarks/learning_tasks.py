@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,15 +37,23 @@ class Task:
     clip: float | None = None
     split: bool = True
     """True if the batches can be split into micro-batches."""
+    whole_batches: bool = False
+    """Leave out the last batch of an epoch if it is smaller."""
 
     def loaders(self, seed: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
         """Return training and validation batches, in an order that depends only on the seed."""
         train, validation = self.data(seed)
         order = torch.Generator().manual_seed(seed)
         return (
-            DataLoader(train, self.batch, shuffle=True, generator=order),
+            DataLoader(train, self.batch, shuffle=True, generator=order, drop_last=self.whole_batches),
             DataLoader(validation, 256),
         )
+
+    def batches(self, seed: int) -> Iterator[Any]:
+        """Yield the batches of all epochs."""
+        loader, _ = self.loaders(seed)
+        for _ in range(self.epochs):
+            yield from loader
 
     def first(self, seed: int) -> nn.Module:
         """Return the model before training."""

@@ -10,7 +10,7 @@ from plan_cases import chain, load_benchmark, node, planned, unit
 
 from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts
-from ravnest.plan.infeasible import Infeasible
+from ravnest.plan.infeasible import Infeasible, explain_infeasible
 from ravnest.plan.memory import averaging_copies
 from ravnest.plan.plan import Plan
 from ravnest.plan.planner import make_plan
@@ -238,13 +238,22 @@ def test_a_unit_that_fits_no_node() -> None:
 
 
 def test_enough_ram_in_total_but_no_cut_that_fits() -> None:
-    found = infeasible(chain(2, weight=10**9), 4.5, 4.5).reason
+    found = infeasible(chain(3, weight=10**9), 6.5, 6.5).reason
     assert found.startswith(
-        "the model needs 8.0 GB to train at batch 32 and the 2 nodes of node_configs.json offer 9.0 GB,"
-        " but no cut was found that gives every node a stage that fits"
+        "the model needs 12.0 GB to train at batch 32 and the 2 nodes of node_configs.json offer"
+        " 13.0 GB, but no cut was found that gives every node a stage that fits"
     )
     assert "About 1.25 times the RAM on each node" in found
-    assert "an older version of its weights and the activations of two batches" in found
+
+
+def test_without_ram_for_an_older_version_whole_batches_wait_for_each_other() -> None:
+    profile = chain(2, weight=10**9)
+    roomy, short = (planned(profile, [node(0, ram=ram), node(1, ram=ram)]) for ram in (5.5, 4.5))
+    assert (roomy.schedule, short.schedule) == ("async", "sync")
+    assert not any(stage.memory.versions for stage in short.stages)
+    assert short.clusters[0].in_flight == 1
+    assert short.clusters[0].split_reason.endswith("two batches at once do not fit in RAM")
+    assert short.samples_per_second < roomy.samples_per_second
 
 
 @pytest.mark.parametrize(("weight", "helps"), [(10**9, False), (10**6, True)])
@@ -282,7 +291,9 @@ def test_too_few_clusters_for_the_ram() -> None:
     """Every stage has the shared tensor: 5 GB with its older version, 4 GB in a Leaf or alone."""
     shared = TensorProfile("shared", 10**9, trainable=True, averaged=True, units=(0, 1, 2, 3))
     profile = replace(chain(4), state=(shared,))
-    found = infeasible(profile, 4.5, 8.5, 4.5, clusters=1)
+    costs = ModelCosts.of(profile, averaging=0.0, max_delay=1)
+    nodes = [node(k, ram=ram) for k, ram in enumerate((4.5, 8.5, 4.5))]
+    found = explain_infeasible(profile, costs, nodes, 1, "node_configs.json")
     assert found.reason.startswith("clusters=1 does not fit: a pipeline of 3 stages needs more memory")
     assert found.reason.endswith("2 clusters fit.")
 

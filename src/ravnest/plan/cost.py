@@ -99,8 +99,12 @@ class ModelCosts:
         averaging: float = 0.0,
         share: float = 1.0,
         part: float = 1.0,
+        max_delay: int | None = None,
     ) -> ModelCosts:
-        """Prepare a profile; ``averaging``, ``share`` and ``part`` are those of ``MemorySettings``."""
+        """Prepare a profile; the other arguments are those of ``MemorySettings``.
+
+        By default, gradients are one update late if batches cannot be split.
+        """
         units = profile.units
         crossing = np.array([0, *(unit.crossing_bytes for unit in units)], dtype=np.float64)
         leaving = np.array([0, *(unit.sent_bytes for unit in units)], dtype=np.float64)
@@ -125,7 +129,7 @@ class ModelCosts:
                 profile.optimizer_bytes_per_parameter_byte,
                 profile.update_copies,
                 averaging,
-                max_delay=0 if splits else 1,
+                max_delay=int(not splits) if max_delay is None else max_delay,
                 share=share,
                 part=part,
                 accumulates=accumulates,
@@ -148,6 +152,10 @@ class ModelCosts:
     def alone(self) -> ModelCosts:
         """Return the costs for a single cluster, which does not average."""
         return replace(self, training=replace(self.training, averaging=0.0))
+
+    def delayed(self) -> ModelCosts:
+        """Return the costs if gradients may be one update late."""
+        return replace(self, training=replace(self.training, max_delay=1))
 
     def load_grid(self, starts: IntArray, stops: IntArray) -> StageLoad[FloatArray]:
         """Return the load of each start (row) with each stop (column); both are ascending."""

@@ -165,14 +165,12 @@ def _no_cut(
     offered = sum(machine.ram for machine in machines)
     factor = _factor_that_fits(costs, machines, clusters)
     enough = f" About {factor:g} times the RAM on each node would be enough." if factor else ""
-    kept = "the activations of its micro-batches in flight"
-    if costs.training.max_delay:
-        kept = "an older version of its weights and the activations of two batches"
     helps = find_clusters(_without_batch(costs), machines, clusters, seed=0) is not None
     return Infeasible(
         f"the model needs {size(costs.smallest_total)} to train {_batch(costs)} and"
         f" {_pool(machines, source)} {size(offered)}, but no cut was found that gives every node a"
-        f" stage that fits: a stage also keeps {kept}.{enough} What helps: fewer nodes,"
+        " stage that fits: a stage also keeps the activations of its micro-batches in flight."
+        f"{enough} What helps: fewer nodes,"
         f" {_smaller_batch(helps)}{MORE_RAM}.",
         None if factor is None else factor * offered,
         offered,

@@ -12,7 +12,8 @@ with each batch. A cycle takes at least
   links and back.
 
 The schedule reaches the largest of these within a few percent (``docs/schedules.md``). More
-micro-batches shorten the way through the pipeline, and cost a fixed time each.
+micro-batches shorten the way through the pipeline, and cost a fixed time each. How long links take to
+deliver is not known when a plan is made, so that the number must be good for near and for far nodes.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ UNIT_SECONDS = 5.0e-5
 """Fixed time of a micro-batch in each unit, forward and backward."""
 LATENCY_SECONDS = 1.0e-3
 """Assumed delay of a link, besides the time of the transfer."""
+FAR_LATENCY_SECONDS = 20.0e-3
+"""Delay of a link between distant nodes."""
 PASSING = 2 / 3
 """Share of forwards and gradients of inputs in the time of a micro-batch; the rest are weights'."""
 GOOD_ENOUGH = 1.03
-"""Fewer micro-batches are preferred if a cycle takes at most this many times the shortest."""
+"""Fewer micro-batches are preferred if they are at most this many times as slow as the best number."""
 MOST_PER_STAGE = 8
 """Micro-batches per stage beyond which nothing is gained."""
 
@@ -46,24 +49,31 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class MicrobatchChoice:
-    """Number of micro-batches per batch, with the predicted time of a batch."""
+class FixedTimes:
+    """Times of a micro-batch that do not depend on its size, in seconds."""
 
-    count: int
-    seconds: float
+    stage: float = OVERHEAD_SECONDS
+    unit: float = UNIT_SECONDS
+    link: float = LATENCY_SECONDS
 
 
-def cycle_seconds(stages: Sequence[StageTimes], count: int, in_flight: int | None = None) -> float:
+NEAR, FAR = FixedTimes(), FixedTimes(link=FAR_LATENCY_SECONDS)
+NO_FIXED_TIMES = FixedTimes(0.0, 0.0, 0.0)
+
+
+def cycle_seconds(
+    stages: Sequence[StageTimes], count: int, in_flight: int | None = None, fixed: FixedTimes = NEAR
+) -> float:
     """Return the predicted time between two batches of ``count`` micro-batches.
 
     At most ``in_flight`` of them are in the pipeline at once; by default all.
     """
-    each = [stage.compute / count + OVERHEAD_SECONDS + UNIT_SECONDS * stage.units for stage in stages]
+    each = [stage.compute / count + fixed.stage + fixed.unit * stage.units for stage in stages]
     links = [stage.link / count for stage in stages[:-1]]
     slowest = max(each)
     # The first stage has no earlier stage to serve: it computes weight gradients with the others.
     way = PASSING * sum(each) + (1 - PASSING) * each[0]
-    way += sum(2 * (link + LATENCY_SECONDS) for link in links)
+    way += sum(2 * (link + fixed.link) for link in links)
     return max(
         count * slowest,
         count / (in_flight or count) * way,
@@ -71,18 +81,26 @@ def cycle_seconds(stages: Sequence[StageTimes], count: int, in_flight: int | Non
     )
 
 
-def delayed_seconds(stages: Sequence[StageTimes], in_flight: int) -> float:
-    """Return the predicted time between batches that are not split, ``in_flight`` of them at once."""
-    each = [stage.compute + OVERHEAD_SECONDS + UNIT_SECONDS * stage.units for stage in stages]
-    links = [stage.link for stage in stages[:-1]]
-    way = PASSING * sum(each) + sum(2 * (link + LATENCY_SECONDS) for link in links)
-    return max(*each, *links, way / in_flight)
+def delayed_seconds(stages: Sequence[StageTimes], count: int, fixed: FixedTimes = NEAR) -> float:
+    """Return the predicted time between two batches if a batch may start before the one before ends.
+
+    Then two batches of ``count`` micro-batches are in the pipeline at once.
+    """
+    each = [stage.compute / count + fixed.stage + fixed.unit * stage.units for stage in stages]
+    busy = count * max(*each, *(stage.link / count for stage in stages[:-1]), 0.0)
+    return max(busy, cycle_seconds(stages, count, fixed=fixed) / 2)
 
 
-def choose_microbatches(stages: Sequence[StageTimes], most: int) -> MicrobatchChoice:
-    """Return the smallest number of micro-batches, up to ``most``, that is about as fast as any."""
+def choose_microbatches(stages: Sequence[StageTimes], most: int) -> int:
+    """Return the smallest number of micro-batches, up to ``most``, that is about as good as any.
+
+    The worse of two ratios counts: of its time to the shortest time, on near and on far links.
+    """
     counts = range(1, max(1, min(most, MOST_PER_STAGE * len(stages))) + 1)
-    seconds = {count: cycle_seconds(stages, count) for count in counts}
-    best = min(seconds.values())
-    count = next(count for count in counts if seconds[count] <= GOOD_ENOUGH * best)
-    return MicrobatchChoice(count, seconds[count])
+    worst = dict.fromkeys(counts, 0.0)
+    for fixed in (NEAR, FAR):
+        seconds = {count: cycle_seconds(stages, count, fixed=fixed) for count in counts}
+        shortest = min(seconds.values())
+        worst = {count: max(worst[count], seconds[count] / shortest) for count in counts}
+    limit = GOOD_ENOUGH * min(worst.values())
+    return next(count for count in counts if worst[count] <= limit)

@@ -5,6 +5,7 @@ Pure: the same arguments give the same plan.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
-from ravnest.plan.search import find_clusters
+from ravnest.plan.schedule_choice import delay_pays
+from ravnest.plan.search import Pipeline, find_clusters
 from ravnest.types import Role
 
 _STEPS = [(1.0, 1.0), (1.0, 1 / 4), (1 / 2, 1 / 8), *((1 / n, 1 / 16) for n in (4, 8, 16))]
@@ -58,14 +60,16 @@ def make_plan(
     nodes = sorted(nodes, key=lambda node: node.id)
     copies = averaging_copies() if averaging is None else averaging
     machines = capacities_of(nodes)
-    for share, part in memory_steps(profile):
-        several = ModelCosts.of(profile, update_frequency, copies, share, part)
+    for share, part, max_delay in memory_steps(profile):
+        several = ModelCosts.of(profile, update_frequency, copies, share, part, max_delay)
         found = find_clusters(several, machines, clusters, seed)
         if found is not None:
             break
     else:
         return explain_infeasible(profile, several, nodes, clusters, source)
     costs, pipelines = found
+    if _delay_pays(profile, costs, pipelines, machines):
+        costs = costs.delayed()
     planned = tuple(
         _cluster(number, profile, costs, [nodes[i] for i in pipeline], [machines[i] for i in pipeline])
         for number, pipeline in enumerate(pipelines)
@@ -76,21 +80,54 @@ def make_plan(
         batch_size=profile.batch_size,
         update_frequency=update_frequency,
         seed=seed,
-        schedule="async" if profile.smallest_rows is None else "sync",
+        schedule="async" if costs.training.max_delay else "sync",
         smallest_rows=profile.smallest_rows or 1,
     )
 
 
-def memory_steps(profile: ModelProfile) -> list[tuple[float, float]]:
+def memory_steps(profile: ModelProfile) -> list[tuple[float, float, int]]:
     """Return what the planner tries in turn, the fastest first, until the stages fit the RAM.
 
-    Each is the share of a batch for which stages keep activations, and the part of it that a
-    micro-batch has at most. A batch that cannot be split has the first only.
+    Each is the share of a batch for which stages keep activations, the part of it that a micro-batch
+    has at most, and the number of updates by which gradients are late. A batch that cannot be split is
+    trained with a delay or, if two batches and versions of the weights do not fit, without.
     """
     if profile.smallest_rows is None:
-        return _STEPS[:1]
+        return [(1.0, 1.0, 1), (1.0, 1.0, 0)]
     least = profile.smallest_rows / profile.batch_size
-    return [step for step in _STEPS if step[1] >= least] or _STEPS[:1]
+    steps = [step for step in _STEPS if step[1] >= least] or _STEPS[:1]
+    return [(share, part, 0) for share, part in steps]
+
+
+def _delay_pays(
+    profile: ModelProfile,
+    costs: ModelCosts,
+    pipelines: Sequence[Pipeline],
+    machines: Sequence[NodeCapacity],
+) -> bool:
+    """Return whether batches that can be split are better trained with a delay, and fit the RAM so."""
+    if profile.smallest_rows is None or costs.training.share < 1:
+        return False
+    clusters = []
+    for pipeline in pipelines:
+        order = [machines[node] for node in pipeline]
+        cuts = best_cuts(costs.delayed(), order)
+        if cuts is None:
+            return False
+        clusters.append(_times(costs, cuts, order))
+    return delay_pays(clusters, profile.batch_size // profile.smallest_rows)
+
+
+def _times(costs: ModelCosts, cuts: PipelineCuts, machines: Sequence[NodeCapacity]) -> list[StageTimes]:
+    last = len(machines) - 1
+    return [
+        StageTimes(
+            costs.compute_seconds(start, stop, machines[index]),
+            0.0 if index == last else costs.link_seconds(stop, *machines[index : index + 2]),
+            stop - start,
+        )
+        for index, (start, stop) in enumerate(itertools.pairwise(cuts.bounds))
+    ]
 
 
 def _check(profile: ModelProfile, nodes: Sequence[NodeConfig], update_frequency: int) -> None:
@@ -135,11 +172,7 @@ def _cluster(
     if cuts is None:
         raise AssertionError(f"cluster {number} fitted in the search and does not fit now")
     stages = tuple(_stage(number, index, costs, cuts, (nodes, machines)) for index in range(len(nodes)))
-    times = [
-        StageTimes(stage.compute_seconds, stage.link_seconds, stage.stop - stage.start)
-        for stage in stages
-    ]
-    split = _choose_split(profile, costs, times)
+    split = _choose_split(profile, costs, _times(costs, cuts, machines))
     return ClusterPlan(
         id=number,
         stages=stages,
@@ -165,29 +198,32 @@ class _Split:
 
 def _choose_split(profile: ModelProfile, costs: ModelCosts, times: Sequence[StageTimes]) -> _Split:
     """Choose the micro-batches that are fastest within the memory that the stages are planned for."""
-    training, batch, smallest = costs.training, costs.batch_size, profile.smallest_rows
-    if smallest is None:
-        in_flight = 1 + training.max_delay
-        return _Split(1, batch, in_flight, delayed_seconds(times, in_flight))
+    training, batch = costs.training, costs.batch_size
+    smallest = profile.smallest_rows or batch
     largest = max(smallest, int(batch * training.part))
     most = batch // smallest if len(times) > 1 else 1
-    rows = min(-(-batch // choose_microbatches(times, most).count), largest)
+    rows = min(-(-batch // choose_microbatches(times, most)), largest)
     count = -(-batch // rows)
+    if training.max_delay:
+        return _Split(count, rows, 2 * count, delayed_seconds(times, count))
     in_flight = count if training.share == 1 else max(1, int(batch * training.share) // rows)
     return _Split(count, rows, in_flight, cycle_seconds(times, count, in_flight))
 
 
 def _split_reason(profile: ModelProfile, costs: ModelCosts, split: _Split) -> str:
-    """Explain the number of micro-batches to the user."""
+    """Explain the number of micro-batches and the schedule to the user."""
+    delayed = bool(costs.training.max_delay)
     if profile.smallest_rows is None:
-        return f"batches are not split into micro-batches: {profile.unsplit_reason}"
+        whole = f"batches are not split into micro-batches: {profile.unsplit_reason}"
+        return whole if delayed else f"{whole}; two batches at once do not fit in RAM"
     if split.count == 1:
-        return "batches are not split into micro-batches: that would not be faster"
-    parts = f"{split.count} micro-batches of {split.rows}"
-    text = f"each batch of {profile.batch_size} is split into {parts}"
+        text = "batches are not split into micro-batches: that would not be faster"
+    else:
+        parts = f"{split.count} micro-batches of {split.rows}"
+        text = f"each batch of {profile.batch_size} is split into {parts}"
     if costs.training.share < 1:
         return f"{text}, of which at most {split.in_flight} are in flight, because RAM is short"
-    return text
+    return f"{text}; too few to keep the stages busy, so that two batches overlap" if delayed else text
 
 
 def _stage(
