@@ -69,11 +69,17 @@ POINTS = 40
 TARGET = 0.8
 """Share of the updates after which one process has reached the target loss."""
 
-UNTIED_GPT = Task(
-    "GPT, byte-level", lambda: GPT(256, 32, 3, 32, heads=2), text_data, token_loss, 16, 1, 3e-3
+VIRTUAL_TASKS = (
+    Task(  # with separate weights at both ends: the simulator exchanges no gradients of tied weights
+        "GPT, byte-level", lambda: GPT(256, 32, 3, 32, heads=2), text_data, token_loss, 64, 4, 3e-3
+    ),
+    *(
+        replace(task, batch=64, epochs=6)
+        for task in TASKS
+        if task.name.startswith(("BERT", "ViT", "CNN"))
+    ),
 )
-"""The simulator does not exchange gradients of tied weights."""
-VIRTUAL_TASKS = (UNTIED_GPT, *(task for task in TASKS if task.clip is None))
+"""Tasks with batches of 64, of which 8 stages can have four micro-batches each."""
 
 Curve = list[tuple[float, float]]
 """Times and validation losses."""

@@ -160,6 +160,7 @@ def test_batch_norm_keeps_batches_whole(tmp_path: Path, capsys: pytest.CaptureFi
     train_split(tmp_path, names, image_loaders, nn.functional.cross_entropy, 1e-2)
     said = capsys.readouterr().out
     assert "schedule async" in said
+    assert said.count('schedule="sync" avoids this') == 1, "the cost is told once"
     assert "norm1" in said
 
 

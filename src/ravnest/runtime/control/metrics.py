@@ -33,6 +33,7 @@ class MetricsObserver:
         """Show, record and report an update."""
         state = self._progress.state
         state.staleness, state.in_flight = update.staleness, update.in_flight
+        state.microbatches = update.parts
         state.add(update.batches, self._progress.clock())
         if update.loss is not None:
             state.add_loss(update.loss)
