@@ -7,7 +7,8 @@ scikit-learn's digits, and an LSTM tagger. All use AdamW with warm-up and decay 
 the GPT clips its gradients. Nodes are threads of one process over the in-memory network. They state a
 low computing speed, so that the plan splits batches as it does for models whose steps take seconds.
 Batch norm couples the samples of a batch, so that its batches are not split and `auto` chooses `async`;
-there `look_ahead` is measured too. Each run is evaluated in one process from the merged stages.
+there the effect of `look_ahead` is measured too. Two tasks run over processes and gRPC as well. Each
+run is evaluated in one process from the merged stages.
 Run as a script to print the report; arguments choose tasks by the first word of their names.
 """
 
@@ -18,6 +19,7 @@ import io
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -40,6 +42,10 @@ STAGES = (3, 8)
 DEADLINE = 300.0
 GIGAFLOPS = 0.2
 """Stated computing speed of the nodes."""
+PROCESS_TASKS = ("GPT,", "CNN")
+"""First words of the tasks that are trained over processes too."""
+NODE = "--node"
+"""Argument of a process that trains one node."""
 SPLIT_GOAL, WHOLE_GOAL = 0.01, 0.05
 """Largest accepted relative difference to one process, of batches that are split and that are not."""
 
@@ -69,41 +75,20 @@ class Pipeline:
         """Micro-batches of a batch."""
 
     def train(self, seed: int, **settings: Any) -> float:
-        """Return the validation loss; ``settings`` are further keywords of the nodes."""
-        task, folder = self._task, self._folder
-        network, model = MemoryNetwork(), task.first(seed)
-        scheduler_params = task.one_cycle(seed)
+        """Return the validation loss of nodes in threads; ``settings`` are keywords of the nodes."""
+        network = MemoryNetwork()
         errors: list[BaseException] = []
         split: list[int] = []
 
         def provide(name: str) -> None:
-            loader, _ = task.loaders(seed)
             try:
-                with Node(
-                    name,
-                    model=model,
-                    optimizer=torch.optim.AdamW,
-                    optimizer_params={"lr": task.rate},
-                    lr_scheduler=torch.optim.lr_scheduler.OneCycleLR,
-                    lr_scheduler_params=scheduler_params,
-                    lr_step_on_epoch_change=False,
-                    criterion=task.loss,
-                    labels=loader,
-                    clip_grad_norm=task.clip,
-                    seed=seed,
-                    folder=folder / NODE_DATA,
-                    trained_folder=folder / "trained",
-                    loss_filename=folder / "losses.txt",
-                    progress=False,
-                    transport=network.transport(),
-                    **settings,
-                ) as node:
-                    Trainer(node, train_loader=loader, epochs=task.epochs, save=True).train()
-                    if node.is_root:
-                        split.append(node._controller()._split().parts(task.batch))
+                found = run_node(
+                    self._task, seed, name, self._folder, transport=network.transport(), **settings
+                )
             except BaseException as error:
                 errors.append(error)
                 raise
+            split.extend(found)
 
         threads = [threading.Thread(target=provide, args=(n,), daemon=True) for n in self._names]
         with contextlib.redirect_stdout(io.StringIO()):
@@ -113,10 +98,54 @@ class Pipeline:
                 thread.join(DEADLINE)
         assert not errors, errors
         assert split == [self.microbatches], f"{split} micro-batches instead of {self.microbatches}"
-        trained = task.first(seed)
-        path = model_fusion(0, folder=folder / "trained")
+        return self._loss(seed)
+
+    def train_processes(self, seed: int) -> float:
+        """Return the validation loss of nodes in processes of their own, over loopback."""
+        task = str(TASKS.index(self._task))
+        command = [sys.executable, __file__, NODE, task, str(seed), str(self._folder)]
+        children = [
+            subprocess.Popen([*command, name], stdout=subprocess.DEVNULL) for name in self._names
+        ]
+        try:
+            codes = [child.wait(DEADLINE) for child in children]
+        finally:
+            for child in children:
+                child.kill()
+        assert not any(codes), f"exit codes {codes}"
+        return self._loss(seed)
+
+    def _loss(self, seed: int) -> float:
+        """Return the validation loss of the merged stages."""
+        trained = self._task.first(seed)
+        path = model_fusion(0, folder=self._folder / "trained")
         trained.load_state_dict(torch.load(path, weights_only=True))
-        return task.validation_loss(trained, seed)
+        return self._task.validation_loss(trained, seed)
+
+
+def run_node(task: Task, seed: int, name: str, folder: Path, **settings: Any) -> list[int]:
+    """Train one node; at the Root, return the number of micro-batches of a batch."""
+    loader, _ = task.loaders(seed)
+    with Node(
+        name,
+        model=task.first(seed),
+        optimizer=torch.optim.AdamW,
+        optimizer_params={"lr": task.rate},
+        lr_scheduler=torch.optim.lr_scheduler.OneCycleLR,
+        lr_scheduler_params=task.one_cycle(seed),
+        lr_step_on_epoch_change=False,
+        criterion=task.loss,
+        labels=loader,
+        clip_grad_norm=task.clip,
+        seed=seed,
+        folder=folder / NODE_DATA,
+        trained_folder=folder / "trained",
+        loss_filename=folder / "losses.txt",
+        progress=False,
+        **settings,
+    ) as node:
+        Trainer(node, train_loader=loader, epochs=task.epochs, save=True).train()
+        return [node._controller()._split().parts(task.batch)] if node.is_root else []
 
 
 @dataclass(frozen=True)
@@ -155,12 +184,15 @@ def _rows(task: Task) -> list[Row]:
             pipeline = Pipeline(task, stages, Path(scratch))
             variants: dict[str, dict[str, Any]] = {f"{pipeline.schedule} (default)": {}}
             if pipeline.schedule == "async":
-                variants["async, `look_ahead`"] = {"look_ahead": True}
+                variants["async without `look_ahead`"] = {"look_ahead": False}
             elif stages == min(STAGES):  # the delay is one update with any number of stages
                 variants["async"] = {"schedule": "async"}
+            if stages == min(STAGES) and task.name.split()[0] in PROCESS_TASKS:
+                variants[f"{pipeline.schedule} (default), processes"] = {}
             for name, settings in variants.items():
                 begin = time.perf_counter()
-                losses = [pipeline.train(seed, **settings) for seed in range(SEEDS)]
+                train = pipeline.train_processes if "processes" in name else pipeline.train
+                losses = [train(seed, **settings) for seed in range(SEEDS)]
                 rows.append(Row(task, stages, name, pipeline.microbatches, alone, losses))
                 print(rows[-1], f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     return rows
@@ -181,5 +213,14 @@ def measure(tasks: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
+def _run_node_process(task: str, seed: str, folder: str, name: str) -> None:
+    """Train one node in this process; all processes draw the model and the data alike."""
+    torch.set_num_threads(1)
+    run_node(TASKS[int(task)], int(seed), name, Path(folder))
+
+
 if __name__ == "__main__":
-    print(measure(sys.argv[1:]))
+    if sys.argv[1:2] == [NODE]:
+        _run_node_process(*sys.argv[2:])
+    else:
+        print(measure(sys.argv[1:]))

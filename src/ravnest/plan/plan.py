@@ -51,6 +51,8 @@ class ClusterPlan:
     """Why batches are split like this, or not split."""
     in_flight: int
     """Most micro-batches in flight; the memory of the stages is planned for it."""
+    delay_fits: bool = False
+    """Two whole batches and two versions of the weights fit the memory of the stages."""
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,17 @@ def _cluster(
         microbatch_rows=split.rows if split.count > 1 else None,
         split_reason=_split_reason(profile, costs, split),
         in_flight=split.in_flight,
+        delay_fits=_delay_fits(costs, stages),
+    )
+
+
+def _delay_fits(costs: ModelCosts, stages: Sequence[StagePlan]) -> bool:
+    """Return whether two whole batches and two versions of the weights fit the stages' RAM."""
+    delayed, length = costs.delayed(), len(stages)
+    whole = costs.training.share == costs.training.part == 1
+    return whole and all(
+        delayed.memory(stage.start, stage.stop, length - stage.index).total <= stage.node.ram * 1e9
+        for stage in stages
     )
 
 

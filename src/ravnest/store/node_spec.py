@@ -92,6 +92,8 @@ class NodeSpec:
     certificates: CertificateFiles
     microbatches: int = 1
     """Micro-batches in a batch of the planned size."""
+    delay_fits: bool = False
+    """Two whole batches and two versions of the weights fit the memory of the cluster's nodes."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -282,6 +284,7 @@ def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> No
             f"certificates/node_{node}.key",
         ),
         microbatches=cluster.microbatches,
+        delay_fits=cluster.delay_fits,
     )
 
 

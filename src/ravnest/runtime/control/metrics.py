@@ -26,6 +26,8 @@ class MetricsObserver:
     def begun(self, begin: PhaseBegin) -> None:
         """Show and report the start of a phase."""
         self._telemetry.phase(begin.kind, begin.epoch)
+        if begin.late:
+            self._progress.state.schedule = "async"
         if begin.kind == "train":
             self._progress.state.begin(begin.epoch, self._progress.clock())
 

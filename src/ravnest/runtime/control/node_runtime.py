@@ -121,7 +121,8 @@ class RuntimeConfig:
         if spec.microbatch_rows is None:
             return BatchSplit(reason=spec.split_reason)
         if not loss.allowed:
-            return BatchSplit(reason=loss.reason)
+            late = self.settings.schedule == "auto" and spec.schedule == "sync" and spec.delay_fits
+            return BatchSplit(reason=f"batches are not split: {loss.reason}", late=late)
         return BatchSplit(spec.microbatch_rows, smallest=smallest, reason=spec.split_reason)
 
     def planned_parts(self, split: BatchSplit) -> int:
@@ -330,7 +331,8 @@ class NodeRuntime:
     def _choose_split(self, loss: LossSplit) -> BatchSplit:
         """Return the rule by which batches are split, and report it to the user."""
         split = self._config.batch_split(loss)
-        config, schedule = self._config, self._config.schedule
+        config = self._config
+        schedule = "async" if split.late else config.schedule
         if config.spec.stages > 1:
             reason = split.reason if schedule == "sync" else f"{split.reason}; {DELAY_NOTE}"
             self.progress.say(f"{config.spec.role}: schedule {schedule}; {reason}")

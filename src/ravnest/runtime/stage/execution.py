@@ -96,7 +96,7 @@ class StageExecution:
         self._replica_gradients: dict[str, torch.Tensor] = {}
         """Gradients of replicas, accumulated for the update in progress."""
         self.updates = Updates(rule, trained)
-        optimizer = self.updates.optimizer if rule.look_ahead and stash else None
+        optimizer = self.updates.optimizer if rule.look_ahead else None
         self._versions = WeightVersions(
             trained, stash=stash, look_ahead=LookAhead(optimizer, trained) if optimizer else None
         )
@@ -317,6 +317,10 @@ class StageExecution:
                 self._versions.weights[key].copy_(weight)
         self.assignments += 1
         self._versions.renew(in_use=bool(self._saved))
+
+    def keep_versions(self) -> None:
+        """Let updates happen between forward and backward from now on; no micro-batch is in flight."""
+        self._versions.stash = True
 
     @property
     def predicted(self) -> bool:

@@ -30,7 +30,8 @@ class WeightVersions:
     ) -> None:
         self.weights = dict(weights)
         """Newest weights, which updates change in place; predicted ones if ``predicted``."""
-        self._stash = stash
+        self.stash = stash
+        """True if updates happen between the forward and the backward of a micro-batch."""
         self._look_ahead = look_ahead
         self._kept: dict[int, Weights] = {}
         """Weights that forwards use, by version; those of the newest share its memory."""
@@ -50,7 +51,7 @@ class WeightVersions:
         ``late``: another update comes before the one that the gradient is part of. Micro-batches whose
         gradients are not late use a version first, and then it is not predicted.
         """
-        if not self._stash:
+        if not self.stash:
             return self.weights
         if version not in self._kept:
             if late and self._look_ahead is not None:
@@ -65,7 +66,7 @@ class WeightVersions:
 
     def before_update(self, *, in_use: bool) -> None:
         """Prepare an update; ``in_use``: micro-batches in flight use the newest version."""
-        if self._stash and in_use:
+        if self.stash and in_use:
             buffer = self._buffer()
             with torch.no_grad():
                 for key, weight in self.weights.items():

@@ -171,6 +171,9 @@ class Worker:
 
     def begin_phase(self, begin: PhaseBegin) -> None:
         """Begin a phase."""
+        if begin.late and not self._machine.is_leaf:
+            self._machine.max_delay = 1
+            self._store.execution.keep_versions()
         self._store.begin_phase(begin)
         self._observer.begun(begin)
         self._handle(PhaseBegun(begin.phase, trains=begin.kind == "train"))
