@@ -10,6 +10,7 @@ first word of their names.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -31,6 +32,12 @@ CORRECTIONS: tuple[Correction, ...] = ("none", "last change", "optimizer state",
 _INERTIA = 0.9
 Observe = Callable[[int, nn.Module], None]
 """Function that is called with the number of updates and the model."""
+Curve = list[tuple[float, float]]
+"""Times (or numbers of updates) and validation losses."""
+POINTS = 40
+"""Validations in a run."""
+SHARES = (0.6, 0.8)
+"""Shares of the updates after which one process has the losses to reach."""
 
 
 @dataclass
@@ -103,6 +110,48 @@ def _adam_step(state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
     return -group["lr"] / (1 - first**count) * state["exp_avg"] / size
 
 
+def time_to(curve: Curve, loss: float) -> float:
+    """Return the time at which the loss is first below ``loss``, interpolated; infinite if never."""
+    before, higher = 0.0, math.inf
+    for now, lower in curve:
+        if lower <= loss:
+            if math.isinf(higher):
+                return now
+            return before + (now - before) * (higher - loss) / max(higher - lower, 1e-12)
+        before, higher = now, lower
+    return math.inf
+
+
+def learning_curve(task: Task, seed: int, delays: Sequence[int] = (0,)) -> Curve:
+    """Return validation losses by numbers of updates, with the prediction if gradients are late."""
+    every = max(1, task.epochs * len(task.loaders(seed)[0]) // POINTS)
+    curve = Curve()
+
+    def observe(update: int, model: nn.Module) -> None:
+        if update % every == 0:
+            curve.append((update, task.validation_loss(model, seed)))
+            model.train()
+
+    train_delayed(task, seed, delays, "optimizer state", observe)
+    return curve
+
+
+def cost_in_samples(task: Task, seed: int) -> list[float]:
+    """Return the samples to reach each loss with a delay, as a multiple of those without."""
+    alone, late = learning_curve(task, seed), learning_curve(task, seed, ONE_LATE)
+    targets = [alone[int(len(alone) * share) - 1][1] for share in SHARES]
+    return [time_to(late, target) / time_to(alone, target) for target in targets]
+
+
+def _cost_row(task: Task) -> str:
+    costs = zip(*(cost_in_samples(task, seed) for seed in range(SEEDS)), strict=True)
+    cells = [
+        ", ".join("not reached" if math.isinf(cost) else f"{cost:.2f}" for cost in sorted(each))
+        for each in costs
+    ]
+    return f"| {task.name} | {' | '.join(cells)} |"
+
+
 def measure(tasks: Sequence[str] = ()) -> str:
     """Return the report as Markdown; ``tasks`` are first words of names, by default all."""
     torch.set_num_threads(1)
@@ -112,9 +161,8 @@ def measure(tasks: Sequence[str] = ()) -> str:
         "| task | no delay | one update late | last change | optimizer state | compensation |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for task in TASKS:
-        if tasks and task.name.split()[0].strip(",") not in tasks:
-            continue
+    chosen = [task for task in TASKS if not tasks or task.name.split()[0].strip(",") in tasks]
+    for task in chosen:
         alone = statistics.fmean(train_delayed(task, seed) for seed in range(SEEDS))
         cells = []
         for correction in CORRECTIONS:
@@ -123,6 +171,15 @@ def measure(tasks: Sequence[str] = ()) -> str:
             cells.append(f"{loss:.4f} ({loss / alone - 1:+.1%})")
         lines.append(f"| {task.name} | {alone:.4f} | {' | '.join(cells)} |")
         print(lines[-1], file=sys.stderr, flush=True)
+    lines += [
+        "",
+        "Samples to the loss that one process has after 60% and 80% of its updates, one update late "
+        "with the optimizer's state, as a multiple of those without delay; each seed:",
+        "",
+        "| task | 60% | 80% |",
+        "|---|--:|--:|",
+        *(_cost_row(task) for task in chosen),
+    ]
     return "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from delay import train_delayed
+from delay import Curve, time_to, train_delayed
 from learning_tasks import TASKS, Task, text_data, token_loss
 from torch import nn
 from workloads import GPT, NODE_DATA, free_addresses
@@ -80,9 +80,6 @@ VIRTUAL_TASKS = (
     ),
 )
 """Tasks with batches of 64, of which 8 stages can have four micro-batches each."""
-
-Curve = list[tuple[float, float]]
-"""Times and validation losses."""
 
 
 @dataclass(frozen=True)
@@ -295,18 +292,6 @@ def _stage_cost(stage: StagePlan, count: int) -> StageCost:
 def _link_cost(stage: StagePlan, count: int) -> LinkCost:
     busy = stage.link_seconds / count
     return LinkCost(DELAY_SECONDS + busy, DELAY_SECONDS + busy, busy, busy)
-
-
-def time_to(curve: Curve, loss: float) -> float:
-    """Return the time at which the loss is first below ``loss``, interpolated; infinite if never."""
-    before, higher = 0.0, math.inf
-    for now, lower in curve:
-        if lower <= loss:
-            if math.isinf(higher):
-                return now
-            return before + (now - before) * (higher - loss) / max(higher - lower, 1e-12)
-        before, higher = now, lower
-    return math.inf
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,9 @@ class Job:
     update_frequency: int = 1
     """Batches per update; the gradient is their mean."""
     schedule: Literal["auto", "sync", "async"] = "auto"
-    """`sync`: the updates of a single process. `async`: gradients may be one update old. `auto`: `sync`
-    if batches can be split into micro-batches, else `async`. See [Schedules](schedules.md)."""
+    """`sync`: the updates of a single process. `async`: gradients may be one update old. `auto`: the
+    one that reaches a given loss sooner by prediction: `sync` if batches can be split into enough
+    micro-batches, else `async`. See [Schedules](schedules.md)."""
     micro_batches: int | Literal["auto"] = "auto"
     """Number of micro-batches that each batch is split into. `auto`: chosen by the plan, and 1 if the
     result would not be that of the whole batch."""
