@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from delay import train_delayed
 from learning_tasks import TASKS, Task
+from torch import nn
 from workloads import NODE_DATA, free_addresses
 
 from ravnest import Node, Trainer, clusterize, model_fusion
@@ -76,14 +77,15 @@ class Pipeline:
 
     def train(self, seed: int, **settings: Any) -> float:
         """Return the validation loss of nodes in threads; ``settings`` are keywords of the nodes."""
-        network = MemoryNetwork()
+        network, model = MemoryNetwork(), self._task.first(seed)  # threads share random numbers
         errors: list[BaseException] = []
         split: list[int] = []
 
         def provide(name: str) -> None:
             try:
+                transport = network.transport()
                 found = run_node(
-                    self._task, seed, name, self._folder, transport=network.transport(), **settings
+                    self._task, model, seed, name, self._folder, transport=transport, **settings
                 )
             except BaseException as error:
                 errors.append(error)
@@ -123,12 +125,14 @@ class Pipeline:
         return self._task.validation_loss(trained, seed)
 
 
-def run_node(task: Task, seed: int, name: str, folder: Path, **settings: Any) -> list[int]:
+def run_node(
+    task: Task, model: nn.Module, seed: int, name: str, folder: Path, **settings: Any
+) -> list[int]:
     """Train one node; at the Root, return the number of micro-batches of a batch."""
     loader, _ = task.loaders(seed)
     with Node(
         name,
-        model=task.first(seed),
+        model=model,
         optimizer=torch.optim.AdamW,
         optimizer_params={"lr": task.rate},
         lr_scheduler=torch.optim.lr_scheduler.OneCycleLR,
@@ -216,7 +220,8 @@ def measure(tasks: Sequence[str] = ()) -> str:
 def _run_node_process(task: str, seed: str, folder: str, name: str) -> None:
     """Train one node in this process; all processes draw the model and the data alike."""
     torch.set_num_threads(1)
-    run_node(TASKS[int(task)], int(seed), name, Path(folder))
+    model = TASKS[int(task)].first(int(seed))
+    run_node(TASKS[int(task)], model, int(seed), name, Path(folder))
 
 
 if __name__ == "__main__":

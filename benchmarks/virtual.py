@@ -121,8 +121,12 @@ class VirtualPipeline:
         chosen = schedule or self.plan.schedule
         count = parts or self.cluster.microbatches
         window = max(self.cluster.in_flight, count * (1 + MAX_DELAY[chosen]))
+        executions = self._executions(chosen)
         scenario = Scenario(
-            tuple(_stage_cost(stage, count) for stage in self.cluster.stages),
+            tuple(
+                _stage_cost(stage, count, defers=execution.defers)
+                for stage, execution in zip(self.cluster.stages, executions, strict=True)
+            ),
             tuple(_link_cost(stage, count) for stage in self.cluster.stages[:-1]),
             window=window,
             update_size=count,
@@ -130,7 +134,7 @@ class VirtualPipeline:
             microbatches=count * len(self.batches),
             activation_limits=(window,) * len(self.cluster.stages),
         )
-        training = _Training(self, self._executions(chosen), count)
+        training = _Training(self, executions, count)
         simulation = simulate(scenario, observe=training.perform)
         return VirtualRun(
             chosen,
@@ -287,10 +291,10 @@ class _Training:
         self._times[update] = max(now, self._times.get(update, 0.0))
 
 
-def _stage_cost(stage: StagePlan, count: int) -> StageCost:
+def _stage_cost(stage: StagePlan, count: int, *, defers: bool) -> StageCost:
     seconds = stage.compute_seconds / count + OVERHEAD_SECONDS
     third = (seconds + UNIT_SECONDS * (stage.stop - stage.start)) / 3
-    return StageCost(third, third, weights=third)
+    return StageCost(third, third, weights=third) if defers else StageCost(third, 2 * third)
 
 
 def _link_cost(stage: StagePlan, count: int) -> LinkCost:
