@@ -60,10 +60,11 @@ def test_a_delay_never_more_than_doubles_the_rate() -> None:
 @pytest.mark.parametrize(("stages", "seconds"), [(3, 0.36), (8, 0.96)])
 def test_the_number_of_micro_batches_is_good_on_near_and_far_links(stages: int, seconds: float) -> None:
     times = _equal(stages, seconds)
-    chosen = choose_microbatches(times, 64)
+    chosen = choose_microbatches(times, 64, 1)
+    assert chosen == -(-64 // -(-64 // chosen)), "the parts of a batch have equal sizes, but the last"
     for fixed in (NEAR, FAR):
         best = min(cycle_seconds(times, count, fixed=fixed) for count in range(1, 65))
-        assert cycle_seconds(times, chosen, fixed=fixed) <= 1.08 * best
+        assert cycle_seconds(times, chosen, fixed=fixed) <= 1.07 * best
 
 
 def test_a_plan_trains_single_samples_with_a_delay() -> None:

@@ -31,8 +31,10 @@ FAR_LATENCY_SECONDS = 20.0e-3
 """Delay of a link between distant nodes."""
 PASSING = 2 / 3
 """Share of forwards and gradients of inputs in the time of a micro-batch; the rest are weights'."""
-GOOD_ENOUGH = 1.03
-"""Fewer micro-batches are preferred if they are at most this many times as slow as the best number."""
+GOOD_ENOUGH = 1.01
+"""Fewer micro-batches are preferred if they are at most this many times as bad as the best number."""
+GIVEN_AWAY = 1.03
+"""Time on near links, as a multiple of the shortest, that may be given away for far links."""
 MOST_PER_STAGE = 8
 """Micro-batches per stage beyond which nothing is gained."""
 
@@ -91,16 +93,18 @@ def delayed_seconds(stages: Sequence[StageTimes], count: int, fixed: FixedTimes 
     return max(busy, cycle_seconds(stages, count, fixed=fixed) / 2)
 
 
-def choose_microbatches(stages: Sequence[StageTimes], most: int) -> int:
-    """Return the smallest number of micro-batches, up to ``most``, that is about as good as any.
+def choose_microbatches(stages: Sequence[StageTimes], batch: int, smallest: int) -> int:
+    """Return the number of micro-batches of a batch, each of ``smallest`` samples at least.
 
-    The worse of two ratios counts: of its time to the shortest time, on near and on far links.
+    It is the smallest that is about as good as any. The worse of two ratios counts: of its time to the
+    shortest time on far links and, less by what may be given away, on near links.
     """
-    counts = range(1, max(1, min(most, MOST_PER_STAGE * len(stages))) + 1)
-    worst = dict.fromkeys(counts, 0.0)
-    for fixed in (NEAR, FAR):
-        seconds = {count: cycle_seconds(stages, count, fixed=fixed) for count in counts}
-        shortest = min(seconds.values())
-        worst = {count: max(worst[count], seconds[count] / shortest) for count in counts}
-    limit = GOOD_ENOUGH * min(worst.values())
-    return next(count for count in counts if worst[count] <= limit)
+    most = max(1, min(batch // smallest, MOST_PER_STAGE * len(stages)))
+    counts = sorted({-(-batch // rows) for rows in range(1, batch + 1)} & set(range(1, most + 1)))
+    near, far = (
+        {count: cycle_seconds(stages, count, fixed=fixed) for count in counts} for fixed in (NEAR, FAR)
+    )
+    shortest = GIVEN_AWAY * min(near.values()), min(far.values())
+    ratios = {c: max(near[c] / shortest[0], far[c] / shortest[1]) for c in counts}
+    limit = GOOD_ENOUGH * min(ratios.values())
+    return next(count for count in counts if ratios[count] <= limit)

@@ -212,8 +212,8 @@ def _choose_split(profile: ModelProfile, costs: ModelCosts, times: Sequence[Stag
     training, batch = costs.training, costs.batch_size
     smallest = profile.smallest_rows or batch
     largest = max(smallest, int(batch * training.part))
-    most = batch // smallest if len(times) > 1 else 1
-    rows = min(-(-batch // choose_microbatches(times, most)), largest)
+    chosen = choose_microbatches(times, batch, smallest) if len(times) > 1 else 1
+    rows = min(-(-batch // chosen), largest)
     count = -(-batch // rows)
     if training.max_delay:
         return _Split(count, rows, 2 * count, delayed_seconds(times, count))
