@@ -31,6 +31,8 @@ SECTIONS = {
     "pipeline": "Pipelines compared",
     "idle": "Cost of an idle node",
     "learning": "Learning compared with one process",
+    "delay": "Cost of late gradients",
+    "virtual": "Learning under virtual time",
     "compression": "Savings and cost of compression",
     "averaging": "Value and cost of averaging clusters",
 }

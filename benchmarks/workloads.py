@@ -105,23 +105,28 @@ def free_ports(count: int) -> list[int]:
 
 
 class Block(nn.Module):
-    """Transformer block: causal attention and an MLP of four times the width."""
+    """Transformer block: attention, causal or within a mask, and an MLP."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, inner: int = 4, causal: bool = True) -> None:
+        """``inner`` is the width of the MLP's hidden layer, as a multiple of ``width``."""
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.mix = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, inner * width), nn.GELU(), nn.Linear(inner * width, width)
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Mix positions, then channels."""
         batch, length, width = x.shape
         shape = (batch, length, self.heads, width // self.heads)
         q, k, v = (t.reshape(shape).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal
+        )
         x = x + self.mix(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.norm2(x))
 

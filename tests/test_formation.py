@@ -191,6 +191,7 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "loss_chunks",
         "microbatches",
         "microbatch_rows",
+        "delay_fits",
         "smallest_rows",
         "split_reason",
         "update_frequency",

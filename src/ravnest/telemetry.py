@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from ravnest.types import Schedule
+
 
 @dataclass(frozen=True, slots=True)
 class LossRecord:
@@ -92,6 +94,18 @@ class QueueRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ScheduleRecord:
+    """Schedule of a cluster; reported by Roots when training begins."""
+
+    schedule: Schedule
+    microbatches: int
+    """Micro-batches of a batch of the planned size."""
+    reason: str
+    """Why it was chosen, as a sentence."""
+    kind: Literal["schedule"] = "schedule"
+
+
+@dataclass(frozen=True, slots=True)
 class WarningRecord:
     """A warning of the node, as its log shows it."""
 
@@ -118,6 +132,7 @@ WorkerRecord = (
     | RoundRecord
     | TimingRecord
     | QueueRecord
+    | ScheduleRecord
     | WarningRecord
     | PhaseRecord
 )

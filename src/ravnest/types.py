@@ -5,12 +5,17 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
+
+Kind = TypeVar("Kind")
+DecodeHook = Callable[[type, Any], Any]
+"""Function that decodes what msgspec has no type for."""
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
 _DOTTED_NUMBER = re.compile(r"[0-9.]+")
@@ -102,3 +107,15 @@ def _host(host: str, text: str) -> str:
 def _shown(text: str) -> str:
     quoted = json.dumps(text, ensure_ascii=False)
     return quoted if len(quoted) <= 60 else f"{quoted[:57]}..."
+
+
+_CONVERTING = threading.Lock()
+
+
+def convert_checked(data: object, kind: type[Kind], dec_hook: DecodeHook | None = None) -> Kind:
+    """Return plain data as a value of type ``kind``; ``msgspec.ValidationError`` if it does not fit.
+
+    One thread at a time: msgspec crashes if two threads convert to the same type for the first time.
+    """
+    with _CONVERTING:
+        return msgspec.convert(data, kind, dec_hook=dec_hook)

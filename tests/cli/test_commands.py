@@ -29,7 +29,7 @@ from ravnest.plan.node_configs import read_node_configs
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import EventView, JobState, JobView
 from ravnest.schemas.providers import ProviderView
-from ravnest.telemetry import WarningRecord
+from ravnest.telemetry import ScheduleRecord, WarningRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,7 +131,8 @@ def test_completion_can_be_installed(ravnest: Command) -> None:
 def test_status_lists_jobs_and_shows_one(ravnest: Command, job: str, provider: ScriptedProvider) -> None:
     warning = WarningRecord("the loader is slow")
     losses = loss_record(0, 0.75), loss_record(1, 0.5)
-    provider.report("training", *losses, validation_record(0, 0.9), warning)
+    schedule = ScheduleRecord("sync", 4, "each batch of 8 is split")
+    provider.report("training", schedule, *losses, validation_record(0, 0.9), warning)
     ended = ravnest("status")
     assert ended.code == ExitCode.OK, ended.err
     (line,) = (line for line in ended.out.splitlines() if line.startswith(job))
@@ -142,13 +143,15 @@ def test_status_lists_jobs_and_shows_one(ravnest: Command, job: str, provider: S
     assert f"digits ({job}) of " in shown
     assert "cluster 0, node 0 (Root) on pc: training" in shown
     assert "warning of node 0: the loader is slow" in shown
+    assert "schedule sync, 4 micro-batches per batch: each batch of 8 is split" in shown
     assert "1 node in 1 cluster" in shown, "the plan"
 
 
 def test_status_as_json(ravnest: Command, job: str, provider: ScriptedProvider) -> None:
-    provider.report("training", loss_record(0, 0.75))
+    provider.report("training", loss_record(0, 0.75), ScheduleRecord("async", 1, "batch norm"))
     one = JobView.model_validate_json(ravnest("status", job, "--json").out)
     assert (one.id, one.state, one.progress.loss) == (job, JobState.TRAINING, 0.75)
+    assert one.progress.schedule == ScheduleRecord("async", 1, "batch norm")
     listed = json.loads(ravnest("status", "--json").out)
     assert (job, "training") in {(entry["id"], entry["state"]) for entry in listed}
 

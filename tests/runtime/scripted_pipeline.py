@@ -138,11 +138,12 @@ class ScriptedPipeline:
         self.runs.append((at, run))
         execution = stage.execution
         match run:
-            case RunForward(microbatch, version):
+            case RunForward(microbatch, version, _, update):
                 targets = self._data[microbatch.index][1]
                 last = at == len(self._stages) - 1
                 part = LossPart(lambda outputs: self._loss(outputs[0], targets)) if last else None
-                outputs, _ = execution.forward(microbatch, version, stage.values.pop(microbatch), part)
+                values = stage.values.pop(microbatch)
+                outputs, _ = execution.forward(microbatch, version, values, part, late=update > version)
                 if not last:
                     stage.values[microbatch] = outputs
             case RunBackward(microbatch, version):

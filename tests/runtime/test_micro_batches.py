@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -194,16 +195,42 @@ def test_batch_norm_keeps_batches_whole(tmp_path: Path, capsys: pytest.CaptureFi
     train_split(tmp_path, names, image_loaders, nn.functional.cross_entropy, 1e-2)
     said = capsys.readouterr().out
     assert "schedule async" in said
+    assert said.count('schedule="sync" avoids this') == 1, "the cost is told once"
     assert "norm1" in said
 
 
-def test_a_loss_that_couples_samples_is_refused(tmp_path: Path) -> None:
-    def coupled(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return (output - batch[-1]).square().mean(1).max()
+def _coupled(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (output - batch[-1]).square().mean(1).max()
 
+
+@pytest.mark.parametrize(
+    ("fits", "settings", "schedule"),
+    [(True, {}, "async"), (False, {}, "sync"), (True, {"schedule": "sync"}, "sync")],
+)
+def test_a_loss_that_forbids_splitting_makes_gradients_late_if_memory_allows(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    fits: bool,
+    settings: dict[str, Any],
+    schedule: str,
+) -> None:
+    names = form(tmp_path, MLP(), (torch.rand(BATCH, 4),), 2)
+    for name in names:
+        spec = tmp_path / "node_data" / "nodes" / f"{name}.json"
+        content = json.loads(spec.read_text())
+        assert content["delay_fits"], "a small model fits twice"
+        planned = {"delay_fits": fits, "microbatch_rows": 3, "microbatches": 4, "in_flight": 4}
+        spec.write_text(json.dumps(content | planned))
+    train_split(tmp_path, names, regression, _coupled, 1e-2, progress=True, **settings)
+    said = capsys.readouterr().out
+    assert f"schedule {schedule}; batches are not split: " in said
+    assert ("one update late" in said) == (schedule == "async")
+
+
+def test_a_loss_that_couples_samples_is_refused(tmp_path: Path) -> None:
     names = form(tmp_path, MLP(), (torch.rand(BATCH, 4),), 2)
     with pytest.raises((SettingsError, RunError), match="micro_batches=3 is not possible"):
-        train_split(tmp_path, names, regression, coupled, 1e-2, micro_batches=3)
+        train_split(tmp_path, names, regression, _coupled, 1e-2, micro_batches=3)
 
 
 @pytest.mark.parametrize(

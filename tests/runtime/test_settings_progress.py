@@ -50,6 +50,13 @@ def test_the_time_that_is_left(batches: int, eta: str) -> None:
     assert f"ETA {eta}, " in state.line()
 
 
+@pytest.mark.parametrize(("microbatches", "shown"), [(4, "sync x 4"), (1, "sync")])
+def test_the_schedule_and_the_micro_batches_are_shown(microbatches: int, shown: str) -> None:
+    state = _state()
+    state.schedule, state.microbatches = "sync", microbatches
+    assert state.line().endswith(f", {shown}, staleness 2")
+
+
 def test_what_is_not_known_is_left_out() -> None:
     state = RunState(Role.STEM)
     assert state.line() == "epoch 1, 0.0 batches/s, staleness 0"

@@ -17,8 +17,9 @@ from ravnest.plan.microbatches import (
     UNIT_SECONDS,
     StageTimes,
     cycle_seconds,
+    delayed_seconds,
 )
-from ravnest.runtime.schedule.events import RunBackward, RunForward, RunStep, RunWeights
+from ravnest.runtime.schedule.events import Action, RunBackward, RunForward, RunStep, RunWeights
 from ravnest.runtime.schedule.notation import format_runs
 from ravnest.runtime.schedule.simulator import (
     LinkCost,
@@ -192,15 +193,15 @@ def _random_stages(drawn: random.Random) -> tuple[StageTimes, ...]:
     )
 
 
-def _simulated_cycle(stages: tuple[StageTimes, ...], count: int) -> float:
+def _simulated_cycle(stages: tuple[StageTimes, ...], count: int, schedule: Schedule = "sync") -> float:
     each = [s.compute / count + OVERHEAD_SECONDS + UNIT_SECONDS * s.units for s in stages]
     busy = [s.link / count for s in stages[:-1]]
     scenario = Scenario(
         tuple(StageCost(third, third, 0.0, third) for third in (seconds / 3 for seconds in each)),
         tuple(LinkCost(b + LATENCY_SECONDS, b + LATENCY_SECONDS, b, b) for b in busy),
-        window=count,
+        window=count if schedule == "sync" else 2 * count,
         update_size=count,
-        schedule="sync",
+        schedule=schedule,
     )
     return count / steady_rate(scenario)
 
@@ -218,6 +219,19 @@ def test_the_plan_predicts_the_time_of_a_batch() -> None:
     assert max(map(abs, errors)) < 0.15
     assert sum(abs(error) > 0.1 for error in errors) <= 0.02 * len(errors)
     assert abs(sum(errors)) / len(errors) < 0.01
+
+
+def test_the_plan_predicts_the_time_of_a_batch_with_a_delay() -> None:
+    drawn = random.Random(5)
+    errors: list[float] = []
+    for _ in range(60):
+        stages = _random_stages(drawn)
+        errors += [
+            delayed_seconds(stages, count) / _simulated_cycle(stages, count, "async") - 1
+            for count in (1, drawn.randint(2, 8 * len(stages)))
+        ]
+    assert max(map(abs, errors)) < 0.15
+    assert abs(sum(errors)) / len(errors) < 0.02
 
 
 times = st.integers(0, 40)
@@ -281,3 +295,28 @@ def _check_stage(found: Simulation, scenario: Scenario, position: int) -> None:
     assert use.peak_in_flight <= scenario.update_size * (1 + late)
     if scenario.activation_limits is not None:
         assert use.peak_in_flight <= scenario.activation_limits[position]
+
+
+def test_actions_are_observed_after_what_they_depend_on() -> None:
+    """A backward of a stage comes after those of later stages, and its update after its backwards."""
+    seen: list[tuple[float, int, Action]] = []
+    scenario = Scenario(
+        (StageCost(1.0, 1.0, weights=1.0),) * 3,
+        (LinkCost(0.5, 0.5),) * 2,
+        window=4,
+        update_size=4,
+        schedule="sync",
+        microbatches=8,
+    )
+    simulate(scenario, observe=lambda now, stage, action: seen.append((now, stage, action)))
+    assert [now for now, _, _ in seen] == sorted(now for now, _, _ in seen)
+    order = [(stage, action) for _, stage, action in seen]
+    backwards = [
+        [order.index(run) for run in order if run[0] == stage and isinstance(run[1], RunBackward)]
+        for stage in range(3)
+    ]
+    assert all(earlier > later for earlier, later in zip(backwards[0], backwards[1], strict=True))
+    assert all(earlier > later for earlier, later in zip(backwards[1], backwards[2], strict=True))
+    steps = [place for place, (stage, action) in enumerate(order) if action == RunStep(1, 1)]
+    assert len(steps) == 3
+    assert max(backwards[2]) < min(steps) < max(steps)

@@ -19,6 +19,7 @@ from ravnest.telemetry import (
     PhaseRecord,
     QueueRecord,
     RoundRecord,
+    ScheduleRecord,
     TimingRecord,
     ValidationRecord,
     WarningRecord,
@@ -65,9 +66,13 @@ def test_records_of_a_training(cluster: Formed) -> None:
     stages = {r.stage for r in root.records if isinstance(r, TimingRecord)}
     assert stages == set(range(len(local.names)))
     assert any(isinstance(r, QueueRecord) and r.window >= 1 for r in root.records)
+    (schedule,) = [r for r in root.records if isinstance(r, ScheduleRecord)]
+    assert (schedule.schedule, schedule.microbatches) == ("sync", losses[0].microbatches)
+    assert "batch" in schedule.reason
     phases = [("connect", 0), ("train", 0), ("validate", 1), ("train", 1), ("validate", 2)]
     assert root.phases() == leaf.phases() == [*phases, ("save", 2), ("end", 2)]
-    assert not any(isinstance(r, LossRecord | ValidationRecord | TimingRecord) for r in leaf.records)
+    only_root = LossRecord | ValidationRecord | TimingRecord | ScheduleRecord
+    assert not any(isinstance(r, only_root) for r in leaf.records)
 
 
 def test_rates_are_bounded(sink: _Sink) -> None:

@@ -61,7 +61,18 @@ def progress_text(progress: JobProgress) -> str:
         parts.append("the loss is not finite")
     if progress.validation is not None:
         parts.append(f"validation {progress.validation:.4f}")
+    if progress.staleness:
+        parts.append(f"staleness {progress.staleness}")
     return ", ".join(parts)
+
+
+def schedule_text(progress: JobProgress) -> str:
+    """Describe the schedule of a job; empty before training begins."""
+    chosen = progress.schedule
+    if chosen is None:
+        return ""
+    count = "1 micro-batch" if chosen.microbatches == 1 else f"{chosen.microbatches} micro-batches"
+    return f"schedule {chosen.schedule}, {count} per batch: {chosen.reason}"
 
 
 def event_line(event: EventView) -> str:

@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ravnest.cli.console import local_time, out, print_json, print_table, progress_text
+from ravnest.cli.console import (
+    local_time,
+    out,
+    print_json,
+    print_table,
+    progress_text,
+    schedule_text,
+)
 from ravnest.cli.options import Json, Server, Token
 from ravnest.client.server_selection import READ_ROLES, select_server
 from ravnest.schemas.jobs import JobView
@@ -49,6 +56,8 @@ def _show(view: JobView) -> None:
     console.print(f"submitted {local_time(view.created)}, last change {local_time(view.changed)}")
     if progress_text(view.progress):
         console.print(f"{progress_text(view.progress)}; {view.progress.epochs} epochs requested")
+    if schedule_text(view.progress):
+        console.print(schedule_text(view.progress))
     for one in view.assignments:
         console.print(
             f"  cluster {one.cluster}, node {one.node} ({one.role}) on {one.provider_name}: {one.phase}"

@@ -81,8 +81,9 @@ class Job:
     update_frequency: int = 1
     """Batches per update; the gradient is their mean."""
     schedule: Literal["auto", "sync", "async"] = "auto"
-    """`sync`: the updates of a single process. `async`: gradients may be one update old. `auto`: `sync`
-    if batches can be split into micro-batches, else `async`. See [Schedules](schedules.md)."""
+    """`sync`: the updates of a single process. `async`: gradients may be one update old. `auto`: the
+    one that reaches a given loss sooner by prediction: `sync` if batches can be split into enough
+    micro-batches, else `async`. See [Schedules](schedules.md)."""
     micro_batches: int | Literal["auto"] = "auto"
     """Number of micro-batches that each batch is split into. `auto`: chosen by the plan, and 1 if the
     result would not be that of the whole batch."""
@@ -96,8 +97,9 @@ class Job:
     """Average the optimizer's state as well."""
     clip_grad_norm: float | None = None
     """Maximum norm of the gradients of the whole model."""
-    look_ahead: bool = False
-    """In `async`, run forward passes on predicted weights; takes memory for one more copy of them."""
+    look_ahead: bool = True
+    """In `async`, run forward passes on weights that the optimizer's state predicts for the update of
+    their gradient. See [Schedules](schedules.md)."""
     recompute: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass instead of storing them, which saves memory and takes
     time. `"auto"`: each provider as much as its memory makes necessary."""

@@ -24,6 +24,7 @@ from ravnest.split.splitter import PreparedModel
 from ravnest.store.bundle import STAGE_FILE, STAGE_LIMIT, WEIGHTS_FILE, BundleDigest
 from ravnest.store.files import read_json, sha256_of, size_of, write_atomically, write_json
 from ravnest.store.weights import save_weights
+from ravnest.types import convert_checked
 
 FORMAT = "ravnest-units"
 VERSION = 1
@@ -184,7 +185,7 @@ def _bytes_of(file: TensorFile, entry: StateSpec) -> TensorBytes:
 
 def _profile(data: object) -> ModelProfile:
     try:
-        return msgspec.convert(data, ModelProfile)
+        return convert_checked(data, ModelProfile)
     except msgspec.ValidationError as error:
         raise StageFormatError(f"the profile of the model is malformed: {error}") from error
 

@@ -180,6 +180,10 @@ class ModelCosts:
         """Return the costs for a single cluster, which does not average."""
         return replace(self, training=replace(self.training, averaging=0.0))
 
+    def delayed(self) -> ModelCosts:
+        """Return the costs if gradients may be one update late."""
+        return replace(self, training=replace(self.training, max_delay=1))
+
     def load_grid(self, starts: IntArray, stops: IntArray) -> StageLoad[FloatArray]:
         """Return the load of each start (row) with each stop (column); both are ascending."""
         shape = (len(starts), len(stops))

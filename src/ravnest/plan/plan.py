@@ -65,6 +65,8 @@ class ClusterPlan:
     """Most micro-batches in flight; the memory of the stages is planned for it."""
     largest_rows: int
     """Samples in a micro-batch at most; the memory of the stages is planned for it."""
+    delay_fits: bool = False
+    """Two whole batches and two versions of the weights fit the memory of the stages."""
     loss_chunks: int = 1
     """Chunks of positions in which the last stage computes logits and loss; 1: as a whole."""
 

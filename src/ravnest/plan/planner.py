@@ -5,6 +5,7 @@ Pure: the same arguments give the same plan.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
+from ravnest.plan.schedule_choice import delay_pays
 from ravnest.plan.search import EXACT_NODES, Pipeline, find_clusters
 from ravnest.types import Role
 
@@ -103,6 +105,8 @@ def _plan(
 ) -> Plan:
     """Return the plan with these pipelines."""
     costs, pipelines = found
+    if _delay_pays(profile, costs, pipelines, machines):
+        costs = costs.delayed()
     clusters = tuple(
         _cluster(number, profile, costs, [nodes[i] for i in each], [machines[i] for i in each])
         for number, each in enumerate(pipelines)
@@ -123,6 +127,38 @@ def _plan(
 def _worth(plan: Plan) -> tuple[int, float]:
     """Return the rank of a plan: fewer one-node clusters, then more samples per second."""
     return -sum(len(cluster.stages) == 1 for cluster in plan.clusters), plan.samples_per_second
+
+
+def _delay_pays(
+    profile: ModelProfile,
+    costs: ModelCosts,
+    pipelines: Sequence[Pipeline],
+    machines: Sequence[NodeCapacity],
+) -> bool:
+    """Return whether batches that can be split are better trained with a delay, and fit the RAM so."""
+    if profile.smallest_rows is None or costs.training.share < 1:
+        return False
+    clusters = []
+    for pipeline in pipelines:
+        order = [machines[node] for node in pipeline]
+        cuts = best_cuts(costs.delayed(), order)
+        if cuts is None:
+            return False
+        clusters.append(_times(costs, cuts, order))
+    return delay_pays(clusters, profile.batch_size // profile.smallest_rows)
+
+
+def _times(costs: ModelCosts, cuts: PipelineCuts, machines: Sequence[NodeCapacity]) -> list[StageTimes]:
+    """Return the times of the stages; infinite if a stage does not fit the RAM."""
+    last = len(machines) - 1
+    return [
+        StageTimes(
+            costs.stage_seconds(start, stop, machines[index], len(machines) - index),
+            0.0 if index == last else costs.link_seconds(stop, *machines[index : index + 2]),
+            stop - start,
+        )
+        for index, (start, stop) in enumerate(itertools.pairwise(cuts.bounds))
+    ]
 
 
 def _check(profile: ModelProfile, nodes: Sequence[NodeConfig], update_frequency: int) -> None:
@@ -186,15 +222,7 @@ def _cluster_with(
 ) -> ClusterPlan | None:
     """Return the cluster with these cuts; None if its stages do not fit the RAM."""
     nodes, machines = pipeline
-    bounds = cuts.bounds
-    planned = [
-        StageTimes(
-            costs.stage_seconds(bounds[k], bounds[k + 1], machine, len(nodes) - k),
-            0 if k == len(nodes) - 1 else costs.link_seconds(bounds[k + 1], *machines[k : k + 2]),
-            bounds[k + 1] - bounds[k],
-        )
-        for k, machine in enumerate(machines)
-    ]
+    planned = _times(costs, cuts, machines)
     if not all(math.isfinite(times.compute) for times in planned):
         return None
     split = _choose_split(profile, costs, planned)
@@ -217,6 +245,17 @@ def _cluster_with(
         split_reason=_split_reason(profile, costs, split),
         in_flight=split.in_flight,
         largest_rows=_largest_rows(profile, costs),
+        delay_fits=_delay_fits(costs, stages),
+    )
+
+
+def _delay_fits(costs: ModelCosts, stages: Sequence[StagePlan]) -> bool:
+    """Return whether two whole batches and two versions of the weights fit the stages' RAM."""
+    delayed, length = costs.delayed(), len(stages)
+    whole = costs.training.share == costs.training.part == 1
+    return whole and all(
+        delayed.memory(stage.start, stage.stop, length - stage.index).total <= stage.node.ram * 1e9
+        for stage in stages
     )
 
 
@@ -231,13 +270,14 @@ class _Split:
 
 def _choose_split(profile: ModelProfile, costs: ModelCosts, times: Sequence[StageTimes]) -> _Split:
     """Choose the micro-batches that are fastest within the memory that the stages are planned for."""
-    training, batch, smallest = costs.training, costs.batch_size, profile.smallest_rows
-    if smallest is None:
-        return _Split(1, batch, 1 + training.max_delay)
+    training, batch = costs.training, costs.batch_size
+    smallest = profile.smallest_rows or batch
     largest = _largest_rows(profile, costs)
-    most = batch // smallest if len(times) > 1 else 1
-    rows = min(-(-batch // choose_microbatches(times, most).count), largest)
+    chosen = choose_microbatches(times, batch, smallest) if len(times) > 1 else 1
+    rows = min(-(-batch // chosen), largest)
     count = -(-batch // rows)
+    if training.max_delay:
+        return _Split(count, rows, 2 * count)
     in_flight = count if training.share == 1 else max(1, int(batch * training.share) // rows)
     return _Split(count, rows, in_flight)
 
@@ -250,7 +290,7 @@ def _largest_rows(profile: ModelProfile, costs: ModelCosts) -> int:
 def _cycle(costs: ModelCosts, times: Sequence[StageTimes], split: _Split) -> float:
     """Return the predicted time between batches."""
     if costs.training.max_delay:
-        return delayed_seconds(times, split.in_flight)
+        return delayed_seconds(times, split.count)
     return cycle_seconds(times, split.count, split.in_flight)
 
 
@@ -260,19 +300,19 @@ def _may_split(profile: ModelProfile, split: _Split, stages: int) -> bool:
 
 
 def _split_reason(profile: ModelProfile, costs: ModelCosts, split: _Split) -> str:
-    """Explain the number of micro-batches to the user."""
+    """Explain the number of micro-batches and the schedule to the user."""
+    delayed = bool(costs.training.max_delay)
     if profile.smallest_rows is None:
         text = f"batches are not split into micro-batches: {profile.unsplit_reason}"
-        if costs.training.max_delay:
-            return text
-        return f"{text}; one batch at a time is in the pipeline, because RAM is short"
+        return text if delayed else f"{text}; one batch at a time is in the pipeline, as RAM is short"
     if split.count == 1:
-        return "batches are not split into micro-batches: that would not be faster"
-    parts = f"{split.count} micro-batches of {split.rows}"
-    text = f"each batch of {profile.batch_size} is split into {parts}"
+        text = "batches are not split into micro-batches: that would not be faster"
+    else:
+        parts = f"{split.count} micro-batches of {split.rows}"
+        text = f"each batch of {profile.batch_size} is split into {parts}"
     if costs.training.share < 1:
         return f"{text}, of which at most {split.in_flight} are in flight, because RAM is short"
-    return text
+    return f"{text}; too few to keep the stages busy, so that two batches overlap" if delayed else text
 
 
 def _stage(

@@ -23,6 +23,8 @@ class BatchSplit:
     """Samples that every micro-batch must have."""
     reason: str = ""
     """Why batches are split like this, as a sentence for the user."""
+    late: bool = False
+    """Gradients may be one update late, contrary to the plan, because batches cannot be split."""
 
     def parts(self, batch_size: int) -> int:
         """Return the number of micro-batches of a batch."""

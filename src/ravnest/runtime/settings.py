@@ -34,9 +34,9 @@ class NodeSettings:
     are kept. ``False``: none. ``auto``: as many as the plan says, so that the node's memory suffices."""
     clip_grad_norm: float | None = None
     """Clip gradients to this norm, over the whole model."""
-    look_ahead: bool = False
-    """In ``async``, run forwards on the weights expected when the gradient returns; needs memory for one
-    more copy of the weights."""
+    look_ahead: bool = True
+    """In ``async``, run forwards on the weights that the optimizer's state predicts for the update of
+    their gradient."""
     averaging: Mode = "background"
     """Averaging between clusters. ``background``: training continues. ``blocking``: training pauses."""
     scheduler_steps: float = 1.0

@@ -13,6 +13,7 @@ from ravnest.telemetry import (
     PhaseRecord,
     QueueRecord,
     RoundRecord,
+    ScheduleRecord,
     TimingRecord,
     ValidationRecord,
 )
@@ -79,7 +80,7 @@ class TrainingSpec(Schema):
     average_optim: bool = False
     val_freq: Count = 1
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
-    look_ahead: bool = False
+    look_ahead: bool = True
     recompute: bool | Literal["auto"] = "auto"
     shuffle: bool = True
     drop_last: bool = False
@@ -147,6 +148,10 @@ class JobProgress(Schema):
     """True if the last loss is infinite or not a number."""
     validation: float | None = None
     """Result of the last validation: the accuracy, or the loss if the model has no accuracy."""
+    schedule: ScheduleRecord | None = None
+    """Schedule and micro-batches with the reason; ``None`` before training begins."""
+    staleness: int = 0
+    """Updates by which the gradients of the last update were late at the Root."""
 
 
 class ClusterProgress(Schema):

@@ -17,7 +17,13 @@ from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
 from ravnest.server.job_status import leading_root, roots
 from ravnest.server.liveness import Liveness
-from ravnest.telemetry import PhaseRecord, QueueRecord, RoundRecord, ValidationRecord
+from ravnest.telemetry import (
+    PhaseRecord,
+    QueueRecord,
+    RoundRecord,
+    ScheduleRecord,
+    ValidationRecord,
+)
 
 _SHOWN_WARNINGS = 20
 
@@ -76,12 +82,15 @@ def job_losses(db: Transaction, job: str, first: int) -> LossHistory:
 def _progress(db: Transaction, record: JobRecord, root: AssignmentRecord | None) -> JobProgress:
     last = None if root is None else db.telemetry.last_loss(root.id)
     validations = [] if root is None else db.telemetry.newest(root.id, ValidationRecord)
+    schedules = [] if root is None else db.telemetry.newest(root.id, ScheduleRecord)
     return JobProgress(
         updates=0 if last is None else last.update + 1,
         epochs=record.epochs,
         loss=None if last is None else last.loss,
         diverged=last is not None and last.loss is None,
         validation=validations[0].value if validations else None,
+        schedule=schedules[0] if schedules else None,
+        staleness=0 if last is None else last.staleness,
     )
 
 

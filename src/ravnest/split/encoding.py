@@ -38,6 +38,7 @@ from ravnest.split.graph import (
 )
 from ravnest.split.operators import resolve
 from ravnest.split.structure import Structure
+from ravnest.types import convert_checked
 
 FORMAT: Final = "ravnest-stage"
 VERSION: Final = 1
@@ -145,7 +146,7 @@ def stage_from_json(data: object) -> StageSpec:
             f"{VERSION}: use the version of Ravnest that wrote it, or split the model again"
         )
     try:
-        document = msgspec.convert(data, _StageDocument, dec_hook=_decode_torch_type)
+        document = convert_checked(data, _StageDocument, _decode_torch_type)
     except msgspec.ValidationError as error:
         raise StageFormatError(f"the stage is malformed: {error}") from error
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can escape

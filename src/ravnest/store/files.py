@@ -14,6 +14,7 @@ from typing import TypeGuard, TypeVar
 import msgspec
 
 from ravnest.errors import StageFormatError
+from ravnest.types import convert_checked
 
 _CHUNK = 4 << 20
 T = TypeVar("T")
@@ -68,7 +69,7 @@ def convert(data: object, kind: type[T], path: Path | str) -> T:
     ``StageFormatError`` names ``path``, where the data comes from, and the field that does not fit.
     """
     try:
-        return msgspec.convert(data, kind)
+        return convert_checked(data, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise StageFormatError(f"{path} is malformed: {error}") from error
 

@@ -105,6 +105,8 @@ class NodeSpec:
     kept: int | None = None
     """Most micro-batches whose activations fit the memory of this node at once; the others are
     recomputed. None: all in flight."""
+    delay_fits: bool = False
+    """Two whole batches and two versions of the weights fit the memory of the cluster's nodes."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -307,6 +309,7 @@ def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> No
         largest_rows=cluster.largest_rows,
         tight=stage.tight,
         kept=stage.kept,
+        delay_fits=cluster.delay_fits,
     )
 
 

@@ -137,6 +137,8 @@ class PhaseBegin(Head, frozen=True):
     phase: int
     kind: PhaseKind
     epoch: int
+    late: bool = False
+    """From this phase on gradients may be one update late, whatever the plan's schedule."""
 
 
 class PhaseEnd(Head, frozen=True):

@@ -29,6 +29,8 @@ class MetricsObserver:
     def begun(self, begin: PhaseBegin) -> None:
         """Show and report the start of a phase."""
         self._telemetry.phase(begin.kind, begin.epoch)
+        if begin.late:
+            self._progress.state.schedule = "async"
         if begin.kind == "train":
             self._progress.state.begin(begin.epoch, self._progress.clock())
         if self._tuner is not None:
@@ -38,6 +40,7 @@ class MetricsObserver:
         """Show, record and report an update."""
         state = self._progress.state
         state.staleness, state.in_flight = update.staleness, update.in_flight
+        state.microbatches = update.parts
         state.add(update.batches, self._progress.clock())
         if update.loss is not None:
             state.add_loss(update.loss)

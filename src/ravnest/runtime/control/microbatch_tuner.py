@@ -88,7 +88,7 @@ class MicrobatchTuner:
     def __init__(self) -> None:
         self._size = 0
         """Samples in the batches that are measured; 0 before the first one."""
-        self._parts = self._fewest = self._most = 1
+        self._parts = self._fewest = self._smallest = 1
         self._before: Measured | None = None
         """Measurement with the number before."""
         self._choices = 0
@@ -107,7 +107,7 @@ class MicrobatchTuner:
         """Return the number of micro-batches of a batch; the first one begins with the plan's."""
         if not self._size:
             self._parts = self._fewest = split.parts(size)
-            self._most = size // max(split.smallest, 1)
+            self._smallest = max(split.smallest, 1)
             self._size = size
         return replace(split, rows=-(-self._size // self._parts), count=None).parts(size)
 
@@ -152,7 +152,7 @@ class MicrobatchTuner:
             return None
         times = stage_times(measured, before)
         # The memory of the stages is planned for parts that are not larger than the plan's.
-        chosen = max(choose_microbatches(times, self._most).count, self._fewest)
+        chosen = max(choose_microbatches(times, self._size, self._smallest), self._fewest)
         if cycle_seconds(times, chosen) >= WORTHWHILE * cycle_seconds(times, self._parts):
             self._over = True
             return None

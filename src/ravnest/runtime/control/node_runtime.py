@@ -54,6 +54,10 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
 _OUTCOMES = 256
+DELAY_NOTE = (
+    "gradients may be one update late: training needs up to about 1.4 times the samples for the same "
+    'loss. schedule="sync" avoids this and is slower'
+)
 LOSS_ROWS = 6
 """Samples with which the Leaf checks whether the loss allows to split a batch."""
 
@@ -129,8 +133,13 @@ class RuntimeConfig:
         if spec.microbatch_rows is None:
             return BatchSplit(reason=spec.split_reason)
         if not loss.allowed:
-            return BatchSplit(reason=loss.reason)
+            late = self.settings.schedule == "auto" and spec.schedule == "sync" and spec.delay_fits
+            return BatchSplit(reason=f"batches are not split: {loss.reason}", late=late)
         return BatchSplit(spec.microbatch_rows, smallest=smallest, reason=spec.split_reason)
+
+    def planned_parts(self, split: BatchSplit) -> int:
+        """Return the number of micro-batches of a batch of the planned size."""
+        return self.spec.microbatches if split.rows is not None else split.count or 1
 
     def memory_warning(self, split: BatchSplit) -> str:
         """Return a warning if micro-batches are larger than the memory of the nodes is planned for."""
@@ -346,6 +355,8 @@ class NodeRuntime:
         )
 
     def _observer(self) -> MetricsObserver:
+        if self._config.spec.stages > 1:
+            self.progress.state.schedule = self._config.schedule
         if self._config.spec.stage != 0:
             return MetricsObserver(self.progress, self.telemetry)
         self.progress.state.window = self._config.window
@@ -380,11 +391,14 @@ class NodeRuntime:
     def _choose_split(self, loss: LossSplit) -> BatchSplit:
         """Return the rule by which batches are split, and report it to the user."""
         split = self._config.batch_split(loss)
-        schedule = self._config.schedule
-        if warning := self._config.memory_warning(split):
+        config = self._config
+        schedule = "async" if split.late else config.schedule
+        if warning := config.memory_warning(split):
             logger.warning("%s", warning)
-        if self._config.spec.stages > 1:
-            self.progress.say(f"{self._config.spec.role}: schedule {schedule}; {split.reason}")
+        if config.spec.stages > 1:
+            reason = split.reason if schedule == "sync" else f"{split.reason}; {DELAY_NOTE}"
+            self.progress.say(f"{config.spec.role}: schedule {schedule}; {reason}")
+            self.telemetry.schedule(schedule, config.planned_parts(split), reason)
         return split
 
     def _make_averaging(self, inbox: WorkerInbox) -> AveragingService:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ravnest.types import Role
+from ravnest.types import Role, Schedule
 
 _LIVE_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0
@@ -32,6 +32,10 @@ class RunState:
     loss: float | None = None
     in_flight: int = 0
     window: int = 0
+    schedule: Schedule | None = None
+    """None if the node is alone, so that there is nothing to schedule."""
+    microbatches: int = 1
+    """Micro-batches of the last batch."""
     staleness: int = 0
     started: float | None = None
     """Time at which training began, after the neighbours were connected."""
@@ -66,12 +70,18 @@ class RunState:
             parts.append(f"ETA {_duration((self.batches - self.done) / rate)}")
         if self.window:
             parts.append(f"in flight {self.in_flight}/{self.window}")
-        return ", ".join([*parts, f"staleness {self.staleness}"])
+        return ", ".join([*parts, *self._schedule(), f"staleness {self.staleness}"])
 
     def summary(self) -> str:
         """Return a summary of the run as one line."""
         done = f"{self.role}: {self.done} batches in {_duration(self._elapsed())}"
         return ", ".join([done, f"{self._rate():.1f} batches/s", *self._loss()])
+
+    def _schedule(self) -> list[str]:
+        """Return the schedule and the micro-batches, such as ``sync x 4``."""
+        if self.schedule is None:
+            return []
+        return [f"{self.schedule} x {self.microbatches}" if self.microbatches > 1 else self.schedule]
 
     def _rate(self) -> float:
         return self.done / max(self._elapsed(), 1e-9)

@@ -93,7 +93,8 @@ class RootController:
                 f"node_{self._status.departed} has left the run: its script has ended. Every node's "
                 "script must make the same calls (train, evaluate, pred) as the Root's"
             )
-        self.open = PhaseBegin(self.run, self._phases, kind, epoch)
+        late = kind == "train" and self._split().late
+        self.open = PhaseBegin(self.run, self._phases, kind, epoch, late)
         self._phases += 1
         self._count = self._batches = 0
         self._worker.post(functools.partial(self._worker.begin_phase, self.open))

@@ -17,11 +17,13 @@ from ravnest.telemetry import (
     QueueRecord,
     RecordSink,
     RoundRecord,
+    ScheduleRecord,
     TimingRecord,
     ValidationRecord,
     WarningRecord,
     finite,
 )
+from ravnest.types import Schedule
 from ravnest.wire.messages import StageTiming, ValidationResult
 
 _INTERVAL = 1.0
@@ -78,6 +80,11 @@ class TelemetryReporter:
                     update.staleness,
                 )
             )
+
+    def schedule(self, schedule: Schedule, microbatches: int, reason: str) -> None:
+        """Report the schedule of the run."""
+        if self._sink is not None:
+            self._sink.emit(ScheduleRecord(schedule, microbatches, reason))
 
     def queues(self, *, in_flight: int, window: int, inbox: int) -> None:
         """Report queue lengths, at most once per interval."""

@@ -100,6 +100,7 @@ class ScheduleMachine:
         self.is_leaf = position == count - 1
         # The Leaf turns each micro-batch round at once: to run ahead of its own update gains nothing.
         self.max_delay = 0 if self.is_leaf else MAX_DELAY[schedule]
+        """Updates by which a forward may run ahead; may be raised between two phases."""
         self.traits = traits
         self.version = 0
         """Number of updates done here, and of the newest weights."""

@@ -199,10 +199,14 @@ class _Stage:
         )
 
 
+Observe = Callable[[float, int, Action], None]
+"""Function that is called with the time, the stage and each action, before it is carried out."""
+
+
 class _Simulator:
     """Schedule machines of all stages and a queue of future events."""
 
-    def __init__(self, scenario: Scenario, *, record: bool) -> None:
+    def __init__(self, scenario: Scenario, *, record: bool, observe: Observe | None = None) -> None:
         count = len(scenario.costs)
         links, none = scenario.links, _LinkDirection(0.0, 0.0)
         to_next = [*(_LinkDirection(link.forward, link.forward_busy) for link in links), none]
@@ -231,6 +235,7 @@ class _Simulator:
         self.finished: list[float] = []
         self.timeline: list[Span] | None = [] if record else None
         self.events = 0
+        self._observe = observe
         self._heap: list[tuple[float, int, int, Event]] = []
         self._pushed = 0
         self._microbatches = scenario.microbatches
@@ -251,6 +256,8 @@ class _Simulator:
                 pause()
             stage = stages[position]
             for action in stage.machine.handle(event, self.now):
+                if self._observe is not None:
+                    self._observe(self.now, position, action)
                 self._carry_out(position, stage, action)
         if len(self.finished) < until:
             raise AssertionError(f"{len(self.finished)} of {until} micro-batches returned")
@@ -322,9 +329,13 @@ class _Simulator:
                 self._push(0.0, 0, PhaseEnded(0, self._microbatches))
 
 
-def simulate(scenario: Scenario, *, record: bool = False) -> Simulation:
-    """Simulate the whole phase of a scenario; ``record`` keeps the timeline."""
-    simulator = _Simulator(scenario, record=record)
+def simulate(scenario: Scenario, *, record: bool = False, observe: Observe | None = None) -> Simulation:
+    """Simulate the whole phase of a scenario; ``record`` keeps the timeline.
+
+    An action is observed after everything that it depends on, so that ``observe`` can carry out real
+    computations in the order of the schedule.
+    """
+    simulator = _Simulator(scenario, record=record, observe=observe)
     simulator.run(scenario.microbatches)
     return Simulation(
         rate=_measured_rate(simulator.finished, scenario),

@@ -102,6 +102,9 @@ class AveragingAdapter:
         tensors = _named(self._tensors(slots))
         vector = flatten(tensors)
         values = views(vector, tensors)
+        self._execution.undo_prediction(
+            {slot.key: values[str(slot)] for slot in slots if self._is_weight(slot)}
+        )
         for waiting in self._waiting:
             for slot in slots:
                 name = str(slot)

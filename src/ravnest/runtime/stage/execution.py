@@ -14,9 +14,10 @@ import torch
 
 from ravnest.errors import StageInputError
 from ravnest.host import return_freed_memory
+from ravnest.runtime.stage.look_ahead import LookAhead
 from ravnest.runtime.stage.loss_chunks import ChunkedLoss, Loss, LossChunk
 from ravnest.runtime.stage.randomness import draws, microbatch_seed, seeded
-from ravnest.runtime.stage.updates import LookAhead, UpdateRule, Updates
+from ravnest.runtime.stage.updates import UpdateRule, Updates
 from ravnest.runtime.stage.weight_versions import WeightVersions
 from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
@@ -110,13 +111,14 @@ class StageExecution:
         """Weights whose gradients come from later stages too."""
         self._replica_gradients: dict[str, torch.Tensor] = {}
         """Gradients of replicas, accumulated for the update in progress."""
+        self.updates = Updates(rule, trained, {e.key: e.model_names[0] for e in spec.state})
+        optimizer = self.updates.optimizer if rule.look_ahead else None
         self._versions = WeightVersions(
-            trained, stash=stash, look_ahead=LookAhead() if rule.look_ahead and stash else None
+            trained, stash=stash, look_ahead=LookAhead(optimizer, trained) if optimizer else None
         )
         self._versions.memory.update(
             tensor.untyped_storage().data_ptr() for tensor in module.state_tensors().values()
         )
-        self.updates = Updates(rule, trained, {e.key: e.model_names[0] for e in spec.state})
         self._saved: dict[MicrobatchId, _SavedForward] = {}
         self._deferred: dict[MicrobatchId, _SavedForward] = {}
         """Micro-batches whose weight gradients are still to be computed."""
@@ -156,12 +158,15 @@ class StageExecution:
         version: int,
         values: Mapping[str, Any],
         loss_part: LossPart | None = None,
+        *,
+        late: bool = False,
     ) -> tuple[Values, float | None]:
         """Return the outputs by name or, if ``loss_part`` is given (at the last stage), the loss.
 
-        The last stage does not return its outputs: only the loss needs them.
+        The last stage does not return its outputs: only the loss needs them. ``late``: another update
+        comes before the one that the gradient is part of.
         """
-        parameters = {**self._versions.at(version), **self._replicas}
+        parameters = {**self._versions.at(version, late=late), **self._replicas}
         inputs = self._receive(values, gradients=True)
         deferred = DeferredGradients() if self.defers else None
         saved = _SavedForward(version, inputs, parameters, deferred, loss_part)
@@ -183,7 +188,6 @@ class StageExecution:
         loss). If the stage defers, ``weight_gradients`` accumulates the others later.
         """
         saved = self._saved.pop(microbatch)
-        self._versions.delay = self.updates.done - saved.version
         stage_pass, loss = saved.stage_pass, saved.loss
         if saved.loss_part is not None and saved.loss_part.weight == 0.0:
             return self._without_loss(microbatch, saved)
@@ -263,16 +267,15 @@ class StageExecution:
         self._defer(microbatch, saved)
         return back
 
-    def evaluate(
-        self, microbatch: MicrobatchId, version: int, values: Mapping[str, Any]
-    ) -> tuple[Values, Any]:
+    def evaluate(self, microbatch: MicrobatchId, values: Mapping[str, Any]) -> tuple[Values, Any]:
         """Return outputs by name, in evaluation mode and without gradients, and the model's output.
 
-        The model's output is None except at the last stage.
+        The newest weights are used. The model's output is None except at the last stage.
         """
+        assert not self._versions.predicted, "an evaluation needs weights that are not predicted"
         self.module.eval()
         try:
-            parameters = {**self._versions.at(version), **self._replicas}
+            parameters = {**self._versions.weights, **self._replicas}
             inputs = self._receive(values, gradients=False)
             with torch.no_grad(), self._randomness(microbatch, "eval"):
                 outputs = self.module(*inputs, parameters=parameters)
@@ -281,13 +284,13 @@ class StageExecution:
             self.module.train()
 
     def evaluate_in_chunks(
-        self, microbatch: MicrobatchId, version: int, values: Mapping[str, Any], sizes: Sequence[int]
+        self, microbatch: MicrobatchId, values: Mapping[str, Any], sizes: Sequence[int]
     ) -> Iterator[Any]:
         """Yield the model's output for chunks of positions, as ``evaluate`` computes it for all."""
         assert self.chunked_loss is not None
         self.module.eval()
         try:
-            parameters = {**self._versions.at(version), **self._replicas}
+            parameters = {**self._versions.weights, **self._replicas}
             inputs = self._receive(values, gradients=False)
             with self._randomness(microbatch, "eval"):
                 for outputs in self.chunked_loss.evaluate(inputs, parameters, sizes):
@@ -355,7 +358,7 @@ class StageExecution:
             change()
 
     def trained(self) -> Mapping[str, torch.Tensor]:
-        """Return the weights that this stage owns and trains (not copies)."""
+        """Return the weights that this stage owns and trains (not copies), as ``predicted`` says."""
         return self._versions.weights
 
     def add(self, changes: Mapping[str, torch.Tensor]) -> None:
@@ -363,7 +366,6 @@ class StageExecution:
         with torch.no_grad():
             for key, change in changes.items():
                 self._versions.weights[key].add_(self.to_device(change))
-        self._versions.moved(changes)
 
     def assign(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights; micro-batches in flight keep their versions."""
@@ -371,8 +373,20 @@ class StageExecution:
             for key, weight in weights.items():
                 self._versions.weights[key].copy_(weight)
         self.assignments += 1
-        if not self._saved:
-            self._versions.renew()
+        self._versions.renew(in_use=bool(self._saved))
+
+    def keep_versions(self) -> None:
+        """Let updates happen between forward and backward from now on; no micro-batch is in flight."""
+        self._versions.stash = True
+
+    @property
+    def predicted(self) -> bool:
+        """True if the newest weights are predicted ones, which the next update takes back."""
+        return self._versions.predicted
+
+    def undo_prediction(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Change copies of the newest weights to what they are without a prediction."""
+        self._versions.undo_prediction(copies)
 
     def free(self, version: int) -> None:
         """Free a version that no micro-batch in flight uses."""

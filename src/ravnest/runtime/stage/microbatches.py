@@ -90,9 +90,9 @@ class MicrobatchStore:
         self._microbatches: dict[MicrobatchId, Microbatch] = {}
         self._begins: dict[int, PhaseBegin] = {}
         self._ends: dict[int, PhaseEnd] = {}
-        self._shared_version = -1, -1
-        """Version in which shared weights were last sent to the following stages, and the number of
-        assignments until then."""
+        self._shared_version = -1, -1, False
+        """Version in which shared weights were last sent to the following stages, the number of
+        assignments until then, and whether they were predicted."""
         self._labels: list[LabelPart] = []
         """Labels of the batch in progress, by part; at the Leaf."""
         self._loss: float | None = None
@@ -158,8 +158,13 @@ class MicrobatchStore:
 
     # Computations
 
-    def forward(self, microbatch_id: MicrobatchId, version: int, *, trains: bool) -> Microbatch:
-        """Compute the outputs of a micro-batch; at the Leaf also its loss or result."""
+    def forward(
+        self, microbatch_id: MicrobatchId, version: int, *, trains: bool, late: bool = False
+    ) -> Microbatch:
+        """Compute the outputs of a micro-batch; at the Leaf also its loss or result.
+
+        ``late``: another update comes before the one that the gradient is part of.
+        """
         microbatch = self._microbatches[microbatch_id]
         microbatch.version = version
         kind = self._begins[microbatch_id.phase].kind
@@ -168,13 +173,15 @@ class MicrobatchStore:
         item = self._item(kind, microbatch)
         if trains:
             part = self._loss_part(item, microbatch)
-            outputs, loss = self.execution.forward(microbatch_id, version, microbatch.values, part)
+            outputs, loss = self.execution.forward(
+                microbatch_id, version, microbatch.values, part, late=late
+            )
             if loss is not None and part is not None:
                 microbatch.loss = loss * part.weight if part.weight else 0.0
         elif self._leaf is not None and kind == "validate":
-            outputs, microbatch.result = {}, self._validate(self._leaf, microbatch, version, item.item)
+            outputs, microbatch.result = {}, self._validate(self._leaf, microbatch, item.item)
         else:
-            outputs, output = self.execution.evaluate(microbatch_id, version, microbatch.values)
+            outputs, output = self.execution.evaluate(microbatch_id, microbatch.values)
             if self._leaf is not None:
                 microbatch.result, outputs = self._result(microbatch_id, output)
         if self._leaf is None:
@@ -284,13 +291,13 @@ class MicrobatchStore:
         """Return weights that the following stages use: earlier stages' and new values of our own."""
         last_users, index = self.execution.last_users, self.execution.index
         passed = {k: v for k, v in shared.items() if last_users.get(k, index + 1) > index}
-        newest = version, self.execution.assignments
+        newest = version, self.execution.assignments, self.execution.predicted
         if newest != self._shared_version:
             self._shared_version = newest
             passed |= self.execution.shared_weights()
         return {SHARED + key: value for key, value in passed.items()}
 
-    def _validate(self, leaf: Leaf, microbatch: Microbatch, version: int, item: Any) -> ForwardResult:
+    def _validate(self, leaf: Leaf, microbatch: Microbatch, item: Any) -> ForwardResult:
         """Return the result of a validation, in chunks of positions if the loss of training is."""
         execution, values = self.execution, microbatch.values
         chunked = execution.chunked_loss
@@ -300,9 +307,9 @@ class MicrobatchStore:
         outputs: Iterable[Any]
         if len(chunks) > 1:
             sizes = [chunk.size for chunk in chunks]
-            outputs = execution.evaluate_in_chunks(microbatch.id, version, values, sizes)
+            outputs = execution.evaluate_in_chunks(microbatch.id, values, sizes)
         else:
-            outputs = [execution.evaluate(microbatch.id, version, values)[1]]
+            outputs = [execution.evaluate(microbatch.id, values)[1]]
         return ForwardResult(self.run, microbatch.id, leaf.measure(outputs, chunks))
 
     def _result(self, microbatch_id: MicrobatchId, output: Any) -> tuple[ForwardResult, dict[str, Any]]:

@@ -18,8 +18,6 @@ from ravnest.split.graph import StateSpec
 from ravnest.split.row_blocks import element_wise
 
 _ROUNDING = 1e-6
-_INERTIA = 0.9
-"""Share of a change that the next update is expected to repeat: the usual momentum of optimizers."""
 
 OptimizerParams = Mapping[str, Any] | Callable[[list[tuple[str, nn.Parameter]]], Any]
 
@@ -37,7 +35,7 @@ class UpdateRule:
     """Steps of the scheduler per update, if it is not stepped each epoch."""
     clip: float | None = None
     look_ahead: bool = False
-    """Run forwards on the weights expected when the gradient returns (``LookAhead``)."""
+    """Run forwards whose gradients are late on predicted weights (``LookAhead``)."""
 
     def check(self) -> None:
         """Raise ``SettingsError`` if no stage could use the settings; it says what to pass instead."""
@@ -186,50 +184,6 @@ class Updates:
         else:
             total = torch.tensor(total_norm, dtype=torch.float32)
         nn.utils.clip_grads_with_norm_(self._parameters.values(), clip, total)
-
-
-class LookAhead:
-    """Prediction of a stage's future weights, which reduces the effect of stale gradients.
-
-    A gradient that returns ``delay`` updates later is applied to other weights than it was computed
-    for. Optimizers move in a similar direction from one update to the next, so the last change,
-    repeated and decaying as momentum does, predicts the weights at that time.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, torch.Tensor] = {}
-        self._version = 0
-
-    def predict(
-        self,
-        version: int,
-        delay: int,
-        weights: Mapping[str, torch.Tensor],
-        into: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Write the weights predicted for ``delay`` updates after ``version`` to ``into``."""
-        changes = version - self._version
-        ahead = _INERTIA * (1 - _INERTIA**delay) / (1 - _INERTIA) / max(changes, 1)
-        with torch.no_grad():
-            for key, weight in weights.items():
-                before = self._before.get(key)
-                if before is None:
-                    self._before[key] = weight.detach().clone()
-                    into[key].copy_(weight)
-                else:
-                    torch.lerp(before, weight, 1 + ahead, out=into[key])
-                    before.copy_(weight)
-        self._version = version
-
-    def moved(self, changes: Mapping[str, torch.Tensor]) -> None:
-        """Exclude a change that is not an update (an average) from the prediction."""
-        for key, change in changes.items():
-            if key in self._before:
-                self._before[key] += change
-
-    def renew(self) -> None:
-        """Forget the last change: the weights were replaced."""
-        self._before.clear()
 
 
 def _make_optimizer(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ravnest.runtime.stage.updates import LookAhead
+from ravnest.runtime.stage.look_ahead import LookAhead
 
 Weights = dict[str, torch.Tensor]
 
@@ -17,7 +17,8 @@ class WeightVersions:
     Without ``stash`` no update happens between the forward and the backward of a micro-batch, and the
     weights themselves are used. With it, an update that overtakes micro-batches in flight moves the
     newest weights to the other buffer first; the older version stays where the micro-batches use it.
-    A ``look_ahead`` needs a third one, for the weights that it predicts.
+    A ``look_ahead`` predicts the weights of late gradients in the newest weights' own buffer, and takes
+    it back in the buffer that the update changes.
     """
 
     def __init__(
@@ -28,11 +29,10 @@ class WeightVersions:
         look_ahead: LookAhead | None = None,
     ) -> None:
         self.weights = dict(weights)
-        """Newest weights, which updates change in place."""
-        self._stash = stash
+        """Newest weights, which updates change in place; predicted ones if ``predicted``."""
+        self.stash = stash
+        """True if updates happen between the forward and the backward of a micro-batch."""
         self._look_ahead = look_ahead
-        self.delay = 0
-        """Staleness of the last gradient in updates; ``look_ahead`` predicts that many updates ahead."""
         self._kept: dict[int, Weights] = {}
         """Weights that forwards use, by version; those of the newest share its memory."""
         self._pool: list[Weights] = []
@@ -40,23 +40,40 @@ class WeightVersions:
         self.memory = {_address(weight) for weight in self.weights.values()}
         """Addresses of all memory that holds weights and may be overwritten."""
 
-    def at(self, version: int) -> Mapping[str, torch.Tensor]:
-        """Return the weights of ``version``; the first call must come while it is the newest."""
-        if not self._stash:
+    @property
+    def predicted(self) -> bool:
+        """True if the newest weights are predicted ones."""
+        return self._look_ahead is not None and self._look_ahead.applied
+
+    def at(self, version: int, *, late: bool = False) -> Mapping[str, torch.Tensor]:
+        """Return the weights of ``version``; the first call must come while it is the newest.
+
+        ``late``: another update comes before the one that the gradient is part of. Micro-batches whose
+        gradients are not late use a version first, and then it is not predicted.
+        """
+        if not self.stash:
             return self.weights
         if version not in self._kept:
-            self._kept[version] = self._predicted(version) if self._look_ahead else self._aliases()
+            if late and self._look_ahead is not None:
+                self._look_ahead.apply()
+            self._kept[version] = self._aliases()
         return self._kept[version]
+
+    def undo_prediction(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Change copies of the newest weights to what they are without a prediction."""
+        if self._look_ahead is not None:
+            self._look_ahead.undo(copies)
 
     def before_update(self, *, in_use: bool) -> None:
         """Prepare an update; ``in_use``: micro-batches in flight use the newest version."""
-        if not self._stash or self._look_ahead is not None or not in_use:
-            return
-        buffer = self._buffer()
-        with torch.no_grad():
-            for key, weight in self.weights.items():
-                buffer[key].copy_(weight)
-                weight.data = buffer[key]
+        if self.stash and in_use:
+            buffer = self._buffer()
+            with torch.no_grad():
+                for key, weight in self.weights.items():
+                    buffer[key].copy_(weight)
+                    weight.data = buffer[key]
+        if self._look_ahead is not None:
+            self._look_ahead.take_back()
 
     def free(self, version: int) -> None:
         """Free a version that no micro-batch in flight uses."""
@@ -65,17 +82,12 @@ class WeightVersions:
             return
         self._pool.append({key: tensor.detach() for key, tensor in kept.items()})
 
-    def moved(self, changes: Mapping[str, torch.Tensor]) -> None:
-        """Record a change of the weights that is not an update; kept versions stay as they are."""
+    def renew(self, *, in_use: bool) -> None:
+        """Drop what belongs to weights that were replaced; ``in_use``: micro-batches use versions."""
         if self._look_ahead is not None:
-            self._look_ahead.moved(changes)
-
-    def renew(self) -> None:
-        """Free all copies: the weights were replaced, and no micro-batch is in flight."""
-        for version in list(self._kept):
+            self._look_ahead.forget()
+        for version in [] if in_use else list(self._kept):
             self.free(version)
-        if self._look_ahead is not None:
-            self._look_ahead.renew()
 
     def __len__(self) -> int:
         """Number of buffers besides the newest weights' own, in use and free."""
@@ -92,12 +104,6 @@ class WeightVersions:
         weights to the other buffer must not look like a change of these.
         """
         return {key: weight.data.requires_grad_() for key, weight in self.weights.items()}
-
-    def _predicted(self, version: int) -> Weights:
-        assert self._look_ahead is not None
-        buffer = self._buffer()
-        self._look_ahead.predict(version, self.delay, self.weights, buffer)
-        return {key: tensor.requires_grad_() for key, tensor in buffer.items()}
 
     def _buffer(self) -> Weights:
         if self._pool:

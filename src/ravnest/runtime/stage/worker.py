@@ -176,6 +176,9 @@ class Worker:
 
     def begin_phase(self, begin: PhaseBegin) -> None:
         """Begin a phase."""
+        if begin.late and not self._machine.is_leaf:
+            self._machine.max_delay = 1
+            self._store.execution.keep_versions()
         self._store.begin_phase(begin)
         self._observer.begun(begin)
         self._handle(PhaseBegun(begin.phase, trains=begin.kind == "train"))
@@ -407,8 +410,9 @@ class Worker:
     def _compute(self) -> None:
         run, self._run = self._run, None
         match run:
-            case RunForward(microbatch_id, version, trains):
-                microbatch = self._store.forward(microbatch_id, version, trains=trains)
+            case RunForward(microbatch_id, version, trains, update):
+                late = update > version
+                microbatch = self._store.forward(microbatch_id, version, trains=trains, late=late)
                 microbatch.forward_seconds = self._lap()
             case RunBackward(microbatch_id):
                 microbatch = self._store.backward(microbatch_id)

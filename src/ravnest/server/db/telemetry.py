@@ -21,6 +21,7 @@ from ravnest.telemetry import (
     PhaseRecord,
     QueueRecord,
     RoundRecord,
+    ScheduleRecord,
     TimingRecord,
     ValidationRecord,
     WarningRecord,
@@ -34,13 +35,21 @@ NEWEST_KEPT = {
     "round": 1000,
     "timing": 1000,
     "queue": 200,
+    "schedule": 10,
     "warning": 200,
     "phase": 200,
 }
 """Records that are kept per assignment and kind."""
 
 Stored = TypeVar(
-    "Stored", ValidationRecord, RoundRecord, TimingRecord, QueueRecord, WarningRecord, PhaseRecord
+    "Stored",
+    ValidationRecord,
+    RoundRecord,
+    TimingRecord,
+    QueueRecord,
+    ScheduleRecord,
+    WarningRecord,
+    PhaseRecord,
 )
 
 _ANY_RECORD: TypeAdapter[WorkerRecord] = TypeAdapter(WorkerRecord)
@@ -49,6 +58,7 @@ _KINDS = {
     RoundRecord: "round",
     TimingRecord: "timing",
     QueueRecord: "queue",
+    ScheduleRecord: "schedule",
     WarningRecord: "warning",
     PhaseRecord: "phase",
 }
