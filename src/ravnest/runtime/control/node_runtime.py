@@ -33,6 +33,7 @@ from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.runtime.stage.worker import Worker
+from ravnest.split.loss_weighting import is_large
 from ravnest.split.module import StageModule
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.base import Link, Transport
@@ -53,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
 _OUTCOMES = 256
-LOSS_ROWS = 6
-"""Samples with which the Leaf checks whether the loss allows to split a batch."""
+LOSS_ROWS, FEW_LOSS_ROWS = 6, 3
+"""Samples with which the Leaf checks whether the loss allows to split a batch; few for large outputs."""
 
 
 @dataclass(frozen=True)
@@ -338,10 +339,12 @@ class NodeRuntime:
         if not self._config.may_split:
             return LossSplit(False, self._config.spec.split_reason)
         try:
-            output = self.execution.example_output(LOSS_ROWS)
+            output, rows = self.execution.example_output(FEW_LOSS_ROWS), FEW_LOSS_ROWS
+            if not is_large(output, rows):
+                output, rows = self.execution.example_output(LOSS_ROWS), LOSS_ROWS
         except (StageInputError, RuntimeError, IndexError, ValueError) as error:
             return LossSplit(False, f"the loss cannot be checked: {error}")
-        return leaf.find_weighting(output, LOSS_ROWS)
+        return leaf.find_weighting(output, rows)
 
     def _choose_split(self, loss: LossSplit) -> BatchSplit:
         """Return the rule by which batches are split, and report it to the user."""
