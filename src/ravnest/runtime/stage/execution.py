@@ -75,7 +75,7 @@ class StageExecution:
         most micro-batches whose activations are kept at once; those of the others are recomputed in
         their backward passes. ``defer``: ``backward`` leaves the weight gradients that it can to
         ``weight_gradients``. ``frugal``: memory is short, and what activations have used is returned to
-        the system before weight gradients and updates.
+        the system before an update.
         """
         spec = module.spec
         self.module = module
@@ -207,8 +207,6 @@ class StageExecution:
         """Accumulate the weight gradients that ``backward`` has left, if that is not done yet."""
         saved = self._deferred.pop(microbatch, None)
         if saved is not None and saved.deferred is not None:
-            if self._frugal:
-                return_freed_memory()
             taken: set[int] = set()
             saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken))
 
