@@ -41,6 +41,7 @@ FACTOR = 1.25
 SAMPLE_SECONDS = 0.005
 DEADLINE_SECONDS = 240.0
 NODE_DATA = "node_data"
+EXCESS = "took more than it offered"
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -231,7 +232,7 @@ class Watched:
         """Take a sample; return whether the process runs."""
         self.peak = max(self.peak, held_memory(self._seen) - self._idle)
         if self._offered is not None and self.peak > self._offered + BUFFERS and not self.note:
-            self.note = "took more than it offered"
+            self.note = EXCESS
             self._process.kill()
         return self._process.poll() is None
 
@@ -366,7 +367,7 @@ def measure(selected: tuple[str, ...] = ()) -> str:
 def _result(plan: Plan | str, found: list[Outcome]) -> str:
     if isinstance(plan, str):
         return f"| | not planned: {plan} |"
-    failed = next((each.note for each in found if each.note), "")
+    failed = max((each.note for each in found), key=lambda note: (note == EXCESS, note))
     planned = max(each.planned / each.offered for each in found)
     peak = max(each.peak / each.offered for each in found)
     (cluster,) = plan.clusters

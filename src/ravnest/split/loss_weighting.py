@@ -115,7 +115,7 @@ def find_weighting(
     loader yields for it. ``loss`` is called on copies of some of their rows, on the device that they
     are on. Random number generators and buffers of the loss stay as they are.
     """
-    few = sum(t.numel() for t in tensors_in(output)) * _ROWS > _MANY_ELEMENTS * batch_size
+    few = is_large(output, batch_size)
     rows = _FEW_ROWS if few else _ROWS
     output = repeat_rows(output, batch_size, rows, multiples=True)
     item = repeat_rows(item, batch_size, rows)
@@ -131,6 +131,11 @@ def find_weighting(
         if changed():
             return NotDecomposable("the loss changes its own buffers with each batch")
     return found
+
+
+def is_large(output: Any, batch_size: int) -> bool:
+    """Return whether an output for this number of samples is so large that few rows are checked."""
+    return sum(t.numel() for t in tensors_in(output)) * _ROWS > _MANY_ELEMENTS * batch_size
 
 
 @dataclass(frozen=True)

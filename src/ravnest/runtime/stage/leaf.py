@@ -14,10 +14,18 @@ from ravnest.runtime.data import Criterion, Targets, count_correct, size_of
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.loss_chunks import ChunkedLoss
 from ravnest.split.loss_head import cut_positions, few_positions, find_chunking, made_up_logits
-from ravnest.split.loss_weighting import LossWeighting, NotDecomposable, find_weighting, peek_item
+from ravnest.split.loss_weighting import (
+    LossWeighting,
+    NotDecomposable,
+    find_weighting,
+    is_large,
+    peek_item,
+)
 from ravnest.split.rows import cut_rows, repeat_rows
 from ravnest.wire.messages import LossSplit, PhaseKind
 
+FEW_ROWS = 3
+"""Samples with which the loss of large outputs is checked."""
 _UNCHECKED = (
     "the labels are neither a DataLoader with a map-style dataset nor a list of batches, so that the "
     "loss cannot be checked before the run"
@@ -105,15 +113,23 @@ class Leaf:
         """Find out how the loss of a batch follows from the losses of its parts.
 
         ``example_output`` returns an output of the model for a number of samples; only its shape
-        matters. If the loss is computed in chunks, memory is short, and a few positions are enough.
+        matters. Fewer than ``rows`` are used if outputs are large. If the loss is computed in chunks,
+        memory is short, and a few positions are enough.
         """
         if self._criterion is None:
             return LossSplit(False, "the Leaf has no criterion")
+        output = None
+        if self._chunking is None:
+            output = example_output(FEW_ROWS)
+            if is_large(output, FEW_ROWS):
+                rows = FEW_ROWS
+            else:
+                output = example_output(rows)
         item = self._example(rows)
         if item is None:
             return LossSplit(False, _UNCHECKED)
         if self._chunking is None:
-            found = find_weighting(self._criterion, example_output(rows), item, rows)
+            found = find_weighting(self._criterion, output, item, rows)
         else:
             logits = self._chunking.logits
             output = logits.tail(made_up_logits(logits.shape, rows, logits.dtype))
