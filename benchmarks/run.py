@@ -30,6 +30,7 @@ SECTIONS = {
     "pipeline": "Pipelines compared",
     "idle": "Cost of an idle node",
     "learning": "Learning compared with one process",
+    "cluster_learning": "Learning of several clusters",
     "compression": "Savings and cost of compression",
     "averaging": "Value and cost of averaging clusters",
 }
