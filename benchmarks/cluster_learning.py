@@ -8,10 +8,10 @@ times the batch: it makes as many updates as a cluster and has nothing to averag
 
 The first table has the learning rate of one process. In the second, each training has the best of
 several learning rates, and the average is also taken with outer momentum as in DiLoCo (Douillard et al.
-2023): it does not replace the weights, but moves those of the last round by their change plus a share of
-earlier changes (Nesterov's momentum, rate 0.9). The last round is a plain average. Where one process ends
-near 0, the table has losses instead of differences. Run as a script to print the report;
-arguments choose tasks by the first word of their names.
+2023): it does not replace the weights, but moves those of the last round by their change plus a share
+of earlier changes (Nesterov's momentum, rate 0.9). The last round is a plain average. Where one process
+ends near 0, the table has losses instead of differences. Run as a script to print the report; arguments
+choose tasks by the first word of their names.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def measure(names: Sequence[str] = ()) -> str:
     best = [f"best rate: {kind}" for kind in ("one process", "larger batch", "plain average", momentum)]
     factors = ", ".join(f"{rate:g}" for rate in RATES)
     lines = [
-        f"Validation loss of one process, mean of {SEEDS} seeds, and differences to it at equal samples.",
+        f"Validation loss of one process, mean of {SEEDS} seeds; differences to it at equal samples.",
         "",
         *_table(tasks, ("larger batch", *every), _cost),
         "",
