@@ -39,7 +39,7 @@ INTERVALS = (5, 20, None)
 """Updates between rounds; None: once per epoch."""
 INTERVAL = 10
 """Updates between rounds where learning rates are compared."""
-RATES = (1.0, 2.0, 4.0)
+RATES = (1.0, 2.0, 4.0, 8.0)
 """Compared learning rates, as factors of the task's."""
 OUTER_RATE, OUTER_MOMENTUM = 0.9, 0.5
 NEAR_ZERO = 0.01
@@ -174,8 +174,11 @@ def _momentum(task: Task, clusters: int) -> list[Figure]:
     """Return the results of the second table."""
     plain, momentum = (Training(clusters, INTERVAL, momentum=m) for m in (0.0, OUTER_MOMENTUM))
     tuned = (Training(), Training(batch=clusters), plain, momentum)
-    same_rate = [Figure(training.loss(task)) for training in (plain, momentum)]
-    return [*same_rate, *(_best(task, training) for training in tuned)]
+    given = (plain, replace(plain, rate=2.0), momentum)
+    return [
+        *(Figure(training.loss(task)) for training in given),
+        *(_best(task, training) for training in tuned),
+    ]
 
 
 def _best(task: Task, training: Training) -> Figure:
@@ -227,7 +230,7 @@ def measure(names: Sequence[str] = ()) -> str:
         f"Averages every {INTERVAL} updates. All differences are relative to one process at the task's "
         f"learning rate; the number in brackets is the best factor of that rate among {factors}.",
         "",
-        *_table(tasks, ("plain average", momentum, *best), _momentum),
+        *_table(tasks, ("plain average", "plain average, twice the rate", momentum, *best), _momentum),
     ]
     return "\n".join(lines)
 
