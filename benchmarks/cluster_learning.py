@@ -204,9 +204,10 @@ def _table(
             print(lines[-1], file=sys.stderr, flush=True)
             if alone >= NEAR_ZERO:
                 ratios.append([figure.loss / alone for figure in figures])
-        means = (statistics.geometric_mean(column) for column in zip(*ratios, strict=True))
-        cells = " | ".join(f"**{mean - 1:+.0%}**" for mean in means)
-        lines.append(f"| geometric mean | {clusters} | | {cells} |")
+        if ratios:
+            means = (statistics.geometric_mean(column) for column in zip(*ratios, strict=True))
+            cells = " | ".join(f"**{mean - 1:+.0%}**" for mean in means)
+            lines.append(f"| geometric mean | {clusters} | | {cells} |")
     return lines
 
 
