@@ -33,6 +33,7 @@ SECTIONS = {
     "learning": "Learning compared with one process",
     "delay": "Cost of late gradients",
     "virtual": "Learning under virtual time",
+    "cluster_learning": "Learning of several clusters",
     "compression": "Savings and cost of compression",
     "averaging": "Value and cost of averaging clusters",
 }
