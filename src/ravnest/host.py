@@ -33,6 +33,8 @@ END_SIGNALS: tuple[signal.Signals, ...] = tuple(
 )
 """Signals by which a user or the system asks this process to end."""
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGE_BLOCK = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -88,6 +90,17 @@ def limit_data_memory(limit: int) -> None:
 def data_memory(process: psutil.Process) -> int:
     """Return the bytes that count against ``limit_data_memory``; 0 without such a limit."""
     return int(getattr(process.memory_info(), "data", 0))
+
+
+def map_large_blocks() -> None:
+    """Give each larger block of memory pages of its own, which return to the system once it is freed.
+
+    Heaps keep such blocks otherwise. It takes some time for each block, so that it is for processes
+    whose memory is short.
+    """
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK)
+        _libc.mallopt(_TRIM_THRESHOLD, _LARGE_BLOCK)
 
 
 def return_freed_memory() -> None:

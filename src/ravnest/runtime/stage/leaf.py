@@ -113,32 +113,41 @@ class Leaf:
         """Find out how the loss of a batch follows from the losses of its parts.
 
         ``example_output`` returns an output of the model for a number of samples; only its shape
-        matters. Fewer than ``rows`` are used if outputs are large. If the loss is computed in chunks,
-        memory is short, and a few positions are enough.
+        matters. Fewer than ``rows`` are used if outputs are large, and only a few positions of them.
         """
         if self._criterion is None:
             return LossSplit(False, "the Leaf has no criterion")
-        output = None
-        if self._chunking is None:
-            output = example_output(FEW_ROWS)
-            if is_large(output, FEW_ROWS):
-                rows = FEW_ROWS
-            else:
-                output = example_output(rows)
-        item = self._example(rows)
-        if item is None:
+        found = self._find_weighting(self._criterion, example_output, rows)
+        if found is None:
             return LossSplit(False, _UNCHECKED)
-        if self._chunking is None:
-            found = find_weighting(self._criterion, output, item, rows)
-        else:
-            logits = self._chunking.logits
-            output = logits.tail(made_up_logits(logits.shape, rows, logits.dtype))
-            few = few_positions(item, logits.shape[1])
-            found = find_weighting(self._criterion.of_any_length(), output, few, rows)
         if isinstance(found, NotDecomposable):
             return LossSplit(False, found.reason)
         self._weighting = found
         return LossSplit(True, found.kind, found.smallest)
+
+    def _find_weighting(
+        self, criterion: Criterion, example_output: Callable[[int], Any], rows: int
+    ) -> LossWeighting | NotDecomposable | None:
+        """Return the result of the check; None if there are no labels to check it with."""
+        if self._chunking is not None:
+            logits = self._chunking.logits
+            output = logits.tail(made_up_logits(logits.shape, rows, logits.dtype))
+            item = few_positions(self._example(rows), logits.shape[1])
+            return find_weighting(criterion.of_any_length(), output, item, rows)
+        output = example_output(FEW_ROWS)
+        if not is_large(output, FEW_ROWS):
+            item = self._example(rows)
+            return None if item is None else find_weighting(criterion, example_output(rows), item, rows)
+        item = self._example(FEW_ROWS)
+        if item is None:
+            return None
+        if isinstance(output, torch.Tensor) and output.dim() > 2:
+            noise = made_up_logits(output.shape, FEW_ROWS, output.dtype)
+            few = few_positions(item, output.shape[1])
+            found = find_weighting(criterion.of_any_length(), noise, few, FEW_ROWS)
+            if isinstance(found, LossWeighting):
+                return found
+        return find_weighting(criterion, output, item, FEW_ROWS)
 
     def find_chunking(self, logits: HeadOutput, count: int) -> str:
         """Divide the positions of the logits into ``count`` chunks; return why not, or nothing."""
