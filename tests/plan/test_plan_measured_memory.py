@@ -45,4 +45,7 @@ def test_the_plan_is_enough_and_not_much_more(name: str, monkeypatch: pytest.Mon
     assert len(compared) == (5 if name == "batch norm" else 9)
     for found in compared:
         ratio = found.planned.total / found.measured.tensors
-        assert 0.99 <= ratio <= 1.3, f"stage {found.stage} with {found.load}: {ratio:.2f}"
+        # The plan counts inputs that wait at the Leaf; the benchmark has none of them.
+        waiting = found.stage == found.stages - 1 and "kept" in str(found.load)
+        limit = 2.3 if waiting else 1.3
+        assert 0.99 <= ratio <= limit, f"stage {found.stage} with {found.load}: {ratio:.2f}"

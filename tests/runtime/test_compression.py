@@ -61,7 +61,7 @@ def test_shared_weights_stay_equal_on_all_stages(
 
     def sending(self: StageExecution) -> Any:
         values = shared_weights(self)
-        sent.extend(values.values())
+        sent.extend(value.clone() for value in values.values())
         return values
 
     def receiving(self: StageExecution, values: Mapping[str, torch.Tensor]) -> None:

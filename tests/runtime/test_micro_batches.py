@@ -17,7 +17,6 @@ from training_cases import MLP, SmallCNN, TiedGPT, image_loaders, token_loaders,
 
 from ravnest import set_seed
 from ravnest.errors import RunError, SettingsError
-from ravnest.plan.microbatches import MicrobatchChoice
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control import microbatch_tuner
 from ravnest.runtime.data import Criterion
@@ -104,9 +103,9 @@ def test_a_number_that_changes_during_the_run_does_not_change_the_result(
     """Measured times are random here, so that the choice is given."""
     numbers = iter((4, 2, 12))
 
-    def choose(_times: object, most: int) -> MicrobatchChoice:
-        assert most == BATCH
-        return MicrobatchChoice(next(numbers), 0.0)
+    def choose(_times: object, batch: int, smallest: int) -> int:
+        assert (batch, smallest) == (BATCH, 1)
+        return next(numbers)
 
     monkeypatch.setattr(microbatch_tuner, "choose_microbatches", choose)
     monkeypatch.setattr(microbatch_tuner, "LEAST_SECONDS", 0.0)

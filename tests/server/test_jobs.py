@@ -84,6 +84,8 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
     assert alice.report("training", first_record=2, records=more)["records_known"] == 4
     view = rita.get(f"/api/jobs/{job}")
     assert view["progress"] == {
+        "schedule": None,
+        "staleness": 0,
         "updates": 3,
         "epochs": 2,
         "loss": 2.0,

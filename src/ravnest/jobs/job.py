@@ -85,8 +85,8 @@ class Job:
     one that reaches a given loss sooner by prediction: `sync` if batches can be split into enough
     micro-batches, else `async`. See [Schedules](schedules.md)."""
     micro_batches: int | Literal["auto"] = "auto"
-    """Number of micro-batches that each batch is split into. `auto`: chosen by the plan, and 1 if the
-    result would not be that of the whole batch."""
+    """Number of micro-batches that each batch is split into. `auto`: chosen by predicted and then
+    by measured times, and 1 if the result would not be that of the whole batch."""
     compression: bool | str = False
     """Encoding of activations, gradients and averages between providers: `False` (none), `True` or
     `"fp16"`, `"bf16"`, `"int8"`. See [Compression](compression.md)."""

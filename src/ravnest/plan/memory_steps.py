@@ -76,6 +76,9 @@ def later_costs(profile: ModelProfile, costs: ModelCosts) -> Iterator[ModelCosts
     """Yield the costs of later steps with the same delay."""
     training = costs.training
     now = MemoryStep(training.share, training.part, training.max_delay)
-    steps = [step for step in memory_steps(profile) if step.max_delay == now.max_delay]
-    for step in steps[steps.index(now) + 1 :]:
+    steps = memory_steps(profile)
+    behind = steps[steps.index(now) + 1 :] if now in steps else []
+    for step in behind:
+        if step.max_delay != now.max_delay:
+            continue
         yield replace(costs, training=replace(training, share=step.share, part=step.part))

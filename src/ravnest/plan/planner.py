@@ -72,7 +72,7 @@ def make_plan(
             plan = _plan(chunked, clusters_found, nodes, machines, update_frequency, seed)
             if chunks > 1 and not _holds_head(profile, plan):
                 continue
-            found.append(_with_chunks(plan, chunks))
+            found.append(_with_chunks(plan, profile, chunks, clusters_found[0]))
             kept_all = all(stage.kept is None for stage in plan.stages)
             if len(nodes) > EXACT_NODES or (kept_all and loses_nothing(step)):
                 return max(found, key=_worth)
@@ -89,10 +89,29 @@ def _holds_head(profile: ModelProfile, plan: Plan) -> bool:
     return head is not None and all(c.stages[-1].start <= head.unit for c in plan.clusters)
 
 
-def _with_chunks(plan: Plan, chunks: int) -> Plan:
-    """Return the plan with this number of chunks of logits and loss."""
-    clusters = tuple(replace(cluster, loss_chunks=chunks) for cluster in plan.clusters)
-    return replace(plan, clusters=clusters)
+def _with_chunks(plan: Plan, profile: ModelProfile, chunks: int, costs: ModelCosts) -> Plan:
+    """Return the plan with the fewest chunks, up to ``chunks``, that fit each cluster's last stage."""
+    if chunks == 1:
+        return plan
+    with_chunks = {
+        count: replace(
+            ModelCosts.of(with_loss_chunks(profile, count), plan.update_frequency),
+            training=costs.training,
+        )
+        for count in chunk_counts(profile)
+        if count < chunks
+    }
+
+    def changed(cluster: ClusterPlan) -> ClusterPlan:
+        leaf = cluster.stages[-1]
+        for count, fewer in with_chunks.items():
+            memory = fewer.memory(leaf.start, leaf.stop, 1)
+            if leaf.kept is None and memory.total <= leaf.node.ram * 1e9:
+                stages = (*cluster.stages[:-1], replace(leaf, memory=memory))
+                return replace(cluster, stages=stages, loss_chunks=count)
+        return replace(cluster, loss_chunks=chunks)
+
+    return replace(plan, clusters=tuple(map(changed, plan.clusters)))
 
 
 def _plan(
@@ -135,13 +154,17 @@ def _delay_pays(
     pipelines: Sequence[Pipeline],
     machines: Sequence[NodeCapacity],
 ) -> bool:
-    """Return whether batches that can be split are better trained with a delay, and fit the RAM so."""
+    """Return whether batches that can be split are better trained with a delay, and fit the RAM so.
+
+    Stages must keep all activations of two batches: to recompute them would take what a delay gains.
+    """
     if profile.smallest_rows is None or costs.training.share < 1:
         return False
-    clusters = []
+    clusters, delayed = [], costs.delayed()
+    delayed = replace(delayed, training=replace(delayed.training, recompute=False))
     for pipeline in pipelines:
         order = [machines[node] for node in pipeline]
-        cuts = best_cuts(costs.delayed(), order)
+        cuts = best_cuts(delayed, order)
         if cuts is None:
             return False
         clusters.append(_times(costs, cuts, order))
@@ -304,7 +327,8 @@ def _split_reason(profile: ModelProfile, costs: ModelCosts, split: _Split) -> st
     delayed = bool(costs.training.max_delay)
     if profile.smallest_rows is None:
         text = f"batches are not split into micro-batches: {profile.unsplit_reason}"
-        return text if delayed else f"{text}; one batch at a time is in the pipeline, as RAM is short"
+        alone = "; one batch at a time is in the pipeline, because RAM is short"
+        return text if delayed else text + alone
     if split.count == 1:
         text = "batches are not split into micro-batches: that would not be faster"
     else:

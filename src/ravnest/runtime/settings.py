@@ -24,8 +24,8 @@ class NodeSettings:
     """``sync``: the updates of a single process. ``async``: gradients may be one update old. ``auto``:
     the schedule that the plan has chosen."""
     micro_batches: int | Literal["auto"] = "auto"
-    """Number of micro-batches into which each batch is split. ``auto``: the number of the plan if the
-    result is that of the whole batch, else 1."""
+    """Number of micro-batches into which each batch is split. ``auto``: chosen by predicted and then by
+    measured times if the result is that of the whole batch, else 1."""
     in_flight: int | None = None
     """Number of micro-batches in flight in the pipeline; None: as many as are useful and fit in the
     planned memory."""
