@@ -377,7 +377,7 @@ class StageExecution:
 
     def keep_versions(self) -> None:
         """Let updates happen between forward and backward from now on; no micro-batch is in flight."""
-        self._versions.stash = True
+        self._stash = self._versions.stash = True
 
     @property
     def predicted(self) -> bool:
