@@ -131,6 +131,8 @@ class Worker:
         self._averaging = averaging
         self._inbox = inbox.calls
         self._when_idle = inbox.when_idle
+        self._when_over: list[Callable[[], None]] = []
+        """Calls for the time when all phases are over here, updates that wait for others included."""
         self._run: Run | None = None
         self._closed = False
         self._clip: float | None = None
@@ -205,7 +207,7 @@ class Worker:
                 with self._status.writing():
                     self._status.validations[head.phase] = head
             case SaveStage(run):
-                self._when_idle.append(lambda: self._save(run))
+                self._when_over.append(lambda: self._save(run))
             case CallEnd(_, call):
                 self._when_idle.append(lambda: self._end_call(call))
             case RunEnd():
@@ -228,6 +230,8 @@ class Worker:
                 self._drain()
                 if self._run is not None:
                     self._guarded(self._compute)
+                elif self._when_over and self._machine.idle:
+                    self._guarded(self._when_over.pop(0))
                 elif self._when_idle:
                     self._guarded(self._when_idle.pop(0))
                 else:
@@ -261,6 +265,7 @@ class Worker:
         if self._averaging is not None:
             self._averaging.give_up()
         self._run = None
+        self._when_over.clear()
         self._when_idle.clear()
 
     def _close(self) -> None:
