@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ravnest.errors import RunError, SettingsError
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control import microbatch_tuner
 from ravnest.runtime.data import Criterion
+from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.leaf import Leaf
 
 BATCH = 12
@@ -157,6 +159,47 @@ def test_the_sums_are_those_of_accumulated_gradients_to_the_last_bit(
             optimizer.step()
     for name, value in model.state_dict().items():
         assert torch.equal(found[name], value), name
+
+
+class TiedLayers(nn.Module):
+    """Layers of which the last two have the same weight, owned by a stage that is not the Root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.third = nn.Linear(4, 4, bias=False)
+        self.third.weight = self.second.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def test_a_stage_is_saved_after_an_update_that_waits_for_gradients_of_a_tied_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_shared = StageExecution.take_shared
+    waited: list[int] = []
+
+    def slow(self: StageExecution) -> dict[str, torch.Tensor]:
+        waited.append(self.index)
+        time.sleep(0.3)
+        return take_shared(self)
+
+    monkeypatch.setattr(StageExecution, "take_shared", slow)
+    set_seed(3)
+    model = TiedLayers()
+    names = form(tmp_path, copy.deepcopy(model), (torch.rand(BATCH, 4),), 4)
+    data = TensorDataset(torch.randn(2 * BATCH, 4), torch.randn(2 * BATCH, 4))
+
+    def loaders() -> tuple[DataLoader[Any], None]:
+        return DataLoader(data, BATCH), None  # a validation would wait for the update
+
+    found = train_split(tmp_path, names, loaders, nn.functional.mse_loss, 1e-1, schedule="sync")
+    assert waited
+    expected = train_whole(model, loaders()[0], nn.functional.mse_loss, 1e-1)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_tied_weights_and_a_clip_over_the_model(tmp_path: Path) -> None:
