@@ -39,8 +39,22 @@ class Wire(httpx.BaseTransport):
         """``METHOD path`` of each request, also of those that failed."""
         self.alter: dict[str, Callable[[bytes], httpx.Response | bytes]] = {}
         """Changes of responses by ``METHOD`` and start of the path; for POST they get the request."""
+        self.refuse: dict[str, int] = {}
+        """Statuses of requests that do not reach the server, by ``METHOD`` and start of the path."""
+        self._held: set[str] = set()
         self._changed = threading.Condition()
         self._network = httpx.HTTPTransport()
+
+    def hold(self, start: str) -> None:
+        """Hold requests that begin with ``start`` until ``release``."""
+        with self._changed:
+            self._held.add(start)
+
+    def release(self) -> None:
+        """Let all held requests pass."""
+        with self._changed:
+            self._held.clear()
+            self._changed.notify_all()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         name = f"{request.method} {request.url.path}"
@@ -49,6 +63,12 @@ class Wire(httpx.BaseTransport):
             self._changed.notify_all()
         if self.down:
             raise httpx.ConnectError("refused", request=request)
+        with self._changed:
+            free = self._changed.wait_for(lambda: not name.startswith(tuple(self._held)), SECONDS)
+            assert free, name
+        status = next((self.refuse[start] for start in self.refuse if name.startswith(start)), None)
+        if status is not None:
+            return httpx.Response(status, json={"detail": f"refused with {status}"}, request=request)
         change = next((self.alter[start] for start in self.alter if name.startswith(start)), None)
         if change is None:
             return self._network.handle_request(request)

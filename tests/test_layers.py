@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("split",),
     ("transport",),
     ("wire",),
-    ("types", "errors", "seed", "telemetry", "host", "version"),
+    ("types", "errors", "deadlines", "seed", "telemetry", "host", "version"),
 )
 """Top to bottom. A module imports from its own layer and from those below it."""
 

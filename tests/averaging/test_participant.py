@@ -9,7 +9,6 @@ import torch
 
 from ravnest.averaging.allreduce import AllReduceResult
 from ravnest.averaging.participant import (
-    STALL_SECONDS,
     CancelReduce,
     CommandArrived,
     CopyWeights,
@@ -24,6 +23,7 @@ from ravnest.averaging.participant import (
     WeightsCopied,
 )
 from ravnest.averaging.ports import Vectors
+from ravnest.deadlines import RING_STALL
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
 ROUND, BASE = RoundId(4), RoundId(3)
@@ -142,9 +142,9 @@ def test_an_all_reduce_without_chunks_is_cancelled(node: Participant) -> None:
     copied(node)
     assert node.stalls_at(0.0) == math.inf
     start(node)
-    assert node.stalls_at(0.0) == 2.0 + STALL_SECONDS
-    assert node.stalls_at(9.0) == 9.0 + STALL_SECONDS
+    assert node.stalls_at(0.0) == 2.0 + RING_STALL
+    assert node.stalls_at(9.0) == 9.0 + RING_STALL
     (cancel,) = node.handle(Stalled(), 50.0)
     assert isinstance(cancel, CancelReduce)
     assert cancel.round == ROUND
-    assert node.stalls_at(9.0) == 50.0 + STALL_SECONDS, "not again at once"
+    assert node.stalls_at(9.0) == 50.0 + RING_STALL, "not again at once"

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from ravnest.deadlines import POLL_WAIT, REPORT_INTERVAL
 from ravnest.errors import JobEndedError, ServerRefusedError
 from ravnest.provider import assignment_progress
-from ravnest.provider.agent import POLL_SECONDS, REPORT_SECONDS, Agent
+from ravnest.provider.agent import Agent
 from ravnest.provider.events import (
     Action,
     AgentEvent,
@@ -19,6 +20,7 @@ from ravnest.provider.events import (
     Fetched,
     HeartbeatAnswered,
     InterruptReceived,
+    Keep,
     Leave,
     Left,
     OfferAccepted,
@@ -33,6 +35,7 @@ from ravnest.provider.events import (
     Uploaded,
     WorkerEnded,
 )
+from ravnest.provider.outcome import Outcome
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.providers import (
@@ -95,11 +98,12 @@ class Scene:
         assert report is not None
         return report
 
-    def answer(self, number: int, assignment: str | None, known: int = 0) -> list[Action]:
+    def answer(
+        self, number: int, assignment: str | None, known: int = 0, *, may_train: bool = False
+    ) -> list[Action]:
         del self.sent[number]
-        return self.give(
-            HeartbeatAnswered(number, HeartbeatReply(assignment=assignment, records_known=known))
-        )
+        reply = HeartbeatReply(assignment=assignment, records_known=known, may_train=may_train)
+        return self.give(HeartbeatAnswered(number, reply))
 
     def order(self, assignment: str | None, reason: str = "") -> list[Action]:
         """Answer the poll; if a report overtook it, answer the next poll too."""
@@ -126,17 +130,25 @@ class Scene:
         assert self.answer(self.poll, assignment) == [Fetch(assignment)]
         self.later(1)
 
-    def answer_report(self, assignment: str | None, known: int = 0) -> list[Action]:
+    def answer_report(
+        self, assignment: str | None, known: int = 0, *, may_train: bool = False
+    ) -> list[Action]:
         """Answer the report in flight."""
-        return self.answer(self.report_number, assignment, known)
+        return self.answer(self.report_number, assignment, known, may_train=may_train)
 
     def train(self, assignment: str = "a", *, is_root: bool = True) -> None:
         self.begin(assignment)
         self.answer_report(assignment)
-        fetched = Fetched(assignment, is_root=is_root, node_title=TITLE)
-        assert self.give(fetched) == [StartWorker(assignment)]
-        self.answer_report(assignment)
+        assert self.give(Fetched(assignment, is_root=is_root, node_title=TITLE)) == []
+        assert self.answer_report(assignment, may_train=True) == [StartWorker(assignment)]
+        self.answer_report(assignment, may_train=True)
         self.later(1)
+
+    def finish_training(self, assignment: str = "a") -> list[Action]:
+        """End the worker; return what follows after the result is kept."""
+        keep, *others = self.give(WorkerEnded(assignment))
+        assert isinstance(keep, Keep)
+        return others
 
 
 @pytest.fixture
@@ -149,7 +161,7 @@ def scene() -> Scene:
 
 def test_an_idle_provider_polls(scene: Scene) -> None:
     assert scene.give(OfferAccepted()) == []
-    assert list(scene.sent.values()) == [Heartbeat(known=None, wait=POLL_SECONDS)]
+    assert list(scene.sent.values()) == [Heartbeat(known=None, wait=POLL_WAIT)]
     assert scene.answer(scene.poll, None) == []
     assert not scene.sent  # not at once
     assert scene.later() == []
@@ -161,10 +173,12 @@ def test_a_root_fetches_trains_uploads_and_finishes(scene: Scene) -> None:
     assert scene.report == AssignmentReport(assignment="a", phase="fetching")
     assert scene.sent[scene.poll].known == "a"
     scene.answer_report("a")
-    assert scene.give(Fetched("a", is_root=True, node_title=TITLE)) == [StartWorker("a")]
+    assert scene.give(Fetched("a", is_root=True, node_title=TITLE)) == []
+    assert scene.report.phase == "fetched"
+    assert scene.answer_report("a", may_train=True) == [StartWorker("a")]
     assert scene.report.phase == "training"
-    scene.answer_report("a")
-    assert scene.give(WorkerEnded("a")) == [Upload("a")]
+    scene.answer_report("a", may_train=True)
+    assert scene.finish_training() == [Upload("a")]
     assert scene.report.phase == "uploading"
     scene.answer_report("a")
     assert scene.give(Uploaded("a", FILES)) == []
@@ -175,7 +189,7 @@ def test_a_root_fetches_trains_uploads_and_finishes(scene: Scene) -> None:
 
 def test_other_nodes_have_nothing_to_upload(scene: Scene) -> None:
     scene.train(is_root=False)
-    assert scene.give(WorkerEnded("a")) == []
+    assert scene.finish_training() == []
     assert scene.report.phase == "finished"
 
 
@@ -206,9 +220,150 @@ def test_a_failure_is_reported_until_the_server_wants_another_assignment(
     scene.answer_report("a")
     assert not any(beat.report for beat in scene.sent.values())
     assert scene.order("a") == []
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert scene.report == expected
     assert scene.answer_report(None) == [Discard("a")]
+
+
+# Files of all providers
+
+
+def test_the_worker_starts_once_all_providers_have_their_files(scene: Scene) -> None:
+    scene.begin()
+    scene.answer_report("a")
+    assert scene.give(Fetched("a", is_root=True, node_title=TITLE)) == []
+    assert scene.answer_report("a") == []
+    for _ in range(20):  # a slow download elsewhere
+        assert scene.later(POLL_WAIT) == []
+        assert scene.answer(scene.poll, "a") == []
+        scene.later(1)
+    assert not scene.sent[scene.poll].may_train
+    assert scene.answer(scene.poll, "a", may_train=True) == [StartWorker("a")]
+    assert scene.report.phase == "training"
+    scene.later(1)
+    assert scene.sent[scene.poll].may_train, "the next poll waits for other news"
+
+
+def test_a_job_that_ends_before_all_have_their_files_starts_no_worker(scene: Scene) -> None:
+    scene.begin()
+    scene.answer_report("a")
+    scene.give(Fetched("a", node_title=TITLE))
+    assert scene.answer_report(None) == [Discard("a")]
+
+
+# Results
+
+
+def test_a_result_is_kept_with_the_records_that_the_server_does_not_have(scene: Scene) -> None:
+    scene.train()
+    records = losses(3.0, 2.0, 1.0)
+    scene.give(RecordsReceived("a", records))
+    scene.answer_report("a", known=2)
+    keep, upload = scene.give(WorkerEnded("a"))
+    assert upload == Upload("a")
+    assert keep == Keep("a", Outcome(is_root=True, title=TITLE, first_record=2, records=records[2:]))
+
+
+def test_a_restarted_provider_uploads_the_result_that_it_kept(scene: Scene) -> None:
+    outcome = Outcome(is_root=True, title=TITLE, first_record=2, records=losses(3.0, 2.0, 1.0)[2:])
+    scene = Scene(kept={"a": outcome})
+    scene.give(OfferAccepted())
+    assert scene.answer(scene.poll, "a") == [Upload("a")]
+    assert (scene.report.phase, scene.report.first_record) == ("uploading", 2)
+    scene.answer_report("a", known=3)
+    assert scene.give(Uploaded("a", FILES)) == []
+    assert scene.report == AssignmentReport(
+        assignment="a", phase="finished", result=FILES, first_record=3
+    )
+    assert scene.answer_report(None) == [Discard("a")]
+
+
+def test_a_restarted_provider_reports_the_end_of_a_node_without_files() -> None:
+    scene = Scene(kept={"a": Outcome(is_root=False, title=TITLE)})
+    scene.give(OfferAccepted())
+    assert scene.answer(scene.poll, "a") == []
+    assert scene.report.phase == "finished"
+
+
+def test_a_kept_result_that_the_server_does_not_want_is_removed() -> None:
+    scene = Scene(kept={"a": Outcome(is_root=True, title=TITLE)})
+    scene.give(OfferAccepted())
+    assert not [a for a in scene.give(ServerUnreachable(scene.poll, "gone")) if a == Discard("a")]
+    scene.sent.clear()
+    scene.later()
+    assert scene.answer(scene.poll, "b") == [Discard("a"), Fetch("b")]
+
+
+def test_an_upload_is_tried_until_it_succeeds_and_the_reason_is_told_once(scene: Scene) -> None:
+    scene.train()
+    scene.finish_training()
+    scene.answer_report("a", may_train=True)
+    full = "the server's disk has 0.0 GB left, not enough for 0.1 GB"
+    for _ in range(50):
+        assert scene.give(Uploaded("a", failure=full, again=True)) == []
+        actions: list[Action] = []
+        while not actions:
+            for number in list(scene.sent):
+                scene.answer(number, "a", may_train=True)
+            actions = scene.later()
+        assert actions == [Upload("a")]
+    assert len([line for line in scene.announced if full in line]) == 1
+    scene.give(Uploaded("a", FILES))
+    assert (scene.report.phase, scene.report.reason) == ("finished", "")
+
+
+def test_the_server_is_told_why_a_result_is_late(scene: Scene) -> None:
+    scene.train()
+    scene.finish_training()
+    scene.answer_report("a", may_train=True)
+    scene.give(Uploaded("a", failure="the disk is full", again=True))
+    assert (scene.report.phase, scene.report.reason) == ("uploading", "the disk is full")
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504, 507])
+def test_a_report_that_meets_an_error_of_the_server_is_sent_again(scene: Scene, status: int) -> None:
+    scene.train(is_root=False)
+    scene.finish_training()
+    pauses = []
+    for _ in range(6):
+        expected = scene.report
+        number = scene.report_number
+        del scene.sent[number]
+        assert scene.give(ServerRefused(number, status, "trouble")) == []
+        before = scene.now
+        while not any(beat.report for beat in scene.sent.values()):
+            scene.later()
+        pauses.append(scene.now - before)
+        assert scene.report == expected
+    assert pauses == [1, 2, 4, 8, 10, 10]
+    assert scene.answer_report(None) == [Discard("a")]
+
+
+def test_a_result_that_the_server_has_lost_is_uploaded_again(scene: Scene) -> None:
+    scene.train()
+    scene.finish_training()
+    scene.answer_report("a", may_train=True)
+    scene.give(Uploaded("a", FILES))
+    number = scene.report_number
+    del scene.sent[number]
+    assert scene.give(ServerRefused(number, 422, "the result names files that were not uploaded")) == []
+    assert scene.later() == [Upload("a")]
+
+
+@pytest.mark.parametrize("phase", ["uploading", "finished"])
+def test_a_provider_that_leaves_keeps_a_result_that_is_not_acknowledged(
+    scene: Scene, phase: str
+) -> None:
+    scene.train()
+    scene.finish_training()
+    scene.answer_report("a", may_train=True)
+    if phase == "finished":
+        scene.give(Uploaded("a", FILES))
+        assert scene.give(InterruptReceived()) == [Leave("its owner stopped it")]
+    else:
+        assert scene.give(InterruptReceived()) == [Stop("a")]
+        assert scene.give(Uploaded("a", failure="stopped")) == [Leave("its owner stopped it")]
+    assert any("the result" in line and "kept" in line for line in scene.announced)
 
 
 # Records
@@ -222,7 +377,7 @@ def test_records_are_reported_from_the_first_unknown_one_and_not_too_often(scene
     scene.answer_report("a", known=2)
     scene.give(RecordsReceived("a", (third,)))
     assert not any(beat.report for beat in scene.sent.values())
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert (scene.report.first_record, scene.report.records) == (2, (third,))
 
 
@@ -231,10 +386,10 @@ def test_records_are_reported_again_until_they_are_acknowledged(scene: Scene) ->
     records = losses(3.0, 2.0)
     scene.give(RecordsReceived("a", records))
     scene.answer_report("a", known=1)
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert (scene.report.first_record, scene.report.records) == (1, records[1:])
     scene.answer_report("a", known=0)  # the server lost some
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert (scene.report.first_record, scene.report.records) == (0, records)
 
 
@@ -243,7 +398,7 @@ def test_a_lost_report_is_sent_again(scene: Scene) -> None:
     scene.give(RecordsReceived("a", losses(3.0)))
     scene.give(ServerUnreachable(scene.report_number, "gone"))
     scene.sent.pop(scene.report_number)
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert scene.report.records == losses(3.0)
 
 
@@ -252,7 +407,7 @@ def test_many_records_travel_in_several_reports(scene: Scene) -> None:
     scene.give(RecordsReceived("a", losses(1.0) * (MOST_RECORDS + 5)))
     assert len(scene.report.records) == MOST_RECORDS
     scene.answer_report("a", known=MOST_RECORDS)
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert len(scene.report.records) == 5
 
 
@@ -264,7 +419,7 @@ def test_the_end_is_reported_with_the_last_records(scene: Scene) -> None:
     scene.give(WorkerEnded("a"))
     assert scene.report.phase == "training"
     scene.answer_report("a", known=2 * MOST_RECORDS)
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert (scene.report.phase, len(scene.report.records)) == ("finished", 5)
 
 
@@ -273,7 +428,7 @@ def test_a_server_that_acknowledges_nothing_does_not_hold_back_the_end(scene: Sc
     scene.give(RecordsReceived("a", losses(1.0) * (2 * MOST_RECORDS)))
     scene.answer_report("a", known=0)
     scene.give(WorkerEnded("a"))
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert scene.report.phase == "finished"
 
 
@@ -287,7 +442,7 @@ def test_the_agent_keeps_a_bounded_number_of_records(
     assert len(scene.report.records) == 5, "further queue lengths are dropped on arrival"
     scene.answer_report("a", known=5)
     scene.give(RecordsReceived("a", losses(*map(float, range(25)))))
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert scene.report.first_record == 20
     assert scene.report.records == losses(*map(float, range(25)))[-10:]
 
@@ -302,7 +457,7 @@ def test_rejected_connections_are_reported_and_announced_once(scene: Scene) -> N
     scene.answer_report("a")
     scene.give(ConnectionsRejected("a", TlsRejections(foreign=2)))
     scene.give(ConnectionsRejected("a", TlsRejections(foreign=2, bare=1)))
-    scene.later(REPORT_SECONDS)
+    scene.later(REPORT_INTERVAL)
     assert scene.report.tls_rejections == TlsRejections(foreign=2, bare=1)
     assert len([line for line in scene.announced if "rejected" in line]) == 1
 
@@ -377,7 +532,7 @@ def test_pauses_grow_and_are_bounded_while_the_server_is_away(scene: Scene) -> N
     scene.answer(scene.poll, None)
     assert "again" in scene.announced[-1]
     scene.later()
-    assert scene.sent[scene.poll].wait == POLL_SECONDS
+    assert scene.sent[scene.poll].wait == POLL_WAIT
 
 
 def test_pauses_are_jittered() -> None:
@@ -399,7 +554,7 @@ def test_training_continues_without_the_server_and_everything_is_reported_later(
     del scene.sent[number]
     assert scene.give(ServerUnreachable(number, "gone")) == []
     scene.give(RecordsReceived("a", losses(3.0)))
-    assert scene.give(WorkerEnded("a")) == [Upload("a")]
+    assert scene.finish_training() == [Upload("a")]
     assert not scene.sent
     assert scene.give(Uploaded("a", failure="gone", again=True)) == []
     assert scene.later() == [Upload("a")]  # fails again, and is tried again

@@ -311,7 +311,7 @@ def test_signal_handlers_are_restored() -> None:
 def test_a_grandchild_that_keeps_the_output_open_does_not_delay_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ravnest.provider.child_process.OUTPUT_SECONDS", 0.1)
+    monkeypatch.setattr("ravnest.provider.child_process.OUTPUT_CLOSE", 0.1)
     text = (
         "import subprocess, sys\n"
         "p = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'],"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from workloads import free_ports
 from ravnest.errors import JobEndedError
 from ravnest.provider.agent import Agent
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
+from ravnest.provider.provide import earlier_work
 from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.providers import ProviderState, ProviderView
@@ -43,19 +44,39 @@ class RunningProvider:
         self.announced: list[str] = []
         self._said = threading.Condition()
         self.jobs_dir = JobsDir(folder / name)
-        offer = offer_of(name, f"127.0.0.1:{port}")
+        self._settings = WorkerSettings(ram=int(ram * 1e9), cores=1)
+        self._offer = offer_of(name, f"127.0.0.1:{port}")
         self._api = server.api(ApiRole.PROVIDER, name, self.wire)
+        self.start()
+
+    def start(self) -> None:
+        """Start it as a new process would, with what an earlier one left in its folder."""
+        view = self._api.post("/api/providers", self._offer, ProviderView)
+        lost, kept = earlier_work(self.jobs_dir, view.id)
         self.provider = Provider(
             self._api,
-            offer,
-            Agent(),
+            self._offer,
+            Agent(lost=lost, kept=kept),
             self.jobs_dir,
-            WorkerSettings(ram=int(ram * 1e9), cores=1),
+            self._settings,
             self._announce,
-            self._api.post("/api/providers", offer, ProviderView).id,
+            view.id,
         )
-        self._thread = threading.Thread(target=self.provider.run, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(KeyboardInterrupt):
+            self.provider.run()
+
+    def kill(self) -> None:
+        """End it at once, without a word to the server."""
+        self.wire.down = True
+        self.provider.interrupt()
+        self.provider.interrupt()
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+        self.wire.down = False
 
     def _announce(self, line: str) -> None:
         with self._said:
@@ -160,3 +181,60 @@ def test_an_assignment_with_a_damaged_file_fails_before_a_worker_starts(
         with server.submit() as handle, pytest.raises(JobEndedError, match="sent other bytes"):
             handle.result(timeout=SECONDS)
         assert not any("starts training" in line for line in only.announced)
+
+
+@pytest.mark.parametrize("status", [500, 507])
+def test_an_error_of_the_server_does_not_discard_a_trained_model(
+    server: LoopbackServer, tmp_path: Path, status: int
+) -> None:
+    with providers(server, tmp_path, f"error-{status}") as (only,), server.submit() as handle:
+        only.wait_for("starts training")
+        only.wire.refuse["PUT /api/artifacts/"] = status
+        only.wait_for("are kept here and sent again")
+        only.wire.refuse.clear()
+        assert len(handle.result(timeout=SECONDS)) == 6
+        events = [event.reason for event in handle.events() if event.kind == "warning"]
+        assert any("its trained stages are not here yet" in reason for reason in events)
+
+
+def test_a_provider_that_is_restarted_after_training_sends_its_result(
+    server: LoopbackServer, tmp_path: Path
+) -> None:
+    with providers(server, tmp_path, "again") as (only,), server.submit(epochs=30) as handle:
+        only.wait_for("starts training")
+        only.wire.down = True
+        only.wait_for("are kept here and sent again")
+        only.kill()
+        (assignment,) = only.jobs_dir.assignments()
+        assert only.jobs_dir.job_dir(assignment).read_outcome() is not None
+        only.start()
+        assert len(handle.result(timeout=SECONDS)) == 6
+        assert list(handle.losses().updates) == list(range(30 * UPDATES_PER_EPOCH))
+        assert not workers()
+
+
+def test_workers_start_when_all_providers_have_their_files(
+    server: LoopbackServer, tmp_path: Path
+) -> None:
+    with providers(server, tmp_path, "fast", "slow") as (fast, slow):
+        slow.wire.hold("GET /api/artifacts/")
+        with server.submit(min_providers=2) as handle:
+            fast.wait_for("waits for the other providers")
+            fast.wire.wait_for(f"POST /api/providers/{fast.provider.id}/heartbeat")
+            assert not workers()
+            assert "1 of 2 nodes have fetched" in handle.view().reason
+            slow.wire.release()
+            assert len(handle.result(timeout=SECONDS)) == 6
+
+
+def test_a_provider_that_cannot_fetch_fails_the_job_with_the_reason(
+    server: LoopbackServer, tmp_path: Path
+) -> None:
+    with providers(server, tmp_path, "able", "unable") as (able, unable):
+        unable.wire.refuse["GET /api/artifacts/"] = 404
+        with (
+            server.submit(min_providers=2) as handle,
+            pytest.raises(JobEndedError, match=r"\(unable\): refused with 404"),
+        ):
+            handle.result(timeout=SECONDS)
+        assert not any("starts training" in line for line in able.announced)

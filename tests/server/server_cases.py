@@ -212,6 +212,7 @@ class Case:
 
     def match(self) -> None:
         self.server.matching.run_once()
+        self.server.run_due()  # a started job notifies the timers
 
     def pass_time(self, seconds: float) -> None:
         self.time.now += seconds

@@ -65,7 +65,12 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
     rita = case.requester()
     alice, bob = providers(case, "alice", "bob")
     job = case.submit(rita)
-    assert alice.heartbeat() == {"assignment": None, "records_known": 0, "reason": alice_reason(case)}
+    assert alice.heartbeat() == {
+        "assignment": None,
+        "may_train": False,
+        "records_known": 0,
+        "reason": alice_reason(case),
+    }
     case.match()
     assert state(rita, job) == "shipping"
     assert states(case) == ["reserved", "reserved"]

@@ -9,11 +9,8 @@ from ravnest.averaging.allreduce import AllReduceResult
 from ravnest.averaging.events import Command, Reply
 from ravnest.averaging.ports import RoundAverage, Vectors
 from ravnest.averaging.round import Round
+from ravnest.deadlines import RING_STALL
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
-
-STALL_SECONDS = 30.0
-"""Time without a chunk after which an all-reduce is cancelled: the peers are connected, but a node or
-link between them is stuck."""
 
 # Events
 
@@ -50,7 +47,7 @@ class ReduceEnded:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """No chunk has arrived for ``STALL_SECONDS``."""
+    """No chunk has arrived for ``RING_STALL``."""
 
 
 ParticipantEvent = CommandArrived | WeightsCopied | ReduceEnded | Stalled
@@ -139,7 +136,7 @@ class Participant:
         current = self._round
         if current is None or current.state != "reducing":
             return math.inf
-        return max(current.since, last_chunk) + STALL_SECONDS
+        return max(current.since, last_chunk) + RING_STALL
 
     def _command(self, head: Command, now: float) -> list[ParticipantAction]:
         match head:
@@ -214,7 +211,7 @@ class Participant:
         if self._round is None or self._round.state != "reducing":
             return []
         self._round = replace(self._round, since=now)
-        return [CancelReduce(self._round.id, f"no chunk arrived for {STALL_SECONDS:.0f} s")]
+        return [CancelReduce(self._round.id, f"no chunk arrived for {RING_STALL:.0f} s")]
 
     def _faulty(self, current: Round) -> bool:
         return bool(current.prepared[self._node].problem)

@@ -53,6 +53,7 @@ from ravnest.averaging.peers import Peers
 from ravnest.averaging.ports import AveragingConfig, Vectors, WeightsPort
 from ravnest.averaging.reducer import NodeReducer
 from ravnest.averaging.relay import RelayToNodes, RoundOver
+from ravnest.deadlines import LINK_CLOSE
 from ravnest.errors import RavnestError
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.base import Link, Transport
@@ -61,7 +62,6 @@ from ravnest.wire.messages import AnyHead, Decision, Goodbye, Hello, Message, Ri
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 5.0
 _REDIAL_SECONDS = 60.0
 """Deadline of one attempt to reconnect to the Root of a cluster that was lost."""
 
@@ -124,7 +124,7 @@ class AveragingService:
         """Stop the thread and close the links to other clusters, with ``last`` as the last message."""
         self._inbox.put(None)
         if self._thread.is_alive():
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(LINK_CLOSE)
         self._peers.close(last)
 
     # Training of this cluster, from any thread

@@ -11,6 +11,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ravnest.client.server_selection import READ_ROLES, select_server
+from ravnest.deadlines import JOB_POLL
 from ravnest.errors import JobEndedError
 from ravnest.http.api import ApiClient
 from ravnest.http.retry import RetryPolicy
@@ -19,8 +20,6 @@ from ravnest.schemas.jobs import EventView, JobProgress, JobState, JobView, Loss
 if TYPE_CHECKING:
     import torch
 
-_POLL = 30.0
-"""Seconds that the server holds a request open while nothing changes."""
 RESTART = RetryPolicy(tries=60, first=0.5, most=10.0)
 """Retries while waiting for a job: they outlast a server restart of about eight minutes."""
 
@@ -97,7 +96,7 @@ class JobHandle:
         if on_change is not None:
             on_change(view)
         while not view.state.is_final:
-            left = _POLL if deadline is None else min(_POLL, deadline - self._clock())
+            left = JOB_POLL if deadline is None else min(JOB_POLL, deadline - self._clock())
             if left <= 0:
                 raise TimeoutError(
                     f"job {self.id} is still {view.state} after {timeout} s: {view.reason}"

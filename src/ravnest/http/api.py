@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
+from ravnest.deadlines import HTTP_ANSWER, HTTP_CONNECT
 from ravnest.errors import ServerError, ServerRefusedError, ServerUnreachableError
 from ravnest.http.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy
 from ravnest.schemas.base import Schema
@@ -20,10 +21,9 @@ from ravnest.schemas.base import Schema
 T = TypeVar("T")
 Params = Mapping[str, str | int | float]
 
-CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 30.0
-_BUSY = (429, 502, 503, 504)
-"""Statuses of a server, or of a proxy in front of it, that is overloaded or restarting."""
+DISK_FULL = 507
+_BUSY = (408, 425, 429, 500, 502, 503, 504, DISK_FULL)
+"""Statuses of a server, or of a proxy in front of it, that is overloaded, restarting or in trouble."""
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +55,7 @@ class ApiClient:
             base_url=self.url,
             headers={"Authorization": f"Bearer {credential}"} if credential else {},
             verify=tls or tls_context(authority),
-            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+            timeout=httpx.Timeout(HTTP_ANSWER, connect=HTTP_CONNECT),
             trust_env=not is_loopback(self.url),  # no proxy for this machine
             transport=transport,
         )
@@ -82,7 +82,7 @@ class ApiClient:
         retry: RetryPolicy | None = None,
     ) -> T:
         """Send a GET request; the server may take ``wait`` seconds longer to answer."""
-        return self._send("GET", path, None, answer, params, wait, retry or self.retry)
+        return self._send("GET", path, None, answer, params, wait + HTTP_ANSWER, retry or self.retry)
 
     def post(
         self,
@@ -92,15 +92,19 @@ class ApiClient:
         *,
         params: Params | None = None,
         wait: float = 0.0,
+        within: float = HTTP_ANSWER,
         idempotent: bool = False,
     ) -> T:
-        """Send a POST request; with ``object`` as ``answer``, any answer is accepted."""
+        """Send a POST request; with ``object`` as ``answer``, any answer is accepted.
+
+        The server may take ``wait`` seconds on purpose and ``within`` seconds more.
+        """
         retry = self.retry if idempotent else NO_RETRY
-        return self._send("POST", path, body, answer, params, wait, retry)
+        return self._send("POST", path, body, answer, params, wait + within, retry)
 
     def delete(self, path: str, *, params: Params | None = None) -> None:
         """Send a DELETE request."""
-        self._send("DELETE", path, None, object, params, 0.0, self.retry)
+        self._send("DELETE", path, None, object, params, HTTP_ANSWER, self.retry)
 
     def put_bytes(
         self, path: str, content: Iterable[bytes], size: int, *, params: Params | None = None
@@ -133,13 +137,13 @@ class ApiClient:
         body: Schema | None,
         answer: type[T],
         params: Params | None,
-        wait: float,
+        within: float,
         retry: RetryPolicy,
     ) -> T:
         pauses = retry.pauses()
         while True:
             try:
-                return self._send_once(method, path, body, answer, params, wait)
+                return self._send_once(method, path, body, answer, params, within)
             except (ServerUnreachableError, ServerRefusedError) as error:
                 pause = next(pauses, None)
                 if pause is None or not is_temporary(error):
@@ -154,7 +158,7 @@ class ApiClient:
         body: Schema | None,
         answer: type[T],
         params: Params | None,
-        wait: float,
+        within: float,
     ) -> T:
         with self._translated():
             response = self._client.request(
@@ -163,7 +167,7 @@ class ApiClient:
                 params=params,
                 content=body.model_dump_json() if body is not None else None,
                 headers={"Content-Type": "application/json"} if body is not None else None,
-                timeout=httpx.Timeout(ANSWER_SECONDS + wait, connect=CONNECT_SECONDS),
+                timeout=httpx.Timeout(within, connect=HTTP_CONNECT),
             )
             _check(response)
         try:
@@ -193,8 +197,13 @@ class NotAServerError(ServerUnreachableError):
 def is_temporary(error: ServerError) -> bool:
     """Return ``True`` if the same request may succeed a little later."""
     if isinstance(error, ServerRefusedError):
-        return error.status in _BUSY
+        return is_passing(error.status)
     return isinstance(error, ServerUnreachableError) and not isinstance(error, NotAServerError)
+
+
+def is_passing(status: int) -> bool:
+    """Return ``True`` if a server that answers with this HTTP status may answer otherwise later."""
+    return status in _BUSY
 
 
 def tls_context(authority: str | None) -> ssl.SSLContext:

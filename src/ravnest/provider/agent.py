@@ -1,18 +1,27 @@
 """Decides what a provider does next; does no input or output itself.
 
 A heartbeat reply names the assignment that the provider should work on, whatever it does now. The agent
-compares the two and acts on the difference: it fetches files, starts the worker, uploads the trained
-stages of a Root, or stops. One heartbeat, the poll, waits at the server for a change; reports travel in
-other heartbeats, which do not wait.
+compares the two and acts on the difference: it fetches files, starts the worker once all providers of
+the job have theirs, uploads the trained stages of a Root, or stops. One heartbeat, the poll, waits at
+the server for a change; reports travel in other heartbeats, which do not wait.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from ravnest.deadlines import (
+    FIRST_PAUSE,
+    JITTER,
+    LONGEST_PAUSE,
+    POLL_GAP,
+    POLL_WAIT,
+    REPORT_INTERVAL,
+)
 from ravnest.errors import JobEndedError, RavnestError, ServerRefusedError
-from ravnest.provider.assignment_progress import FIRST_PAUSE, AssignmentProgress
+from ravnest.http.api import is_passing
+from ravnest.provider.assignment_progress import AssignmentProgress
 from ravnest.provider.events import (
     Action,
     AgentEvent,
@@ -25,6 +34,7 @@ from ravnest.provider.events import (
     Fetched,
     HeartbeatAnswered,
     InterruptReceived,
+    Keep,
     Leave,
     Left,
     OfferAccepted,
@@ -39,21 +49,17 @@ from ravnest.provider.events import (
     Uploaded,
     WorkerEnded,
 )
-from ravnest.schemas.providers import Heartbeat, HeartbeatReply, Phase, TlsRejections
+from ravnest.provider.outcome import Outcome
+from ravnest.schemas.providers import AssignmentReport, Heartbeat, HeartbeatReply, TlsRejections
 
-POLL_SECONDS = 10.0
-"""Longest time that a poll waits at the server."""
-REPORT_SECONDS = 1.0
-"""Shortest time between two reports of records."""
-_GAP = 0.25
-"""Shortest time between two polls."""
-_LONGEST_PAUSE = 10.0
-"""Longest pause between two tries; shorter than the time after which a restarted server gives us up."""
 _RESTARTED = "the provider was restarted while it worked on this assignment"
+_KEPT = "the server does not have the result yet; it is kept, and sent when the provider starts again"
 _REJECTED = "connections without a valid certificate were rejected; the server gets their number"
 _FINAL = (401, 403)
 """HTTP statuses after which trying again is useless."""
 _UNKNOWN = 404
+_INCOMPLETE = 422
+"""HTTP status of a report whose result names files that the server does not have."""
 
 
 class Agent:
@@ -65,18 +71,23 @@ class Agent:
         ends: float | None = None,
         once: bool = False,
         lost: Iterable[str] = (),
+        kept: Mapping[str, Outcome] | None = None,
         jitter: random.Random | None = None,
     ) -> None:
         """``ends``: time at which the offered hours are over. ``once``: leave after one assignment.
 
-        ``lost``: assignments that an earlier process of this provider worked on.
+        ``lost``: assignments that an earlier process of this provider worked on. ``kept``: assignments
+        that it has trained to the end, and whose results the server has not acknowledged.
         """
         self._ends = ends
         self._once = once
         self._lost = frozenset(lost)
+        self._kept = dict(kept or {})
         self._jitter = random.Random() if jitter is None else jitter  # noqa: S311 - no secret
         self._work: AssignmentProgress | None = None
         self._wanted: str | None = None
+        self._may_train = False
+        """All providers of the wanted assignment's job have fetched their files."""
         self._number = 0
         self._newest = 0
         """Number of the newest heartbeat that was answered."""
@@ -90,6 +101,7 @@ class Agent:
         self._pause = FIRST_PAUSE
         self._poll_at: float | None = None
         self._report_at = 0.0
+        self._report_pause = FIRST_PAUSE
         self._offering: int | None = None
         self._interrupted = False
         self._leaving: str | None = None
@@ -147,10 +159,11 @@ class Agent:
         is_poll = number == self._poll
         actions = self._server_is_back() if is_poll else []
         overtaken = number < self._newest
-        self._heartbeat_ended(number, now if overtaken else now + _GAP)
+        self._heartbeat_ended(number, now if overtaken else now + POLL_GAP)
         if overtaken:  # a later heartbeat was answered first: this reply may be outdated, so poll again
             return actions
         self._newest = number
+        self._may_train = reply.may_train
         if reply.assignment != self._wanted:
             self._wanted = reply.assignment
             if self._work is not None and not self._work.is_over and reply.reason:
@@ -159,16 +172,18 @@ class Agent:
         if work is not None and work.assignment == reply.assignment:
             work.records.acknowledge(reply.records_known)
             self._has_news |= work.records.waiting > 0 or (is_poll and work.is_over)
-        return actions
+        return [*actions, *self._discard_unwanted()]
 
     def _unanswered(self, number: int, reason: str, now: float) -> list[Action]:
         if number == self._report:
             self._report, self._has_news = None, True
+            self._report_at = now + self._jittered(self._report_pause)
+            self._report_pause = min(2 * self._report_pause, LONGEST_PAUSE)
             return []
         if number != self._poll:
             return []
         self._heartbeat_ended(number, now + self._jittered(self._pause))
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
         if self._away:
             return []
         self._away = True
@@ -177,8 +192,12 @@ class Agent:
         return [Announce(f"the server does not answer: {reason}; {then}")]
 
     def _refused(self, number: int, status: int, reason: str, now: float) -> list[Action]:
+        if number == self._report and is_passing(status):
+            return self._unanswered(number, reason, now)
         if number == self._report:  # the answer to the poll says what to do instead
             self._report = None
+            if status == _INCOMPLETE and self._work is not None:
+                self._upload_again(self._work, now)
             return []
         if number != self._poll:
             return []
@@ -197,7 +216,7 @@ class Agent:
         if number == self._poll:
             self._poll, self._poll_at = None, next_poll
         elif number == self._report:
-            self._report = None
+            self._report, self._report_pause = None, FIRST_PAUSE
 
     def _server_is_back(self) -> list[Action]:
         away, self._away = self._away, False
@@ -205,7 +224,7 @@ class Agent:
         return [Announce("the server answers again")] if away else []
 
     def _jittered(self, pause: float) -> float:
-        return pause * self._jitter.uniform(0.5, 1.5)
+        return pause * self._jitter.uniform(1 - JITTER, 1 + JITTER)
 
     # The assignment
 
@@ -227,30 +246,53 @@ class Agent:
         if work.stopping:
             return []
         if isinstance(event, Fetched | Uploaded) and event.again:
-            work.again_at = now + self._jittered(work.pause)
-            work.pause = min(2 * work.pause, _LONGEST_PAUSE)
-            return []
+            self._try_later(work, now)
+            return self._explain_wait(work, event.failure, now) if isinstance(event, Uploaded) else []
         if event.failure:
             return self._fail(work, event.failure, now)
         match event:
             case Fetched():
-                work.is_root, work.node_title = event.is_root, event.node_title
-                line = Announce(f"{event.node_title}: starts training")
-                return [line, *self._next_step(work, "training", StartWorker(work.assignment), now)]
-            case WorkerEnded() if work.is_root:
-                return self._next_step(work, "uploading", Upload(work.assignment), now)
+                work.is_root, work.node_title, work.phase = event.is_root, event.node_title, "fetched"
+                self._report_soon(now)
+                return [Announce(f"{event.node_title}: has its files, waits for the other providers")]
+            case WorkerEnded():
+                work.phase = "uploading" if work.is_root else "finished"
+                self._report_soon(now)
+                keep = Keep(work.assignment, work.outcome)
+                if not work.is_root:
+                    return [keep, Announce(f"{work.node_title}: finished")]
+                work.busy, work.pause = True, FIRST_PAUSE
+                return [keep, Upload(work.assignment)]
             case Uploaded():
-                work.result = event.files
-        work.phase = "finished"
-        self._report_soon(now)
-        return [Announce(f"{work.node_title}: finished")]
+                work.result, work.waiting, work.phase = event.files, "", "finished"
+                self._report_soon(now)
+                return [Announce(f"{work.node_title}: finished")]
 
-    def _next_step(
-        self, work: AssignmentProgress, phase: Phase, action: Action, now: float
-    ) -> list[Action]:
-        work.phase, work.busy = phase, True
+    def _try_later(self, work: AssignmentProgress, now: float) -> None:
+        """Have the last step tried again after a pause."""
+        work.again_at = now + self._jittered(work.pause)
+        work.pause = min(2 * work.pause, LONGEST_PAUSE)
+
+    def _explain_wait(self, work: AssignmentProgress, reason: str, now: float) -> list[Action]:
+        """Tell the owner and the server why the trained files are not uploaded yet."""
+        if reason == work.waiting:
+            return []
+        work.waiting = reason
         self._report_soon(now)
-        return [action]
+        return [Announce(f"{work.title}: the trained stages are kept here and sent again: {reason}")]
+
+    def _upload_again(self, work: AssignmentProgress, now: float) -> None:
+        """Upload a result that the server has lost before it was acknowledged."""
+        if work.is_root and work.phase == "finished":
+            work.phase, work.result = "uploading", ()
+            self._try_later(work, now)
+
+    def _discard_unwanted(self) -> list[Action]:
+        """Remove the results of an earlier process that the server does not want, or has."""
+        unwanted = [assignment for assignment in self._kept if assignment != self._wanted]
+        for assignment in unwanted:
+            del self._kept[assignment]
+        return [Discard(assignment) for assignment in unwanted]
 
     def _fail(self, work: AssignmentProgress, failure: str, now: float) -> list[Action]:
         work.phase, work.failure = "failed", failure
@@ -271,7 +313,10 @@ class Agent:
             if work.busy:
                 stops, work.stopping = work.stopping, True
                 return [] if stops else [Announce(f"{work.title}: stops"), Stop(work.assignment)]
-            actions.append(Discard(work.assignment))
+            if work.is_trained and work.assignment == self._wanted:
+                actions.append(Announce(f"{work.title}: {_KEPT}"))
+            else:
+                actions.append(Discard(work.assignment))
             if self._once and self._leaving is None:
                 if work.phase == "failed":
                     self._error = JobEndedError(f"{work.title}: {work.failure}")
@@ -283,15 +328,28 @@ class Agent:
             return [*actions, Leave(self._leaving)]
         if work is None and wanted is not None:
             actions += self._begin(wanted, now)
-        elif work is not None and work.again_at is not None and now >= work.again_at:
-            work.again_at, work.busy = None, True
-            again = Upload if work.phase == "uploading" else Fetch
-            actions.append(again(work.assignment))
+        elif work is not None:
+            actions += self._continue(work, now)
         return actions
 
+    def _continue(self, work: AssignmentProgress, now: float) -> list[Action]:
+        """Return the next step of the wanted assignment, if it is due."""
+        if work.again_at is not None and now >= work.again_at:
+            work.again_at, work.busy = None, True
+            return [Upload(work.assignment) if work.phase == "uploading" else Fetch(work.assignment)]
+        if work.phase == "fetched" and self._may_train:
+            work.phase, work.busy = "training", True
+            self._report_soon(now)
+            return [Announce(f"{work.node_title}: starts training"), StartWorker(work.assignment)]
+        return []
+
     def _begin(self, assignment: str, now: float) -> list[Action]:
-        self._work = AssignmentProgress(assignment)
         self._report_soon(now)
+        if (outcome := self._kept.pop(assignment, None)) is not None:
+            work = self._work = AssignmentProgress.kept(assignment, outcome)
+            line = Announce(f"{work.title}: sends the result of an earlier run of this provider")
+            return [line, Upload(assignment)] if outcome.is_root else [line]
+        self._work = AssignmentProgress(assignment)
         if assignment in self._lost:
             self._work.phase, self._work.failure, self._work.busy = "failed", _RESTARTED, False
             return [Announce(f"the job fails: {_RESTARTED}")]
@@ -310,15 +368,18 @@ class Agent:
         if self._has_news and self._report is None and not self._away and now >= self._report_at:
             if self._work is not None:
                 self._report = self._next_number()
-                heartbeat = Heartbeat(report=self._work.report(), known=self._wanted, wait=0)
+                heartbeat = self._heartbeat(self._work.report(), wait=0)
                 actions.append(SendHeartbeat(self._report, heartbeat))
             self._has_news = False
-            self._report_at = now + REPORT_SECONDS
+            self._report_at = now + REPORT_INTERVAL
         if self._poll is None and self._poll_at is not None and now >= self._poll_at:
             self._poll, self._poll_at = self._next_number(), None
-            wait = 0 if self._away else POLL_SECONDS  # notice at once that the server is back
-            actions.append(SendHeartbeat(self._poll, Heartbeat(known=self._wanted, wait=wait)))
+            wait = 0 if self._away else POLL_WAIT  # notice at once that the server is back
+            actions.append(SendHeartbeat(self._poll, self._heartbeat(None, wait=wait)))
         return actions
+
+    def _heartbeat(self, report: AssignmentReport | None, *, wait: float) -> Heartbeat:
+        return Heartbeat(report=report, known=self._wanted, may_train=self._may_train, wait=wait)
 
     def _next_number(self) -> int:
         self._number += 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ravnest.deadlines import FIRST_PAUSE
+from ravnest.provider.outcome import MOST_RECORDS_KEPT, Outcome
 from ravnest.provider.record_pipe import is_sample
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.providers import MOST_RECORDS, AssignmentReport, Phase, TlsRejections
 from ravnest.telemetry import WorkerRecord
 
-FIRST_PAUSE = 1.0
 KEPT_RECORDS = 20_000
 """Acknowledged records that are kept, in case the server restarts with an older state."""
 MOST_KEPT_RECORDS = 200_000
@@ -27,11 +28,12 @@ class RecordLog:
     lengths are dropped on arrival, before they get a position, while too many records wait.
     """
 
-    def __init__(self) -> None:
-        self._records: list[WorkerRecord] = []
-        self._first = 0
+    def __init__(self, first: int = 0, records: Iterable[WorkerRecord] = ()) -> None:
+        """``records``: records that the server does not have yet; ``first``: position of their first."""
+        self._records = list(records)
+        self._first = first
         """Position of the oldest record that is kept."""
-        self._acknowledged = 0
+        self._acknowledged = first
         self.is_progressing = True
         """``False`` if the last answer of the server acknowledged no further record."""
 
@@ -66,10 +68,10 @@ class RecordLog:
             self._first += count
             self._acknowledged = max(self._acknowledged, self._first)
 
-    def next(self) -> tuple[int, tuple[WorkerRecord, ...]]:
+    def next(self, most: int = MOST_RECORDS) -> tuple[int, tuple[WorkerRecord, ...]]:
         """Return the records to report next, with the position of the first."""
         start = self._acknowledged - self._first
-        return self._acknowledged, tuple(self._records[start : start + MOST_RECORDS])
+        return self._acknowledged, tuple(self._records[start : start + most])
 
 
 @dataclass
@@ -88,9 +90,34 @@ class AssignmentProgress:
     node_title: str = ""
     """Description of the node, known once the assignment is fetched."""
     failure: str = ""
+    waiting: str = ""
+    """Why the trained files are not at the server yet."""
     records: RecordLog = field(default_factory=RecordLog)
     result: tuple[ResultFile, ...] = ()
     tls_rejections: TlsRejections = field(default_factory=TlsRejections)
+
+    @classmethod
+    def kept(cls, assignment: str, outcome: Outcome) -> AssignmentProgress:
+        """Return the progress of an assignment that an earlier process has trained to the end."""
+        return cls(
+            assignment,
+            phase="uploading" if outcome.is_root else "finished",
+            busy=outcome.is_root,
+            is_root=outcome.is_root,
+            node_title=outcome.title,
+            records=RecordLog(outcome.first_record, outcome.records),
+        )
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome to keep until the server has acknowledged it."""
+        first, records = self.records.next(MOST_RECORDS_KEPT)
+        return Outcome(is_root=self.is_root, title=self.node_title, first_record=first, records=records)
+
+    @property
+    def is_trained(self) -> bool:
+        """``True`` once the worker has trained to the end."""
+        return self.phase in ("uploading", "finished")
 
     @property
     def is_over(self) -> bool:
@@ -114,7 +141,7 @@ class AssignmentProgress:
         return AssignmentReport(
             assignment=self.assignment,
             phase=("uploading" if self.is_root else "training") if held_back else self.phase,
-            reason=self.failure[:_LONGEST_REASON],
+            reason=(self.failure or self.waiting)[:_LONGEST_REASON],
             result=() if held_back else self.result,
             tls_rejections=self.tls_rejections,
             first_record=first,

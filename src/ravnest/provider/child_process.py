@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from ravnest import host
+from ravnest.deadlines import OUTPUT_CLOSE
 from ravnest.errors import LaunchError
 from ravnest.provider.signals import interrupts
 from ravnest.provider.supervision import (
@@ -28,8 +29,6 @@ from ravnest.provider.supervision import (
 logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 1 << 16
-OUTPUT_SECONDS = 2.0
-"""Longest wait for the rest of the output of an ended process; a grandchild may keep it open."""
 
 OnLine = Callable[[str], None]
 """Called with each line of the output, without its line break, from a thread of the child process."""
@@ -91,7 +90,9 @@ class ChildProcess:
             self._ended.set()
             if self._process.stdin is not None:
                 self._process.stdin.close()
-            reader.join(OUTPUT_SECONDS)  # the last lines come before the end
+            reader.join(
+                OUTPUT_CLOSE
+            )  # the last lines come before the end; a grandchild may keep it open
             if on_end is not None:
                 on_end(code)
 

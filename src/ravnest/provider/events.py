@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ravnest.provider.outcome import Outcome
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply, TlsRejections
 from ravnest.telemetry import WorkerRecord
@@ -87,7 +88,7 @@ class Uploaded:
     files: tuple[ResultFile, ...] = ()
     failure: str = ""
     again: bool = False
-    """The upload failed because the server did not answer."""
+    """The upload failed for a reason that passes: no answer, an error of the server, a full disk."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,14 @@ class StartWorker:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Store that an assignment is trained: a restart of the provider does not lose its result."""
+
+    assignment: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
 class Upload:
     """Upload the trained files of an assignment."""
 
@@ -198,5 +207,15 @@ class Exit:
 
 
 Action = (
-    SendHeartbeat | SendOffer | Fetch | StartWorker | Upload | Stop | Discard | Leave | Announce | Exit
+    SendHeartbeat
+    | SendOffer
+    | Fetch
+    | StartWorker
+    | Keep
+    | Upload
+    | Stop
+    | Discard
+    | Leave
+    | Announce
+    | Exit
 )

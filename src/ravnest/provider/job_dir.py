@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from ravnest.errors import StageFormatError
+from ravnest.provider.outcome import Outcome
 from ravnest.schemas.base import Artifact, Schema
 from ravnest.schemas.providers import Assignment
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
@@ -95,6 +98,21 @@ class JobDir:
     @property
     def _settings(self) -> Path:
         return self.folder / "settings.json"
+
+    @property
+    def _outcome(self) -> Path:
+        return self.folder / "outcome.json"
+
+    def write_outcome(self, outcome: Outcome) -> None:
+        """Write the marker of a folder whose result the server has not acknowledged yet."""
+        write_json(self._outcome, outcome.model_dump(mode="json"), compact=True)
+
+    def read_outcome(self) -> Outcome | None:
+        """Read the marker of a result; ``None`` if there is none, or none that can be read."""
+        try:
+            return Outcome.model_validate(read_json(self._outcome, _LIMIT))
+        except (OSError, StageFormatError, ValidationError):
+            return None
 
     def write_assignment(self, assignment: Assignment) -> None:
         """Write the assignment, once all files that it names are here."""

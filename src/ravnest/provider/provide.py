@@ -18,6 +18,7 @@ from ravnest.provider.addresses import addresses
 from ravnest.provider.agent import Agent
 from ravnest.provider.benchmark import GB, PLANNED, OwnerLimits, ServerProbe, measure
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
+from ravnest.provider.outcome import Outcome
 from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.providers import ProviderOffer, ProviderView
@@ -66,20 +67,36 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
             for line in describe(offer, limits, hours, member.url):
                 show(line)
             jobs_dir = JobsDir(target.absolute() / _JOBS)
-            lost = list(jobs_dir.assignments())
-            for assignment in lost:
-                jobs_dir.discard(assignment)
+            lost, kept = earlier_work(jobs_dir, provider.id)
             room = int(offer.ram / PLANNED * GB)
             ends = None if hours is None else time.monotonic() + 3600 * hours
             Provider(
                 api,
                 offer,
-                Agent(ends=ends, once=once, lost=lost),
+                Agent(ends=ends, once=once, lost=lost, kept=kept),
                 jobs_dir,
                 WorkerSettings(ram=room, cores=offer.cores, listen=found.listen),
                 show,
                 provider.id,
             ).run()
+
+
+def earlier_work(jobs_dir: JobsDir, provider: str) -> tuple[list[str], dict[str, Outcome]]:
+    """Return the assignments that an earlier process worked on: those that are lost, and the results.
+
+    Folders of lost assignments are removed; results for other servers stay where they are.
+    """
+    lost: list[str] = []
+    kept: dict[str, Outcome] = {}
+    for assignment in jobs_dir.assignments():
+        outcome = jobs_dir.job_dir(assignment).read_outcome()
+        if outcome is None:
+            jobs_dir.discard(assignment)
+        if outcome is not None and outcome.provider == provider:
+            kept[assignment] = outcome
+        else:
+            lost.append(assignment)
+    return lost, kept
 
 
 def describe(offer: ProviderOffer, limits: OwnerLimits, hours: float | None, url: str) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
+from ravnest.deadlines import RECORDS_CLOSE
 from ravnest.schemas.providers import Record
 from ravnest.telemetry import QueueRecord, TimingRecord, WarningRecord, WorkerRecord
 
@@ -23,8 +24,6 @@ BACKLOG = 4096
 LONGEST_MESSAGE = 2000
 """Characters of a warning."""
 _LONGEST_LINE = 1 << 16
-_CLOSE_SECONDS = 5.0
-"""Longest wait for the last records to be written."""
 
 _records: TypeAdapter[WorkerRecord] = TypeAdapter(Record)
 
@@ -70,7 +69,7 @@ class RecordWriter:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(RECORDS_CLOSE)
         if self.dropped:
             logger.info("%d timings and queue lengths were not sent: the pipe was full", self.dropped)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ravnest.deadlines import HTTP_ANSWER, LEAVE_ANSWER, POLL_ANSWER
 from ravnest.errors import LaunchError, RavnestError, ServerError, ServerRefusedError
 from ravnest.http.api import ApiClient, is_temporary
 from ravnest.http.transfer import artifact_of, upload
@@ -26,6 +27,7 @@ from ravnest.provider.events import (
     Fetched,
     HeartbeatAnswered,
     InterruptReceived,
+    Keep,
     Leave,
     Left,
     OfferAccepted,
@@ -40,6 +42,7 @@ from ravnest.provider.events import (
     WorkerEnded,
 )
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
+from ravnest.provider.outcome import Outcome
 from ravnest.provider.signals import interrupts
 from ravnest.provider.worker_process import WorkerProcess
 from ravnest.schemas.jobs import ResultFile
@@ -47,8 +50,8 @@ from ravnest.schemas.providers import HeartbeatReply, ProviderOffer, ProviderVie
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_SECONDS = 5.0
-"""Longest wait for the server's answer when this provider leaves."""
+_IN_PROGRESS = 409
+"""HTTP status of an upload while the server still receives an earlier one."""
 
 
 class _StoppedError(RavnestError):
@@ -61,7 +64,6 @@ class _Task:
 
     assignment: str
     stopped: threading.Event = field(default_factory=threading.Event)
-    cluster: int = 0
     worker: WorkerProcess | None = None
 
     def check(self) -> None:
@@ -122,26 +124,45 @@ class Provider:
         match action:
             case SendHeartbeat(number) | SendOffer(number):
                 self._start(lambda: self._send(action), lambda why: ServerUnreachable(number, why))
-            case Fetch(assignment):
-                task = self._task = _Task(assignment)
-                self._start(lambda: self._fetch(task), lambda why: Fetched(assignment, failure=why))
-            case StartWorker(assignment):
-                self._start_worker(self._current(assignment))
-            case Upload(assignment):
-                task = self._current(assignment)
-                self._start(lambda: self._upload(task), lambda why: Uploaded(assignment, failure=why))
-            case Stop(assignment):
-                task = self._current(assignment)
-                task.stopped.set()
-                if task.worker is not None:
-                    task.worker.stop()
-            case Discard(assignment):
-                self._task = None
-                self.jobs_dir.discard(assignment)
             case Leave(reason):
                 self._leave(reason)
             case Announce(line):
                 self.say(line)
+            case Exit():
+                raise AssertionError("handled by run")
+            case _:
+                self._work_on(action)
+
+    def _work_on(self, action: Fetch | StartWorker | Keep | Upload | Stop | Discard) -> None:
+        name = action.assignment
+        match action:
+            case Fetch():
+                task = self._task = _Task(name)
+                self._start(lambda: self._fetch(task), lambda why: Fetched(name, failure=why))
+            case StartWorker():
+                self._start_worker(self._current(name))
+            case Keep(_, outcome):
+                self._keep(name, outcome)
+            case Upload():
+                task = self._task = self._task or _Task(name)  # no task: an earlier process trained it
+                self._start(lambda: self._upload(task), lambda why: Uploaded(name, failure=why))
+            case Stop():
+                task = self._current(name)
+                task.stopped.set()
+                if task.worker is not None:
+                    task.worker.stop()
+            case Discard():
+                if self._task is not None and self._task.assignment == name:
+                    self._task = None
+                self.jobs_dir.discard(name)
+
+    def _keep(self, name: str, outcome: Outcome) -> None:
+        """Write the marker of a result; without it, only a restart of this provider loses the result."""
+        marker = outcome.model_copy(update={"provider": self.id})
+        try:
+            self.jobs_dir.job_dir(name).write_outcome(marker)
+        except OSError as error:
+            logger.warning("the result of %s would not survive a restart: %s", name, error)
 
     def _current(self, assignment: str) -> _Task:
         assert self._task is not None
@@ -168,9 +189,9 @@ class Provider:
                 return OfferAccepted()
             beat = action.heartbeat
             path = f"/api/providers/{self.id}/heartbeat"
-            return HeartbeatAnswered(
-                action.number, self.api.post(path, beat, HeartbeatReply, wait=beat.wait)
-            )
+            within = POLL_ANSWER if beat.report is None else HTTP_ANSWER
+            reply = self.api.post(path, beat, HeartbeatReply, wait=beat.wait, within=within)
+            return HeartbeatAnswered(action.number, reply)
         except ServerRefusedError as error:
             return ServerRefused(action.number, error.status, str(error))
         except ServerError as error:
@@ -185,7 +206,6 @@ class Provider:
             return Fetched(name, failure=str(error), again=is_temporary(error))
         except (RavnestError, OSError) as error:
             return Fetched(name, failure=f"the files of the assignment cannot be fetched: {error}")
-        task.cluster = node.cluster
         title = f"{node.name}, {node.role} of cluster {node.cluster} of {assignment.job}"
         return Fetched(name, is_root=node.stage == 0, node_title=title)
 
@@ -203,12 +223,13 @@ class Provider:
     def _upload(self, task: _Task) -> AgentEvent:
         name = task.assignment
         try:
-            files = self.jobs_dir.job_dir(name).trained_files(task.cluster)
+            job_dir = self.jobs_dir.job_dir(name)
+            files = job_dir.trained_files(job_dir.read_assignment().node_spec.cluster)
             artifacts = {path: artifact_of(path) for path in files}
             by_digest: dict[str, Path] = {artifact.sha256: path for path, artifact in artifacts.items()}
             upload(self.api, by_digest, lambda _done, _total: task.check())
         except ServerError as error:
-            return Uploaded(name, failure=str(error), again=is_temporary(error))
+            return Uploaded(name, failure=str(error), again=_may_succeed_later(error))
         except (RavnestError, OSError) as error:
             return Uploaded(name, failure=f"the trained stages cannot be uploaded: {error}")
         return Uploaded(
@@ -224,9 +245,15 @@ class Provider:
             return Left()
 
         self._start(leave, lambda _: Left())
-        timer = threading.Timer(_LEAVE_SECONDS, lambda: self._events.put(Left()))
+        timer = threading.Timer(LEAVE_ANSWER, lambda: self._events.put(Left()))
         timer.daemon = True
         timer.start()
+
+
+def _may_succeed_later(error: ServerError) -> bool:
+    """Return ``True`` if an upload that failed with ``error`` is worth another try."""
+    in_progress = isinstance(error, ServerRefusedError) and error.status == _IN_PROGRESS
+    return in_progress or is_temporary(error)
 
 
 def _end(action: Exit) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
+from ravnest.deadlines import WORKER_STOP
 from ravnest.host import INTERRUPT, KILL, TERMINATE, signal_name
 
 
@@ -61,7 +62,9 @@ class Supervision:
     and starts the same sequence; a second one kills. Closed output (``| head``) is an interrupt.
     """
 
-    def __init__(self, names: Iterable[str], *, grace: float = 10.0, patience: float = 5.0) -> None:
+    def __init__(
+        self, names: Iterable[str], *, grace: float = WORKER_STOP, patience: float = 5.0
+    ) -> None:
         self.running = list(names)
         self.deadline: float | None = None
         """Time at which ``GracePassed`` is due; ``None`` if it is not."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ravnest.deadlines import NEIGHBOUR_CONNECT
 from ravnest.errors import DataError
 from ravnest.jobs.dataset_reader import Rows, SharedData
 from ravnest.jobs.graph_loss import load_loss
@@ -19,9 +20,6 @@ from ravnest.schemas.jobs import GraphLoss, TrainingSpec
 from ravnest.schemas.providers import DataShare, RowRange
 from ravnest.seed import set_seed
 from ravnest.telemetry import RecordSink
-
-_CONNECT_SECONDS = 300.0
-"""Longest wait for the neighbours, which may still download their stages."""
 
 
 def warm_up(cores: int) -> None:
@@ -65,7 +63,7 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         clip_grad_norm=training.clip_grad_norm,
         look_ahead=training.look_ahead,
         listen=settings.listen,
-        connect_timeout=_CONNECT_SECONDS,
+        connect_timeout=NEIGHBOUR_CONNECT,
         folder=job_dir.node_data,
         trained_folder=job_dir.trained,
         progress=False,

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from ravnest.deadlines import OUTPUT_CLOSE, WORKER_STOP
 from ravnest.host import INTERRUPT, KILL, signal_name
-from ravnest.provider.child_process import OUTPUT_SECONDS, ChildProcess
+from ravnest.provider.child_process import ChildProcess
 from ravnest.provider.events import ConnectionsRejected, RecordsReceived, WorkerEnded
 from ravnest.provider.job_dir import JobDir, WorkerSettings
 from ravnest.provider.limits import HOME, TEMPORARY, environment, excess, held_memory
@@ -25,8 +26,6 @@ from ravnest.schemas.providers import TlsRejections
 from ravnest.telemetry import WorkerRecord
 
 _SAMPLE_SECONDS = 0.25
-_GRACE_SECONDS = 10.0
-"""Time for a worker to close its links before it is killed."""
 _LONGEST_REASON = 2000
 _TAIL = 1 << 14
 _BOOT = (
@@ -102,13 +101,13 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Ask the worker to end; it is killed if it does not end in time."""
-        self._kill_at = time.monotonic() + _GRACE_SECONDS
+        self._kill_at = time.monotonic() + WORKER_STOP
         self._child.send_to_group(INTERRUPT)
 
     def kill(self) -> None:
         """End the worker at once, with all processes that it may have started."""
         self._child.send_to_group(KILL)
-        self._child.wait(_GRACE_SECONDS)
+        self._child.wait(WORKER_STOP)
 
     def _on_error_line(self, line: str) -> None:
         """Keep a line of stderr; lines of gRPC about rejected connections are only counted."""
@@ -124,7 +123,7 @@ class WorkerProcess:
         self.on_event(RecordsReceived(self.assignment, records))
 
     def _on_end(self, code: int) -> None:
-        self._records.join(OUTPUT_SECONDS)
+        self._records.join(OUTPUT_CLOSE)
         self.on_event(WorkerEnded(self.assignment, self._failure(code)))
 
     def _watch(self) -> None:

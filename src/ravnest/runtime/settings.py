@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ravnest.averaging.coordinator import Mode
+from ravnest.deadlines import NEIGHBOUR_CONNECT, TRAINING_STALL
 from ravnest.errors import SettingsError
 from ravnest.telemetry import RecordSink
 from ravnest.transport.base import Transport
@@ -45,9 +46,9 @@ class NodeSettings:
     where it would end in one process."""
     listen: str | None = None
     """``host:port`` to listen at, if it differs from the address in ``node_configs.json``."""
-    connect_timeout: float = 300.0
+    connect_timeout: float = NEIGHBOUR_CONNECT
     """Seconds to wait for the neighbours at the start."""
-    stall_timeout: float = 900.0
+    stall_timeout: float = TRAINING_STALL
     """Seconds without progress after which the Root ends the run."""
     seed: int | None = None
     """Seed of dropout and similar operations; None: the seed of the plan."""

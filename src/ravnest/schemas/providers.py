@@ -99,7 +99,8 @@ class Assignment(Schema):
         return loss if isinstance(loss, GraphLoss) else None
 
 
-Phase = Literal["fetching", "training", "uploading", "finished", "failed"]
+Phase = Literal["fetching", "fetched", "training", "uploading", "finished", "failed"]
+"""Phase of an assignment at its provider; ``fetched``: it has its files and waits for the others."""
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -146,7 +147,7 @@ class AssignmentReport(Schema):
     assignment: str
     phase: Phase
     reason: Reason = ""
-    """Why the assignment failed."""
+    """Why the assignment failed, or what it waits for."""
     result: tuple[ResultFile, ...] = ()
     """Uploaded files of a trained cluster; only in the report of a Root that is finished."""
     tls_rejections: TlsRejections = TlsRejections()
@@ -162,6 +163,8 @@ class Heartbeat(Schema):
     report: AssignmentReport | None = None
     known: str | None = None
     """The assignment that the provider works on; a reply that names another is sent at once."""
+    may_train: bool = False
+    """``may_train`` of the last reply; a reply with another value is sent at once."""
     wait: Annotated[float, Field(ge=0, le=60)] = 10.0
     """Seconds that the server may delay the reply."""
 
@@ -171,6 +174,8 @@ class HeartbeatReply(Schema):
 
     assignment: str | None
     """``None``: no assignment; a provider that works on one stops."""
+    may_train: bool = False
+    """All providers of the job have fetched their assignments, so that the workers start."""
     records_known: int = 0
     """Number of records of this assignment that the server has; the next report starts there."""
     reason: Reason = ""

@@ -7,6 +7,7 @@ import threading
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.jobs import JobSpec, JobState, JobView
+from ravnest.schemas.providers import ProviderState
 from ravnest.server.assignments import FETCHING, fetch_limit, needed_files
 from ravnest.server.db.records import AssignmentRecord, MemberRecord
 from ravnest.server.job_status import failed_clusters
@@ -23,6 +24,10 @@ class JobService:
         self._settings = settings
         self._stop_deadlines: dict[tuple[str, int], float] = {}
         """Failed clusters, by job and number, and when their remaining nodes are stopped."""
+        self._result_deadlines: dict[str, float] = {}
+        """Assignments whose providers are away with a result, and when they are given up."""
+        self._fetching_since: dict[str, float] = {}
+        """Jobs whose providers fetch their assignments, and when this server noticed it first."""
         self._lock = threading.Lock()
 
     def resume(self, uow: UnitOfWork) -> int:
@@ -32,6 +37,10 @@ class JobService:
         running = uow.db.jobs.in_state(JobState.SHIPPING, JobState.TRAINING)
         for job in running:
             self.schedule_stops(uow, job.id)
+            for each in uow.db.assignments.of_job(job.id):
+                provider = uow.db.providers.get(each.provider)
+                if not each.has_ended and provider and provider.state is ProviderState.LOST:
+                    self.await_result(uow, each)
         uow.needs_matching = True
         return len(running)
 
@@ -81,22 +90,38 @@ class JobService:
         if stopping:
             uow.topics.add(("clock", ""))
 
+    def await_result(self, uow: UnitOfWork, assignment: AssignmentRecord) -> None:
+        """Set a deadline for a lost provider that has trained to the end, to return with its result."""
+        deadline = self._units.clock.steady() + self._settings.result_wait
+        with self._lock:
+            self._result_deadlines[assignment.id] = deadline
+        uow.topics.add(("clock", ""))
+
     def run_due(self) -> float | None:
-        """Stop overdue nodes and fail overdue fetches; return the next deadline (steady clock)."""
+        """Stop overdue nodes, fail overdue fetches; return the next deadline (steady clock)."""
         now = self._units.clock.steady()
         with self._lock:
             due = [key for key, deadline in self._stop_deadlines.items() if deadline <= now]
             for key in due:
                 del self._stop_deadlines[key]
+            given_up = [name for name, deadline in self._result_deadlines.items() if deadline <= now]
+            for name in given_up:
+                del self._result_deadlines[name]
         for job, cluster in due:
             self._stop_cluster(job, cluster)
-        self._fail_late_fetches()
+        for name in given_up:
+            self._give_up_result(name)
+        self._fail_late_fetches(now)
         with self._lock:
-            return min(self._stop_deadlines.values(), default=None)
+            deadlines = (*self._stop_deadlines.values(), *self._result_deadlines.values())
+        return min(deadlines, default=None)
 
     def _stop_cluster(self, job: str, cluster: int) -> None:
         with self._units.begin() as uow:
-            for each in uow.db.assignments.of_job(job):
+            assignments = uow.db.assignments.of_job(job)
+            if cluster not in failed_clusters(assignments):
+                return  # its Root has the trained stages by now
+            for each in assignments:
                 if each.cluster != cluster or each.has_ended:
                     continue
                 provider = uow.db.providers.get(each.provider)
@@ -105,19 +130,34 @@ class JobService:
                 uow.release(provider, f"the remaining nodes of cluster {cluster} of {job} were stopped")
             uow.update_job_status(job)
 
-    def _fail_late_fetches(self) -> None:
+    def _give_up_result(self, name: str) -> None:
+        """Fail an assignment whose provider has not returned with its result."""
+        with self._units.begin() as uow:
+            assignment = uow.db.assignments.get(name)
+            provider = None if assignment is None else uow.db.providers.get(assignment.provider)
+            if assignment is None or assignment.has_ended or provider is None:
+                return
+            if provider.state is ProviderState.LOST:
+                minutes = f"{self._settings.result_wait / 60:.0f} minutes"
+                reason = f"the provider was lost with the result, and was away for {minutes}"
+                uow.end_assignment(assignment, "failed", reason)
+                uow.update_job_status(assignment.job)
+                self.schedule_stops(uow, assignment.job)
+
+    def _fail_late_fetches(self, now: float) -> None:
         """Fail assignments whose providers are alive but do not finish fetching."""
-        now, grace = self._units.clock.wall(), self._settings.fetch_grace
         with self._units.db.read() as db:
-            shipping = db.jobs.in_state(JobState.SHIPPING)
-            late = [job for job in shipping if now - job.changed > grace]
-        for job in late:
+            shipping = [job.id for job in db.jobs.in_state(JobState.SHIPPING)]
+        since = self._fetching_since = {job: self._fetching_since.get(job, now) for job in shipping}
+        for job in shipping:
+            if now - since[job] <= self._settings.fetch_grace:
+                continue
             with self._units.begin() as uow:
-                for each in uow.db.assignments.of_job(job.id):
+                for each in uow.db.assignments.of_job(job):
                     if each.phase in FETCHING:
-                        self._fail_late_fetch(uow, each, now - job.changed)
-                uow.update_job_status(job.id)
-                self.schedule_stops(uow, job.id)
+                        self._fail_late_fetch(uow, each, now - since[job])
+                uow.update_job_status(job)
+                self.schedule_stops(uow, job)
 
     def _fail_late_fetch(self, uow: UnitOfWork, assignment: AssignmentRecord, waited: float) -> None:
         provider = uow.db.providers.get(assignment.provider)

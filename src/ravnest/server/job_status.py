@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ravnest.schemas.jobs import JobState
+from ravnest.server.assignments import FETCHING
 from ravnest.server.db.records import AssignmentRecord
 from ravnest.types import Role
 
@@ -27,13 +28,13 @@ def job_status(assignments: Sequence[AssignmentRecord], names: Mapping[str, str]
 
     A job ends when all its assignments have ended. It is done if one cluster has delivered a result.
     """
-    failures = _failures(assignments, names)
+    failures = _described("failed", assignments, names)
     if all(each.has_ended for each in assignments):
         root = next(
             (root for root in roots(assignments) if root.phase == "finished" and root.has_result), None
         )
         if root is not None:
-            note = f"; other clusters: {failures}" if failures else ""
+            note = f"; failed: {failures}" if failures else ""
             return JobStatus(JobState.DONE, f"cluster {root.cluster} has trained the model{note}", root)
         return JobStatus(JobState.FAILED, failures or "no Root has sent a trained model")
     failed = failed_clusters(assignments)
@@ -42,15 +43,34 @@ def job_status(assignments: Sequence[AssignmentRecord], names: Mapping[str, str]
         reason = f"every cluster has failed, their other nodes are stopping: {failures}"
         return JobStatus(JobState.SHIPPING, reason)
     if all(each.phase in _AT_WORK for each in healthy):
-        return JobStatus(JobState.TRAINING, _with_failures("all nodes are training", failures))
-    ready = sum(each.phase in _AT_WORK for each in healthy)
+        waiting = _described("uploading", [each for each in healthy if each.reason], names)
+        words = "all nodes are training" + (
+            f"; trained, but not delivered: {waiting}" if waiting else ""
+        )
+        return JobStatus(JobState.TRAINING, _with_failures(words, failures))
+    ready = sum(each.phase not in FETCHING for each in healthy)
     words = f"{ready} of {len(healthy)} nodes have fetched their assignment"
     return JobStatus(JobState.SHIPPING, _with_failures(words, failures))
 
 
-def failed_clusters(assignments: Iterable[AssignmentRecord]) -> set[int]:
-    """Return the clusters with a failed node: a pipeline with a gap cannot train."""
-    return {each.cluster for each in assignments if each.phase == "failed"}
+def failed_clusters(assignments: Sequence[AssignmentRecord]) -> set[int]:
+    """Return the clusters with a failed node: a pipeline with a gap cannot train.
+
+    A cluster whose Root has the trained stages of all nodes does not need the other nodes any more.
+    """
+    trained = {root.cluster for root in roots(assignments) if is_trained(root)}
+    return {each.cluster for each in assignments if each.phase == "failed"} - trained
+
+
+def is_trained(assignment: AssignmentRecord) -> bool:
+    """Return whether a node has trained to the end, though its result may not be here yet."""
+    return assignment.phase == "uploading" or (assignment.phase == "finished" and assignment.has_result)
+
+
+def may_train(assignments: Sequence[AssignmentRecord]) -> bool:
+    """Return whether all nodes that can train have fetched their files, so that the workers start."""
+    failed = failed_clusters(assignments)
+    return not any(each.phase in FETCHING for each in assignments if each.cluster not in failed)
 
 
 def leading_root(assignments: Sequence[AssignmentRecord]) -> AssignmentRecord | None:
@@ -69,10 +89,11 @@ def _with_failures(words: str, failures: str) -> str:
     return f"{words}; failed: {failures}" if failures else words
 
 
-def _failures(assignments: Sequence[AssignmentRecord], names: Mapping[str, str]) -> str:
+def _described(phase: str, assignments: Iterable[AssignmentRecord], names: Mapping[str, str]) -> str:
+    """Return the nodes in ``phase`` and their reasons as a sentence."""
     return "; ".join(
         f"node_{each.node} of cluster {each.cluster} ({names.get(each.provider, each.provider)}): "
         f"{each.reason or 'it failed without a reason'}"
         for each in assignments
-        if each.phase == "failed"
+        if each.phase == phase
     )

@@ -21,7 +21,8 @@ _PROVIDER: dict[str, frozenset[str]] = {
     _P.OFFERED: frozenset({_P.RESERVED, _P.LOST}),
     _P.RESERVED: frozenset({_P.TRAINING, _P.OFFERED, _P.LOST}),
     _P.TRAINING: frozenset({_P.OFFERED, _P.LOST}),
-    _P.LOST: frozenset({_P.OFFERED}),
+    # Directly back to work if it has trained to the end and returns with the result.
+    _P.LOST: frozenset({_P.OFFERED, _P.TRAINING}),
 }
 _JOB: dict[str, frozenset[str]] = {
     NEW: frozenset({_J.SUBMITTED}),

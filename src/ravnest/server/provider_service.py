@@ -18,19 +18,31 @@ from ravnest.schemas.providers import (
 from ravnest.server.auth.tokens import AuthService
 from ravnest.server.db.records import AssignmentRecord, MemberRecord, ProviderRecord
 from ravnest.server.job_service import JobService
+from ravnest.server.job_status import is_trained, may_train
 from ravnest.server.liveness import Liveness
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.server.views import provider_view
-from ravnest.telemetry import RoundRecord, WarningRecord, WorkerRecord
+from ravnest.telemetry import (
+    LossRecord,
+    QueueRecord,
+    RoundRecord,
+    TimingRecord,
+    ValidationRecord,
+    WarningRecord,
+    WorkerRecord,
+)
 from ravnest.types import Address
 
+_WITNESSED = "but its neighbours report progress with it"
 _REJECTIONS = {
     "foreign": "with a certificate of another authority, or an expired one",
     "bare": "without a certificate",
     "plain": "without TLS",
 }
 """Descriptions of the fields of ``TlsRejections``."""
+_PROGRESS = LossRecord | QueueRecord | TimingRecord | ValidationRecord
+"""Records that a node reports only when the whole pipeline advances."""
 _MOST_EVENTS = 20
 """Warnings and rounds of one report that become events."""
 
@@ -45,15 +57,20 @@ class ProviderService:
         self._units = units
         self._auth = auth
         self._jobs = jobs
-        self._lost_after = settings.lost_after
+        self._settings = settings
         self._gaps: dict[str, int] = {}
         """Assignments whose last report left a gap, and the position at which it started."""
+        self._progress: dict[str, float] = {}
+        """Assignments that reported progress of their pipeline, and when (steady clock)."""
+        self._witnessed: set[str] = set()
+        """Silent providers whose neighbours report progress with them; each has an event."""
 
     def resume(self, uow: UnitOfWork) -> int:
         """Count the silence of all providers from now on; return how many are connected."""
         present = uow.db.providers.present()
+        grace = max(self._settings.restart_grace - self._settings.lost_after, 0.0)
         for provider in present:
-            self._see(provider.id)
+            self._see(provider.id, grace)
         return len(present)
 
     def offer(self, member: MemberRecord, offer: ProviderOffer) -> ProviderView:
@@ -97,10 +114,15 @@ class ProviderService:
         with self._units.db.read() as db:
             assignment = db.assignments.current(provider)
             record = db.providers.get(provider)
-        reason = "" if record is None else record.reason
+            starts = assignment is not None and may_train(db.assignments.of_job(assignment.job))
         if assignment is None:
-            return HeartbeatReply(assignment=None, reason=reason)
-        return HeartbeatReply(assignment=assignment.id, records_known=assignment.records, reason=reason)
+            return HeartbeatReply(assignment=None, reason="" if record is None else record.reason)
+        return HeartbeatReply(
+            assignment=assignment.id,
+            may_train=starts,
+            records_known=assignment.records,
+            reason="" if record is None else record.reason,
+        )
 
     def leave(self, provider: str, reason: str) -> None:
         """Remove a provider at its own request."""
@@ -108,16 +130,62 @@ class ProviderService:
 
     def run_due(self) -> float | None:
         """Remove overdue providers; return the next deadline (steady clock)."""
-        for provider in self.liveness.overdue(self._units.clock.steady()):
-            self._lose(provider, f"no heartbeat for {self._lost_after:g} seconds")
+        now = self._units.clock.steady()
+        for provider in self.liveness.overdue(now):
+            reason = f"no heartbeat for {self._settings.lost_after:g} seconds"
+            witnessed = self._last_witnessed(provider)
+            silence = self.liveness.silence(provider, now)
+            if witnessed is None or witnessed + self._settings.lost_after <= now:
+                self._lose(provider, reason)
+            elif silence < self._settings.witnessed_limit:
+                self.liveness.extend(provider, witnessed)
+                self._tell_witnessed(provider, reason)
+            else:
+                self._lose(provider, f"no heartbeat for {silence:.0f} seconds, {_WITNESSED}")
         return self.liveness.next_deadline()
 
-    def _see(self, provider: str) -> None:
+    def excuse_silence(self) -> None:
+        """Count the silence of all providers from now on, because this server was halted."""
+        self.liveness.excuse(self._units.clock.steady())
+
+    def _last_witnessed(self, provider: str) -> float | None:
+        """Return when another node of its pipeline last reported progress, which needs this provider."""
+        with self._units.db.read() as db:
+            own = db.assignments.current(provider)
+            if own is None or own.phase != "training":
+                return None
+            cluster = [each for each in db.assignments.of_job(own.job) if each.cluster == own.cluster]
+        others = [self._progress.get(each.id) for each in cluster if each.id != own.id]
+        return max((time for time in others if time is not None), default=None)
+
+    def _tell_witnessed(self, provider: str, reason: str) -> None:
+        """Add an event about a provider that is silent and works, once per silence."""
+        if provider in self._witnessed:
+            return
+        self._witnessed.add(provider)
+        with self._units.begin() as uow:
+            record, own = uow.db.providers.get(provider), uow.db.assignments.current(provider)
+            if record is None or own is None:
+                return
+            minutes = f"{self._settings.witnessed_limit / 60:.0f} minutes"
+            what = f"node_{own.node}: {reason} from {record.offer.name}, {_WITNESSED}: the server waits"
+            uow.db.events.add("warning", provider, f"{what} up to {minutes}", job=own.job)
+
+    def _see(self, provider: str, grace: float = 0.0) -> None:
         clock = self._units.clock
-        self.liveness.see(provider, steady=clock.steady(), wall=clock.wall())
+        self.liveness.see(provider, steady=clock.steady(), wall=clock.wall(), grace=grace)
+        self._witnessed.discard(provider)
 
     def _return(self, uow: UnitOfWork, record: ProviderRecord) -> None:
-        uow.release(record, f"{record.offer.name} is back: {_summary(record.offer)}")
+        words = f"{record.offer.name} is back: {_summary(record.offer)}"
+        assignment = uow.db.assignments.current(record.id)
+        if assignment is None:
+            uow.release(record, words)
+            return
+        uow.db.providers.move(record, ProviderState.TRAINING, words, job=assignment.job)
+        uow.db.assignments.move(assignment, assignment.phase)
+        uow.topics.add(("provider", record.id))
+        uow.update_job_status(assignment.job)
 
     def _lose(self, provider: str, reason: str, *, left: bool = False) -> None:
         """Mark a provider as lost and fail its assignment, and with it its cluster."""
@@ -132,6 +200,13 @@ class ProviderService:
             if record.job is None:
                 return
             assignment = uow.db.assignments.current(provider)
+            if assignment is not None and is_trained(assignment):
+                minutes = f"{self._settings.result_wait / 60:.0f} minutes"
+                words = f"the provider was lost: {reason}; the job waits {minutes} for its return"
+                uow.db.assignments.move(assignment, assignment.phase, words)
+                uow.update_job_status(assignment.job)
+                self._jobs.await_result(uow, assignment)
+                return
             if assignment is not None:
                 uow.end_assignment(assignment, "failed", f"the provider was lost: {reason}")
                 uow.update_job_status(assignment.job)
@@ -154,6 +229,7 @@ class ProviderService:
             assignment = uow.db.assignments.get(report.assignment)
             if assignment is None or assignment.has_ended:
                 self._gaps.pop(report.assignment, None)
+                self._progress.pop(report.assignment, None)
                 return  # the reply names the right one
             self._store_records(uow, assignment, report)
             if report.tls_rejections != assignment.tls_rejections:
@@ -165,6 +241,8 @@ class ProviderService:
                 uow.db.assignments.set_result(assignment, report.result)
             if report.phase != assignment.phase:
                 self._enter_phase(uow, assignment, report)
+            elif report.phase == "uploading" and report.reason != assignment.reason:
+                self._explain_upload(uow, assignment, report.reason)
 
     def _store_records(
         self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
@@ -185,6 +263,8 @@ class ProviderService:
         new = uow.db.telemetry.add(assignment, report.first_record, report.records)
         if not new:
             return
+        if any(isinstance(record, _PROGRESS) for record in new):
+            self._progress[assignment.id] = self._units.clock.steady()
         uow.db.jobs.touch(assignment.job)
         uow.topics.add(("job", assignment.job))
         notable = [(kind, words) for kind, words in map(_event, new) if words]
@@ -204,12 +284,22 @@ class ProviderService:
                 uow.db.events.add("refusal", assignment.provider, what, job=assignment.job)
         uow.db.assignments.set_tls_rejections(assignment, rejections)
 
+    def _explain_upload(self, uow: UnitOfWork, assignment: AssignmentRecord, reason: str) -> None:
+        """Store why a trained result is not here yet, or that nothing holds it up any more."""
+        uow.db.assignments.move(assignment, assignment.phase, reason)
+        if reason:
+            what = f"node_{assignment.node}: its trained stages are not here yet: {reason}"
+            uow.db.events.add("warning", assignment.provider, what, job=assignment.job)
+        uow.db.jobs.touch(assignment.job)
+        uow.update_job_status(assignment.job)
+
     def _enter_phase(
         self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
     ) -> None:
         provider = uow.db.providers.get(assignment.provider)
         assert provider is not None
         if report.phase in ("finished", "failed"):
+            self._progress.pop(assignment.id, None)
             uow.end_assignment(assignment, report.phase, report.reason)
             reason = f"its assignment in {assignment.job} is {report.phase} {report.reason}".strip()
             uow.release(provider, reason)

@@ -6,20 +6,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ravnest import deadlines
+
 
 @dataclass(frozen=True)
 class ServerSettings:
     """Limits of time (seconds) and size (bytes)."""
 
-    lost_after: float = 30.0
+    lost_after: float = deadlines.LOST_AFTER
     """A provider without a heartbeat for this long is lost."""
-    fetch_grace: float = 600.0
+    restart_grace: float = deadlines.RESTART_GRACE
+    """The same, after a start of the server; at least ``lost_after``."""
+    witnessed_limit: float = deadlines.WITNESSED_LIMIT
+    """Longest silence of a provider while its neighbours report progress with it."""
+    result_wait: float = deadlines.RESULT_WAIT
+    """Longest wait for a lost provider that has trained to the end, until it sends its result."""
+    fetch_grace: float = deadlines.FETCH_GRACE
     """Time to fetch an assignment, in addition to four times the time predicted from the bandwidth."""
-    ending_grace: float = 10.0
+    ending_grace: float = deadlines.ENDING_GRACE
     """Time for the nodes of a failed cluster to end and to report why."""
     shown_after_loss: float = 3600.0
     """Time for which lost providers are listed."""
-    longest_wait: float = 60.0
+    longest_wait: float = deadlines.LONGEST_HELD_REQUEST
     """Longest delay of a reply to a request that waits for a change."""
     largest_artifact: int = 256 << 30
     kept_uploads: float = 7 * 86400.0

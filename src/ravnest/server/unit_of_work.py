@@ -11,7 +11,7 @@ from ravnest.schemas.providers import ProviderState
 from ravnest.server.auth.tokens import AuthService
 from ravnest.server.db.database import Database, Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
-from ravnest.server.job_status import job_status
+from ravnest.server.job_status import job_status, may_train
 from ravnest.server.notifications import Notifications, Topic
 from ravnest.server.settings import Clock
 
@@ -71,6 +71,10 @@ class UnitOfWork:
         names = self.db.providers.names(each.provider for each in assignments)
         status = job_status(assignments, names)
         self.topics.add(("job", job))
+        if may_train(assignments):
+            self.topics |= {
+                ("provider", each.provider) for each in assignments if each.phase == "fetched"
+            }
         if status.state.is_final:
             self.end_job(record, status.state, status.reason, status.root)
         elif status.state is JobState.TRAINING and record.state is JobState.SHIPPING:

@@ -14,6 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event
 
+from ravnest.deadlines import DATABASE_BUSY
 from ravnest.errors import ServerError
 from ravnest.server.db import tables
 from ravnest.server.db.artifact_grants import ArtifactGrantRepository
@@ -23,8 +24,6 @@ from ravnest.server.db.jobs import JobRepository
 from ravnest.server.db.members import MemberRepository
 from ravnest.server.db.providers import ProviderRepository
 from ravnest.server.db.telemetry import TelemetryRepository
-
-_BUSY_SECONDS = 20.0
 
 
 class Transaction:
@@ -83,7 +82,7 @@ class Database:
 def _engine(path: Path) -> Engine:
     engine = create_engine(
         f"sqlite:///{path}",
-        connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False},
+        connect_args={"timeout": DATABASE_BUSY, "check_same_thread": False},
         pool_size=8,
         max_overflow=64,
     )

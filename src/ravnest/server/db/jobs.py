@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, literal_column, select, update
 
 from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobResult, JobSpec, JobState
@@ -16,6 +16,9 @@ from ravnest.server.lifecycle import NEW, check_transition
 _SHORT = [column for column in jobs.c if column.name not in ("spec", "result")]
 _TICK = 1e-6
 """Smallest step between two changes of a job, so that a request that waits for a later one sees it."""
+
+_ORDER: ColumnElement[int] = literal_column("jobs.rowid")
+"""Order of submission; the wall clock may have jumped between two jobs."""
 
 RUNNING = (JobState.PLANNED, JobState.SHIPPING, JobState.TRAINING)
 
@@ -85,14 +88,14 @@ class JobRepository:
 
     def listed(self, owner: str | None = None, limit: int = 500) -> list[JobRecord]:
         """Return the newest jobs of one owner, or of all, newest first."""
-        query = select(*_SHORT).order_by(jobs.c.created.desc(), jobs.c.id).limit(limit)
+        query = select(*_SHORT).order_by(_ORDER.desc()).limit(limit)
         if owner is not None:
             query = query.where(jobs.c.owner == owner)
         return [_record(row) for row in self._connection.execute(query)]
 
     def in_state(self, *states: JobState) -> list[JobRecord]:
         """Return the jobs in any of these states, oldest first."""
-        query = select(*_SHORT).where(jobs.c.state.in_(states)).order_by(jobs.c.created, jobs.c.id)
+        query = select(*_SHORT).where(jobs.c.state.in_(states)).order_by(_ORDER)
         return [_record(row) for row in self._connection.execute(query)]
 
     def _set(self, job: str, **columns: Any) -> None:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
+from ravnest.deadlines import TIMER_LATE
 from ravnest.server.http.middleware import AccessLog, BodyLimit, explain_errors
 from ravnest.server.http.routes import artifacts, assignments, auth, jobs, probe, providers
 from ravnest.server.server import Server
@@ -52,6 +53,7 @@ def create_app(server: Server) -> FastAPI:
 
 async def _run_timers(server: Server) -> None:
     """Call ``run_due`` at each deadline; a notification announces an earlier deadline."""
+    clock = asyncio.get_running_loop().time
     with server.notifications.subscribe(("clock", "")) as earlier:
         while not earlier.is_closed:
             try:
@@ -59,4 +61,8 @@ async def _run_timers(server: Server) -> None:
             except Exception:
                 _log.exception("a timer failed; the timers continue")
                 delay = server.settings.lost_after
+            due = clock() + delay
             await earlier.wait(delay)
+            if clock() > due + TIMER_LATE:
+                _log.warning("the server was halted; the silence of providers counts from now on")
+                await run_in_threadpool(server.provider_service.excuse_silence)

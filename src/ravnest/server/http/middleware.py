@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import OperationalError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ravnest.errors import ServerRefusedError
@@ -81,6 +83,7 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
 
+_DISK_FULL = "the server's disk is full; the request succeeds once its operator frees some space"
 _TOO_LONG = "a request may have {} bytes at most"
 
 
@@ -99,6 +102,18 @@ def explain_errors(app: FastAPI) -> None:
     async def _refused(_request: Request, error: ServerRefusedError) -> JSONResponse:
         headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
         return JSONResponse({"detail": str(error)}, error.status, headers=headers)
+
+    @app.exception_handler(OSError)
+    async def _full(_request: Request, error: OSError) -> JSONResponse:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        return JSONResponse({"detail": _DISK_FULL}, 507)
+
+    @app.exception_handler(OperationalError)
+    async def _database_full(_request: Request, error: OperationalError) -> JSONResponse:
+        if "disk is full" not in str(error.orig):
+            raise error
+        return JSONResponse({"detail": _DISK_FULL}, 507)
 
     @app.exception_handler(TransitionError)
     async def _wrong_state(_request: Request, error: TransitionError) -> JSONResponse:

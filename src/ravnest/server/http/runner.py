@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ravnest.deadlines import SERVER_STOP
 from ravnest.errors import ServerError
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.auth.tokens import DEFAULT_HOURS, AuthService
@@ -27,7 +28,6 @@ from ravnest.server.settings import ServerSettings
 
 DEFAULT_PORT = 7100
 DEFAULT_FOLDER = "ravnest_server"
-_GRACE_SECONDS = 5
 _START_SECONDS = 60.0
 
 
@@ -193,7 +193,7 @@ def _prepared(
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=_GRACE_SECONDS,
+            timeout_graceful_shutdown=int(SERVER_STOP),
         )
         server.folder.write_address(ServerAddress(url=url, fingerprint=fingerprint))
         yield running, _Loop(config, server, partial(announce, running)), listener

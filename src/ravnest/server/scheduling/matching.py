@@ -66,12 +66,12 @@ class Matching:
             WaitingJob(
                 job.id,
                 job.owner,
-                job.created,
+                float(position),
                 job.min_providers,
                 job.max_providers,
                 job.passed_over,
             )
-            for job in waiting
+            for position, job in enumerate(waiting)
         ]
         idle = [provider for provider in present if provider.state is ProviderState.OFFERED]
         busy = [provider for provider in present if provider.state is not ProviderState.OFFERED]
@@ -191,7 +191,7 @@ class Matching:
                 uow.topics.add(("provider", provider))
             reason = f"{len(assignments)} providers fetch their assignments"
             uow.db.jobs.move(record, JobState.SHIPPING, reason)
-            uow.topics.add(("job", job))
+            uow.topics |= {("job", job), ("clock", "")}  # the deadline of the fetches begins
 
 
 class MatchingThread:

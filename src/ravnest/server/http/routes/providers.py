@@ -39,10 +39,13 @@ async def heartbeat(
         await run_in_threadpool(require_self, server, member, provider, "send a heartbeat of")
         await run_in_threadpool(server.provider_service.heartbeat, provider, body)
         deadline = clock() + min(body.wait, server.settings.heartbeat_wait)
-        while True:
-            reply = await run_in_threadpool(server.provider_service.reply, provider)
-            if reply.assignment != body.known or not await news.wait(deadline - clock()):
-                return reply
+        known = (body.known, body.may_train)
+        with server.provider_service.liveness.polling(provider, server.clock.steady):
+            while True:
+                reply = await run_in_threadpool(server.provider_service.reply, provider)
+                is_new = (reply.assignment, reply.may_train) != known
+                if is_new or not await news.wait(deadline - clock()):
+                    return reply
 
 
 @router.delete("/{provider}")

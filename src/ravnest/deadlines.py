@@ -1,0 +1,164 @@
+"""Deadlines and intervals that must agree across modules, in seconds, and the relations between them.
+
+``RELATIONS`` holds every pair of which one must be shorter than the other, with the reason; they are
+checked when this module is imported. Durations are measured with monotonic clocks only: a jump of the
+wall clock changes no deadline. Deadlines of transport links live with the links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# HTTP requests
+
+HTTP_CONNECT = 5.0
+"""Longest wait for a connection to the server."""
+HTTP_ANSWER = 30.0
+"""Longest wait for the server's answer, in addition to the time that the request asks it to wait."""
+DATABASE_BUSY = 20.0
+"""Longest wait of the server for its own database."""
+JOB_POLL = 30.0
+"""Time that the server holds a requester's request open while nothing changes."""
+LONGEST_HELD_REQUEST = 60.0
+"""Longest time that the server holds any request open."""
+
+# Provider and server: signs of life
+
+POLL_WAIT = 8.0
+"""Time that the server holds a provider's poll open while nothing changes."""
+POLL_ANSWER = 10.0
+"""Longest wait for the answer to a poll, in addition to ``POLL_WAIT``."""
+POLL_GAP = 0.25
+"""Shortest time between two polls."""
+REPORT_INTERVAL = 1.0
+"""Shortest time between two reports of records."""
+FIRST_PAUSE = 1.0
+"""First pause before something is tried again; pauses double."""
+LONGEST_PAUSE = 10.0
+"""Longest pause before something is tried again, without the jitter."""
+JITTER = 0.5
+"""Pauses are multiplied by a random number between 1 - ``JITTER`` and 1 + ``JITTER``."""
+LOST_AFTER = 30.0
+"""A provider without a sign of life for this long is lost."""
+RESTART_GRACE = 60.0
+"""The same, after a start of the server: providers wait longer between two tries meanwhile."""
+TIMER_LATE = 5.0
+"""A timer of the server that is later than this shows that the server itself was halted."""
+WITNESSED_LIMIT = 600.0
+"""Longest silence of a provider while its neighbours report progress with it."""
+
+# A job, from its files to its result
+
+FETCH_GRACE = 600.0
+"""Time to fetch an assignment, in addition to four times the time predicted from the bandwidth."""
+WORKER_START = 120.0
+"""Time in which a worker process on a slow machine imports torch, loads its stage and listens."""
+NEIGHBOUR_CONNECT = 300.0
+"""Longest wait of a worker for its neighbours; it starts when all have fetched their assignments."""
+TRAINING_STALL = 900.0
+"""Time without progress after which the Root ends the run."""
+RESULT_WAIT = 3600.0
+"""Longest wait for a provider that has trained to the end and is away before its result arrived."""
+
+# Rounds
+
+ROUND_ANSWER_MOST = 30.0
+"""Longest wait for a cluster's copy of its parameters in a round while training goes on."""
+RING_STALL = 30.0
+"""Time without a chunk after which a node gives up an all-reduce."""
+FINAL_ANSWER = 120.0
+"""Shortest limit of the wait for a cluster's copy in the final round."""
+FINAL_REDUCE = 120.0
+"""Shortest limit of the all-reduce of the final round."""
+FINAL_MOST = 7200.0
+"""Longest duration of a final round, with all its attempts."""
+FINAL_SILENCE = 1800.0
+"""Shortest silence of a cluster that still trains after which the final round starts without it."""
+
+# Ends
+
+LINK_CLOSE = 5.0
+"""Longest wait for a thread or a link of a node when the node closes."""
+RECORDS_CLOSE = 5.0
+"""Longest wait for the last records of a worker to be written to its pipe."""
+WORKER_STOP = 10.0
+"""Time for a worker to close its links before it is killed."""
+OUTPUT_CLOSE = 2.0
+"""Longest wait for the rest of the output of an ended process."""
+ENDING_GRACE = 10.0
+"""Time for the nodes of a failed cluster to end and to report why."""
+LEAVE_ANSWER = 5.0
+"""Longest wait for the server's answer when a provider leaves."""
+SERVER_STOP = 5.0
+"""Time for the server to answer the requests in progress when it stops."""
+
+
+def longest_pause(pause: float) -> float:
+    """Return ``pause`` with the largest jitter."""
+    return pause * (1 + JITTER)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Two durations of which the first must be shorter, and why."""
+
+    shorter: float
+    longer: float
+    why: str
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the first duration is shorter."""
+        return self.shorter < self.longer
+
+
+RELATIONS = (
+    Relation(3 * (POLL_WAIT + POLL_GAP), LOST_AFTER, "two polls that get lost do not lose the provider"),
+    Relation(
+        POLL_WAIT + POLL_ANSWER + longest_pause(FIRST_PAUSE) + HTTP_CONNECT,
+        LOST_AFTER,
+        "after a poll whose answer is lost, the next one arrives before the provider is called lost",
+    ),
+    Relation(
+        HTTP_CONNECT + POLL_ANSWER + longest_pause(LONGEST_PAUSE) + HTTP_CONNECT,
+        RESTART_GRACE,
+        "a provider that waited for a restarted server returns before it is called lost",
+    ),
+    Relation(LOST_AFTER, RESTART_GRACE, "a restart of the server only gives more time"),
+    Relation(POLL_GAP, POLL_WAIT, "a provider polls most of the time"),
+    Relation(3 * REPORT_INTERVAL, LOST_AFTER, "reports arrive often enough to show progress"),
+    Relation(LOST_AFTER, WITNESSED_LIMIT, "progress of the neighbours gives more time"),
+    Relation(TIMER_LATE, LOST_AFTER, "a halt of the server is noticed before it costs a provider"),
+    Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
+    Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),
+    Relation(DATABASE_BUSY, HTTP_ANSWER, "the server answers that its database is busy in time"),
+    Relation(LOST_AFTER, FETCH_GRACE, "a provider that is gone is lost, not late"),
+    Relation(
+        LOST_AFTER + WORKER_START,
+        NEIGHBOUR_CONNECT,
+        "when all have fetched, every worker listens before its neighbours give up",
+    ),
+    Relation(NEIGHBOUR_CONNECT, TRAINING_STALL, "a run does not stall because it still connects"),
+    Relation(WITNESSED_LIMIT, RESULT_WAIT, "a finished training gets more time than a running one"),
+    Relation(RESTART_GRACE, RESULT_WAIT, "a finished training outlasts a restart of the server"),
+    Relation(ROUND_ANSWER_MOST, FINAL_ANSWER, "the final round waits longer than a round of training"),
+    Relation(RING_STALL, FINAL_REDUCE, "a stalled ring reports before the final round gives it up"),
+    Relation(FINAL_ANSWER + FINAL_REDUCE, FINAL_MOST, "an attempt of the final round fits into it"),
+    Relation(
+        TRAINING_STALL,
+        FINAL_SILENCE,
+        "a cluster that has stalled ends by itself before the others finish without it",
+    ),
+    Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
+    Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
+    Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
+    Relation(ENDING_GRACE, LOST_AFTER, "nodes of a failed cluster report before they can be lost"),
+    Relation(LEAVE_ANSWER, WORKER_STOP, "a provider leaves faster than its worker stops"),
+    Relation(SERVER_STOP, LOST_AFTER, "a server that stops and starts again loses no provider"),
+)
+"""All relations; a value that breaks one cannot be imported."""
+
+for _relation in RELATIONS:
+    assert _relation.holds, (
+        f"{_relation.shorter} s must be less than {_relation.longer} s: {_relation.why}"
+    )
