@@ -423,24 +423,62 @@ class TestFinal:
         assert case.request(0, final=True) == []
         assert case.request(2, final=True) == []
         actions = case.request(1, final=True)
-        assert actions == [SendToCluster(c, Prepare(RoundId(0), assign=True)) for c in range(3)]
-        assert case.all_prepare(0, 1, 2)[-1] == SendToCluster(
-            2, Start(RoundId(0), dict.fromkeys(range(3), 1 / 3))
+        prepares = [SendToCluster(c, Prepare(RoundId(0), assign=True)) for c in range(3)]
+        assert actions == [*prepares, Wake(LIMITS.final_answer)]
+        assert SendToCluster(2, Start(RoundId(0), dict.fromkeys(range(3), 1 / 3))) in case.all_prepare(
+            0, 1, 2
         )
         case.all_reduce(0, 1, 2)
         assert (case.outcome.kind, case.outcome.committed) == ("final", True)
 
-    def test_it_waits_as_long_as_the_others_live(self) -> None:
+    def test_it_opens_as_late_as_the_others_train(self) -> None:
         case = Case(2)
         case.request(0, final=True)
         assert case.wait(1e9) == []
+        assert asked(case.request(1, final=True)) == [0, 1]
+
+    def test_a_cluster_that_does_not_reply_is_left_out_after_the_deadline(self) -> None:
+        case = Case(3)
+        for cluster in range(3):
+            case.request(cluster, final=True)
+        case.all_prepare(0, 1)
+        assert case.wait(LIMITS.final_answer - 1) == []
+        assert weights(case.wait(1)) == {0: 0.5, 1: 0.5}
+        assert decided(case.all_reduce(0, 1)) == {0: True, 1: True}
+        assert case.outcome.missing == {2: "no reply within 120.0 s"}
+
+    def test_two_clusters_end_without_it_if_one_does_not_reply(self) -> None:
+        case = Case(2)
+        case.request(0, final=True)
         case.request(1, final=True)
         case.prepared(0)
-        assert case.wait(1e9) == []
-        case.prepared(1)
-        case.reduced(0)
-        assert case.wait(1e9) == []
-        assert decided(case.reduced(1)) == {0: True, 1: True}
+        assert decided(case.wait(LIMITS.final_answer)) == {0: False, 1: False}
+        assert (case.outcome.kind, case.outcome.committed) == ("final", False)
+        assert "only cluster 0 takes part" in case.outcome.reason
+
+    def test_its_deadlines_follow_from_measured_times(self) -> None:
+        case = Case(2)
+        case.request(0)
+        case.now = 25.0
+        case.all_prepare(0, 1)
+        case.now = 325.0
+        case.all_reduce(0, 1)
+        for cluster in range(2):
+            case.request(cluster, 16, final=True)
+        assert case.wake == case.now + LIMITS.final_answer
+        case.all_prepare(0, 1)
+        assert case.wake == case.now + 3 * 300 + LIMITS.reduce_floor
+
+    def test_it_is_given_up_as_a_whole_after_its_longest_duration(self) -> None:
+        case = Case(3)
+        for cluster in range(3):
+            case.request(cluster, final=True)
+        while not case.outcomes:  # an average that never arrives, and clusters that always reply
+            case.all_prepare(0, 1, 2)
+            case.reduced(0)
+            case.wait(LIMITS.reduce_most)
+        assert case.now <= LIMITS.final_most + LIMITS.reduce_most
+        assert not case.outcome.committed
 
     def test_the_others_continue_with_rounds_until_then(self) -> None:
         case = Case(3)

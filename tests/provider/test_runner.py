@@ -20,12 +20,14 @@ from loopback_server import (
 )
 from workloads import free_ports
 
+from ravnest.client.handle import JobHandle
 from ravnest.errors import JobEndedError
 from ravnest.provider.agent import Agent
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
 from ravnest.provider.provide import earlier_work
 from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobView
 from ravnest.schemas.providers import ProviderState, ProviderView
 
 
@@ -109,6 +111,17 @@ def providers(
     finally:
         for each in found:
             each.leave()
+
+
+def wait_for_reason(handle: JobHandle, words: str) -> None:
+    """Wait until the reason of a job's state contains ``words``."""
+
+    def on_change(view: JobView) -> None:
+        if words in view.reason:
+            raise StopIteration
+
+    with pytest.raises(StopIteration):
+        handle.wait(SECONDS, on_change)
 
 
 def workers() -> list[psutil.Process]:
@@ -216,14 +229,14 @@ def test_a_provider_that_is_restarted_after_training_sends_its_result(
 def test_workers_start_when_all_providers_have_their_files(
     server: LoopbackServer, tmp_path: Path
 ) -> None:
-    with providers(server, tmp_path, "fast", "slow") as (fast, slow):
+    with providers(server, tmp_path, "fast", "slow") as (_, slow):
         slow.wire.hold("GET /api/artifacts/")
         with server.submit(min_providers=2) as handle:
-            fast.wait_for("waits for the other providers")
-            fast.wire.wait_for(f"POST /api/providers/{fast.provider.id}/heartbeat")
-            assert not workers()
-            assert "1 of 2 nodes have fetched" in handle.view().reason
-            slow.wire.release()
+            try:
+                wait_for_reason(handle, "1 of 2 nodes have fetched")
+                assert not workers()
+            finally:
+                slow.wire.release()
             assert len(handle.result(timeout=SECONDS)) == 6
 
 

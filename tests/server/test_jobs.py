@@ -594,6 +594,23 @@ def test_warnings_and_failed_rounds_are_events_of_the_job(case: Case) -> None:
     assert len(events) < 50, "a report adds a limited number of events"
 
 
+@pytest.mark.parametrize(
+    ("committed", "words"),
+    [(True, "left clusters out: no reply within 120 s"), (False, "the clusters end without it")],
+)
+def test_a_final_round_without_a_cluster_is_an_event_of_the_job(
+    case: Case, committed: bool, words: str
+) -> None:
+    rita, (alice,) = case.requester(), providers(case, "alice")
+    job = case.submit(rita)
+    case.match()
+    record = RoundRecord(9, 1, "final", committed, (0, 1), 120.0, 0, "no reply within 120 s")
+    alice.report("training", records=[asdict(record)])
+    events = [e["reason"] for e in rita.get(f"/api/jobs/{job}/events") if e["kind"] == "round"]
+    assert len(events) == 1
+    assert words in events[0]
+
+
 def test_a_gap_in_the_records_is_requested_once_and_then_accepted(case: Case) -> None:
     rita, (alice,) = case.requester(), providers(case, "alice")
     job = case.submit(rita)

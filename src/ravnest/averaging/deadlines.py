@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ravnest import deadlines
+
 DECAY = 0.7
 """Factor by which the longest measured time shrinks with each new measurement."""
 
@@ -21,11 +23,11 @@ class Deadlines:
     factor: float = 3.0
     answer_floor: float = 1.0
     """Minimum for Prepared: a node copies its parameters between two computations."""
-    answer_most: float = 30.0
+    answer_most: float = deadlines.ROUND_ANSWER_MOST
     """Maximum for Prepared, used too while nothing is measured."""
     reduce_floor: float = 10.0
     """Minimum for Reduced."""
-    reduce_most: float = 3600.0
+    reduce_most: float = deadlines.ROUND_REDUCE_MOST
     """Maximum for Reduced, used too while nothing is measured: nodes of a ring detect stalls
     earlier."""
     request_floor: float = 5.0
@@ -34,6 +36,12 @@ class Deadlines:
     """Minimum for requests of clusters that have not stated an interval yet."""
     request_most: float = 86400.0
     """Maximum for requests."""
+    final_answer: float = deadlines.FINAL_ANSWER
+    """Minimum for Prepared in the final round, used too while nothing is measured."""
+    final_reduce: float = deadlines.FINAL_REDUCE
+    """Minimum for Reduced in the final round."""
+    final_most: float = deadlines.FINAL_MOST
+    """Maximum for a final round with all its attempts."""
     grace: float = 2.0
     """Wait for the other replies after one cluster has failed, to find the cause."""
 
@@ -68,6 +76,15 @@ class Timing:
         limits = self.limits
         slowest = max(self._answers.get(cluster, math.inf) for cluster in clusters)
         return min(limits.answer_most, limits.factor * slowest + limits.answer_floor)
+
+    def final_answer_within(self, clusters: Iterable[int]) -> float:
+        """Return the longest wait for Prepared of these clusters in the final round."""
+        slowest = max(self._answers.get(cluster, 0.0) for cluster in clusters)
+        return min(self.limits.final_most, max(self.limits.final_answer, self.limits.factor * slowest))
+
+    def final_reduce_within(self) -> float:
+        """Return the longest wait for Reduced in the final round."""
+        return max(self.limits.final_reduce, self.reduce_within())
 
     def reduce_within(self) -> float:
         """Return the longest wait for Reduced."""

@@ -12,7 +12,7 @@ from ravnest.averaging.round import Round
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
 ATTEMPTS = 3
-"""Attempts of a round; a final round is retried as long as two clusters are alive."""
+"""Attempts of a round; a final round is retried until its deadline, while two clusters are alive."""
 
 
 class TwoPhaseCommit:
@@ -46,6 +46,8 @@ class TwoPhaseCommit:
         self.actions: list[SendToCluster | RoundEnded] = []
         self._timing = timing
         self._opened = now
+        self._last = now + timing.limits.final_most if kind == "final" else None
+        """Time at which a final round is given up."""
         self._sent_bytes = 0
         self._disagreed = False
 
@@ -97,7 +99,9 @@ class TwoPhaseCommit:
             late = self.deadline is not None and now >= self.deadline
             if self.round.awaited and not late:
                 return
-            if self.round.state == "reducing":
+            if late and self._last is not None and now >= self._last:
+                self._give_up(now)
+            elif self.round.state == "reducing":
                 self._decide(now)
             else:
                 self._start(now)
@@ -109,8 +113,9 @@ class TwoPhaseCommit:
     # Steps
 
     def _prepare(self, now: float) -> None:
-        wait = None if self.kind == "final" else self._timing.answer_within(self.round.members)
-        self.deadline = None if wait is None else now + wait
+        members, timing = self.round.members, self._timing
+        final = self.kind == "final"
+        self._wait(timing.final_answer_within(members) if final else timing.answer_within(members), now)
         self._send(Prepare(self.round.id, self.round.assign))
 
     def _start(self, now: float) -> None:
@@ -129,9 +134,20 @@ class TwoPhaseCommit:
             self._close(f"no cluster has valid parameters: {causes}", now)
             return
         self.round = self.round.start(dict.fromkeys(self.round.members, 0.0) | shares(able), now)
-        self.deadline = None if self.kind == "final" else now + self._timing.reduce_within()
+        timing = self._timing
+        self._wait(timing.final_reduce_within() if self.kind == "final" else timing.reduce_within(), now)
         codec, base = self._compression()
         self._send(Start(self.round.id, dict(self.round.weights), codec, base))
+
+    def _wait(self, seconds: float, now: float) -> None:
+        """Set the deadline of the step that begins; that of a final round limits it."""
+        self.deadline = now + seconds if self._last is None else min(now + seconds, self._last)
+
+    def _give_up(self, now: float) -> None:
+        """End a final round that takes too long; the clusters end without it."""
+        waited = f"{now - self._opened:.0f} s"
+        late = ", ".join(str(cluster) for cluster in sorted(self.round.awaited))
+        self._close(f"given up after {waited}, without a reply of cluster {late}", now)
 
     def _compression(self) -> tuple[str, RoundId | None]:
         """Return the codec of the attempt and the average it is based on.

@@ -67,10 +67,11 @@ def is_trained(assignment: AssignmentRecord) -> bool:
     return assignment.phase == "uploading" or (assignment.phase == "finished" and assignment.has_result)
 
 
-def may_train(assignments: Sequence[AssignmentRecord]) -> bool:
-    """Return whether all nodes that can train have fetched their files, so that the workers start."""
+def may_train(assignments: Sequence[AssignmentRecord]) -> set[str]:
+    """Return the assignments whose workers start: all nodes that can train have fetched their files."""
     failed = failed_clusters(assignments)
-    return not any(each.phase in FETCHING for each in assignments if each.cluster not in failed)
+    healthy = [each for each in assignments if each.cluster not in failed]
+    return set() if any(each.phase in FETCHING for each in healthy) else {each.id for each in healthy}
 
 
 def leading_root(assignments: Sequence[AssignmentRecord]) -> AssignmentRecord | None:

@@ -114,14 +114,15 @@ class ProviderService:
         with self._units.db.read() as db:
             assignment = db.assignments.current(provider)
             record = db.providers.get(provider)
-            starts = assignment is not None and may_train(db.assignments.of_job(assignment.job))
+            starts = set() if assignment is None else may_train(db.assignments.of_job(assignment.job))
+        reason = "" if record is None else record.reason
         if assignment is None:
-            return HeartbeatReply(assignment=None, reason="" if record is None else record.reason)
+            return HeartbeatReply(assignment=None, reason=reason)
         return HeartbeatReply(
             assignment=assignment.id,
-            may_train=starts,
+            may_train=assignment.id in starts,
             records_known=assignment.records,
-            reason="" if record is None else record.reason,
+            reason=reason,
         )
 
     def leave(self, provider: str, reason: str) -> None:
@@ -319,7 +320,10 @@ def _event(record: WorkerRecord) -> tuple[Literal["warning", "round"], str]:
         case WarningRecord(message=message):
             return "warning", message
         case RoundRecord(committed=False):
-            return "round", f"round {record.round} was not committed: {record.reason}"
+            ending = "; the clusters end without it" if record.mode == "final" else ""
+            return "round", f"round {record.round} was not committed: {record.reason}{ending}"
+        case RoundRecord(mode="final") if record.reason:
+            return "round", f"the final round {record.round} left clusters out: {record.reason}"
         case _:
             return "warning", ""
 

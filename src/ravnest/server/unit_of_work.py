@@ -71,10 +71,8 @@ class UnitOfWork:
         names = self.db.providers.names(each.provider for each in assignments)
         status = job_status(assignments, names)
         self.topics.add(("job", job))
-        if may_train(assignments):
-            self.topics |= {
-                ("provider", each.provider) for each in assignments if each.phase == "fetched"
-            }
+        starts = may_train(assignments)
+        self.topics |= {("provider", each.provider) for each in assignments if each.id in starts}
         if status.state.is_final:
             self.end_job(record, status.state, status.reason, status.root)
         elif status.state is JobState.TRAINING and record.state is JobState.SHIPPING:

@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _LIFETIME = datetime.timedelta(days=365)
-_CLOCK_SKEW = datetime.timedelta(hours=1)
+_CLOCK_SKEW = datetime.timedelta(days=1)
+"""Time by which the clock of another machine, or this one after a jump, may be behind."""
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  # what a user writes for "this machine"
 
 
