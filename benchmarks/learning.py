@@ -4,11 +4,11 @@ Six small tasks train in one process, with Ravnest at its defaults (`schedule="a
 `schedule="async"`: a byte-level GPT with tied weights on Python's own standard library, a sine
 regression, a BERT-like classifier with an attention mask, the demo's CNN with batch norm and a ViT on
 scikit-learn's digits, and an LSTM tagger. All use AdamW with warm-up and decay (OneCycle) per update;
-the GPT clips its gradients. Nodes are threads of one process over the in-memory network. They state a
-low computing speed, so that the plan splits batches as it does for models whose steps take seconds.
-Batch norm couples the samples of a batch, so that its batches are not split and `auto` chooses `async`;
-there the effect of `look_ahead` is measured too. Two tasks run over processes and gRPC as well. Each
-run is evaluated in one process from the merged stages.
+the GPT clips its gradients. Each node is a process; they are connected by gRPC over loopback. They
+state a low computing speed, so that the plan splits batches as it does for models whose steps take
+seconds. Batch norm couples the samples of a batch, so that its batches are not split and `auto` chooses
+`async`; there the effect of `look_ahead` is measured too. Each run is evaluated in one process from the
+merged stages.
 Run as a script to print the report; arguments choose tasks by the first word of their names.
 """
 
@@ -17,12 +17,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,23 +31,21 @@ from typing import Any
 import torch
 from delay import train_delayed
 from learning_tasks import TASKS, Task
-from torch import nn
 from workloads import NODE_DATA, free_addresses
 
 from ravnest import Node, Trainer, clusterize, model_fusion
-from ravnest.transport.memory import MemoryNetwork
 
 SEEDS = int(os.environ.get("RAVNEST_BENCH_SEEDS", "3"))
 STAGES = (3, 8)
-DEADLINE = 300.0
+DEADLINE = 900.0
+"""Seconds after which a training is given up."""
 GIGAFLOPS = 0.2
 """Stated computing speed of the nodes."""
-PROCESS_TASKS = ("GPT,", "CNN")
-"""First words of the tasks that are trained over processes too."""
-NODE = "--node"
-"""Argument of a process that trains one node."""
 SPLIT_GOAL, WHOLE_GOAL = 0.01, 0.05
 """Largest accepted relative difference to one process, of batches that are split and that are not."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once for all processes
+_CONTEXT.set_forkserver_preload(["ravnest.runtime.node", "sklearn.datasets"])
 
 
 class Pipeline:
@@ -76,44 +73,18 @@ class Pipeline:
         """Micro-batches of a batch."""
 
     def train(self, seed: int, **settings: Any) -> float:
-        """Return the validation loss of nodes in threads; ``settings`` are keywords of the nodes."""
-        network, model = MemoryNetwork(), self._task.first(seed)  # threads share random numbers
-        errors: list[BaseException] = []
-        split: list[int] = []
-
-        def provide(name: str) -> None:
-            try:
-                transport = network.transport()
-                found = run_node(
-                    self._task, model, seed, name, self._folder, transport=transport, **settings
-                )
-            except BaseException as error:
-                errors.append(error)
-                raise
-            split.extend(found)
-
-        threads = [threading.Thread(target=provide, args=(n,), daemon=True) for n in self._names]
-        with contextlib.redirect_stdout(io.StringIO()):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(DEADLINE)
-        assert not errors, errors
-        assert split == [self.microbatches], f"{split} micro-batches instead of {self.microbatches}"
-        return self._loss(seed)
-
-    def train_processes(self, seed: int) -> float:
-        """Return the validation loss of nodes in processes of their own, over loopback."""
-        task = str(TASKS.index(self._task))
-        command = [sys.executable, __file__, NODE, task, str(seed), str(self._folder)]
-        children = [
-            subprocess.Popen([*command, name], stdout=subprocess.DEVNULL) for name in self._names
-        ]
+        """Return the validation loss of nodes in processes; ``settings`` are keywords of the nodes."""
+        arguments = TASKS.index(self._task), seed, self.microbatches, settings, self._folder
+        children = [_CONTEXT.Process(target=run_node, args=(*arguments, n)) for n in self._names]
         try:
-            codes = [child.wait(DEADLINE) for child in children]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join(DEADLINE)
         finally:
             for child in children:
                 child.kill()
+        codes = [child.exitcode for child in children]
         assert not any(codes), f"exit codes {codes}"
         return self._loss(seed)
 
@@ -126,30 +97,37 @@ class Pipeline:
 
 
 def run_node(
-    task: Task, model: nn.Module, seed: int, name: str, folder: Path, **settings: Any
-) -> list[int]:
-    """Train one node; at the Root, return the number of micro-batches of a batch."""
-    loader, _ = task.loaders(seed)
-    with Node(
-        name,
-        model=model,
-        optimizer=torch.optim.AdamW,
-        optimizer_params={"lr": task.rate},
-        lr_scheduler=torch.optim.lr_scheduler.OneCycleLR,
-        lr_scheduler_params=task.one_cycle(seed),
-        lr_step_on_epoch_change=False,
-        criterion=task.loss,
-        labels=loader,
-        clip_grad_norm=task.clip,
-        seed=seed,
-        folder=folder / NODE_DATA,
-        trained_folder=folder / "trained",
-        loss_filename=folder / "losses.txt",
-        progress=False,
-        **settings,
-    ) as node:
+    number: int, seed: int, microbatches: int, settings: dict[str, Any], folder: Path, name: str
+) -> None:
+    """Train one node of a task in this process; all processes draw the model and the data alike."""
+    torch.set_num_threads(1)
+    task = TASKS[number]
+    model, (loader, _) = task.first(seed), task.loaders(seed)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        Node(
+            name,
+            model=model,
+            optimizer=torch.optim.AdamW,
+            optimizer_params={"lr": task.rate},
+            lr_scheduler=torch.optim.lr_scheduler.OneCycleLR,
+            lr_scheduler_params=task.one_cycle(seed),
+            lr_step_on_epoch_change=False,
+            criterion=task.loss,
+            labels=loader,
+            clip_grad_norm=task.clip,
+            seed=seed,
+            folder=folder / NODE_DATA,
+            trained_folder=folder / "trained",
+            loss_filename=folder / "losses.txt",
+            progress=False,
+            **settings,
+        ) as node,
+    ):
         Trainer(node, train_loader=loader, epochs=task.epochs, save=True).train()
-        return [node._controller()._split().parts(task.batch)] if node.is_root else []
+        if node.is_root:
+            parts = node._controller()._split().parts(task.batch)
+            assert parts == microbatches, f"{parts} micro-batches instead of {microbatches}"
 
 
 @dataclass(frozen=True)
@@ -191,12 +169,9 @@ def _rows(task: Task) -> list[Row]:
                 variants["async without `look_ahead`"] = {"look_ahead": False}
             elif stages == min(STAGES):  # the delay is one update with any number of stages
                 variants["async"] = {"schedule": "async"}
-            if stages == min(STAGES) and task.name.split()[0] in PROCESS_TASKS:
-                variants[f"{pipeline.schedule} (default), processes"] = {}
             for name, settings in variants.items():
                 begin = time.perf_counter()
-                train = pipeline.train_processes if "processes" in name else pipeline.train
-                losses = [train(seed, **settings) for seed in range(SEEDS)]
+                losses = [pipeline.train(seed, **settings) for seed in range(SEEDS)]
                 rows.append(Row(task, stages, name, pipeline.microbatches, alone, losses))
                 print(rows[-1], f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     return rows
@@ -217,15 +192,5 @@ def measure(tasks: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
-def _run_node_process(task: str, seed: str, folder: str, name: str) -> None:
-    """Train one node in this process; all processes draw the model and the data alike."""
-    torch.set_num_threads(1)
-    model = TASKS[int(task)].first(int(seed))
-    run_node(TASKS[int(task)], model, int(seed), name, Path(folder))
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == [NODE]:
-        _run_node_process(*sys.argv[2:])
-    else:
-        print(measure(sys.argv[1:]))
+    print(measure(sys.argv[1:]))

@@ -2,47 +2,81 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from world import World, eventually, providers
 
+from ravnest.http.api import ApiClient
 from ravnest.jobs.job import Job
 
-WORDS, WIDTH = 40_000, 512
 RAM = 0.3
-"""GB. The embedding has 82 MB; with AdamW it needs 328 MB and two temporaries of its size."""
+"""GB. An embedding of 40,000 x 512 has 82 MB; AdamW needs 328 MB and two temporaries of its size."""
+TIED_RAM = 0.0134
+"""GB. Tied weights of 5,000 and 8,000 x 128 have 2.6 and 4.1 MB; AdamW needs 10 and 16 MB for them."""
+BATCH, EPOCHS = 16, 2
 
 
 class Classifier(nn.Module):
     """A large embedding and a small layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int, width: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.output = nn.Linear(WIDTH, 4)
+        self.embed = nn.Embedding(words, width)
+        self.output = nn.Linear(width, 4)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.output(self.embed(tokens).mean(1))
 
 
-def large_job(model: nn.Module) -> Job:
-    tokens = torch.randint(0, WORDS, (64, 8), generator=torch.Generator().manual_seed(0))
-    labels = tokens.sum(1) % 4
+class NextWord(nn.Module):
+    """A large embedding whose weight is also that of the output layer."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        nn.init.normal_(self.embed.weight, std=0.1)
+        self.hidden = nn.Linear(width, width)
+        self.output = nn.Linear(width, words, bias=False)
+        self.output.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(torch.tanh(self.hidden(self.embed(tokens).mean(1))))
+
+
+def large_job(model: nn.Module, words: int, classes: int, **settings: Any) -> Job:
+    tokens = torch.randint(0, words, (64, 8), generator=torch.Generator().manual_seed(0))
     return Job(
         model=model,
-        example_args=(tokens[:16],),
-        train_data=(tokens, labels),
+        example_args=(tokens[:BATCH],),
+        train_data=(tokens, tokens.sum(1) % classes),
         criterion=nn.CrossEntropyLoss(),
         optimizer=torch.optim.AdamW,
-        optimizer_params={"lr": 1e-2},
-        epochs=2,
-        batch_size=16,
+        epochs=EPOCHS,
+        batch_size=BATCH,
         clusters=1,
         shuffle=False,
         schedule="sync",
         on_insufficient="fail",
+        **settings,
     )
+
+
+def trained_alone(job: Job) -> dict[str, torch.Tensor]:
+    """Return the weights that the job has after training in one process."""
+    model = copy.deepcopy(job.model)
+    optimizer = torch.optim.AdamW(model.parameters(), **job.optimizer_params)
+    for _ in range(EPOCHS):
+        for tokens, labels in zip(*(data.split(BATCH) for data in job.train_data), strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(tokens), labels).backward()
+            if job.clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), job.clip_grad_norm)
+            optimizer.step()
+    return model.state_dict()
 
 
 @pytest.mark.slow
@@ -53,23 +87,41 @@ def test_providers_train_an_embedding_that_none_of_them_can_hold(world: World) -
     api = world.requester()
     eventually(lambda: providers(api), lambda found: len(found) == 3)
     torch.manual_seed(0)
-    model = Classifier()
-    job = large_job(model)
+    job = large_job(Classifier(40_000, 512), 40_000, 4, optimizer_params={"lr": 1e-2})
     handle = world.submit(api, job)
     trained = handle.result(timeout=240)
     assert "embed.weight (82 MB) is cut into 2 blocks of rows" in handle.view().plan
-    expected = Classifier()
-    expected.load_state_dict(model.state_dict())
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
-    tokens, labels = job.train_data
-    for start in [*range(0, 64, 16)] * 2:
-        optimizer.zero_grad()
-        batch = slice(start, start + 16)
-        nn.functional.cross_entropy(expected(tokens[batch]), labels[batch]).backward()
-        optimizer.step()
-    found = Classifier()
-    found.load_state_dict(trained, strict=True)
-    for name, tensor in expected.state_dict().items():
+    for name, tensor in trained_alone(job).items():
         # AdamW turns rounding errors of gradients that are nearly 0 into steps: a few elements in 20M.
-        different = (found.state_dict()[name] - tensor).abs() > 1e-4
+        different = (trained[name] - tensor).abs() > 1e-4
         assert different.float().mean() < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def small_providers(shared_world: World) -> ApiClient:
+    """Start a server and four providers that cannot hold a tied weight."""
+    shared_world.serve()
+    for name in ("a", "b", "c", "d"):
+        shared_world.provide(name, f"--ram={TIED_RAM}")
+    api = shared_world.requester()
+    eventually(lambda: providers(api), lambda found: len(found) == 4)
+    return api
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "blocks", "clip"), [(5_000, 2, None), (8_000, 4, 0.5)])
+def test_providers_train_a_tied_weight_that_none_of_them_can_hold(
+    shared_world: World, small_providers: ApiClient, words: int, blocks: int, clip: float | None
+) -> None:
+    torch.manual_seed(0)
+    # With a smaller eps, AdamW turns rounding errors of gradients that are nearly 0 into steps.
+    settings = {"optimizer_params": {"lr": 1e-2, "eps": 1e-4}, "clip_grad_norm": clip}
+    job = large_job(NextWord(words, 128), words, words, **settings)
+    handle = shared_world.submit(small_providers, job)
+    trained = handle.result(timeout=240)
+    plan = handle.view().plan
+    assert f"is cut into {blocks} blocks of rows" in plan
+    assert "each batch of 16 is split into" in plan
+    assert torch.equal(trained["embed.weight"], trained["output.weight"])
+    for name, tensor in trained_alone(job).items():
+        assert (trained[name] - tensor).abs().max() < 2e-5, name

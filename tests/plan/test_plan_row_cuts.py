@@ -25,9 +25,9 @@ VOCABULARY = 4096
 EXAMPLE = (torch.arange(8).reshape(2, 4),)
 
 
-def tied_gpt() -> nn.Module:
+def tied_gpt(vocabulary: int = VOCABULARY, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    model = GPT(VOCABULARY, 32, 2, 4, heads=2)
+    model = GPT(vocabulary, 32, layers, 4, heads=2)
     model.head.weight = model.embed.weight
     return model
 
@@ -87,9 +87,11 @@ def test_models_that_cannot_fit_are_not_measured() -> None:
     assert counts == [count for count in BLOCK_COUNTS if count >= 4]
 
 
-def test_only_large_tensors_are_shipped_in_blocks() -> None:
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_only_large_tensors_are_shipped_in_blocks(tied: bool) -> None:
     prepared = prepare(tied_gpt(), EXAMPLE)
     assert list(row_cuts_to_ship(prepared, profile_model(prepared))) == []
-    large = prepare(GPT(VOCABULARY * 2, 32, 1, 4, heads=2), EXAMPLE)
+    words = VOCABULARY * 2
+    large = prepare(tied_gpt(words, 1) if tied else GPT(words, 32, 1, 4, heads=2), EXAMPLE)
     shipped = list(row_cuts_to_ship(large, profile_model(large)))
     assert [model.profile.row_cuts[0].blocks for model in shipped] == [2, 4, 8]

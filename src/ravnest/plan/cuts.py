@@ -4,9 +4,11 @@ The best cuts minimise the time of the slowest stage or link, with every stage w
 RAM. Among equally fast cuts the one with the least sum of the fourth powers of all times is taken: it
 also balances the faster stages, so the plan stays good if the estimates are wrong.
 
-There are three steps. A bisection that cuts greedily finds good cuts. Dynamic programming over all
-cuts finds better ones or proves that there are none. A second dynamic program balances them. The first
-step only makes the second fast, which can skip every stage that is slower than the best known cuts.
+There are four steps. A bisection that cuts greedily finds good cuts. Dynamic programming over a few
+hundred candidate cuts finds better ones where a greedy stage reaches a cut with a slow link. Dynamic
+programming over all cuts finds the best ones or proves that there are no better ones. A last dynamic
+program balances them. The first two steps only make the third fast, which can skip every stage that is
+slower than the best known cuts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ravnest.plan.ranges import IntArray
 GRID_CELLS = 400_000
 """Stages that are evaluated at once; bounds the memory of the search."""
 COARSE_CUTS = 300
-"""Candidate cuts of the balancing step, and of the first attempt if the greedy step finds nothing."""
+"""Candidate cuts of the second and of the balancing step."""
 ROUNDING = 1e-9
 """Relative slack for bounds on sums of work, which are rounded."""
 
@@ -45,9 +47,10 @@ def best_cuts(costs: ModelCosts, order: Sequence[NodeCapacity]) -> PipelineCuts 
     everywhere = np.arange(costs.units + 1)
     coarse = candidate_cuts(costs, COARSE_CUTS)
     pipeline = _Pipeline(costs, tuple(order))
-    best = greedy_cuts(costs, order) or pipeline.solve(coarse, np.inf, np.maximum)
-    limit = np.inf if best is None else float(np.nextafter(best.seconds, 0))
-    best = pipeline.solve(everywhere, limit, np.maximum) or best
+    best = greedy_cuts(costs, order)
+    for cuts in (coarse, everywhere):
+        limit = np.inf if best is None else float(np.nextafter(best.seconds, 0))
+        best = pipeline.solve(cuts, limit, np.maximum) or best
     if best is None:
         return None
     near = np.array(sorted({*coarse.tolist(), *best.bounds}))
@@ -55,7 +58,7 @@ def best_cuts(costs: ModelCosts, order: Sequence[NodeCapacity]) -> PipelineCuts 
 
 
 def greedy_cuts(
-    costs: ModelCosts, order: Sequence[NodeCapacity], rounds: int = 30
+    costs: ModelCosts, order: Sequence[NodeCapacity], rounds: int = 16
 ) -> PipelineCuts | None:
     """Return good cuts quickly: bisect the time and give each stage, Leaf first, as much as it can take.
 

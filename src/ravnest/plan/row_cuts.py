@@ -65,13 +65,7 @@ def row_cut_models(
 
 
 def row_cuts_to_ship(prepared: PreparedModel, profile: ModelProfile) -> Iterator[RowCutModel]:
-    """Yield the models with cut tensors that a server may need, for providers not known yet.
-
-    None if a tensor is tied: its blocks are planned on the requester's machine only (``clusterize``).
-    """
-    tensors = cuttable_tensors(prepared.capture)
-    if any(len(prepared.capture.state.tensors[key].names) > 1 for key in tensors):
-        return
+    """Yield the models with cut tensors that a server may need, for providers not known yet."""
     largest = max((t.nbytes for t in cuttable_tensors(prepared.capture).values()), default=0)
     total = sum(tensor.bytes for tensor in profile.state)
     if largest >= max(_WORTH_SHIPPING, total * _SHARE):
