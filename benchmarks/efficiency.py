@@ -161,9 +161,11 @@ class SleepingStage(StageExecution):
         version: int,
         values: Mapping[str, Any],
         loss_part: LossPart | None = None,
+        *,
+        late: bool = False,
     ) -> tuple[dict[str, Any], float | None]:
         """Return a tensor of the right shape."""
-        del microbatch, version, values
+        del microbatch, version, values, late
         time.sleep(FORWARD)
         outputs = {spec.name: torch.zeros(1, WIDTH) for spec in self.module.graph.outputs}
         return outputs, None if loss_part is None else 0.0
