@@ -88,7 +88,7 @@ CHART = Path(__file__).resolve().parent.parent / "docs" / "images" / "virtual-ti
 TARGET = 0.8
 """Share of the updates after which one process has reached the target loss."""
 FLOAT_ERROR = 1e-4
-"""Relative difference at which two losses count as equal: the order of sums is not that of one process."""
+"""Relative difference at which two losses count as equal: sums are formed in another order."""
 
 BATCH = 64
 EPOCHS = {"sine": 8, "BERT-like": 6, "ViT,": 6, "LSTM": 6, "CNN": 6}
