@@ -4,8 +4,12 @@ The nodes are threads of one process, over the in-memory network with the given 
 is real (Node, worker thread, messages) except the computation: each stage sleeps for its computing
 time, and has no optimizer. The numbers therefore show the losses of the schedule, not of the machine.
 The rate of the slowest stage is measured with the same sleeps alone, one after another, in a separate
-process at the same time, so that disturbances affect both. The prediction is the simulator's, for the
-nominal times. Ramp-up is left out. Run as a script to print the report.
+process at the same time, so that disturbances affect both. Ramp-up is left out. "Bound" is the best that
+any schedule without delayed gradients can reach with these times, "predicted" is what the simulator
+predicts for the real schedule; then for both, with the times that threads and messages take in addition:
+between two forwards in a row at the Root, and from the end of a forward to its start at the next stage,
+besides the link's delay, for the first micro-batch of a batch (medians). Run as a script to print the
+report.
 """
 
 from __future__ import annotations
@@ -20,14 +24,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from contenders import Clock
+from schedule_bound import least_cycle
 from torch import nn
 from workloads import NODE_DATA, Workload, free_addresses, loss_of
 
@@ -66,12 +71,24 @@ def _work(stages: int, count: int) -> Workload:
     return Workload(f"{stages} stages", model, batch, count)
 
 
-def predicted_rate(stages: int, delay: float, count: int) -> float:
-    """Return the micro-batches per second that the simulator predicts."""
-    cost, link = StageCost(FORWARD, BACKWARD, weights=WEIGHTS), LinkCost(delay, delay)
-    return steady_rate(
-        Scenario((cost,) * stages, (link,) * (stages - 1), count, update_size=count, schedule="sync")
-    )
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds that the runtime takes in addition to sleeps and delays."""
+
+    computation: float = 0.0
+    message: float = 0.0
+
+
+def expected_shares(stages: int, delay: float, count: int, overheads: Overheads) -> tuple[float, float]:
+    """Return the bound and the simulator's prediction, relative to the rate of a stage alone."""
+    own, hop = overheads.computation, delay + overheads.message
+    cost = StageCost(FORWARD + own, BACKWARD + own, weights=WEIGHTS + own)
+    root = StageCost(FORWARD + own, BACKWARD + WEIGHTS + own)
+    costs = (root,) + (cost,) * (stages - 1)
+    links = (LinkCost(hop, hop),) * (stages - 1)
+    rate = steady_rate(Scenario(costs, links, count, update_size=count, schedule="sync"), rounds=4)
+    alone = FORWARD + BACKWARD + WEIGHTS
+    return count * alone / least_cycle(costs, links, count), rate * alone
 
 
 @dataclass(frozen=True)
@@ -81,12 +98,14 @@ class Reached:
     rate: float
     alone: float
     """Rate of the sleeps alone, at the same time."""
+    overheads: Overheads
 
 
 class _Sleeping(Trainer):
     """Trainer whose Root trains for a while and measures itself."""
 
-    reached: Reached | None = None
+    reached: tuple[float, float] | None = None
+    """Rate, and that of the sleeps alone."""
 
     def prelim_checks(self) -> None:
         """Work until the Root is done; an endless loader has no length."""
@@ -106,7 +125,7 @@ class _Sleeping(Trainer):
             clock.mark((state.done - begin) * len(batch[0]))
             if clock.over:
                 break
-        self.reached = Reached(clock.rate(), float(alone.communicate()[0]))
+        self.reached = clock.rate(), float(alone.communicate()[0])
 
 
 class _NoUpdates(Updates):
@@ -148,8 +167,21 @@ def _sleeping() -> Iterator[None]:
         node_runtime.StageExecution = real  # type: ignore[misc]
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """A forward with the times at which it began and ended."""
+
+    stage: int
+    index: int
+    began: float
+    ended: float
+
+
 class SleepingStage(StageExecution):
     """Stage that sleeps instead of computing."""
+
+    forwards: ClassVar[list[_Forward]] = []
+    """Forwards of all stages."""
 
     def __init__(self, module: StageModule, rule: UpdateRule, **options: Any) -> None:
         super().__init__(module, rule, **options)
@@ -165,8 +197,10 @@ class SleepingStage(StageExecution):
         late: bool = False,
     ) -> tuple[dict[str, Any], float | None]:
         """Return a tensor of the right shape."""
-        del microbatch, version, values, late
+        del version, values, late
+        began = time.perf_counter()
         time.sleep(FORWARD)
+        self.forwards.append(_Forward(self.index, microbatch.index, began, time.perf_counter()))
         outputs = {spec.name: torch.zeros(1, WIDTH) for spec in self.module.graph.outputs}
         return outputs, None if loss_part is None else 0.0
 
@@ -184,9 +218,26 @@ class SleepingStage(StageExecution):
         time.sleep(WEIGHTS)
 
 
+def _overheads(forwards: Sequence[_Forward], count: int, delay: float) -> Overheads:
+    """Return the medians over forwards in a row at the Root, and over first micro-batches."""
+    at = {(forward.stage, forward.index): forward for forward in forwards}
+    gaps = [
+        at[0, each.index + 1].began - each.ended
+        for each in forwards
+        if each.stage == 0 and (each.index + 1) % count and (0, each.index + 1) in at
+    ]
+    hops = [
+        at[each.stage + 1, each.index].began - each.ended - delay
+        for each in forwards
+        if each.index % count == 0 and (each.stage + 1, each.index) in at
+    ]
+    return Overheads(statistics.median(gaps), statistics.median(hops))
+
+
 def run(work: Workload, folder: Path, names: list[str], delay: float) -> Reached:
     """Run sleeping stages once."""
     network = MemoryNetwork(delay)
+    SleepingStage.forwards.clear()
     trainers: list[_Sleeping] = []
     loader = work.loader()
 
@@ -217,15 +268,24 @@ def run(work: Workload, folder: Path, names: list[str], delay: float) -> Reached
             thread.join(DEADLINE)
     (trainer,) = trainers
     assert trainer.reached is not None, "the Root did not finish"
-    return trainer.reached
+    overheads = _overheads(SleepingStage.forwards, work.micro_batches, delay)
+    return Reached(*trainer.reached, overheads)
 
 
 def _row(stages: int, delay: float, count: int, found: list[Reached]) -> str:
     shares = [each.rate / each.alone for each in found]
-    predicted = predicted_rate(stages, delay, count) * (FORWARD + BACKWARD + WEIGHTS)
+    overheads = Overheads(
+        statistics.median(each.overheads.computation for each in found),
+        statistics.median(each.overheads.message for each in found),
+    )
+    expected = (
+        *expected_shares(stages, delay, count, Overheads()),
+        *expected_shares(stages, delay, count, overheads),
+    )
     return (
         f"| {stages} | {1000 * delay:.0f} | {count} | **{statistics.median(shares):.1%}** | "
-        f"{min(shares):.1%} | {predicted:.1%} |"
+        f"{min(shares):.1%} | {' | '.join(f'{share:.1%}' for share in expected)} | "
+        f"{1000 * overheads.computation:.2f} and {1000 * overheads.message:.1f} ms |"
     )
 
 
@@ -239,8 +299,8 @@ def measure() -> str:
         f"{REPETITIONS} runs. The goal is at least {GOAL:.0%} of the slowest stage's rate.",
         "",
         "| stages | link, ms | micro-batches per batch | relative to the slowest stage | worst "
-        "| predicted |",
-        "|--:|--:|--:|--:|--:|--:|",
+        "| bound | predicted | bound with overheads | predicted with overheads | overheads |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for stages, per_stage in itertools.product((3, 8), PER_STAGE):
         with tempfile.TemporaryDirectory() as scratch:

@@ -391,14 +391,14 @@ class Row:
     def __str__(self) -> str:
         run = self.runs[0]
         ratios = [auto / ideal for auto, ideal in zip(self.auto, self.ideal, strict=True)]
-        mean, low, high = (
-            "not reached" if math.isinf(ratio) else f"{ratio:.2f}"
-            for ratio in (statistics.fmean(ratios), min(ratios), max(ratios))
+        median, low, high = (
+            "not reached" if math.isinf(ratio) else f"{ratio:.2f} x"
+            for ratio in (statistics.median(ratios), min(ratios), max(ratios))
         )
         return (
             f"| {self.task} | {self.stages} | {run.schedule} | {run.microbatches} "
             f"| {run.bound / self.slowest:.2f} x | {run.seconds / self.slowest:.2f} x "
-            f"| **{mean} x** | {low} to {high} |"
+            f"| **{median}** | {low} to {high} |"
         )
 
 
@@ -427,7 +427,7 @@ def measure(tasks: Sequence[str] = ()) -> str:
     torch.set_num_threads(1)
     lines = [
         "All times are multiples of those of the ideal pipeline; the time to the target loss is the "
-        f"mean of {SEEDS} seeds, with its range.",
+        f"median of {SEEDS} seeds, with its range.",
         "",
         "| task | stages | `auto` chooses | micro-batches | bound | time of an update "
         "| time to the loss | range |",
