@@ -7,8 +7,8 @@ The rate of the slowest stage is measured with the same sleeps alone, one after 
 process at the same time, so that disturbances affect both. Ramp-up is left out. "Bound" is the best that
 any schedule without delayed gradients can reach with these times, "predicted" is what the simulator
 predicts for the real schedule; then for both, with the times that threads and messages take in addition:
-between two forwards in a row at the Root, and from the end of a forward to its start at the next stage,
-besides the link's delay, for the first micro-batch of a batch (medians). Run as a script to print the
+between two forwards in a row at the Root, and from the end of a forward to the arrival of its outputs at
+the next stage, besides the link's delay (medians). Run as a script to print the
 report.
 """
 
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,12 @@ from ravnest.runtime.control import node_runtime
 from ravnest.runtime.schedule.simulator import LinkCost, Scenario, StageCost, steady_rate
 from ravnest.runtime.stage.execution import LossPart, StageExecution
 from ravnest.runtime.stage.updates import UpdateRule, Updates
+from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
+from ravnest.transport.base import Link
 from ravnest.transport.memory import MemoryNetwork
 from ravnest.types import MicrobatchId
+from ravnest.wire.messages import Forward, Message
 
 FORWARD, BACKWARD, WEIGHTS = 0.010, 0.010, 0.010
 """Seconds of each stage per micro-batch: forward, gradients of inputs, gradients of weights."""
@@ -86,7 +89,7 @@ def expected_shares(stages: int, delay: float, count: int, overheads: Overheads)
     root = StageCost(FORWARD + own, BACKWARD + WEIGHTS + own)
     costs = (root,) + (cost,) * (stages - 1)
     links = (LinkCost(hop, hop),) * (stages - 1)
-    rate = steady_rate(Scenario(costs, links, count, update_size=count, schedule="sync"), rounds=4)
+    rate = steady_rate(Scenario(costs, links, count, update_size=count, schedule="sync"), rounds=12)
     alone = FORWARD + BACKWARD + WEIGHTS
     return count * alone / least_cycle(costs, links, count), rate * alone
 
@@ -158,13 +161,22 @@ def _sleep_alone() -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _sleeping() -> Iterator[None]:
-    """Make stages sleep instead of computing."""
-    real = node_runtime.StageExecution
+    """Make stages sleep instead of computing, and note when their inputs arrive."""
+    real, on_message = node_runtime.StageExecution, Worker.on_message
+
+    def noted(self: Worker, link: Link, message: Message) -> None:
+        if isinstance(message.head, Forward):
+            arrival = link.local.stage, message.head.microbatch.index
+            SleepingStage.arrivals[arrival] = time.perf_counter()
+        on_message(self, link, message)
+
     node_runtime.StageExecution = SleepingStage  # type: ignore[misc]
+    Worker.on_message = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
         node_runtime.StageExecution = real  # type: ignore[misc]
+        Worker.on_message = on_message  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -182,6 +194,8 @@ class SleepingStage(StageExecution):
 
     forwards: ClassVar[list[_Forward]] = []
     """Forwards of all stages."""
+    arrivals: ClassVar[dict[tuple[int, int], float]] = {}
+    """Times at which inputs arrived, by stage and micro-batch."""
 
     def __init__(self, module: StageModule, rule: UpdateRule, **options: Any) -> None:
         super().__init__(module, rule, **options)
@@ -218,18 +232,15 @@ class SleepingStage(StageExecution):
         time.sleep(WEIGHTS)
 
 
-def _overheads(forwards: Sequence[_Forward], count: int, delay: float) -> Overheads:
-    """Return the medians over forwards in a row at the Root, and over first micro-batches."""
-    at = {(forward.stage, forward.index): forward for forward in forwards}
-    gaps = [
-        at[0, each.index + 1].began - each.ended
-        for each in forwards
-        if each.stage == 0 and (each.index + 1) % count and (0, each.index + 1) in at
-    ]
+def _overheads(count: int, delay: float) -> Overheads:
+    """Return the medians over the last run."""
+    forwards, arrivals = SleepingStage.forwards, SleepingStage.arrivals
+    at_root = [forward for forward in forwards if forward.stage == 0]
+    gaps = [b.began - a.ended for a, b in itertools.pairwise(at_root) if b.index % count]
     hops = [
-        at[each.stage + 1, each.index].began - each.ended - delay
+        arrived - each.ended - delay
         for each in forwards
-        if each.index % count == 0 and (each.stage + 1, each.index) in at
+        if (arrived := arrivals.get((each.stage + 1, each.index))) is not None
     ]
     return Overheads(statistics.median(gaps), statistics.median(hops))
 
@@ -238,6 +249,7 @@ def run(work: Workload, folder: Path, names: list[str], delay: float) -> Reached
     """Run sleeping stages once."""
     network = MemoryNetwork(delay)
     SleepingStage.forwards.clear()
+    SleepingStage.arrivals.clear()
     trainers: list[_Sleeping] = []
     loader = work.loader()
 
@@ -268,7 +280,7 @@ def run(work: Workload, folder: Path, names: list[str], delay: float) -> Reached
             thread.join(DEADLINE)
     (trainer,) = trainers
     assert trainer.reached is not None, "the Root did not finish"
-    overheads = _overheads(SleepingStage.forwards, work.micro_batches, delay)
+    overheads = _overheads(work.micro_batches, delay)
     return Reached(*trainer.reached, overheads)
 
 
