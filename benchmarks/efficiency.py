@@ -4,8 +4,12 @@ The nodes are threads of one process, over the in-memory network with the given 
 is real (Node, worker thread, messages) except the computation: each stage sleeps for its computing
 time, and has no optimizer. The numbers therefore show the losses of the schedule, not of the machine.
 The rate of the slowest stage is measured with the same sleeps alone, one after another, in a separate
-process at the same time, so that disturbances affect both. The prediction is the simulator's, for the
-nominal times. Ramp-up is left out. Run as a script to print the report.
+process at the same time, so that disturbances affect both. Ramp-up is left out. "Bound" is the best that
+any schedule without delayed gradients can reach with these times, "predicted" is what the simulator
+predicts for the real schedule; then for both, with the times that threads and messages take in addition:
+between two forwards in a row at the Root, and from the end of a forward to the arrival of its outputs at
+the next stage, besides the link's delay (medians). Run as a script to print the
+report.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from contenders import Clock
+from schedule_bound import least_cycle
 from torch import nn
 from workloads import NODE_DATA, Workload, free_addresses, loss_of
 
@@ -36,9 +41,12 @@ from ravnest.runtime.control import node_runtime
 from ravnest.runtime.schedule.simulator import LinkCost, Scenario, StageCost, steady_rate
 from ravnest.runtime.stage.execution import LossPart, StageExecution
 from ravnest.runtime.stage.updates import UpdateRule, Updates
+from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
+from ravnest.transport.base import Link
 from ravnest.transport.memory import MemoryNetwork
 from ravnest.types import MicrobatchId
+from ravnest.wire.messages import Forward, Message
 
 FORWARD, BACKWARD, WEIGHTS = 0.010, 0.010, 0.010
 """Seconds of each stage per micro-batch: forward, gradients of inputs, gradients of weights."""
@@ -66,12 +74,24 @@ def _work(stages: int, count: int) -> Workload:
     return Workload(f"{stages} stages", model, batch, count)
 
 
-def predicted_rate(stages: int, delay: float, count: int) -> float:
-    """Return the micro-batches per second that the simulator predicts."""
-    cost, link = StageCost(FORWARD, BACKWARD, weights=WEIGHTS), LinkCost(delay, delay)
-    return steady_rate(
-        Scenario((cost,) * stages, (link,) * (stages - 1), count, update_size=count, schedule="sync")
-    )
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds that the runtime takes in addition to sleeps and delays."""
+
+    computation: float = 0.0
+    message: float = 0.0
+
+
+def expected_shares(stages: int, delay: float, count: int, overheads: Overheads) -> tuple[float, float]:
+    """Return the bound and the simulator's prediction, relative to the rate of a stage alone."""
+    own, hop = overheads.computation, delay + overheads.message
+    cost = StageCost(FORWARD + own, BACKWARD + own, weights=WEIGHTS + own)
+    root = StageCost(FORWARD + own, BACKWARD + WEIGHTS + own)
+    costs = (root,) + (cost,) * (stages - 1)
+    links = (LinkCost(hop, hop),) * (stages - 1)
+    rate = steady_rate(Scenario(costs, links, count, update_size=count, schedule="sync"), rounds=12)
+    alone = FORWARD + BACKWARD + WEIGHTS
+    return count * alone / least_cycle(costs, links, count), rate * alone
 
 
 @dataclass(frozen=True)
@@ -81,12 +101,14 @@ class Reached:
     rate: float
     alone: float
     """Rate of the sleeps alone, at the same time."""
+    overheads: Overheads
 
 
 class _Sleeping(Trainer):
     """Trainer whose Root trains for a while and measures itself."""
 
-    reached: Reached | None = None
+    reached: tuple[float, float] | None = None
+    """Rate, and that of the sleeps alone."""
 
     def prelim_checks(self) -> None:
         """Work until the Root is done; an endless loader has no length."""
@@ -106,7 +128,7 @@ class _Sleeping(Trainer):
             clock.mark((state.done - begin) * len(batch[0]))
             if clock.over:
                 break
-        self.reached = Reached(clock.rate(), float(alone.communicate()[0]))
+        self.reached = clock.rate(), float(alone.communicate()[0])
 
 
 class _NoUpdates(Updates):
@@ -139,17 +161,41 @@ def _sleep_alone() -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _sleeping() -> Iterator[None]:
-    """Make stages sleep instead of computing."""
-    real = node_runtime.StageExecution
+    """Make stages sleep instead of computing, and note when their inputs arrive."""
+    real, on_message = node_runtime.StageExecution, Worker.on_message
+
+    def noted(self: Worker, link: Link, message: Message) -> None:
+        if isinstance(message.head, Forward):
+            arrival = link.local.stage, message.head.microbatch.index
+            SleepingStage.arrivals[arrival] = time.perf_counter()
+        on_message(self, link, message)
+
     node_runtime.StageExecution = SleepingStage  # type: ignore[misc]
+    Worker.on_message = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
         node_runtime.StageExecution = real  # type: ignore[misc]
+        Worker.on_message = on_message  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward with the times at which it began and ended."""
+
+    stage: int
+    index: int
+    began: float
+    ended: float
 
 
 class SleepingStage(StageExecution):
     """Stage that sleeps instead of computing."""
+
+    forwards: ClassVar[list[_Forward]] = []
+    """Forwards of all stages."""
+    arrivals: ClassVar[dict[tuple[int, int], float]] = {}
+    """Times at which inputs arrived, by stage and micro-batch."""
 
     def __init__(self, module: StageModule, rule: UpdateRule, **options: Any) -> None:
         super().__init__(module, rule, **options)
@@ -161,10 +207,14 @@ class SleepingStage(StageExecution):
         version: int,
         values: Mapping[str, Any],
         loss_part: LossPart | None = None,
+        *,
+        late: bool = False,
     ) -> tuple[dict[str, Any], float | None]:
         """Return a tensor of the right shape."""
-        del microbatch, version, values
+        del version, values, late
+        began = time.perf_counter()
         time.sleep(FORWARD)
+        self.forwards.append(_Forward(self.index, microbatch.index, began, time.perf_counter()))
         outputs = {spec.name: torch.zeros(1, WIDTH) for spec in self.module.graph.outputs}
         return outputs, None if loss_part is None else 0.0
 
@@ -182,9 +232,24 @@ class SleepingStage(StageExecution):
         time.sleep(WEIGHTS)
 
 
+def _overheads(count: int, delay: float) -> Overheads:
+    """Return the medians over the last run."""
+    forwards, arrivals = SleepingStage.forwards, SleepingStage.arrivals
+    at_root = [forward for forward in forwards if forward.stage == 0]
+    gaps = [b.began - a.ended for a, b in itertools.pairwise(at_root) if b.index % count]
+    hops = [
+        arrived - each.ended - delay
+        for each in forwards
+        if (arrived := arrivals.get((each.stage + 1, each.index))) is not None
+    ]
+    return Overheads(statistics.median(gaps), statistics.median(hops))
+
+
 def run(work: Workload, folder: Path, names: list[str], delay: float) -> Reached:
     """Run sleeping stages once."""
     network = MemoryNetwork(delay)
+    SleepingStage.forwards.clear()
+    SleepingStage.arrivals.clear()
     trainers: list[_Sleeping] = []
     loader = work.loader()
 
@@ -215,15 +280,24 @@ def run(work: Workload, folder: Path, names: list[str], delay: float) -> Reached
             thread.join(DEADLINE)
     (trainer,) = trainers
     assert trainer.reached is not None, "the Root did not finish"
-    return trainer.reached
+    overheads = _overheads(work.micro_batches, delay)
+    return Reached(*trainer.reached, overheads)
 
 
 def _row(stages: int, delay: float, count: int, found: list[Reached]) -> str:
     shares = [each.rate / each.alone for each in found]
-    predicted = predicted_rate(stages, delay, count) * (FORWARD + BACKWARD + WEIGHTS)
+    overheads = Overheads(
+        statistics.median(each.overheads.computation for each in found),
+        statistics.median(each.overheads.message for each in found),
+    )
+    expected = (
+        *expected_shares(stages, delay, count, Overheads()),
+        *expected_shares(stages, delay, count, overheads),
+    )
     return (
         f"| {stages} | {1000 * delay:.0f} | {count} | **{statistics.median(shares):.1%}** | "
-        f"{min(shares):.1%} | {predicted:.1%} |"
+        f"{min(shares):.1%} | {' | '.join(f'{share:.1%}' for share in expected)} | "
+        f"{1000 * overheads.computation:.2f} and {1000 * overheads.message:.1f} ms |"
     )
 
 
@@ -237,8 +311,8 @@ def measure() -> str:
         f"{REPETITIONS} runs. The goal is at least {GOAL:.0%} of the slowest stage's rate.",
         "",
         "| stages | link, ms | micro-batches per batch | relative to the slowest stage | worst "
-        "| predicted |",
-        "|--:|--:|--:|--:|--:|--:|",
+        "| bound | predicted | bound with overheads | predicted with overheads | overheads |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for stages, per_stage in itertools.product((3, 8), PER_STAGE):
         with tempfile.TemporaryDirectory() as scratch:

@@ -23,7 +23,7 @@ from ravnest.runtime.batch_parts import BatchSplit
 from ravnest.runtime.stage.observer import MicrobatchReport
 from ravnest.wire.messages import StageTiming
 
-WORTHWHILE = 0.9
+WORTHWHILE = 0.97
 """A new number must be predicted to take at most this share of the time."""
 FASTER = 0.97
 """A new number is kept if a batch takes at most this share of the time that it took before."""

@@ -1,7 +1,7 @@
 """Events and actions of the schedule, as plain values.
 
 ``ScheduleMachine`` (``machine.py``) maps events to actions. It knows micro-batches only by their ids;
-the worker (``stage/worker.py``) holds their tensors.
+the stage (``stage/pipeline_stage.py``) holds their tensors.
 """
 
 from __future__ import annotations

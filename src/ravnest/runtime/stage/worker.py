@@ -1,7 +1,8 @@
-"""Compute thread of a node: passes events to the schedule machine and carries out its actions.
+"""Compute thread of a node: messages of neighbours, calls of the user's thread, and the end of a run.
 
 All state of the stage belongs to this thread. Transports and the user's thread only put calls into its
-inbox; results are written to the run status, on which the user's thread waits.
+inbox; results are written to the run status, on which the user's thread waits. ``pipeline_stage``
+carries out what the schedule requests.
 """
 
 from __future__ import annotations
@@ -9,47 +10,20 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from ravnest.averaging.ports import AveragingPort
 from ravnest.errors import RavnestError, RunError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.run_status import RunStatus
 from ravnest.runtime.schedule.events import (
-    Action,
-    Admit,
     BackwardArrived,
-    ClipNormArrived,
-    CombineNorms,
-    CompleteGradients,
-    Done,
-    Event,
-    Fail,
-    Finished,
     ForwardArrived,
-    FreeVersion,
     NormsArrived,
     PhaseBegun,
     PhaseEnded,
     ResultArrived,
-    Run,
-    RunBackward,
-    RunForward,
-    RunPhaseEnd,
-    RunStep,
-    RunWeights,
-    SendBackward,
-    SendClipNorm,
-    SendForward,
-    SendNorms,
-    SendPhaseBegin,
-    SendPhaseEnd,
-    SendResult,
-    SendShared,
     SharedArrived,
     WindowSet,
 )
@@ -59,14 +33,12 @@ from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
 from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore
 from ravnest.runtime.stage.observer import (
-    MicrobatchReport,
     StageKeeper,
-    UpdateReport,
     WorkerObserver,
 )
-from ravnest.transport.base import Link, LinkDelay
+from ravnest.runtime.stage.pipeline_stage import PipelineStage
+from ravnest.transport.base import Link
 from ravnest.transport.link import try_send
-from ravnest.types import MicrobatchId
 from ravnest.wire.messages import (
     Abort,
     AnyHead,
@@ -90,18 +62,11 @@ from ravnest.wire.messages import (
     SaveStage,
     SharedGradients,
     StageSaved,
-    StageTiming,
     Start,
     ValidationResult,
 )
 
 logger = logging.getLogger(__name__)
-
-_NO_DELAY = LinkDelay(0.0, 0.0, 0.0)
-_ALL_TIMED = 64
-"""Micro-batches at the start of a phase whose timings are all reported to the Root."""
-_TIMED_EVERY = 8
-"""Interval of micro-batches whose timings are reported after that."""
 
 
 class Worker:
@@ -122,7 +87,15 @@ class Worker:
     ) -> None:
         """``leaf`` is given at the last stage, ``averaging`` if there are other clusters."""
         self._store = MicrobatchStore(execution, leaf)
-        self._machine = machine
+        self._stage = PipelineStage(
+            machine,
+            self._store,
+            status,
+            inbox,
+            observer=observer,
+            averaging=averaging,
+            report_validation=self._send_validation,
+        )
         self._status = status
         self._links = Links()
         self._node = node
@@ -133,19 +106,13 @@ class Worker:
         self._when_idle = inbox.when_idle
         self._when_over: list[Callable[[], None]] = []
         """Calls for the time when all phases are over here, updates that wait for others included."""
-        self._run: Run | None = None
         self._closed = False
-        self._clip: float | None = None
-        self._step_seconds = 0.0
-        self._weights_seconds = 0.0
-        self._busy_since = 0.0
-        """Time at which the thread last woke up or finished a computation; work since then counts as
-        part of the next computation."""
         self._thread = threading.Thread(target=self._work, name=f"ravnest-node_{node}", daemon=True)
 
     def start(self, links: Links) -> None:
         """Start the thread; ``links`` are the links to the neighbours."""
         self._links = links
+        self._stage.connect(links)
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
@@ -178,26 +145,25 @@ class Worker:
 
     def begin_phase(self, begin: PhaseBegin) -> None:
         """Begin a phase."""
-        if begin.late and not self._machine.is_leaf:
-            self._machine.max_delay = 1
-            self._store.execution.keep_versions()
+        if begin.late:
+            self._stage.allow_delay()
         self._store.begin_phase(begin)
         self._observer.begun(begin)
-        self._handle(PhaseBegun(begin.phase, trains=begin.kind == "train"))
+        self._stage.handle(PhaseBegun(begin.phase, trains=begin.kind == "train"))
 
     def submit(self, microbatch: Microbatch) -> None:
         """Process a micro-batch that has arrived: from the user at the Root, else from a message."""
         self._store.add(microbatch)
-        self._handle(ForwardArrived(microbatch.id, microbatch.ends_batch, microbatch.ends_update))
+        self._stage.handle(ForwardArrived(microbatch.id, microbatch.ends_batch, microbatch.ends_update))
 
     def end_phase(self, end: PhaseEnd) -> None:
         """End a phase: all its micro-batches have arrived."""
         self._store.end_phase(end)
-        self._handle(PhaseEnded(end.phase, end.count))
+        self._stage.handle(PhaseEnded(end.phase, end.count))
 
     def set_window(self, size: int) -> None:
         """Set the number of micro-batches that the Root keeps in flight."""
-        self._handle(WindowSet(size))
+        self._stage.handle(WindowSet(size))
 
     def announce(self, head: AnyHead) -> None:
         """Act on a message of the Root to all nodes, and pass it on to the next node."""
@@ -223,19 +189,25 @@ class Worker:
     def _work(self) -> None:
         while not self._closed:
             call = self._inbox.get()
-            self._busy_since = time.perf_counter()
+            self._stage.wake()
             self._guarded(call)
             del call  # otherwise it would keep the tensors of the last message alive while we compute
             while not self._closed:
                 self._drain()
-                if self._run is not None:
+                if self._stage.busy:
                     self._guarded(self._compute)
-                elif self._when_over and self._machine.idle:
+                elif self._when_over and self._stage.idle:
                     self._guarded(self._when_over.pop(0))
                 elif self._when_idle:
                     self._guarded(self._when_idle.pop(0))
                 else:
                     break
+
+    def _compute(self) -> None:
+        self._stage.compute()
+        self._drain()  # so that the machine sees a backward that arrived in the meantime
+        if self._status.failure is None:
+            self._stage.finish_computation()
 
     def _drain(self) -> None:
         while True:
@@ -264,7 +236,7 @@ class Worker:
                 try_send(link, abort)
         if self._averaging is not None:
             self._averaging.give_up()
-        self._run = None
+        self._stage.cancel()
         self._when_over.clear()
         self._when_idle.clear()
 
@@ -292,10 +264,10 @@ class Worker:
                 )
             case Backward() as head:
                 self._store.check_run(head.run)
-                self._handle(BackwardArrived(self._store.add_gradients(head, message.values)))
+                self._stage.handle(BackwardArrived(self._store.add_gradients(head, message.values)))
             case ForwardResult() as head:
                 self._store.check_run(head.run)
-                self._handle(ResultArrived(self._store.add_result(head, message.values)))
+                self._stage.handle(ResultArrived(self._store.add_result(head, message.values)))
             case PhaseBegin() as head:
                 self.begin_phase(head)
             case PhaseEnd() as head:
@@ -306,12 +278,11 @@ class Worker:
             case GradientNorms() as head:
                 self._store.check_run(head.run)
                 self._store.add_norms(head)
-                self._handle(NormsArrived(head.update))
+                self._stage.handle(NormsArrived(head.update))
             case LossSplit() as head:
                 self.report_loss_split(head)
             case ClipNorm() as head:
-                self._clip = head.total
-                self._handle(ClipNormArrived(head.update))
+                self._stage.clip_norm_arrived(head)
             case ValidationResult() as head if link is self._links.next:
                 self._send_validation(head)
             case StageSaved() as head:
@@ -327,9 +298,9 @@ class Worker:
         """Keep gradients of weights held here, and pass the others on to the previous node."""
         others = self._store.add_shared(head.update, dict(values))
         if others:
-            self._to_previous(Message(head, others))
+            self._stage.to_previous(Message(head, others))
         if len(others) < len(values) and self._store.has_shared(head.update):
-            self._handle(SharedArrived(head.update))
+            self._stage.handle(SharedArrived(head.update))
 
     def report_loss_split(self, head: LossSplit) -> None:
         """Pass the Leaf's answer on to the Root."""
@@ -356,7 +327,7 @@ class Worker:
         )
 
     def _neighbour_left(self, link: Link, node: int) -> None:
-        if not self._machine.idle:
+        if not self._stage.idle:
             self.fail(f"node_{node} has closed in the middle of the run", source=link)
             return
         with self._status.writing():
@@ -365,163 +336,10 @@ class Worker:
             else:
                 self._status.departed = node
 
-    # Actions of the schedule machine
-
-    def _handle(self, event: Event) -> None:
-        for action in self._machine.handle(event, time.monotonic()):
-            self._perform(action)
-
-    def _perform(self, action: Action) -> None:  # noqa: C901, PLR0912 - one case per action
-        match action:
-            case RunForward() | RunBackward() | RunWeights() | RunStep() | RunPhaseEnd():
-                self._run = action
-            case SendForward(microbatch):
-                self._to_next(self._store.forward_message(microbatch))
-            case SendBackward(microbatch):
-                timings = self._timings(self._store.get(microbatch))
-                self._to_previous(self._store.backward_message(microbatch, timings))
-            case SendResult(microbatch):
-                self._to_previous(self._store.result_message(microbatch))
-            case SendPhaseBegin(phase):
-                self._to_next(Message(self._store.phase_begin(phase)))
-            case SendPhaseEnd(phase):
-                self._to_next(Message(self._store.phase_end(phase)))
-            case SendClipNorm(update):
-                assert self._clip is not None
-                self._to_next(Message(ClipNorm(update, self._clip)))
-            case CompleteGradients(update):
-                self._store.complete(update)
-            case SendShared(update):
-                head = SharedGradients(self._store.run, update)
-                # One message for each weight: stages in between then hold one at a time.
-                for key, gradient in self._store.execution.take_shared().items():
-                    self._to_previous(Message(head, {key: gradient}))
-            case SendNorms(update):
-                norms = self._store.norms(update)
-                self._to_previous(Message(GradientNorms(self._store.run, update, norms)))
-            case CombineNorms(update, batches):
-                self._clip = _total_norm(self._store.norms(update)) / batches
-                self.post(lambda: self._handle(ClipNormArrived(update)))
-            case FreeVersion(version):
-                self._store.execution.free(version)
-            case Admit(total):
-                with self._status.writing():
-                    self._status.admitted = total
-            case Finished(microbatch):
-                self._finish(microbatch)
-            case Fail(reason):
-                self.fail(f"node_{self._node}: {reason}")
-
-    def _compute(self) -> None:
-        run, self._run = self._run, None
-        match run:
-            case RunForward(microbatch_id, version, trains, update):
-                late = update > version
-                microbatch = self._store.forward(microbatch_id, version, trains=trains, late=late)
-                microbatch.forward_seconds = self._lap()
-            case RunBackward(microbatch_id):
-                microbatch = self._store.backward(microbatch_id)
-                microbatch.backward_seconds = self._lap()
-            case RunWeights(microbatch_id):
-                self._store.execution.weight_gradients(microbatch_id)
-                self._weights_seconds = self._lap()
-            case RunStep(update, batches):
-                self._step(update, batches)
-            case RunPhaseEnd(phase):
-                self._finish_phase(phase)
-        self._drain()  # so that the machine sees a backward that arrived in the meantime
-        if self._status.failure is None:
-            self._handle(Done())
-
-    def _lap(self) -> float:
-        """Return the seconds since the thread last woke up or finished a computation.
-
-        They count as the cost of the computation that has just finished: handling messages and waiting
-        for Python's lock delay the pipeline as much as computing does.
-        """
-        now = time.perf_counter()
-        seconds, self._busy_since = now - self._busy_since, now
-        return seconds
-
-    def _step(self, update: int, batches: int) -> None:
-        loss = self._store.step(batches, self._clip)
-        self._clip = None
-        last = self._store.last
-        assert last is not None
-        epoch = self._store.phase_begin(last.id.phase).epoch
-        stale = update - last.version
-        in_flight = self._machine.in_flight
-        samples = self._store.take_samples()
-        if self._averaging is not None:
-            self._averaging.updated(samples)
-        waiting = self._inbox.qsize()
-        self._observer.updated(
-            UpdateReport(update, epoch, loss, stale, batches, last.parts, in_flight, waiting)
-        )
-        self._step_seconds = self._lap()
-        if self._averaging is not None:
-            with self._status.writing():
-                self._status.updates = update + 1
-
-    def _finish_phase(self, phase: int) -> None:
-        if self._averaging is not None and self._store.phase_begin(phase).kind == "train":
-            self._averaging.epoch_ended()
-        validation = self._store.finish_phase(phase)
-        if validation is not None:
-            self._send_validation(validation)
-        with self._status.writing():
-            self._status.phases_over = phase + 1
-
-    # Sending
-
-    def _to_next(self, message: Message) -> None:
-        assert self._links.next is not None
-        self._links.next.send(message)
-
-    def _to_previous(self, message: Message) -> None:
-        assert self._links.previous is not None
-        self._links.previous.send(message)
-
-    def _timings(self, microbatch: Microbatch) -> tuple[StageTiming, ...]:
-        """Return the timings of this and the following stages; empty if the Leaf sent none."""
-        if not (microbatch.timings or (self._machine.is_leaf and _is_timed(microbatch.id.index))):
-            return ()
-        following, previous = (
-            _NO_DELAY if link is None else link.delay()
-            for link in (self._links.next, self._links.previous)
-        )
-        own = StageTiming(
-            microbatch.forward_seconds,
-            microbatch.backward_seconds,
-            self._weights_seconds,
-            self._step_seconds,
-            following.message,
-            following.busy,
-            previous.message,
-            previous.busy,
-        )
-        return (own, *microbatch.timings)
-
-    def _finish(self, microbatch_id: MicrobatchId) -> None:
-        microbatch = self._store.get(microbatch_id)
-        result = self._store.finish(microbatch_id)
-        if result is None:
-            self._observer.returned(
-                MicrobatchReport(
-                    microbatch.part,
-                    microbatch.parts,
-                    microbatch.batch_size,
-                    self._timings(microbatch),
-                )
-            )
-            return
-        with self._status.writing():
-            self._status.results[microbatch_id] = result
-
     def _send_validation(self, result: ValidationResult) -> None:
         """Send a validation result towards the Root, which announces it to all nodes."""
         if self._links.previous is not None:
-            self._to_previous(Message(result))
+            self._stage.to_previous(Message(result))
         else:
             self.announce(result)
 
@@ -531,25 +349,15 @@ class Worker:
         self._observer.saving()
         manifest, tensors = self._keeper.save(run)
         if self._links.previous is not None:
-            self._to_previous(Message(StageSaved(run, self._node, manifest), tensors))
+            self._stage.to_previous(Message(StageSaved(run, self._node, manifest), tensors))
         else:
             with self._status.writing():
                 self._status.saved_stages.add(0)
 
     def _stage_saved(self, head: StageSaved, values: Mapping[str, Any]) -> None:
         if self._links.previous is not None:
-            self._to_previous(Message(head, values))
+            self._stage.to_previous(Message(head, values))
             return
         stage = self._keeper.receive(head.node, head.manifest, values)
         with self._status.writing():
             self._status.saved_stages.add(stage)
-
-
-def _total_norm(norms: Iterable[tuple[int, float]]) -> float:
-    """Return the norm of all gradients, combined in the order of the model's parameters."""
-    return float(torch.linalg.vector_norm(torch.tensor([norm for _, norm in sorted(norms)])))
-
-
-def _is_timed(index: int) -> bool:
-    """Return whether the timings of a micro-batch are reported: all at first, then every eighth."""
-    return index < _ALL_TIMED or index % _TIMED_EVERY == 0
