@@ -11,12 +11,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ravnest.averaging.ports import AveragingPort
-from ravnest.errors import RavnestError, RunError
+from ravnest.errors import LinkClosedError, RavnestError, RunError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.run_status import RunStatus
 from ravnest.runtime.schedule.events import (
@@ -89,6 +90,7 @@ from ravnest.wire.messages import (
     RunEnd,
     SaveStage,
     SharedGradients,
+    SharedWeights,
     StageSaved,
     StageTiming,
     Start,
@@ -98,6 +100,8 @@ from ravnest.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _NO_DELAY = LinkDelay(0.0, 0.0, 0.0)
+_PASS_SECONDS = 600.0
+"""Longest wait before a tensor is passed on although the link has not written the one before."""
 _ALL_TIMED = 64
 """Micro-batches at the start of a phase whose timings are all reported to the Root."""
 _TIMED_EVERY = 8
@@ -122,6 +126,8 @@ class Worker:
     ) -> None:
         """``leaf`` is given at the last stage, ``averaging`` if there are other clusters."""
         self._store = MicrobatchStore(execution, leaf)
+        self._keys = frozenset(entry.key for entry in execution.module.spec.state)
+        """Weights and buffers of this stage."""
         self._machine = machine
         self._status = status
         self._links = Links()
@@ -167,8 +173,27 @@ class Worker:
             head, Prepare | Start | Decision | Prepared | Reduced
         ):
             self._averaging.from_pipeline(head)
+        elif isinstance(head, SharedGradients | SharedWeights) and not self._held(message):
+            self._pass_on(message)
         else:
             self.post(lambda: self._receive(link, message))
+
+    def _held(self, message: Message) -> bool:
+        """Return whether this stage holds a weight of the message."""
+        return not self._keys.isdisjoint(message.values)
+
+    def _pass_on(self, message: Message) -> None:
+        """Pass on a weight of other stages, or its gradient, once the one before is written.
+
+        The link does not receive in the meantime, so that its peer waits too. A node in between then
+        holds two such tensors at most: one that arrives, and one that leaves.
+        """
+        to_next = isinstance(message.head, SharedWeights)
+        target = self._links.next if to_next else self._links.previous
+        if target is not None and self._status.failure is None:
+            target.wait_written(_PASS_SECONDS)
+            with suppress(LinkClosedError):  # the link reports its loss itself
+                target.send(message)
 
     def on_lost(self, link: Link, reason: str) -> None:
         """Queue the loss of the link to a neighbour."""
@@ -303,6 +328,8 @@ class Worker:
             case SharedGradients() as head:
                 self._store.check_run(head.run)
                 self._shared_arrived(head, message.values)
+            case SharedWeights() as head:
+                self._store.add_weights(head, message.values)
             case GradientNorms() as head:
                 self._store.check_run(head.run)
                 self._store.add_norms(head)
@@ -376,7 +403,8 @@ class Worker:
             case RunForward() | RunBackward() | RunWeights() | RunStep() | RunPhaseEnd():
                 self._run = action
             case SendForward(microbatch):
-                self._to_next(self._store.forward_message(microbatch))
+                for message in self._store.forward_messages(microbatch):
+                    self._to_next(message)
             case SendBackward(microbatch):
                 timings = self._timings(self._store.get(microbatch))
                 self._to_previous(self._store.backward_message(microbatch, timings))
