@@ -5,7 +5,7 @@ the same batches with AdamW. Then k nodes of 1.25 M / k each are planned for, an
 process that is confined as a provider's worker is: it ends as soon as it holds more than it offers,
 beyond an idle process and the 64 MB that libraries may take. **Planned** and **peak** are those of the
 node with the largest share of its offer. GPT-2 small has its 124M parameters, batch 2 x 128. Run as a
-script it prints its report; arguments select models by the beginning of their names.
+script it prints its report; arguments select models by the beginning of their names, and node counts.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from ravnest.provider.limits import BUFFERS, held_memory, limit_memory
 from ravnest.provider.training import warm_up
 
 UPDATES = 3
+RUNS = 5
 FACTOR = 1.25
 SAMPLE_SECONDS = 0.005
-DEADLINE_SECONDS = 240.0
+DEADLINE_SECONDS = 600.0
 NODE_DATA = "node_data"
 EXCESS = "took more than it offered"
 
@@ -55,7 +56,7 @@ class Subject:
     batch: Callable[[], Batch]
     nodes: tuple[int, ...]
     offers: tuple[tuple[int, float], ...] = ()
-    """Further pools: nodes, and GB that each offers."""
+    """Further pools: nodes, and GB that each offers. Each is trained ``RUNS`` times."""
 
 
 class Logits(nn.Module):
@@ -157,7 +158,7 @@ SUBJECTS = (
         "GPT-2 small, batch 2 x 128",
         lambda: gpt2(50257, 768, 12, 12),
         lambda: text(2, 128, 50257),
-        (2, 4),
+        (2, 4, 8),
         ((3, 1.1),),
     ),
     Subject(
@@ -269,20 +270,26 @@ def needed(subject: Subject) -> int:
     return alone.peak
 
 
-def train(subject: Subject, count: int, offered: float) -> tuple[Plan | str, list[Outcome]]:
-    """Plan and train on ``count`` nodes; return the plan, or why there is none, and the outcomes."""
+def train(
+    subject: Subject, count: int, offered: float, runs: int
+) -> tuple[Plan | str, list[list[Outcome]]]:
+    """Plan for ``count`` nodes and train; return the plan, or why there is none, and the outcomes."""
     with tempfile.TemporaryDirectory() as folder:
         plan = form(subject, Path(folder) / NODE_DATA, count, offered)
         if isinstance(plan, str):
             return plan, []
-        names = [f"node_{stage.node.id}" for stage in plan.clusters[0].stages]
-        processes = [
-            Watched(["node", subject.name, name, folder, str(offered)], offered) for name in names
-        ]
-        watch(processes)
-    return plan, [
+        return plan, [run(subject, plan, folder, offered) for _ in range(runs)]
+
+
+def run(subject: Subject, plan: Plan, folder: str, offered: float) -> list[Outcome]:
+    """Train once; return the outcome of each node."""
+    stages = plan.clusters[0].stages
+    arguments = [["node", subject.name, f"node_{s.node.id}", folder, str(offered)] for s in stages]
+    processes = [Watched(each, offered) for each in arguments]
+    watch(processes)
+    return [
         Outcome(float(stage.memory.total), process.peak, offered, process.note)
-        for stage, process in zip(plan.clusters[0].stages, processes, strict=True)
+        for stage, process in zip(stages, processes, strict=True)
     ]
 
 
@@ -342,39 +349,48 @@ def _train_node(subject: Subject, name: str, folder: str, offered: float) -> Non
 
 
 def measure(selected: tuple[str, ...] = ()) -> str:
-    """Return the report in Markdown."""
+    """Return the report in Markdown; ``selected`` has beginnings of names, and numbers of nodes."""
+    counts = {int(each) for each in selected if each.isdigit()}
+    names = tuple(each for each in selected if not each.isdigit())
     lines = [
         "| model | M, MB | nodes | offered, MB | planned | peak | result |",
         "|---|--:|--:|--:|--:|--:|---|",
     ]
     for subject in SUBJECTS:
-        if selected and not subject.name.startswith(selected):
+        if names and not subject.name.startswith(names):
             continue
         need = needed(subject)
-        offers = [(k, FACTOR * need / k) for k in subject.nodes]
-        for count, offered in [*offers, *((k, 1e9 * gb) for k, gb in subject.offers)]:
-            plan, found = train(subject, count, offered)
+        pools = [(k, FACTOR * need / k, 1) for k in subject.nodes]
+        pools += [(k, 1e9 * gb, RUNS) for k, gb in subject.offers]
+        for count, offered, runs in [pool for pool in pools if not counts or pool[0] in counts]:
+            plan, found = train(subject, count, offered, runs)
             lines.append(
                 f"| {subject.name} | {need / 1e6:.0f} | {count} | {offered / 1e6:.0f} | "
                 + _result(plan, found)
             )
             print(lines[-1], file=sys.stderr, flush=True)
-            for each in found:
-                print("   ", each, file=sys.stderr, flush=True)
+            for outcome in found:
+                print(*outcome, sep="\n    ", file=sys.stderr, flush=True)
     return "\n".join(lines) + "\n"
 
 
-def _result(plan: Plan | str, found: list[Outcome]) -> str:
+def _result(plan: Plan | str, found: list[list[Outcome]]) -> str:
     if isinstance(plan, str):
         return f"| | not planned: {plan} |"
-    failed = max((each.note for each in found), key=lambda note: (note == EXCESS, note))
-    planned = max(each.planned / each.offered for each in found)
-    peak = max(each.peak / each.offered for each in found)
+    notes = [max((each.note for each in run), key=lambda n: (n == EXCESS, n)) for run in found]
+    planned = max(each.planned / each.offered for run in found for each in run)
+    peak = max(each.peak / each.offered for run in found for each in run)
     (cluster,) = plan.clusters
-    recomputing = sum(s.kept is not None and s.index < len(found) - 1 for s in cluster.stages)
     text = f"trains, schedule {plan.schedule}, {cluster.microbatches} micro-batches"
-    text += f", {recomputing} nodes recompute" if recomputing else ""
-    return f"{planned:.0%} | {peak:.0%} | {failed or text} |"
+    if recomputing := sum(s.kept is not None and s is not cluster.stages[-1] for s in cluster.stages):
+        text += f", {recomputing} nodes recompute"
+    if blocks := max((cut.blocks for cut in plan.row_cuts), default=0):
+        text += f", weights in up to {blocks} blocks of rows"
+    if cluster.loss_chunks > 1:
+        text += f", loss in {cluster.loss_chunks} chunks"
+    if len(found) > 1:
+        text += f"; {notes.count('')} of {len(found)} runs"
+    return f"{planned:.0%} | {peak:.0%} | {max(notes) or text} |"
 
 
 def main(arguments: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -86,6 +87,29 @@ def test_a_tied_tensor_crosses_a_cut_once_per_update() -> None:
     profile = ModelProfile(chain(4, crossing=10).units, (tied, frozen), 1, 0)
     assert ModelCosts.of(profile).link_bytes.tolist() == [0, 410, 410, 10, 0]
     assert ModelCosts.of(profile, 4).link_bytes.tolist() == [0, 110, 110, 10, 0]
+
+
+def test_tied_tensors_pass_through_a_stage_one_by_one() -> None:
+    tied = tuple(
+        TensorProfile(f"block {size}", size, trainable=True, averaged=True, units=units)
+        for size, units in ((400, (0, 4)), (300, (0, 4)), (200, (0, 4)), (100, (1, 4)))
+    )
+    costs = ModelCosts.of(ModelProfile(chain(5).units, tied, 1, 0))
+    assert costs.load(0, 1).shared == 900, "gradients of its own weights"
+    assert costs.load(1, 2).shared == 800, "those of its own weight, and two that pass"
+    assert costs.load(2, 4).shared == 700, "one arrives, another one leaves"
+    assert costs.load(2, 5).shared == 0
+
+
+def test_temporaries_that_do_not_depend_on_the_batch_count_once() -> None:
+    plain = chain(2, weight=100)
+    units = (replace(plain.units[0], fixed_bytes=900), plain.units[1])
+    small, large = (
+        ModelCosts.of(replace(plain, units=each, smallest_rows=1), part=0.5)
+        for each in (plain.units, units)
+    )
+    assert large.memory(0, 1, 2).total - small.memory(0, 1, 2).total == 800
+    assert large.memory(1, 2, 1).total == small.memory(1, 2, 1).total
 
 
 def test_the_ends_of_the_model_have_no_traffic() -> None:

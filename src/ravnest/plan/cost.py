@@ -88,7 +88,7 @@ class ModelCosts:
     deferring: RangeMax
     """``backward`` minus the deferred bytes up to the unit."""
     largest: RangeMax
-    """Bytes of the largest trained tensor that each unit uses."""
+    """Bytes of the largest trained tensor that each unit uses, or its temporaries if they are more."""
     owned: RangeSum
     """Bytes of trained tensors, at the first unit that uses them."""
     largest_owned: RangeMax
@@ -105,7 +105,8 @@ class ModelCosts:
     returning: FloatArray
     """For each cut, the bytes of gradients that cross it in backward."""
     shared: FloatArray
-    """For each cut, the bytes of trained tensors that units on both sides use."""
+    """For each start and stop of a stage, the bytes of tied weights, or of their gradients, that it has
+    at once besides its own."""
     link_bytes: FloatArray
     """For each cut, the bytes per batch in the direction with more traffic."""
 
@@ -163,7 +164,9 @@ class ModelCosts:
             backward=RangeMax.of(moments),
             deferred=deferred,
             deferring=RangeMax.of(moments - deferred.prefix[1:]),
-            largest=RangeMax.of(_largest(trained, len(units))),
+            largest=RangeMax.of(
+                np.maximum(_largest(trained, len(units)), [unit.fixed_bytes for unit in units])
+            ),
             owned=RangeSum.of(_by_first_unit(trained, len(units))),
             largest_owned=RangeMax.of(_largest(trained, len(units), first=True)),
             state=DistinctBytes.of(profile.state, len(units)),
@@ -172,7 +175,7 @@ class ModelCosts:
             leaving=leaving,
             crossing=crossing,
             returning=returning,
-            shared=tied,
+            shared=_arriving_bytes(profile),
             link_bytes=link_bytes,
         )
 
@@ -207,7 +210,7 @@ class ModelCosts:
             leaving=np.broadcast_to(self.leaving[stops][None, :], shape),
             outputs=np.broadcast_to(self.crossing[stops][None, :], shape),
             returning=returning,
-            shared=np.broadcast_to(self.shared[stops][None, :], shape),
+            shared=self.shared[np.ix_(starts, stops)],
             backward=backward - before,
         )
 
@@ -332,3 +335,25 @@ def _tied_bytes(profile: ModelProfile) -> FloatArray:
             change[tensor.units[0] + 1] += tensor.bytes
             change[tensor.units[-1] + 1] -= tensor.bytes
     return np.cumsum(change)[:-1]
+
+
+def _arriving_bytes(profile: ModelProfile) -> FloatArray:
+    """Return, for each start and stop of a stage, the bytes of tied weights that arrive at once.
+
+    A stage keeps the gradients that later stages send for its own weights. Weights and gradients of
+    other stages pass through it one after the other: one arrives while another one leaves.
+    """
+    size = len(profile.units) + 1
+    tied = [tensor for tensor in profile.state if tensor.trainable and len(tensor.units) > 1]
+    if not tied:
+        return np.broadcast_to(np.zeros(1), (size, size))
+    kept, largest, second = np.zeros((3, size, size))
+    for tensor in tied:
+        before = np.searchsorted(tensor.units, np.arange(size))  # uses in front of each cut
+        starts, stops = before[:, None], before[None, :]
+        later = stops < len(tensor.units)
+        kept += tensor.bytes * ((starts < stops) & later)
+        passing = tensor.bytes * ((starts == stops) & (starts > 0) & later)
+        second = np.maximum(second, np.minimum(largest, passing))
+        largest = np.maximum(largest, passing)
+    return kept + largest + second

@@ -29,8 +29,10 @@ The largest of these moments comes on top:
   (the Root does not defer). One of them runs backward, from the last unit to the first: at unit u it
   has the activations up to u, what is deferred behind u, and the workspace of u. The stage also has the
   gradients of all its parameters, to which micro-batches add theirs, the gradient that is being added,
-  at most the largest, and gradients that later stages send for weights they share with it or with
-  earlier stages. If a batch is an update, gradients appear one after the other instead.
+  at most the largest (or all those of a recurrent layer, with copies of its weights), and gradients
+  that later stages send for weights they share with it; those for earlier stages, and new weights for
+  later ones, pass through it one by one. If a batch is an update, gradients appear one after the other
+  instead.
 - The update: gradients of all parameters and temporaries for the largest that the stage updates. No
   activations of the update are left then.
 """
@@ -99,7 +101,7 @@ class StageLoad(Generic[Bytes]):
     """Trainable tensors that no earlier stage uses. Only they have optimizer state, older versions and
     copies for averaging; the others are replicas of tied weights."""
     largest: Bytes
-    """Largest trainable tensor."""
+    """Largest trainable tensor, or the temporaries of a unit that do not depend on the batch size."""
     largest_owned: Bytes
     """Largest trainable tensor whose first use is in the stage."""
     activations: Bytes
@@ -116,7 +118,8 @@ class StageLoad(Generic[Bytes]):
     returning: Bytes
     """Gradients at both ends."""
     shared: Bytes
-    """Gradients that later stages send for weights of this stage or of earlier ones, once per update."""
+    """Gradients that later stages send for weights of this stage, once per update, and two of the
+    weights that pass through it."""
     backward: Bytes
     """Peak of activations, deferred tensors and workspace during backward, minus the gradients of
     parameters that do not exist yet at that moment."""

@@ -33,6 +33,9 @@ class UnitCost:
     deferred_bytes: int = 0
     """Tensors that deferred weight gradients keep: the inputs and the gradients of the outputs of the
     operations that have such weights."""
+    fixed_bytes: int = 0
+    """Temporaries of its backward pass that do not depend on the batch size, new gradients of parameters
+    included, if they are more than the largest parameter."""
 
 
 @dataclass(frozen=True)

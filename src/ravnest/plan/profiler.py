@@ -66,6 +66,7 @@ def profile_model(
                 sent_bytes=0 if last else int(sent[end]),
                 passing_bytes=_workspace(costs, forward[begin:], backward[begin:], nothing[begin:]),
                 deferred_bytes=int(deferred[begin:end].sum()),
+                fixed_bytes=max((cost.fixed_bytes for cost in costs), default=0),
             )
         )
     example = prepared.capture.example
@@ -214,9 +215,12 @@ def _workspace(
     freed = made = peak = 0
     for index in reversed(range(len(costs))):
         cost = costs[index]
-        made += int(trained[index])
+        new = int(trained[index])
+        made += new
         if cost.differentiated:
             passing = int(backward[index + 1]) + cost.gradient_bytes + cost.scratch_bytes
+            if new:
+                passing += max(cost.fixed_bytes - new, 0)
             peak = max(peak, passing + made - freed)
         else:
             peak = max(peak, int(forward[index]) + cost.output_bytes + cost.scratch_bytes)

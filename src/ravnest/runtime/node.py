@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import RunError, SettingsError
+from ravnest.host import map_large_blocks
 from ravnest.runtime.control.node_runtime import NodeRuntime, RuntimeConfig
 from ravnest.runtime.control.root_controller import RootController
 from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, has_targets, size_of
@@ -397,6 +398,8 @@ class Node:
 
     def _load_stage(self) -> StageModule:
         spec = self._config.spec
+        if spec.tight:
+            map_large_blocks()
         module = load_module(self._folder / spec.bundle, spec.sha256, self._device)
         self._rule.check_row_blocks(module.spec.state)
         if self._model is not None:

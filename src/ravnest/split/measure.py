@@ -30,20 +30,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Recurrent:
-    """Constants of a fused recurrent kernel; the last two are multiples of the hidden size per step."""
+    """Constants of a fused recurrent kernel."""
 
     gates: int
     kept: int
-    """Kept for backward."""
+    """Kept for backward, as a multiple of the hidden size per step."""
     scratch: int
-    """Temporary memory."""
+    """Temporary memory, as a multiple of the hidden size per step."""
+    copies: float
+    """Sets of the weights' size that backward has at once: new gradients, weights and gradients in the
+    layout of oneDNN."""
 
 
 _RECURRENT = {
-    "lstm": _Recurrent(gates=4, kept=6, scratch=15),
-    "gru": _Recurrent(gates=3, kept=8, scratch=3),
-    "rnn_tanh": _Recurrent(gates=1, kept=2, scratch=1),
-    "rnn_relu": _Recurrent(gates=1, kept=2, scratch=1),
+    "lstm": _Recurrent(gates=4, kept=14, scratch=12, copies=3.0),
+    "gru": _Recurrent(gates=3, kept=8, scratch=3, copies=1.5),
+    "rnn_tanh": _Recurrent(gates=1, kept=2, scratch=1, copies=1.5),
+    "rnn_relu": _Recurrent(gates=1, kept=2, scratch=1, copies=1.5),
 }
 
 
@@ -61,6 +64,9 @@ class OperationCost:
     """Memory that backward allocates for the gradients of the inputs, without parameters."""
     scratch_bytes: int = 0
     """Temporary memory of its kernels."""
+    fixed_bytes: int = 0
+    """Temporary memory of backward that does not depend on the batch size, new gradients of parameters
+    included; 0 if it is at most that of the largest parameter."""
     differentiated: bool = False
     """True if a gradient flows through it."""
     seconds: float = 0.0
@@ -249,7 +255,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _with_recurrent_cost(node: fx.Node, args: Any, cost: OperationCost) -> OperationCost:
     """Return the cost of a fused recurrent kernel by formula: counters do not see inside it.
 
-    The constants for kept memory were measured. oneDNN's LSTM reserves more, but uses it in backward
+    The constants were measured, with what oneDNN reserves for its LSTM in forward and uses in backward
     only.
     """
     x, weights = args[0], args[2]
@@ -263,4 +269,6 @@ def _with_recurrent_cost(node: fx.Node, args: Any, cost: OperationCost) -> Opera
     hidden = sum(matrix.shape[0] for matrix in matrices) // (2 * kind.gates)
     kept = steps * (kind.kept * hidden + x.shape[-1]) * x.element_size()
     scratch = steps * kind.scratch * max(hidden, x.shape[-1]) * x.element_size()
-    return replace(cost, saved_bytes=max(cost.saved_bytes, kept), scratch_bytes=scratch)
+    fixed = int(kind.copies * sum(weight.numel() * weight.element_size() for weight in weights))
+    saved = max(cost.saved_bytes, kept)
+    return replace(cost, saved_bytes=saved, scratch_bytes=scratch, fixed_bytes=fixed)

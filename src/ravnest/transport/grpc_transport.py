@@ -7,18 +7,14 @@ format instead of protobuf, which would copy and parse the tensors.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
-import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from ravnest.errors import TransportError, UnreachableError
+from ravnest.host import keep_freed_memory
 from ravnest.transport.base import Admit, Link, LinkHandler
 from ravnest.transport.grpc_client import DialRequest, try_dial
 from ravnest.transport.grpc_server import GrpcListener
@@ -129,27 +125,3 @@ class GrpcTransport:
                 " that clusterize() wrote, or an address like 127.0.0.1"
             )
         return self._credentials
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_KEPT_BYTES = 32 << 20
-"""Free memory at the end of a heap before glibc returns it, and size from which blocks are mapped
-separately. glibc itself uses this value after a program has freed a block of this size."""
-
-_ARENAS = 2
-"""Number of heaps that the threads share; each keeps freed memory. With glibc's default of eight per
-core, a node used 50 MB more and was not faster."""
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Make malloc keep some freed memory; do nothing if the user has configured malloc."""
-    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    if "GLIBC_TUNABLES" in os.environ:
-        return
-    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_ARENA_MAX, _ARENAS)
-        mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -88,6 +88,9 @@ class FrameLink:
         self._ack: tuple[int, float] | None = None
         """Number of received messages to acknowledge, and the time of the last one."""
         self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
+        self._unwritten = 0
+        """Messages that are queued or being written."""
         self._closing = False
         self._ended = False
         self._goodbye = False
@@ -116,6 +119,7 @@ class FrameLink:
                 how = "closed" if self._closing else "lost"
                 raise LinkClosedError(f"the link to node_{self.peer.node} is {how}")
             token = None if _unmetered(message) else self._meter.message_sent(time.perf_counter())
+            self._unwritten += 1
             self._queue.put(message)
         if token is not None:
             self._control(Probe(token))
@@ -133,6 +137,11 @@ class FrameLink:
         with self._lock:
             self._flushes.pop(token, None)
         return flush.answered
+
+    def wait_written(self, timeout: float) -> bool:
+        """Wait until all queued messages are written."""
+        with self._written:
+            return self._written.wait_for(lambda: self._ended or not self._unwritten, timeout)
 
     def close(self) -> None:
         """Flush and close."""
@@ -209,6 +218,7 @@ class FrameLink:
             if self._ended:
                 return
             self._ended = True
+            self._written.notify_all()
             lost = not self._closing and not self._goodbye
             for flush in self._flushes.values():
                 flush.event.set()
@@ -258,6 +268,9 @@ class FrameLink:
                     self.fail(f"a message to node_{self.peer.node} cannot be sent: {error}")
                     return
                 del frames, parts
+                with self._written:
+                    self._unwritten -= 1
+                    self._written.notify_all()
 
     def _encode(self, message: Message) -> Iterator[list[Buffer]]:
         codec = self._codec if isinstance(message.head, LOSSY) else RAW

@@ -14,7 +14,7 @@ import torch
 
 from ravnest.types import MicrobatchId
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
@@ -102,6 +102,17 @@ class SharedGradients(Head, frozen=True):
 
     run: str
     update: int
+
+
+class SharedWeights(Head, frozen=True):
+    """New values of weights that several stages use, on the way to the stages behind their owners.
+
+    The weights' keys are the names of the tensors.
+    """
+
+    run: str
+    microbatch: MicrobatchId
+    """First micro-batch that uses them; it arrives later."""
 
 
 class GradientNorms(Head, frozen=True):
@@ -310,6 +321,7 @@ AnyHead = (
     | Forward
     | Backward
     | SharedGradients
+    | SharedWeights
     | GradientNorms
     | ClipNorm
     | LossSplit

@@ -14,7 +14,6 @@ from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
 from ravnest.errors import SettingsError, StageInputError
-from ravnest.host import map_large_blocks
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control.checkpoint import TrainedStages
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
@@ -204,8 +203,6 @@ class NodeRuntime:
 
     def __init__(self, config: RuntimeConfig, module: StageModule, transport: Transport) -> None:
         spec, settings = config.spec, config.settings
-        if spec.tight:
-            map_large_blocks()
         self.status = RunStatus()
         self.progress = ProgressLine(RunState(spec.role), console=Console(), shown=settings.progress)
         self.telemetry = TelemetryReporter(settings.record_sink)

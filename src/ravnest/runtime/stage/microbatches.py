@@ -6,7 +6,7 @@ The worker decides what to compute and sends the results; this module knows neit
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from ravnest.wire.messages import (
     PhaseBegin,
     PhaseEnd,
     PhaseKind,
+    SharedWeights,
     StageTiming,
     ValidationResult,
 )
@@ -101,6 +102,8 @@ class MicrobatchStore:
         """Gradient norms of the later stages, by update."""
         self._shared: dict[int, dict[str, torch.Tensor]] = {}
         """Gradients that later stages found for weights held here, by update."""
+        self._weights: dict[tuple[str, MicrobatchId], dict[str, Any]] = {}
+        """New weights of earlier stages, by run and by the micro-batch that uses them first."""
         self._samples = 0
         self.last: Microbatch | None = None
         """Micro-batch of the most recent backward."""
@@ -131,8 +134,17 @@ class MicrobatchStore:
             raise RunError(f"a message of run {run[:8]} arrived, but this is run {self.run[:8]}")
 
     def add(self, microbatch: Microbatch) -> None:
-        """Store a micro-batch that has arrived."""
+        """Store a micro-batch that has arrived, with the shared weights that arrived before it."""
+        weights = self._weights.pop((self.run, microbatch.id), {})
+        microbatch.values |= {SHARED + key: weight for key, weight in weights.items()}
         self._microbatches[microbatch.id] = microbatch
+
+    def add_weights(self, head: SharedWeights, weights: Mapping[str, Any]) -> None:
+        """Keep new values of weights that earlier stages own, for a micro-batch that arrives later.
+
+        Stages in between pass them on at once, so that they may arrive before the begin of the phase.
+        """
+        self._weights.setdefault((head.run, head.microbatch), {}).update(weights)
 
     def add_gradients(self, head: Backward, values: Mapping[str, Any]) -> MicrobatchId:
         """Store gradients of a micro-batch that have arrived and return its id."""
@@ -319,12 +331,15 @@ class MicrobatchStore:
 
     # Messages and results
 
-    def forward_message(self, microbatch_id: MicrobatchId) -> Message:
-        """Return the message for the next stage."""
+    def forward_messages(self, microbatch_id: MicrobatchId) -> Iterator[Message]:
+        """Yield the messages for the next stage: shared weights, one in each, and the micro-batch.
+
+        Stages that share a weight must have the same values, so that weights are never compressed.
+        """
         microbatch = self._microbatches[microbatch_id]
         outputs, microbatch.outputs = microbatch.outputs, {}
-        # Stages that share a weight must have the same values; its gradients may be compressed.
-        exact = frozenset(name for name in outputs if name.startswith(SHARED))
+        for key, weight in _pop_shared(outputs).items():
+            yield Message(SharedWeights(self.run, microbatch_id), {key: weight})
         head = Forward(
             self.run,
             microbatch_id,
@@ -334,7 +349,7 @@ class MicrobatchStore:
             microbatch.ends_update,
             microbatch.digests,
         )
-        return Message(head, outputs, exact)
+        yield Message(head, outputs)
 
     def backward_message(self, microbatch_id: MicrobatchId, timings: tuple[StageTiming, ...]) -> Message:
         """Return the message for the previous stage; the micro-batch leaves the store."""

@@ -136,7 +136,8 @@ class PipelineStage:
             case RunForward() | RunBackward() | RunWeights() | RunStep() | RunPhaseEnd():
                 self._run = action
             case SendForward(microbatch):
-                self._to_next(self._store.forward_message(microbatch))
+                for message in self._store.forward_messages(microbatch):
+                    self._to_next(message)
             case SendBackward(microbatch):
                 timings = self._timings(self._store.get(microbatch))
                 self.to_previous(self._store.backward_message(microbatch, timings))

@@ -11,10 +11,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ravnest.averaging.ports import AveragingPort
-from ravnest.errors import RavnestError, RunError
+from ravnest.errors import LinkClosedError, RavnestError, RunError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.run_status import RunStatus
 from ravnest.runtime.schedule.events import (
@@ -61,12 +62,16 @@ from ravnest.wire.messages import (
     RunEnd,
     SaveStage,
     SharedGradients,
+    SharedWeights,
     StageSaved,
     Start,
     ValidationResult,
 )
 
 logger = logging.getLogger(__name__)
+
+_PASS_SECONDS = 600.0
+"""Longest wait before a tensor is passed on although the link has not written the one before."""
 
 
 class Worker:
@@ -87,6 +92,8 @@ class Worker:
     ) -> None:
         """``leaf`` is given at the last stage, ``averaging`` if there are other clusters."""
         self._store = MicrobatchStore(execution, leaf)
+        self._keys = frozenset(entry.key for entry in execution.module.spec.state)
+        """Weights and buffers of this stage."""
         self._stage = PipelineStage(
             machine,
             self._store,
@@ -134,8 +141,27 @@ class Worker:
             head, Prepare | Start | Decision | Prepared | Reduced
         ):
             self._averaging.from_pipeline(head)
+        elif isinstance(head, SharedGradients | SharedWeights) and not self._held(message):
+            self._pass_on(message)
         else:
             self.post(lambda: self._receive(link, message))
+
+    def _held(self, message: Message) -> bool:
+        """Return whether this stage holds a weight of the message."""
+        return not self._keys.isdisjoint(message.values)
+
+    def _pass_on(self, message: Message) -> None:
+        """Pass on a weight of other stages, or its gradient, once the one before is written.
+
+        The link does not receive in the meantime, so that its peer waits too. A node in between then
+        holds two such tensors at most: one that arrives, and one that leaves.
+        """
+        to_next = isinstance(message.head, SharedWeights)
+        target = self._links.next if to_next else self._links.previous
+        if target is not None and self._status.failure is None:
+            target.wait_written(_PASS_SECONDS)
+            with suppress(LinkClosedError):  # the link reports its loss itself
+                target.send(message)
 
     def on_lost(self, link: Link, reason: str) -> None:
         """Queue the loss of the link to a neighbour."""
@@ -275,6 +301,8 @@ class Worker:
             case SharedGradients() as head:
                 self._store.check_run(head.run)
                 self._shared_arrived(head, message.values)
+            case SharedWeights() as head:
+                self._store.add_weights(head, message.values)
             case GradientNorms() as head:
                 self._store.check_run(head.run)
                 self._store.add_norms(head)
