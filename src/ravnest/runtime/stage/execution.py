@@ -91,6 +91,8 @@ class StageExecution:
         """Buffers that a training forward changes; None before the first that is observed."""
         self.defers = defer and bool(deferrable_keys(spec.graphs["train"]))
         """True if ``weight_gradients`` must be called for each micro-batch."""
+        self._captures = _few_others(module)
+        """True if the weight gradients that are not deferred take little memory."""
         self._device = next((t.device for t in module.state_tensors().values()), torch.device("cpu"))
         self.chunked_loss: ChunkedLoss | None = None
         """Used for micro-batches whose loss is computed in chunks."""
@@ -168,7 +170,7 @@ class StageExecution:
         """
         parameters = {**self._versions.at(version, late=late), **self._replicas}
         inputs = self._receive(values, gradients=True)
-        deferred = DeferredGradients() if self.defers else None
+        deferred = DeferredGradients(captures=self._captures) if self.defers else None
         saved = _SavedForward(version, inputs, parameters, deferred, loss_part)
         if self._make_room():
             outputs, loss = self._run(microbatch, saved)
@@ -207,7 +209,7 @@ class StageExecution:
                 if spec.name in gradients
             ]
         with self._accumulated() as accumulated:
-            of_inputs = stage_pass.accumulate(ends, accumulated)
+            of_inputs = stage_pass.accumulate(ends, accumulated, saved.deferred)
         self._defer(microbatch, saved)
         return {
             spec.name: gradient
@@ -228,7 +230,9 @@ class StageExecution:
         saved = self._deferred.pop(microbatch, None)
         if saved is not None and saved.deferred is not None:
             taken: set[int] = set()
-            saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken))
+            # An owned weight's gradient is part of no message, so that it can be changed in place.
+            sums = {} if self._frugal else self.updates.gradients
+            saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken), sums)
 
     def add_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Accumulate gradients that later stages found for weights held here."""
@@ -540,6 +544,17 @@ class StageExecution:
                 f"expected {list(like.shape)} and {like.dtype}"
             )
         return self.to_device(value.detach())
+
+
+_FEW_BYTES = 1 << 20
+
+
+def _few_others(module: StageModule) -> bool:
+    """Return whether the gradients that cannot be deferred may exist twice during a backward pass."""
+    deferrable = deferrable_keys(module.spec.graphs["train"])
+    sizes = {key: p.nbytes for key, p in module.parameters_by_key().items() if p.requires_grad}
+    others = sum(size for key, size in sizes.items() if key not in deferrable)
+    return others <= max(_FEW_BYTES, sum(sizes.values()) // 64)
 
 
 def _statistics(graph: StageGraph) -> set[str]:
