@@ -229,3 +229,5 @@ def test_a_product_is_added_in_place_only_if_the_bits_stay_the_same() -> None:
         else:
             assert torch.equal(total, before)
     assert not add_product(torch.zeros(9, 9), torch.randn(9, 500), torch.randn(500, 9))
+    repeated = torch.ones(1, 9).expand(4, 9)
+    assert not add_product(torch.zeros(9, 9), repeated.t(), torch.randn(4, 9))
