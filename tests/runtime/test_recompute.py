@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.schedule.progress import StageTraits
 from ravnest.runtime.settings import NodeSettings
 from ravnest.runtime.stage.execution import LossPart, StageExecution
+from ravnest.runtime.stage.forward_passes import ForwardPasses
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split import prepare
 from ravnest.split.module import StageModule
@@ -122,14 +124,26 @@ def test_never_more_than_the_given_number_is_kept(
     splits: Splits, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = [0]
-    run = StageExecution._run
+    run = ForwardPasses.run
+    forward, backward = StageExecution.forward, StageExecution.backward
+    current: list[StageExecution] = []
 
-    def counted(self: StageExecution, *args: object, **kwargs: object) -> object:
-        held = sum(saved.stage_pass is not None for saved in self._saved.values())
-        most.append(held + len(self._deferred) + torch.is_grad_enabled())
+    def entered(method: Callable[..., object]) -> Callable[..., object]:
+        def call(self: StageExecution, *args: object, **kwargs: object) -> object:
+            current[:] = [self]
+            return method(self, *args, **kwargs)
+
+        return call
+
+    def counted(self: ForwardPasses, *args: object, **kwargs: object) -> object:
+        (execution,) = current
+        held = sum(saved.stage_pass is not None for saved in execution._saved.values())
+        most.append(held + len(execution._deferred) + torch.is_grad_enabled())
         return run(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(StageExecution, "_run", counted)
+    monkeypatch.setattr(StageExecution, "forward", entered(forward))
+    monkeypatch.setattr(StageExecution, "backward", entered(backward))
+    monkeypatch.setattr(ForwardPasses, "run", counted)
     for order in range(3):
         _trained(splits, "mlp", "sync", kept, order)
     assert max(most) == kept

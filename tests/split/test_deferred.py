@@ -10,6 +10,7 @@ from torch.nn import functional
 from ravnest.split import split
 from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
+from ravnest.split.gradients import add_product
 from ravnest.split.module import StageModule
 
 
@@ -86,7 +87,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("input_needs_gradient", [True, False])
-def test_deferred_gradients_are_those_of_autograd(name: str, input_needs_gradient: bool) -> None:
+@pytest.mark.parametrize("captures", [True, False])
+def test_deferred_gradients_are_those_of_autograd(
+    name: str, input_needs_gradient: bool, captures: bool
+) -> None:
     make, shape = CASES[name]
     torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
@@ -94,7 +98,7 @@ def test_deferred_gradients_are_those_of_autograd(name: str, input_needs_gradien
     (stage,) = split(model, x, stages=1).stages
     module = StageModule(stage.spec, stage.tensors)
     (expected_input, expected), _ = _gradients(module, x, input_needs_gradient, None)
-    deferred = DeferredGradients()
+    deferred = DeferredGradients(captures=captures)
     (of_input, found), _ = _gradients(module, x, input_needs_gradient, deferred)
     if name != "frozen":
         assert not deferrable_keys(module.graph) & found.keys(), (
@@ -142,5 +146,88 @@ def _gradients(
     outputs = module(given, deferred=deferred)
     done = StagePass(module, (given,), outputs, module.parameters_by_key())
     ends = [(t, torch.linspace(-1, 1, t.numel()).view(t.shape)) for t in outputs if t.requires_grad]
-    of_inputs, found = done.backward(ends, {})
+    if deferred is None:
+        of_inputs, found = done.backward(ends, {})
+    else:
+        found = {}
+        of_inputs = done.accumulate(ends, found, deferred)
     return (of_inputs[0], found), done
+
+
+class ChangedInput(nn.Module):
+    """A layer whose input is changed in place after it: autograd refuses the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        z = self.b(y)
+        return z + y.mul_(2)
+
+
+def test_an_input_that_is_changed_in_place_is_refused() -> None:
+    (stage,) = split(ChangedInput(), torch.randn(4, 8), stages=1, check=False).stages
+    module = StageModule(stage.spec, stage.tensors)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _gradients(module, torch.randn(4, 8), True, DeferredGradients(captures=True))
+
+
+class ChangedOutput(nn.Module):
+    """A layer whose output is changed in place: its gradient is the one before the change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(functional.relu(self.a(x), inplace=True))
+
+
+def test_the_gradient_of_an_output_is_taken_before_a_change_in_place() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    (stage,) = split(ChangedOutput(), x, stages=1).stages
+    module = StageModule(stage.spec, stage.tensors)
+    (_, expected), _ = _gradients(module, x, True, None)
+    deferred = DeferredGradients(captures=True)
+    (_, found), _ = _gradients(module, x, True, deferred)
+    deferred.compute(found.__setitem__)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 300])
+@pytest.mark.parametrize("name", ["residual", "matrix product", "conv2d"])
+def test_gradients_are_added_to_sums_without_a_change_of_bits(name: str, rows: int) -> None:
+    make, shape = CASES[name]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(rows, *shape[1:])
+    model(x)
+    (stage,) = split(model, torch.randn(4, *shape[1:]), stages=1).stages
+    module = StageModule(stage.spec, stage.tensors)
+    (_, first), _ = _gradients(module, x, True, None)
+    expected = {key: gradient + gradient for key, gradient in first.items()}
+    deferred = DeferredGradients(captures=True)
+    (_, found), _ = _gradients(module, x, True, deferred)
+    sums = {key: gradient.clone() for key, gradient in first.items()}
+    deferred.compute(lambda key, gradient: sums[key].add_(gradient), sums)
+    for key, gradient in found.items():
+        sums[key].add_(gradient)
+    assert all(torch.equal(sums[key], expected[key]) for key in expected)
+
+
+def test_a_product_is_added_in_place_only_if_the_bits_stay_the_same() -> None:
+    for terms, height, width in [(4, 64, 64), (16, 128, 96), (64, 256, 256), (200, 30, 50), (500, 9, 9)]:
+        torch.manual_seed(terms)
+        left, right = torch.randn(terms, height).t(), torch.randn(terms, width)
+        total = torch.randn(height, width)
+        expected, before = total + left.mm(right), total.clone()
+        if add_product(total, left, right):
+            assert torch.equal(total, expected)
+        else:
+            assert torch.equal(total, before)
+    assert not add_product(torch.zeros(9, 9), torch.randn(9, 500), torch.randn(500, 9))
+    repeated = torch.ones(1, 9).expand(4, 9)
+    assert not add_product(torch.zeros(9, 9), repeated.t(), torch.randn(4, 9))

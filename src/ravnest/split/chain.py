@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from ravnest.errors import FusionError, StageInputError
-from ravnest.split.gradients import add_gradient, memory_of, own_gradient
+from ravnest.split.deferred import DeferredGradients
+from ravnest.split.gradients import add_gradient, memory_of, own_gradient, sum_gradients
 from ravnest.split.graph import InputEntry, StageSpec, StateSpec
 from ravnest.split.module import StageModule
 
@@ -26,6 +28,9 @@ try:  # not part of torch's public interface: other versions may not have it
     from torch.autograd.graph import _engine_run_backward
 except ImportError:
     _engine_run_backward = None  # type: ignore[assignment]
+
+Leaf = torch.Tensor | GradientEdge
+"""End of a backward pass."""
 
 
 @dataclass
@@ -64,11 +69,15 @@ class StagePass:
         self,
         outputs: Sequence[tuple[Any, torch.Tensor | None]],
         gradients: dict[str, torch.Tensor],
+        deferred: DeferredGradients | None = None,
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs, and add those of the parameters to ``gradients``.
 
-        Autograd adds each as soon as it exists, so that there is never a second set of gradients.
+        Autograd adds each as soon as it exists, so that there is never a second set of gradients. If
+        ``deferred`` captures, the few that are not deferred exist twice for a moment.
         """
+        if deferred is not None and deferred.captures:
+            return self._capture(outputs, gradients, deferred)
         parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
         inputs = [value if _needs_gradient(value) else None for value in self.inputs]
         leaves = [value for value in inputs if value is not None]
@@ -86,6 +95,30 @@ class StagePass:
                 new = key not in gradients
                 gradients[key] = own_gradient(gradient, parameter, taken) if new else gradient
         return found
+
+    def _capture(
+        self,
+        outputs: Sequence[tuple[Any, torch.Tensor | None]],
+        gradients: dict[str, torch.Tensor],
+        deferred: DeferredGradients,
+    ) -> list[torch.Tensor | None]:
+        """Do as ``accumulate`` does, and pass the gradients to ``deferred`` that it needs."""
+        parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
+        needs = [_needs_gradient(value) for value in self.inputs]
+        leaves = [value for value, need in zip(self.inputs, needs, strict=True) if need]
+        ends = [end for end in outputs if _needs_gradient(end[0])]
+        if not ends:
+            return [None] * len(needs)
+        edges = deferred.edges
+        found = _differentiate(ends, [*leaves, *parameters.values(), *edges])
+        deferred.take(found[len(found) - len(edges) :])
+        rest = iter(found)
+        of_inputs = [next(rest) if need else None for need in needs]
+        taken = {memory_of(gradient) for gradient in of_inputs if gradient is not None}
+        for key, parameter in parameters.items():
+            if (gradient := next(rest)) is not None:
+                gradients[key] = sum_gradients(gradients.get(key), gradient, parameter, taken)
+        return of_inputs
 
 
 class Chain:
@@ -292,7 +325,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _differentiate(
-    ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]], leaves: Sequence[torch.Tensor]
+    ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]], leaves: Sequence[Leaf]
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradients of ``leaves``, as ``torch.autograd.grad`` does.
 
@@ -304,7 +337,11 @@ def _differentiate(
         return _engine_run_backward(
             outputs, gradients, False, False, tuple(leaves), True, accumulate_grad=False
         )
-    return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+    mixed: Any = leaves  # torch states that they are all tensors or all edges, but takes both
+    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        outputs, mixed, gradients, allow_unused=True
+    )
+    return found
 
 
 def _accumulate(

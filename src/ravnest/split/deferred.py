@@ -2,73 +2,120 @@
 
 A stage sends the gradients of its inputs on as soon as they exist. The gradients of its weights are
 needed only by its own update, so that they can fill time in which the stage would wait (zero-bubble
-pipeline schedules). Autograd computes both in one pass. For the operators below, a function of our own
-computes the gradient of the input in that pass and remembers how to compute those of the weights; the
-kernels are the ones that autograd calls, so that the results are the same to the last bit.
+pipeline schedules). Autograd computes both in one pass. The operators below are called with weights that
+need no gradient instead, so that autograd computes the gradient of the input alone. The backward pass
+asks it for the gradient of the output too, from which those of the weights follow. The kernels are the
+ones that autograd calls, so that the results are the same to the last bit.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ravnest.split.gradients import add_product
 from ravnest.split.graph import Operation, Ref, StageGraph
 
-WeightGradients = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
-"""Computes the gradients of an operator's weight and bias."""
+Take = Callable[[str, torch.Tensor], None]
+"""Function that adds the gradient of the weight with a key."""
+_NONE: Mapping[str, torch.Tensor] = {}
 
 
 class DeferredGradients:
     """Weight gradients of one micro-batch that are still to be computed."""
 
-    def __init__(self) -> None:
-        self._pending: list[tuple[tuple[str | None, str | None], WeightGradients]] = []
+    def __init__(self, *, captures: bool = False) -> None:
+        """``captures``: the backward pass calls ``take`` with the gradients of ``edges``."""
+        self.captures = captures
+        self._calls: list[_Captured] = []
+        self._pending: list[tuple[int, Deferral, _Saved]] = []
+        self._count = 0
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def add(self, keys: tuple[str | None, str | None], compute: WeightGradients) -> None:
-        """Remember how to compute the gradients of the weight and bias with these keys."""
-        self._pending.append((keys, compute))
+    def number(self) -> int:
+        """Return the position of a new call in the forward pass."""
+        self._count += 1
+        return self._count
 
-    def compute(self, take: Callable[[str, torch.Tensor], None]) -> None:
+    def capture(self, call: _Captured) -> None:
+        """Remember a call whose gradients need that of its output."""
+        self._calls.append(call)
+
+    def add(self, number: int, call: Deferral, saved: _Saved) -> None:
+        """Remember a call whose gradients can be computed."""
+        self._pending.append((number, call, saved))
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """Places in autograd's graph whose gradients ``take`` needs."""
+        return [captured.edge for captured in self._calls]
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of ``edges``; None for those that nothing depends on."""
+        calls, self._calls = self._calls, []
+        for each, gradient in zip(calls, gradients, strict=True):
+            number, call, _, x, version, weight, arguments = each
+            if gradient is not None:
+                if x._version != version:
+                    raise RuntimeError(_CHANGED)
+                self._pending.append((number, call, _Saved(gradient, x, weight, arguments)))
+
+    def compute(self, take: Take, sums: Mapping[str, torch.Tensor] = _NONE) -> None:
         """Pass each gradient with its key to ``take``, and release what it was computed from.
 
         One gradient exists at a time, so that ``take`` can add it to the others of the update. A weight
-        that several operators use gets the sum, formed in autograd's order.
+        that several operators use gets the sum, formed in autograd's order: the last call comes first.
+        Gradients that can be added to ``sums`` in place without a change of their bits are not passed.
         """
         pending, self._pending = self._pending, []
-        uses = Counter(key for keys, _ in pending for key in keys)
-        sums: dict[str, torch.Tensor] = {}
-        pending.reverse()
-        while pending:
-            keys, compute = pending.pop()
-            with torch.no_grad():
-                found = list(compute())
-            del compute
-            for key in keys:
-                gradient = found.pop(0)
-                if key is None or gradient is None:
-                    continue
-                uses[key] -= 1
-                if key in sums:
-                    gradient = sums.pop(key) + gradient
-                if uses[key]:
-                    sums[key] = gradient
-                else:
-                    take(key, gradient)
-                del gradient
+        pending.sort(key=lambda entry: entry[0])
+        uses = Counter(key for _, call, _ in pending for key in call.keys)
+        partial: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            while pending:
+                _, call, saved = pending.pop()
+                alone = uses[call.keys[0]] == 1
+                for key, gradient in call.gradients(saved, sums if alone else _NONE):
+                    uses[key] -= 1
+                    total = partial.pop(key) + gradient if key in partial else gradient
+                    if uses[key]:
+                        partial[key] = total
+                    else:
+                        take(key, total)
+
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "the input of a layer was changed after the layer had used it"
+)
+
+
+class _Captured(NamedTuple):
+    """Call of an operator whose output's gradient the backward pass returns."""
+
+    number: int
+    call: Deferral
+    edge: GradientEdge
+    """Place of the output in autograd's graph."""
+    x: torch.Tensor
+    version: int
+    """Number of changes of the input until the call."""
+    weight: torch.Tensor
+    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Positions of an operator's input, weight and bias, and its two formulas."""
+    """Positions of an operator's input, weight and bias, and its formulas."""
 
     input: int
     weight: int
@@ -78,17 +125,19 @@ class _Rule:
     input_gradient: Callable[[_Saved], torch.Tensor]
     weight_gradients: Callable[[_Saved, bool], tuple[torch.Tensor, torch.Tensor | None]]
     """Gradients of the weight and, if the flag is set, of the bias."""
+    factors: Callable[[_Saved], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Matrices whose product is the gradient of the weight; the bias's is the sum of the rows."""
+    any_layout: bool = False
+    """True if the kernel for an input that is not contiguous does not depend on what needs gradients."""
 
-    def fits(self, arguments: Sequence[Any]) -> bool:
+    def fits(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Return whether the operator's arguments are of the kind that the formulas cover."""
-        x, weight = arguments[self.input], arguments[self.weight]
         if not (weight.requires_grad and torch.is_grad_enabled() and x.dtype == weight.dtype):
             return False
         return x.dim() >= 2 if self.dimensions is None else x.dim() in self.dimensions
 
 
-@dataclass(frozen=True)
-class _Saved:
+class _Saved(NamedTuple):
     """Values that the formulas read."""
 
     gradient: torch.Tensor
@@ -107,17 +156,28 @@ def _linear_input(saved: _Saved) -> torch.Tensor:
     return _rows(saved.gradient).mm(saved.weight).view(saved.x.shape)
 
 
-def _linear_weights(saved: _Saved, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    gradient = _rows(saved.gradient)
-    return gradient.t().mm(_rows(saved.x)), gradient.sum(0) if bias else None
+def _linear_factors(saved: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
+    return _rows(saved.gradient).t(), _rows(saved.x)
 
 
 def _addmm_input(saved: _Saved) -> torch.Tensor:
     return saved.gradient.mm(saved.weight.t())
 
 
-def _addmm_weights(saved: _Saved, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return saved.x.t().mm(saved.gradient), saved.gradient.sum(0) if bias else None
+def _addmm_factors(saved: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
+    return saved.x.t(), saved.gradient
+
+
+def _product(
+    factors: Callable[[_Saved], tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[[_Saved, bool], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the formula of a weight whose gradient is a product of two matrices."""
+
+    def weight_gradients(saved: _Saved, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        left, right = factors(saved)
+        return left.mm(right), _rows(saved.gradient).sum(0) if bias else None
+
+    return weight_gradients
 
 
 def _convolution(dimensions: int) -> _Rule:
@@ -148,7 +208,7 @@ def _convolution(dimensions: int) -> _Rule:
     def of_weights(saved: _Saved, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         return backward(saved, [False, True, bias])[1:]
 
-    return _Rule(0, 1, 2, (dimensions + 2,), of_input, of_weights)
+    return _Rule(0, 1, 2, (dimensions + 2,), of_input, of_weights, any_layout=True)
 
 
 _CONVOLUTION_DEFAULTS = (1, 0, 1, 1)
@@ -161,8 +221,10 @@ def _each(value: Any, dimensions: int) -> list[int]:
 
 
 _RULES = {
-    "aten::linear.default": _Rule(0, 1, 2, None, _linear_input, _linear_weights),
-    "aten::addmm.default": _Rule(1, 2, 0, (2,), _addmm_input, _addmm_weights),
+    "aten::linear.default": _Rule(
+        0, 1, 2, None, _linear_input, _product(_linear_factors), _linear_factors
+    ),
+    "aten::addmm.default": _Rule(1, 2, 0, (2,), _addmm_input, _product(_addmm_factors), _addmm_factors),
     "aten::conv1d.default": _convolution(1),
     "aten::conv2d.default": _convolution(2),
     "aten::conv3d.default": _convolution(3),
@@ -172,24 +234,43 @@ _RULES = {
 class Deferral:
     """One call of a graph whose weight gradients can be deferred."""
 
-    def __init__(
-        self, function: Callable[..., Any], rule: _Rule, keys: tuple[str | None, str | None]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], rule: _Rule, keys: tuple[str, str | None]) -> None:
         self._function = function
         self._rule = rule
-        self._keys = keys
+        self.keys = keys
+        """Keys of the weight and the bias."""
 
     def __call__(self, deferred: DeferredGradients | None, *arguments: Any) -> torch.Tensor:
         """Call the operator; with ``deferred``, its weight gradients go there."""
         rule = self._rule
-        if deferred is None or not rule.fits(arguments):
-            result: torch.Tensor = self._function(*arguments)
-            return result
         x, weight = arguments[rule.input], arguments[rule.weight]
+        if deferred is None or not rule.fits(x, weight):
+            return self.run(arguments)
+        if deferred.captures and x.requires_grad and (rule.any_layout or _in_order(x)):
+            return self._captured(deferred, arguments, x, weight.detach())
         bias = arguments[rule.bias] if rule.bias < len(arguments) else None
         output: torch.Tensor = _DeferredCall.apply(  # type: ignore[no-untyped-call]
             self, deferred, arguments, x, weight, bias
         )
+        return output
+
+    def _captured(
+        self,
+        deferred: DeferredGradients,
+        arguments: tuple[Any, ...],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """Call the operator with weights that need no gradient."""
+        rule = self._rule
+        plain = list(arguments)
+        plain[rule.weight] = weight
+        if rule.bias < len(plain) and plain[rule.bias] is not None:
+            plain[rule.bias] = plain[rule.bias].detach()
+        output: torch.Tensor = self._function(*plain)
+        edge, version = get_gradient_edge(output), x._version
+        others = () if rule.factors is not None else _without_tensors(arguments)
+        deferred.capture(_Captured(deferred.number(), self, edge, x.detach(), version, weight, others))
         return output
 
     def run(self, arguments: tuple[Any, ...]) -> torch.Tensor:
@@ -201,14 +282,43 @@ class Deferral:
         """Compute the gradient of the input."""
         return self._rule.input_gradient(saved)
 
-    def defer(self, deferred: DeferredGradients, saved: _Saved) -> None:
-        """Leave the gradients of weight and bias for later."""
-        bias = self._keys[1] is not None
-        deferred.add(self._keys, lambda: self._rule.weight_gradients(saved, bias))
+    def gradients(
+        self, saved: _Saved, sums: Mapping[str, torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Compute the gradients of weight and bias, except one that is added to ``sums``."""
+        rule, (weight, bias) = self._rule, self.keys
+        factors = rule.factors
+        if factors and weight in sums and add_product(sums[weight], *factors(saved)):
+            return [] if bias is None else [(bias, _rows(saved.gradient).sum(0))]
+        of_weight, of_bias = rule.weight_gradients(saved, bias is not None)
+        found = [(weight, of_weight)]
+        return found if bias is None or of_bias is None else [*found, (bias, of_bias)]
+
+
+def _in_order(x: torch.Tensor) -> bool:
+    """Return whether the tensor has the strides of a new one, also in dimensions of size 1.
+
+    ``is_contiguous`` ignores those; ``aten::matmul``, which some linear layers call, does not.
+    """
+    expected = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _without_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if isinstance(a, torch.Tensor) else a for a in arguments)
 
 
 class _DeferredCall(torch.autograd.Function):
-    """An operator whose backward pass computes the gradient of its input only."""
+    """An operator whose backward pass computes the gradient of its input only, if that needs one.
+
+    Slower than ``DeferredGradients.capture``. It is for inputs that need no gradient, whose outputs only
+    the weights connect with autograd's graph, and for layouts of which autograd takes another kernel if
+    the weights need no gradient.
+    """
 
     @staticmethod
     def forward(
@@ -220,9 +330,9 @@ class _DeferredCall(torch.autograd.Function):
         weight: torch.Tensor,
         _bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.call, ctx.deferred = call, deferred
+        ctx.call, ctx.deferred, ctx.number = call, deferred, deferred.number()
         # Tensors are kept by autograd only, which notices when one is changed in place.
-        ctx.arguments = tuple(None if isinstance(a, torch.Tensor) else a for a in arguments)
+        ctx.arguments = _without_tensors(arguments)
         ctx.save_for_backward(x, weight)
         return call.run(arguments)
 
@@ -232,7 +342,7 @@ class _DeferredCall(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         saved = _Saved(gradient, x, weight, ctx.arguments)
         of_input = ctx.call.of_input(saved) if ctx.needs_input_grad[3] else None
-        ctx.call.defer(ctx.deferred, saved)
+        ctx.deferred.add(ctx.number, ctx.call, saved)
         return None, None, None, of_input, None, None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -40,3 +42,44 @@ def own_gradient(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int
     alone = start not in taken and memory.nbytes() == parameter.nbytes
     taken.add(start)
     return gradient if alone and gradient.stride() == parameter.stride() else gradient.clone()
+
+
+_MOST_TERMS = 256
+"""Longest rows of products that are added in place. Kernels divide longer ones into several sums."""
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Add ``left @ right`` to ``total`` in place; return False, and do nothing, if bits would change.
+
+    A product of its own takes memory of the size of ``total`` and the time to write and read it. Whether
+    a kernel forms the same sums without it depends on the shapes; it is tried once for each.
+    """
+    if total.device.type != "cpu" or left.shape[1] > _MOST_TERMS:
+        return False
+    if not (total.is_contiguous() and left.t().is_contiguous() and right.is_contiguous()):
+        return False
+    if not _same_bits(
+        (*left.shape, *left.stride()),
+        (*right.shape, *right.stride()),
+        total.dtype,
+        torch.get_num_threads(),
+    ):
+        return False
+    total.addmm_(left, right)
+    return True
+
+
+@functools.cache
+def _same_bits(left: tuple[int, ...], right: tuple[int, ...], dtype: torch.dtype, _threads: int) -> bool:
+    """Return whether sums with a product have the same bits in one step and in two.
+
+    Matrices are given by their sizes and strides.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = (left[:2], left[2:]), (right[:2], right[2:]), ((left[0], right[1]), (right[1], 1))
+    a, b, total = (
+        torch.empty_strided(size, stride, dtype=dtype).normal_(generator=generator)
+        for size, stride in shapes
+    )
+    product = a.mm(b).add_(total)
+    return torch.equal(product, total.addmm_(a, b))

@@ -367,7 +367,7 @@ class NodeRuntime:
         if not self._config.may_split:
             return LossSplit(False, self._config.spec.split_reason)
         try:
-            return leaf.find_weighting(self.execution.example_output, LOSS_ROWS)
+            return leaf.find_weighting(self.execution.passes.example_output, LOSS_ROWS)
         except (StageInputError, RuntimeError, IndexError, ValueError) as error:
             return LossSplit(False, f"the loss cannot be checked: {error}")
 

@@ -6,57 +6,27 @@ This module knows neither networks nor schedules: the caller names the micro-bat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ravnest.errors import StageInputError
 from ravnest.host import return_freed_memory
+from ravnest.runtime.stage.forward_passes import ForwardPasses, LossPart, SavedForward
 from ravnest.runtime.stage.look_ahead import LookAhead
-from ravnest.runtime.stage.loss_chunks import ChunkedLoss, Loss, LossChunk
-from ravnest.runtime.stage.randomness import draws, microbatch_seed, seeded
 from ravnest.runtime.stage.updates import UpdateRule, Updates
 from ravnest.runtime.stage.weight_versions import WeightVersions
 from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
 from ravnest.split.gradients import sum_gradients
-from ravnest.split.graph import MODES, Mode, StageGraph, ValueSpec
 from ravnest.split.module import StageModule
 from ravnest.types import MicrobatchId
 
+__all__ = ["LossPart", "StageExecution"]
+
 Values = dict[str, Any]
 """Tensors and numbers by name, as stages exchange them."""
-
-
-@dataclass(frozen=True)
-class LossPart:
-    """Loss of a micro-batch and its weight in the loss of the whole batch."""
-
-    compute: Loss
-    weight: float = 1.0
-    """0 if nothing in the micro-batch counts: its loss may not be a number, and its gradient is 0."""
-    chunks: tuple[LossChunk, ...] = ()
-    """Chunks of positions in which the loss is computed; needs ``StageExecution.chunked_loss``."""
-
-
-@dataclass
-class _SavedForward:
-    """State of a forward pass that its backward pass needs."""
-
-    version: int
-    inputs: tuple[Any, ...]
-    parameters: Mapping[str, torch.Tensor]
-    deferred: DeferredGradients | None
-    loss_part: LossPart | None
-    head_gradient: torch.Tensor | None = None
-    """Gradient of the output of a pass whose loss was computed in chunks."""
-    stage_pass: StagePass | None = None
-    """None if activations are recomputed in the backward pass."""
-    loss: torch.Tensor | None = None
-    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Values, before the forward, of the buffers that it has changed; for the recomputation."""
 
 
 class StageExecution:
@@ -83,18 +53,15 @@ class StageExecution:
         """
         spec = module.spec
         self.module = module
-        self._seed = seed
         self._stash = stash
         self._frugal = frugal
         self._kept = kept
-        self._changing: frozenset[str] | None = None
-        """Buffers that a training forward changes; None before the first that is observed."""
         self.defers = defer and bool(deferrable_keys(spec.graphs["train"]))
         """True if ``weight_gradients`` must be called for each micro-batch."""
+        self._captures = _few_others(module)
+        """True if the weight gradients that are not deferred take little memory."""
         self._device = next((t.device for t in module.state_tensors().values()), torch.device("cpu"))
-        self.chunked_loss: ChunkedLoss | None = None
-        """Used for micro-batches whose loss is computed in chunks."""
-        self._draws = {mode: draws(spec.graphs[mode]) for mode in MODES}
+        self.passes = ForwardPasses(module, seed, self._device)
         owned = {e.key for e in spec.state if e.stages[0] == spec.index}
         parameters = module.parameters_by_key()
         trained = {k: p for k, p in parameters.items() if p.requires_grad and k in owned}
@@ -119,8 +86,8 @@ class StageExecution:
         self._versions.memory.update(
             tensor.untyped_storage().data_ptr() for tensor in module.state_tensors().values()
         )
-        self._saved: dict[MicrobatchId, _SavedForward] = {}
-        self._deferred: dict[MicrobatchId, _SavedForward] = {}
+        self._saved: dict[MicrobatchId, SavedForward] = {}
+        self._deferred: dict[MicrobatchId, SavedForward] = {}
         """Micro-batches whose weight gradients are still to be computed."""
         self._after_step: list[Callable[[], None]] = []
         self.assignments = 0
@@ -168,14 +135,14 @@ class StageExecution:
         """
         parameters = {**self._versions.at(version, late=late), **self._replicas}
         inputs = self._receive(values, gradients=True)
-        deferred = DeferredGradients() if self.defers else None
-        saved = _SavedForward(version, inputs, parameters, deferred, loss_part)
+        deferred = DeferredGradients(captures=self._captures) if self.defers else None
+        saved = SavedForward(version, inputs, parameters, deferred, loss_part)
         if self._make_room():
-            outputs, loss = self._run(microbatch, saved)
+            outputs, loss = self.passes.run(microbatch, saved, self._accumulated)
             saved.stage_pass = StagePass(self.module, inputs, outputs, parameters)
             saved.loss = loss
         else:
-            outputs, loss = self._run_without_gradients(microbatch, saved)
+            outputs, loss = self.passes.run_without_gradients(microbatch, saved, self._accumulated)
         self._saved[microbatch] = saved
         return (self._send(outputs), None) if loss is None else ({}, float(loss.detach()))
 
@@ -207,7 +174,7 @@ class StageExecution:
                 if spec.name in gradients
             ]
         with self._accumulated() as accumulated:
-            of_inputs = stage_pass.accumulate(ends, accumulated)
+            of_inputs = stage_pass.accumulate(ends, accumulated, saved.deferred)
         self._defer(microbatch, saved)
         return {
             spec.name: gradient
@@ -228,7 +195,9 @@ class StageExecution:
         saved = self._deferred.pop(microbatch, None)
         if saved is not None and saved.deferred is not None:
             taken: set[int] = set()
-            saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken))
+            # An owned weight's gradient is part of no message, so that it can be changed in place.
+            sums = {} if self._frugal else self.updates.gradients
+            saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken), sums)
 
     def add_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Accumulate gradients that later stages found for weights held here."""
@@ -250,14 +219,14 @@ class StageExecution:
             self._replica_gradients[key] = sum_gradients(old, gradient, replica, taken)
         self.updates.add(key, gradient, taken)
 
-    def _defer(self, microbatch: MicrobatchId, saved: _SavedForward) -> None:
+    def _defer(self, microbatch: MicrobatchId, saved: SavedForward) -> None:
         """Keep the part of a forward that the deferred weight gradients need."""
         if self.defers:
             saved.stage_pass, saved.loss, saved.inputs = None, None, ()
             saved.head_gradient = None
             self._deferred[microbatch] = saved
 
-    def _without_loss(self, microbatch: MicrobatchId, saved: _SavedForward) -> dict[str, torch.Tensor]:
+    def _without_loss(self, microbatch: MicrobatchId, saved: SavedForward) -> dict[str, torch.Tensor]:
         """Return zeros: the micro-batch does not count in the loss of its batch."""
         inputs = zip(self.module.graph.inputs, saved.inputs, strict=True)
         back = {
@@ -277,7 +246,7 @@ class StageExecution:
         try:
             parameters = {**self._versions.weights, **self._replicas}
             inputs = self._receive(values, gradients=False)
-            with torch.no_grad(), self._randomness(microbatch, "eval"):
+            with torch.no_grad(), self.passes.randomness(microbatch, "eval"):
                 outputs = self.module(*inputs, parameters=parameters)
             return self._send(outputs), self.output(outputs)
         finally:
@@ -287,51 +256,20 @@ class StageExecution:
         self, microbatch: MicrobatchId, values: Mapping[str, Any], sizes: Sequence[int]
     ) -> Iterator[Any]:
         """Yield the model's output for chunks of positions, as ``evaluate`` computes it for all."""
-        assert self.chunked_loss is not None
+        assert self.passes.chunked_loss is not None
         self.module.eval()
         try:
             parameters = {**self._versions.weights, **self._replicas}
             inputs = self._receive(values, gradients=False)
-            with self._randomness(microbatch, "eval"):
-                for outputs in self.chunked_loss.evaluate(inputs, parameters, sizes):
+            with self.passes.randomness(microbatch, "eval"):
+                for outputs in self.passes.chunked_loss.evaluate(inputs, parameters, sizes):
                     yield self.output(outputs)
         finally:
             self.module.train()
 
-    def example_output(self, rows: int) -> Any:
-        """Return the model's output for made-up inputs of the last stage; only its shape means anything.
-
-        ``rows`` is the number of samples.
-        """
-        with torch.no_grad(), seeded(self._seed, self._device):
-            inputs, buffers = self._example(rows)
-            return self.output(self.module(*inputs, buffers=buffers))
-
-    def example_logits_shape(
-        self, chunked: ChunkedLoss, rows: int
-    ) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape and type of the logits of this number of samples."""
-        with torch.no_grad(), seeded(self._seed, self._device):
-            inputs, buffers = self._example(rows)
-            x = chunked.trunk(inputs, buffers=buffers)
-            return chunked.logits_shape(x), x.dtype
-
-    def _example(self, rows: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Return made-up inputs of this number of samples, and copies of the buffers."""
-        buffers = {
-            e.key: self.module.state_tensors()[e.key].clone()
-            for e in self.module.spec.state
-            if e.kind == "buffer"
-        }
-        return [self._placed(_made_up(spec, rows)) for spec in self.module.graph.inputs], buffers
-
-    def _placed(self, value: Any) -> Any:
-        return self.to_device(value) if isinstance(value, torch.Tensor) else value
-
     def output(self, outputs: tuple[Any, ...]) -> Any:
         """Return the model's output, built from the last stage's outputs; None at other stages."""
-        structure = self.module.graph.structure
-        return None if structure is None else structure.build(iter(outputs))
+        return self.passes.output(outputs)
 
     def step(self, batches: int, total_norm: float | None = None) -> None:
         """Update the weights with the mean gradient of this number of batches."""
@@ -425,47 +363,6 @@ class StageExecution:
                 if value is not own[key]:
                     own[key].copy_(value)
 
-    def _run(
-        self,
-        microbatch: MicrobatchId,
-        saved: _SavedForward,
-        buffers: Mapping[str, torch.Tensor] | None = None,
-    ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
-        """Return the outputs of a training forward or, at the last stage, the loss."""
-        with self._randomness(microbatch, "train"):
-            if saved.loss_part is not None and saved.loss_part.chunks:
-                return self._run_in_chunks(saved, saved.loss_part, buffers)
-            outputs = self.module(
-                *saved.inputs,
-                parameters=saved.parameters,
-                buffers=buffers,
-                deferred=saved.deferred,
-            )
-            part = saved.loss_part
-            return (outputs, None) if part is None else ((), part.compute(outputs))
-
-    def _run_in_chunks(
-        self, saved: _SavedForward, part: LossPart, buffers: Mapping[str, torch.Tensor] | None
-    ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
-        """Return the input of the last linear layer and, at first, the loss."""
-        assert self.chunked_loss is not None
-        x = self.chunked_loss.trunk(saved.inputs, saved.parameters, buffers, saved.deferred)
-        if saved.head_gradient is not None:
-            return (x,), None
-        if part.weight == 0.0:
-            return (x,), x.new_zeros(())
-        with self._accumulated() as gradients:
-            loss, saved.head_gradient = self.chunked_loss.backward(
-                x, part.chunks, part.weight, saved.parameters, gradients
-            )
-        return (x,), loss
-
-    def _randomness(self, microbatch: MicrobatchId, mode: Mode) -> AbstractContextManager[None]:
-        """Return a context in which the stage draws the micro-batch's own random numbers."""
-        if not self._draws[mode]:
-            return nullcontext()
-        return seeded(microbatch_seed(self._seed, microbatch, self.index), self._device)
-
     def _make_room(self) -> bool:
         """Return whether a forward may keep its activations; compute deferred gradients to make room.
 
@@ -486,28 +383,12 @@ class StageExecution:
             self.weight_gradients(next(iter(self._deferred)))
         return kept + len(self._deferred) < limit
 
-    def _run_without_gradients(
-        self, microbatch: MicrobatchId, saved: _SavedForward
-    ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
-        """Run a forward that is recomputed later; remember the buffers that it changes."""
-        state = self.module.state_tensors()
-        buffers = [e.key for e in self.module.spec.state if e.kind == "buffer"]
-        before = {k: state[k].clone() for k in buffers if self._changing is None or k in self._changing}
-        changes = {key: state[key]._version for key in before}
-        with torch.no_grad():
-            outputs, loss = self._run(microbatch, saved)
-        if self._changing is None:
-            changed = {key for key, count in changes.items() if state[key]._version != count}
-            self._changing = frozenset(changed | _statistics(self.module.graph))
-        saved.buffers = {key: value for key, value in before.items() if key in self._changing}
-        return outputs, loss
-
     def _recompute_forward(
-        self, microbatch: MicrobatchId, saved: _SavedForward
+        self, microbatch: MicrobatchId, saved: SavedForward
     ) -> tuple[StagePass, torch.Tensor | None]:
         """Repeat the forward with gradients; running statistics are not updated a second time."""
         self._held_below(max(self._kept or 0, 1))
-        outputs, loss = self._run(microbatch, saved, saved.buffers)
+        outputs, loss = self.passes.run(microbatch, saved, self._accumulated, saved.buffers)
         return StagePass(self.module, saved.inputs, outputs, saved.parameters), loss
 
     def _receive(self, values: Mapping[str, Any], *, gradients: bool) -> tuple[Any, ...]:
@@ -542,23 +423,12 @@ class StageExecution:
         return self.to_device(value.detach())
 
 
-def _statistics(graph: StageGraph) -> set[str]:
-    """Return the keys of running statistics, which normalisation changes without counting a change."""
-    keys = {use.name: use.key for use in graph.state}
-    return {
-        keys[name]
-        for operation in graph.operations
-        if "_norm" in operation.target
-        for name in operation.refs()
-        if name in keys
-    }
+_FEW_BYTES = 1 << 20
 
 
-def _made_up(spec: ValueSpec, rows: int) -> torch.Tensor | int:
-    """Return an input of a stage with arbitrary contents: noise, or zeros for whole numbers."""
-    if spec.dtype is None:
-        return rows
-    shape = [d.factor * rows if d.symbol else d.factor for d in spec.shape]
-    if spec.dtype.is_floating_point:
-        return torch.randn(shape, dtype=spec.dtype)
-    return torch.zeros(shape, dtype=spec.dtype)
+def _few_others(module: StageModule) -> bool:
+    """Return whether the gradients that cannot be deferred may exist twice during a backward pass."""
+    deferrable = deferrable_keys(module.spec.graphs["train"])
+    sizes = {key: p.nbytes for key, p in module.parameters_by_key().items() if p.requires_grad}
+    others = sum(size for key, size in sizes.items() if key not in deferrable)
+    return others <= max(_FEW_BYTES, sum(sizes.values()) // 64)

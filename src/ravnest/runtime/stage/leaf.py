@@ -280,12 +280,12 @@ def start_chunks(execution: StageExecution, leaf: Leaf, count: int) -> str:
     if isinstance(chunked, str):
         return chunked
     try:
-        shape, dtype = execution.example_logits_shape(chunked, _CHECKED_ROWS)
+        shape, dtype = execution.passes.example_logits_shape(chunked, _CHECKED_ROWS)
     except (StageInputError, RuntimeError, IndexError, ValueError) as error:
         return f"the loss cannot be checked: {error}"
     if len(shape) < 3:
         return f"the logits have {len(shape)} dimensions, and none of them counts positions"
     reason = leaf.find_chunking(HeadOutput(shape, dtype, chunked.tail), count)
     if not reason:
-        execution.chunked_loss = chunked
+        execution.passes.chunked_loss = chunked
     return reason

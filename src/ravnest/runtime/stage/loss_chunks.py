@@ -50,7 +50,7 @@ class _WeightSums:
             self.bias.add_(gradient.sum(0))
 
 
-class _HeadPrograms:
+class HeadPrograms:
     """A graph of the last stage in three pieces, prepared to run."""
 
     def __init__(self, module: StageModule, mode: Mode, head: LossHead) -> None:
@@ -93,8 +93,9 @@ class ChunkedLoss:
     def __init__(self, module: StageModule, train: LossHead, evaluation: LossHead | None) -> None:
         self._module = module
         self._head = train
-        self._train = _HeadPrograms(module, "train", train)
-        self._eval = None if evaluation is None else _HeadPrograms(module, "eval", evaluation)
+        self.train = HeadPrograms(module, "train", train)
+        """Graph of training."""
+        self._eval = None if evaluation is None else HeadPrograms(module, "eval", evaluation)
 
     @classmethod
     def of(cls, module: StageModule) -> ChunkedLoss | str:
@@ -112,17 +113,7 @@ class ChunkedLoss:
         """Return the model's output for logits of any number of positions."""
         structure = self._module.spec.graphs["train"].structure
         assert structure is not None
-        return structure.build(iter(self._train.outputs(logits)))
-
-    def trunk(
-        self,
-        inputs: Sequence[Any],
-        parameters: Mapping[str, torch.Tensor] | None = None,
-        buffers: Mapping[str, torch.Tensor] | None = None,
-        deferred: DeferredGradients | None = None,
-    ) -> torch.Tensor:
-        """Return the input of the layer; the arguments are those of ``StageModule.forward``."""
-        return self._train.trunk(inputs, parameters, buffers, deferred)
+        return structure.build(iter(self.train.outputs(logits)))
 
     @property
     def evaluates(self) -> bool:
@@ -152,7 +143,7 @@ class ChunkedLoss:
 
         The gradients of the layer's weights are added to ``gradients``, by key.
         """
-        matrix, bias = self._train.weights(parameters)
+        matrix, bias = self.train.weights(parameters)
         sums = _WeightSums(
             _sum_of(self._head.weight, matrix, gradients), _sum_of(self._head.bias, bias, gradients)
         )
@@ -185,7 +176,7 @@ class ChunkedLoss:
             logits: torch.Tensor = _HeadCall.apply(  # type: ignore[no-untyped-call]
                 x, weight, bias, sums
             )
-            return chunk.compute(self._train.outputs(logits))
+            return chunk.compute(self.train.outputs(logits))
 
 
 def _sum_of(

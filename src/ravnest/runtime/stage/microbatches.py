@@ -312,7 +312,7 @@ class MicrobatchStore:
     def _validate(self, leaf: Leaf, microbatch: Microbatch, item: Any) -> ForwardResult:
         """Return the result of a validation, in chunks of positions if the loss of training is."""
         execution, values = self.execution, microbatch.values
-        chunked = execution.chunked_loss
+        chunked = execution.passes.chunked_loss
         chunks = [LabelChunk(item, 0, 1.0)]
         if chunked is not None and chunked.evaluates:
             chunks = leaf.validation_chunks(item)

@@ -113,6 +113,11 @@ class Updates:
         if (parameter := self._parameters.get(key)) is not None:
             add_gradient(parameter, gradient, taken)
 
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Accumulated gradients by key."""
+        return {key: p.grad for key, p in self._parameters.items() if p.grad is not None}
+
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the accumulated gradients by key, and hold them no longer."""
         taken: dict[str, torch.Tensor] = {}
