@@ -24,7 +24,7 @@ from ravnest.wire.messages import Hello
 
 OUTAGE_SECONDS = 60.0
 """Default time for which a link waits for a new connection."""
-GONE_SECONDS = 5.0
+GONE_SECONDS = 3.0
 """Time after which a peer is gone if its machine answers that nothing listens at its address."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _FOLLOWER_PAUSE = 1.0
