@@ -196,6 +196,7 @@ class RuntimeConfig:
             spec.stage,
             settings=agreed,
             codec=self.codec,
+            addresses=(spec.address,),
         )
 
 
