@@ -10,10 +10,7 @@ from collections.abc import Iterator, Sequence
 
 
 class ResettingProxy:
-    """Forwards connections to a port; the n-th one is reset after ``limits[n]`` bytes, later ones never.
-
-    While ``resets`` is below the number of limits, the proxy has connections left to reset.
-    """
+    """Forwards connections to a port; the n-th reset comes after another ``limits[n]`` bytes."""
 
     def __init__(self, port: int, target: int, limits: Sequence[int]) -> None:
         self._listener = socket.create_server(("127.0.0.1", port))
@@ -39,20 +36,22 @@ class ResettingProxy:
                 continue
             _Forwarding(self, near, far).start()
 
-    def next_limit(self) -> int | None:
+    def resets_now(self, count: int) -> bool:
+        """Count forwarded bytes and return whether their connection is to be reset."""
         with self._lock:
-            return self._limits.pop(0) if self._limits else None
-
-    def count_reset(self) -> None:
-        with self._lock:
+            if not self._limits:
+                return False
+            self._limits[0] -= count
+            if self._limits[0] > 0:
+                return False
+            self._limits.pop(0)
             self.resets += 1
+            return True
 
 
 class _Forwarding:
     def __init__(self, proxy: ResettingProxy, near: socket.socket, far: socket.socket) -> None:
         self._proxy, self._near, self._far = proxy, near, far
-        self._left = proxy.next_limit()
-        self._lock = threading.Lock()
 
     def start(self) -> None:
         for source, target in ((self._near, self._far), (self._far, self._near)):
@@ -61,25 +60,14 @@ class _Forwarding:
     def _forward(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(4096):
-                if self._exhausted(len(data)):
+                if self._proxy.resets_now(len(data)):
+                    _reset(self._near)
+                    _reset(self._far)
                     return
                 target.sendall(data)
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-
-    def _exhausted(self, count: int) -> bool:
-        with self._lock:
-            if self._left is None:
-                return False
-            self._left -= count
-            if self._left > 0:
-                return False
-            self._left = None
-        self._proxy.count_reset()
-        _reset(self._near)
-        _reset(self._far)
-        return True
 
 
 def _reset(connection: socket.socket) -> None:
