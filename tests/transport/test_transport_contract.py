@@ -111,6 +111,18 @@ def test_flush_waits_for_arrival(pair: Pair) -> None:
     assert pair.far_inbox.messages.qsize() == 20
 
 
+def test_queued_messages_are_written_without_an_answer(pair: Pair) -> None:
+    for index in range(20):
+        pair.near.send(numbered(index, x=torch.zeros(100_000)))
+    assert pair.near.wait_written(SECONDS)
+    assert [index_of(pair.far_inbox.next()) for _ in range(20)] == list(range(20))
+
+
+def test_the_wait_for_the_writer_ends_with_the_link(pair: Pair) -> None:
+    pair.near.close()
+    assert pair.near.wait_written(SECONDS)
+
+
 def test_flush_times_out(transport: Opener) -> None:
     stalled, entered = threading.Event(), threading.Event()
 

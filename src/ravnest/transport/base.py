@@ -78,6 +78,13 @@ class Link(Protocol):
         Must not be called in a handler, since the handler's thread has to receive the answer.
         """
 
+    def wait_written(self, timeout: float) -> bool:
+        """Wait until the writer thread has written all queued messages; return False on a timeout.
+
+        Also return at the end of the link. May be called in a handler of another link: it waits for
+        nothing that the peer sends.
+        """
+
     def close(self) -> None:
         """Flush and close, within a few seconds; may be called repeatedly and in a handler.
 

@@ -132,6 +132,8 @@ class FrameLink:
         """Messages acknowledged to the peer."""
         self._acked_at = 0.0
         self._unacked_bytes = 0
+        self._writing = False
+        """A message has been written in part."""
         self._encoded = 0
         """Messages that were encoded at least once."""
         self._flush_target = 0
@@ -188,6 +190,13 @@ class FrameLink:
                 self._control(self._current, Probe(_FLUSH_TOKEN))
             self._changed.wait_for(lambda: self._ended or self._outbox.acknowledged >= target, timeout)
             return not self._ended and self._outbox.acknowledged >= target
+
+    def wait_written(self, timeout: float) -> bool:
+        """Wait until all queued messages are written."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._ended or not (self._outbox.unsent or self._writing), timeout
+            )
 
     def close(self) -> None:
         """Flush and close."""
@@ -321,6 +330,8 @@ class FrameLink:
             current = self._current
             if current is None:
                 return
+            if self._inbound.locked():  # the handler is busy, so that nothing can arrive
+                self._detector.restarted()
             dead = self._detector.suspects(now)
             if not dead and current.resumed and now - self._sent_at >= HEARTBEAT_SECONDS:
                 self._control(current, Probe(self._meter.probe(time.perf_counter())))
@@ -405,6 +416,7 @@ class FrameLink:
     def _continue(self, connection: Connection, position: Position) -> None:
         """Send messages on a connection from the peer's position on; the caller has the lock."""
         self._outbox.resume(position)
+        self._writing = False
         self._acked = self._assembler.messages
         connection.resumed = True
         self._control(connection, Probe(self._meter.probe(time.perf_counter())))
@@ -455,6 +467,7 @@ class FrameLink:
                 taken = self._outbox.take() if connection.frames is None else None
                 if taken is None and connection.frames is None:
                     return None
+                self._writing = True
             if taken is not None:
                 connection.frames = self._encode(*taken)
                 del taken  # otherwise the message would be kept alive after its acknowledgement
@@ -472,6 +485,8 @@ class FrameLink:
     def _after_message(self, connection: Connection) -> None:
         """Ask for an acknowledgement if a ``flush`` waits for the last message."""
         with self._lock:
+            self._writing = False
+            self._changed.notify_all()
             waiting = self._flush_target > self._outbox.acknowledged
             if waiting and not self._outbox.unsent:
                 self._control(connection, Probe(_FLUSH_TOKEN))
