@@ -87,6 +87,14 @@ def test_messages_of_one_ack_share_the_time() -> None:
     assert meter.delay().busy == 0.25
 
 
+def test_idle_time_between_messages_of_one_ack_does_not_count() -> None:
+    meter = _meter_with_round_trip(0.5)
+    for number in range(4):
+        meter.message_sent(number, 1.0 + number)
+    meter.ack_arrived(4, 4.75)
+    assert meter.delay().busy == 0.25
+
+
 def test_only_recent_messages_count() -> None:
     meter = DelayMeter()
     for number in range(1, 101):

@@ -79,7 +79,7 @@ class DelayMeter:
             if not sent:
                 return
             left = now - min(self._round_trips, default=0.0)
-            self._busy.append(max(left - max(sent[0], self._left), 0.0) / len(sent))
+            self._busy.append(_busy_seconds(sent, self._left, left))
             self._left = left
             self._delay = None
 
@@ -96,3 +96,13 @@ class DelayMeter:
         self._probes += 1
         self._next_probe = now + _PROBE_SECONDS
         return self._probes
+
+
+def _busy_seconds(sent: list[float], free: float, left: float) -> float:
+    """Return the time for which each of some messages occupied a link that was free from ``free`` on.
+
+    The last one left the link at ``left``. If they were sent apart, the link was idle in between, so
+    that the last ones alone tell the time.
+    """
+    shares = ((left - max(at, free)) / (len(sent) - i) for i, at in enumerate(sent))
+    return max(min(shares), 0.0)
