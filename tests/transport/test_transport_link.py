@@ -8,9 +8,10 @@ import torch
 from transport_nodes import SECONDS, Inbox, hello
 
 from ravnest.errors import LinkClosedError
+from ravnest.transport.acknowledgements import ACK_BYTES
 from ravnest.transport.chunk_size import SMALLEST_BYTES
 from ravnest.transport.connection import Connection
-from ravnest.transport.link import ACK_BYTES, FrameLink
+from ravnest.transport.link import FrameLink
 from ravnest.types import MicrobatchId
 from ravnest.wire.control import (
     START,

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ravnest.errors import LinkClosedError, RavnestError, WireError
+from ravnest.transport.acknowledgements import Acknowledgements
 from ravnest.transport.base import Link, LinkDelay, LinkHandler
 from ravnest.transport.chunk_size import ChunkSize
 from ravnest.transport.connection import Connection
@@ -43,13 +44,8 @@ from ravnest.wire.messages import LOSSY, AnyHead, Goodbye, Hello, Message, RingC
 
 CLOSE_SECONDS = 5.0
 """Time for the peer to receive the last messages."""
-ACK_BYTES = 2 << 20
-"""Received bytes after which an acknowledgement is sent on its own; until then it waits for other
-frames."""
 _FAREWELL_SECONDS = 1.0
 """Time to send the last frame of a link that has failed."""
-_ACK_SECONDS = 0.01
-"""Shortest time between two acknowledgements that are sent together with other frames."""
 _MAX_CONTROLS = 4096
 _FLUSH_TOKEN = 0
 """Token of a probe that only asks for an acknowledgement; those of the delay meter are larger."""
@@ -125,13 +121,7 @@ class FrameLink:
         self._current: Connection | None = None
         self._epoch = 0
         """Number of the current connection, counted by the side that leads."""
-        self._arrived = 0
-        """Complete messages received."""
-        self._arrived_at = 0.0
-        self._acked = 0
-        """Messages acknowledged to the peer."""
-        self._acked_at = 0.0
-        self._unacked_bytes = 0
+        self._acks = Acknowledgements()
         self._writing = False
         """A message has been written in part."""
         self._encoded = 0
@@ -298,8 +288,7 @@ class FrameLink:
                 self.fail(f"node_{self.peer.node} sent an invalid frame: {error}")
                 return
             with self._lock:
-                self._unacked_bytes += len(data)
-                wake = self._unacked_bytes >= ACK_BYTES
+                wake = self._acks.bytes_arrived(len(data))
         if wake:
             connection.wake.put(None)
 
@@ -417,7 +406,7 @@ class FrameLink:
         """Send messages on a connection from the peer's position on; the caller has the lock."""
         self._outbox.resume(position)
         self._writing = False
-        self._acked = self._assembler.messages
+        self._acks.resumed()
         connection.resumed = True
         self._control(connection, Probe(self._meter.probe(time.perf_counter())))
         self._changed.notify_all()
@@ -503,17 +492,10 @@ class FrameLink:
 
     def _due_ack(self, connection: Connection, *, alone: bool) -> Ack | None:
         """Return an acknowledgement if one is due; ``alone``: nothing else is sent now."""
-        now = time.perf_counter()
         with self._lock:
             if not connection.resumed or connection is not self._current:
                 return None
-            if self._arrived == self._acked:
-                self._unacked_bytes = min(self._unacked_bytes, ACK_BYTES - 1)
-                return None
-            if self._unacked_bytes < ACK_BYTES and (alone or now - self._acked_at < _ACK_SECONDS):
-                return None
-            self._acked, self._acked_at, self._unacked_bytes = self._arrived, now, 0
-            return Ack(self._arrived, now - self._arrived_at)
+            return self._acks.due(time.perf_counter(), alone=alone)
 
     def _writes_end(self, connection: Connection) -> bool:
         """Return whether the peer is to be told now that the link is over."""
@@ -545,8 +527,7 @@ class FrameLink:
             logger.exception("the handler of %r failed", self)
             self.fail(f"node_{self.local.node} failed to handle a message: {error!r}")
         with self._lock:
-            self._arrived += 1
-            self._arrived_at = now
+            self._acks.message_arrived(now)
 
     def _call_handler(self, call: Callable[[], None]) -> None:
         thread = threading.get_ident()
@@ -575,11 +556,10 @@ class FrameLink:
                 self._resumed(connection, control)
 
     def _answer_probe(self, connection: Connection, token: int) -> None:
-        now = time.perf_counter()
         with self._lock:
-            if self._arrived > self._acked:
-                self._acked, self._acked_at, self._unacked_bytes = self._arrived, now, 0
-                self._control(connection, Ack(self._arrived, now - self._arrived_at))
+            ack = self._acks.requested(time.perf_counter())
+            if ack is not None:
+                self._control(connection, ack)
             self._control(connection, Echo(token))
 
     def _acknowledged(self, count: int, now: float) -> None:
