@@ -10,7 +10,6 @@ from ravnest.averaging.deadlines import Deadlines
 from ravnest.deadlines import RELATIONS, Relation
 from ravnest.runtime.settings import NodeSettings
 from ravnest.server.settings import ServerSettings
-from ravnest.transport import link
 
 
 @pytest.mark.parametrize("relation", RELATIONS, ids=lambda relation: relation.why)
@@ -41,7 +40,6 @@ def test_settings_use_the_deadlines() -> None:
     assert server.longest_wait >= deadlines.JOB_POLL
     assert NodeSettings.connect_timeout == deadlines.NEIGHBOUR_CONNECT
     assert NodeSettings.stall_timeout == deadlines.TRAINING_STALL
-    assert link.CLOSE_SECONDS == deadlines.LINK_CLOSE
 
 
 def test_the_final_round_waits_longer_than_others() -> None:

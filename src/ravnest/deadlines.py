@@ -2,7 +2,7 @@
 
 ``RELATIONS`` holds every pair of which one must be shorter than the other, with the reason; they are
 checked when this module is imported. Durations are measured with monotonic clocks only: a jump of the
-wall clock changes no deadline. Deadlines of transport links live with the links.
+wall clock changes no deadline.
 """
 
 from __future__ import annotations
@@ -74,6 +74,17 @@ FINAL_REDUCE = 120.0
 """Shortest limit of the all-reduce of the final round."""
 FINAL_MOST = 7200.0
 """Longest duration of a final round, with all its attempts."""
+
+# Links between nodes
+
+LINK_HEARTBEAT = 1.0
+"""Longest time for which a side of a link sends nothing."""
+LINK_HELLO = 5.0
+"""Time for a Hello or its answer to arrive after the connection is established."""
+LINK_GONE = 3.0
+"""Time after which a peer is gone if its machine answers that nothing listens at its address."""
+LINK_OUTAGE = 60.0
+"""Time for which a link waits for another connection, unless the plan or the user says otherwise."""
 
 # Ends
 
@@ -149,6 +160,11 @@ RELATIONS = (
         FINAL_MOST,
         "the longest attempt of the final round fits into it",
     ),
+    Relation(3 * LINK_HEARTBEAT, LINK_HELLO, "a connection that is silent for long is dead"),
+    Relation(LINK_GONE, LINK_OUTAGE, "a peer whose process has ended is lost early"),
+    Relation(2 * LINK_HELLO, LINK_OUTAGE, "a link can dial several times before it gives up"),
+    Relation(LINK_OUTAGE, TRAINING_STALL, "a run does not stall because a link connects again"),
+    Relation(LINK_OUTAGE, FINAL_ANSWER, "the final round outlasts an outage of a link"),
     Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),

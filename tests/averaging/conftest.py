@@ -10,10 +10,13 @@ from ravnest.transport.memory import MemoryNetwork, MemoryTransport
 
 
 class Closing(MemoryNetwork):
-    """A network that closes its transports, so that no thread outlives its test."""
+    """A network that closes its transports, so that no thread outlives its test.
+
+    A cut connection is a lost link.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(outage=0)
         self._made: list[MemoryTransport] = []
 
     def transport(self) -> MemoryTransport:

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import grpc
 import pytest
 import torch
+from msgspec import structs
 from transport_nodes import EVERYWHERE, LOOPBACK, SECONDS, Inbox, Pair, connect, credentials, hello
 
 from ravnest.errors import RefusedError, TransportError, UnreachableError
@@ -227,7 +228,7 @@ def test_a_first_frame_other_than_hello_is_refused(
 def test_a_client_without_a_hello_is_refused(
     plain: tuple[Address, Inbox, SimpleQueue[Link]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_server, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(grpc_server, "LINK_HELLO", 0.1)
     channel, stream, outgoing = raw_stream(plain[0])
     assert b"no Hello arrived" in b"".join(stream)
     outgoing.put(None)
@@ -327,7 +328,9 @@ def _child(control: Connection, port: int | None) -> None:
         control.send(transport.serve(LOOPBACK, lambda peer: hello(1), Inbox(), links.put).port)
         link = links.get(timeout=SECONDS)
     else:
-        link = transport.dial(Address("127.0.0.1", port), hello(1), Inbox(), deadline=SECONDS)
+        own = transport.serve(LOOPBACK, lambda peer: hello(1), Inbox(), lambda link: None)
+        named = structs.replace(hello(1), addresses=(str(own),))
+        link = transport.dial(Address("127.0.0.1", port), named, Inbox(), deadline=SECONDS)
     tensor = torch.randn(1_000_000)
     while True:
         link.send(Message(SaveStage("run"), {"x": tensor}))
@@ -349,7 +352,9 @@ def test_a_killed_peer_is_detected(made: list[GrpcTransport], dials: bool) -> No
     inbox.messages.get(timeout=60)
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
-    assert "lost node_1: " in inbox.lost.get(timeout=9)  # before keep-alive would detect it
+    lost = inbox.lost.get(timeout=SECONDS)  # not after an outage of 60 s: nothing listens there
+    assert "lost node_1: " in lost
+    assert "nothing listens there" in lost
     child.join(SECONDS)
 
 

@@ -34,8 +34,8 @@ def test_delay_is_measured() -> None:
     assert pair.near.delay().message >= 0.05
 
 
-def test_a_cut_loses_one_link_on_both_sides() -> None:
-    network = MemoryNetwork()
+def test_a_cut_without_an_allowed_outage_loses_one_link_on_both_sides() -> None:
+    network = MemoryNetwork(outage=0)
     server, inbox = network.transport(), Inbox()
     address = server.serve(LOOPBACK, lambda peer: hello(1), inbox, lambda link: None)
     zero, two = Inbox(), Inbox()
@@ -51,9 +51,30 @@ def test_a_cut_loses_one_link_on_both_sides() -> None:
 
 
 def test_a_cut_node_can_dial_again() -> None:
-    network = MemoryNetwork()
+    network = MemoryNetwork(outage=0)
     pair = connect(network.transport(), network.transport())
     network.cut(1, 0)
     pair.near_inbox.loss()
     pair.near_transport.dial(pair.address, hello(0), pair.near_inbox, deadline=SECONDS).send(message(1))
     pair.far_inbox.next()
+
+
+def test_parted_nodes_connect_after_they_are_healed() -> None:
+    network = MemoryNetwork()
+    pair = connect(network.transport(), network.transport())
+    network.part(0, 1)
+    for index in range(5):
+        pair.near.send(message(index))
+        pair.far.send(message(index))
+    assert pair.far_inbox.messages.empty()
+    network.heal(0, 1)
+    assert [pair.far_inbox.next().head for _ in range(5)] == [message(i).head for i in range(5)]
+    assert [pair.near_inbox.next().head for _ in range(5)] == [message(i).head for i in range(5)]
+
+
+def test_an_outage_that_lasts_too_long_loses_the_link_on_both_sides() -> None:
+    network = MemoryNetwork(outage=0.3)
+    pair = connect(network.transport(), network.transport())
+    network.part(0, 1)
+    assert "no connection for 0.3 s (no route to the peer)" in pair.near_inbox.loss()
+    assert "no connection for 0.3 s" in pair.far_inbox.loss()

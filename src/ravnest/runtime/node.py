@@ -410,11 +410,13 @@ class Node:
         given = self._config.settings.transport
         if given is not None:
             return given
-        files = self._config.spec.certificates
+        spec, outage = self._config.spec, self._config.settings.outage
+        files = spec.certificates
         paths = [self._folder / name for name in (files.authority, files.certificate, files.key)]
-        if not all(path.exists() for path in paths):
-            return GrpcTransport()
-        return GrpcTransport(Credentials(*(path.read_bytes() for path in paths)))
+        identity = None
+        if all(path.exists() for path in paths):
+            identity = Credentials(*(path.read_bytes() for path in paths))
+        return GrpcTransport(identity, outage=spec.outage if outage is None else outage)
 
     def _close_at_exit(self) -> None:
         """Close at the end of the script; Python keeps the error that ended it, if there was one."""

@@ -48,6 +48,9 @@ class NodeSettings:
     """``host:port`` to listen at, if it differs from the address in ``node_configs.json``."""
     connect_timeout: float = NEIGHBOUR_CONNECT
     """Seconds to wait for the neighbours at the start."""
+    outage: float | None = None
+    """Seconds for which the connection to another node may be down: nodes connect again and lose
+    nothing. None: what the plan says, 60 s."""
     stall_timeout: float = TRAINING_STALL
     """Seconds without progress after which the Root ends the run."""
     seed: int | None = None
@@ -91,6 +94,8 @@ class NodeSettings:
             raise SettingsError(f"in_flight must be a whole number from 1, not {self.in_flight!r}")
         if not self.scheduler_steps > 0:
             raise SettingsError(f"scheduler_steps must be positive, not {self.scheduler_steps!r}")
+        if self.outage is not None and not self.outage >= 0:
+            raise SettingsError(f"outage must be a number of seconds from 0, not {self.outage!r}")
         for name in ("connect_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be a positive number of seconds")

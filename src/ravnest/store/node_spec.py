@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ravnest.deadlines import LINK_OUTAGE
 from ravnest.errors import StageFormatError
 from ravnest.plan.plan import Plan, StagePlan
 from ravnest.store.files import convert, has_format, inside, read_json, write_json
@@ -17,6 +18,7 @@ from ravnest.types import Address, Role, Schedule
 FORMAT = "ravnest-node"
 VERSION = 2
 _LIMIT = 64 << 20
+_LONGEST_OUTAGE = 86_400.0
 _LONGEST_REASON = 4000
 
 
@@ -107,6 +109,8 @@ class NodeSpec:
     recomputed. None: all in flight."""
     delay_fits: bool = False
     """Two whole batches and two versions of the weights fit the memory of the cluster's nodes."""
+    outage: float = LINK_OUTAGE
+    """Seconds for which a connection to another node may be down before the run ends."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -135,6 +139,8 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
         yield f"kept must be 1 to in_flight, {spec.in_flight}, is {spec.kept}"
     if spec.loss_chunks > 1 and spec.stage < spec.stages - 1:
         yield f"loss_chunks is {spec.loss_chunks}, but only the last stage computes the loss"
+    if not 0 <= spec.outage <= _LONGEST_OUTAGE:
+        yield f"outage must be 0 to {_LONGEST_OUTAGE:g} seconds, is {spec.outage}"
     if len(spec.split_reason) > _LONGEST_REASON:
         yield f"split_reason has {len(spec.split_reason)} characters"
     for path in (spec.bundle, *asdict(spec.certificates).values()):

@@ -18,18 +18,16 @@ from ravnest.transport.base import LinkDelay
 _PROBES_AT_START = 3
 """Number of probes at the start; the first one is slow because of cold caches and idle threads."""
 _PROBE_SECONDS = 3.0
-_ACK_SECONDS = 0.01
 _REMEMBERED = 16
 _UNANSWERED = 4096
 """Maximum number of unacknowledged messages that are timed; beyond that, only the newest."""
 
 
 class DelayMeter:
-    """Delays of one link, and the decisions when to probe and to acknowledge."""
+    """Delays of one link, and the decisions when to probe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent = 0
         self._unacknowledged: deque[tuple[int, float]] = deque(maxlen=_UNANSWERED)
         self._busy = deque[float](maxlen=_REMEMBERED)
         self._left = -math.inf
@@ -37,22 +35,26 @@ class DelayMeter:
         self._probes = 0
         self._probe: tuple[int, float] | None = None
         self._next_probe = 0.0
-        self._arrived = 0
-        self._next_ack = 0.0
         self._delay: LinkDelay | None = LinkDelay(0.0, 0.0)
         """Cached result of ``delay``; None after a new measurement."""
 
-    def message_sent(self, now: float) -> int | None:
+    def message_sent(self, number: int, now: float) -> int | None:
         """Record a queued message; return the token of a probe if one is due."""
         with self._lock:
-            self._sent += 1
-            self._unacknowledged.append((self._sent, now))
+            self._unacknowledged.append((number, now))
             return self._new_probe(now) if now >= self._next_probe else None
 
-    def start(self, now: float) -> int:
-        """Return the token of the first probe."""
+    def probe(self, now: float) -> int:
+        """Return the token of another probe."""
         with self._lock:
             return self._new_probe(now)
+
+    def reconnected(self) -> None:
+        """Forget what is under way: the time without a connection is no delay of the link."""
+        with self._lock:
+            self._unacknowledged.clear()
+            self._probe = None
+            self._probes = 0
 
     def probe_left(self, token: int, now: float) -> None:
         """Record that a probe was sent."""
@@ -72,23 +74,14 @@ class DelayMeter:
         """Record that the peer has received ``count`` messages, the last half a round trip ago."""
         with self._lock:
             sent = []
-            while self._unacknowledged and self._unacknowledged[0][0] <= count:
+            while self._unacknowledged and self._unacknowledged[0][0] < count:
                 sent.append(self._unacknowledged.popleft()[1])
             if not sent:
                 return
             left = now - min(self._round_trips, default=0.0)
-            self._busy.append(max(left - max(sent[0], self._left), 0.0) / len(sent))
+            self._busy.append(_busy_seconds(sent, self._left, left))
             self._left = left
             self._delay = None
-
-    def message_arrived(self, now: float) -> int | None:
-        """Record a received message; return the count to acknowledge if an Ack is due."""
-        with self._lock:
-            self._arrived += 1
-            if now < self._next_ack:
-                return None
-            self._next_ack = now + _ACK_SECONDS
-            return self._arrived
 
     def delay(self) -> LinkDelay:
         """Return the measured delays."""
@@ -103,3 +96,13 @@ class DelayMeter:
         self._probes += 1
         self._next_probe = now + _PROBE_SECONDS
         return self._probes
+
+
+def _busy_seconds(sent: list[float], free: float, left: float) -> float:
+    """Return the time for which each of some messages occupied a link that was free from ``free`` on.
+
+    The last one left the link at ``left``. If they were sent apart, the link was idle in between, so
+    that the last ones alone tell the time.
+    """
+    shares = ((left - max(at, free)) / (len(sent) - i) for i, at in enumerate(sent))
+    return max(min(shares), 0.0)

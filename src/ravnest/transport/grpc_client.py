@@ -1,23 +1,33 @@
-"""Dialling side of a gRPC link."""
+"""Dialling side of a gRPC connection."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import grpc
 
+from ravnest.deadlines import LINK_HELLO
 from ravnest.errors import RefusedError
-from ravnest.transport.base import LinkHandler
-from ravnest.transport.grpc_settings import METHOD, is_certificate_error, options, reason_of
-from ravnest.transport.handshake import HELLO_SECONDS, hello_frame, read_answer
+from ravnest.transport.connection import Connection
+from ravnest.transport.grpc_settings import (
+    METHOD,
+    is_certificate_error,
+    nothing_listens,
+    options,
+    reason_of,
+)
+from ravnest.transport.handshake import hello_frame, read_answer
 from ravnest.transport.link import FrameLink, largest_batch
+from ravnest.transport.link_keeper import Unanswered
 from ravnest.transport.tls import Credentials, dial_address
 from ravnest.types import Address
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import Hello
+
+_Accepted = tuple[FrameLink, Connection]
 
 
 @dataclass(frozen=True)
@@ -26,17 +36,18 @@ class DialRequest:
 
     address: Address
     hello: Hello
-    handler: LinkHandler
+    open_link: Callable[[Hello], FrameLink]
+    """Returns the link for a peer that has answered with a Hello."""
     expect: int | None
     credentials: Credentials | None
     limits: Limits
 
 
-def try_dial(request: DialRequest, seconds: float) -> FrameLink | str:
-    """Try once to connect; return the link or the reason of the failure. ``RefusedError`` if refused."""
+def try_dial(request: DialRequest, seconds: float) -> FrameLink | Unanswered:
+    """Try once to connect; return the link or the failure. ``RefusedError`` if refused."""
     channel = _channel(request)
-    accepted: SimpleQueue[FrameLink | None] = SimpleQueue()
-    result: SimpleQueue[FrameLink | RefusedError | str] = SimpleQueue()
+    accepted: SimpleQueue[_Accepted | None] = SimpleQueue()
+    result: SimpleQueue[FrameLink | RefusedError | Unanswered] = SimpleQueue()
     stream = channel.stream_stream(METHOD)(_requests(request.hello, accepted))
     threading.Thread(
         target=_read,
@@ -49,56 +60,60 @@ def try_dial(request: DialRequest, seconds: float) -> FrameLink | str:
     except Empty:
         stream.cancel()  # ends the reader, which then puts its own result
         try:
-            outcome = result.get(timeout=HELLO_SECONDS)
+            outcome = result.get(timeout=LINK_HELLO)
         except Empty:
-            outcome = ""
-        if isinstance(outcome, str):
-            outcome = f"no answer within {seconds:.3g} s"
+            outcome = Unanswered("")
+        if isinstance(outcome, Unanswered):
+            outcome = Unanswered(f"no answer within {seconds:.3g} s")
     if isinstance(outcome, RefusedError):
         raise outcome
     return outcome
 
 
-def _requests(hello: Hello, accepted: SimpleQueue[FrameLink | None]) -> Iterator[bytes]:
+def _requests(hello: Hello, accepted: SimpleQueue[_Accepted | None]) -> Iterator[bytes]:
     yield hello_frame(hello)
-    link = accepted.get()  # the reader always answers, at the latest when the stream ends
-    if link is not None:
-        yield from link.batches()
+    opened = accepted.get()  # the reader always answers, at the latest when the stream ends
+    if opened is not None:
+        link, connection = opened
+        yield from link.batches(connection)
 
 
 def _read(
     request: DialRequest,
     channel: grpc.Channel,
     stream: grpc.Call,
-    accepted: SimpleQueue[FrameLink | None],
-    result: SimpleQueue[FrameLink | RefusedError | str],
+    accepted: SimpleQueue[_Accepted | None],
+    result: SimpleQueue[FrameLink | RefusedError | Unanswered],
 ) -> None:
     link = None
-    detail = "the connection ended without a reason"
+    connection = Connection(stream.cancel)
+    failure = Unanswered("the connection ended without a reason")
     try:
         for frame in stream:
             if link is not None:
-                link.received(frame)
+                link.received(connection, frame)
                 continue
-            peer = read_answer(frame, request.address, request.expect)
-            link = FrameLink(request.hello, peer, request.handler, stream.cancel, request.limits)
-            accepted.put(link)
+            link = request.open_link(read_answer(frame, request.address, request.expect))
+            link.attach(connection)
+            accepted.put((link, connection))
             result.put(link)
     except RefusedError as error:
         result.put(error)
         stream.cancel()
     except grpc.RpcError as error:
-        detail = reason_of(error)
-        if link is None and is_certificate_error(detail):
+        failure = Unanswered(reason_of(error), nothing_listens(error))
+        if link is None and is_certificate_error(failure.reason):
             whose = "a node" if request.expect is None else f"node_{request.expect}"
             result.put(
-                RefusedError(f"{request.address} has no certificate of {whose} of this plan: {detail}")
+                RefusedError(
+                    f"{request.address} has no certificate of {whose} of this plan: {failure.reason}"
+                )
             )
     finally:
         accepted.put(None)
-        result.put(detail)
+        result.put(failure)
         if link is not None:
-            link.ended(detail)
+            link.disconnected(connection, failure.reason)
         channel.close()
 
 

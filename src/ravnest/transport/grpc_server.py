@@ -10,8 +10,10 @@ from queue import Empty, SimpleQueue
 
 import grpc
 
+from ravnest.deadlines import LINK_HELLO
 from ravnest.errors import AddressInUseError, TransportError
-from ravnest.transport.base import Admit, LinkHandler
+from ravnest.transport.base import Admit
+from ravnest.transport.connection import Connection
 from ravnest.transport.grpc_settings import (
     MAX_LINKS,
     NAME,
@@ -20,27 +22,29 @@ from ravnest.transport.grpc_settings import (
     options,
     reason_of,
 )
-from ravnest.transport.handshake import HELLO_SECONDS, answer, hello_frame
+from ravnest.transport.handshake import Greeting, answer, hello_frame
 from ravnest.transport.link import FrameLink, largest_batch
 from ravnest.transport.tls import Credentials
 from ravnest.types import Address
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import Hello, HelloRefused
 
+_Opened = tuple[FrameLink, Connection, Hello]
+
 
 class GrpcListener:
-    """gRPC server that accepts links."""
+    """gRPC server that accepts connections, of new links and of open ones."""
 
     def __init__(
         self,
         admit: Admit,
-        handler: LinkHandler,
-        on_link: Callable[[FrameLink], None],
+        find: Callable[[str], FrameLink | None],
+        open_link: Callable[[Greeting], FrameLink],
         limits: Limits,
     ) -> None:
         self._admit = admit
-        self._handler = handler
-        self._on_link = on_link
+        self._find = find
+        self._open_link = open_link
         self._limits = limits
         self._server: grpc.Server | None = None
 
@@ -65,52 +69,52 @@ class GrpcListener:
     def stop(self) -> None:
         """Stop listening and end open streams."""
         if self._server is not None:
-            self._server.stop(None).wait(HELLO_SECONDS)
+            self._server.stop(None).wait(LINK_HELLO)
 
     def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yield the stream's frames for the peer; gRPC runs this in the writer thread."""
-        opened: SimpleQueue[tuple[FrameLink, Hello] | HelloRefused | None] = SimpleQueue()
+        opened: SimpleQueue[_Opened | HelloRefused | None] = SimpleQueue()
         threading.Thread(
             target=self._read, args=(requests, context, opened), name="ravnest link reader", daemon=True
         ).start()
         try:
-            result = opened.get(timeout=HELLO_SECONDS)
+            result = opened.get(timeout=LINK_HELLO)
         except Empty:
-            result = HelloRefused(f"no Hello arrived within {HELLO_SECONDS:g} s")
+            result = HelloRefused(f"no Hello arrived within {LINK_HELLO:g} s")
         if isinstance(result, HelloRefused):
             yield hello_frame(result)
         elif result is not None:
-            link, ours = result
+            link, connection, ours = result
             yield hello_frame(ours)
-            yield from link.batches()
+            yield from link.batches(connection)
 
     def _read(
         self,
         requests: Iterator[bytes],
         context: grpc.ServicerContext,
-        opened: SimpleQueue[tuple[FrameLink, Hello] | HelloRefused | None],
+        opened: SimpleQueue[_Opened | HelloRefused | None],
     ) -> None:
         link = None
+        connection = Connection(context.cancel)
         detail = "the connection ended without a reason"
         try:
             for frame in requests:
                 if link is not None:
-                    link.received(frame)
+                    link.received(connection, frame)
                     continue
-                reply = answer(frame, self._admit, _common_name(context))
+                reply = answer(frame, self._admit, self._find, _common_name(context))
                 if isinstance(reply, HelloRefused):
                     opened.put(reply)
                     return
-                theirs, ours = reply
-                link = FrameLink(ours, theirs, self._handler, context.cancel, self._limits)
-                link.introduce(self._on_link)
-                opened.put((link, ours))
+                link = reply.link or self._open_link(reply)
+                link.attach(connection)
+                opened.put((link, connection, reply.ours))
         except grpc.RpcError as error:
             detail = reason_of(error)
         finally:
             opened.put(None)
             if link is not None:
-                link.ended(detail)
+                link.disconnected(connection, detail)
 
 
 def _common_name(context: grpc.ServicerContext) -> str | None:

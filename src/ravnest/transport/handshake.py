@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ravnest.errors import RefusedError, WireError
 from ravnest.transport.base import Admit
+from ravnest.transport.link import FrameLink
 from ravnest.types import Address
 from ravnest.wire.frames import Assembler, encode
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, Message
 
-HELLO_SECONDS = 5.0
-"""Time for a Hello or its answer to arrive after the connection is established."""
 _HELLO_LIMITS = Limits(max_message_bytes=0, max_values=0, max_opening_bytes=64 << 10)
 """Limits for peers that have not been admitted yet."""
+
+_LONGEST_SESSION = 64
 
 _log = logging.getLogger(__name__)
 
@@ -25,10 +29,26 @@ def hello_frame(hello: Hello | HelloRefused) -> bytes:
     return frame
 
 
-def answer(frame: bytes, admit: Admit, certified: str | None) -> tuple[Hello, Hello] | HelloRefused:
+@dataclass(frozen=True)
+class Greeting:
+    """Accepted Hello and the answer to it."""
+
+    theirs: Hello
+    ours: Hello
+    link: FrameLink | None = None
+    """Link that the peer continues; None for a new one."""
+
+
+def answer(
+    frame: bytes,
+    admit: Admit,
+    find: Callable[[str], FrameLink | None],
+    certified: str | None,
+) -> Greeting | HelloRefused:
     """Return a peer's Hello and our answer to it, or a refusal.
 
-    ``certified`` is the name in the peer's certificate; None without TLS.
+    ``find`` returns an open link by its id. ``certified`` is the name in the peer's certificate; None
+    without TLS.
     """
     try:
         head = _head(frame)
@@ -45,12 +65,38 @@ def answer(frame: bytes, admit: Admit, certified: str | None) -> tuple[Hello, He
         return HelloRefused(
             f"you claim to be node_{head.node}, but your certificate belongs to {certified}"
         )
+    if len(head.session) > _LONGEST_SESSION:
+        return HelloRefused("your Hello is unreadable: its session is too long")
     try:
-        reply = admit(head)
+        link = find(head.session) if head.session else None
+        reply = _answer_known(link, head) if link is not None else _answer_new(admit(head), head)
+    except RefusedError as error:
+        return HelloRefused(str(error))
     except Exception as error:
         _log.exception("failed to answer node_%d", head.node)
         return HelloRefused(f"this node failed to answer: {error!r}")
-    return reply if isinstance(reply, HelloRefused) else (head, reply)
+    return reply
+
+
+def _answer_known(link: FrameLink, hello: Hello) -> Greeting | HelloRefused:
+    """Answer a peer that continues a link."""
+    if (hello.node, hello.plan) != (link.peer.node, link.peer.plan):
+        return HelloRefused(f"the link that you continue belongs to node_{link.peer.node}")
+    return Greeting(hello, link.local, link)
+
+
+def _answer_new(reply: Hello | HelloRefused, hello: Hello) -> Greeting | HelloRefused:
+    """Answer a peer that opens a link; one that continues a link must know it."""
+    if isinstance(reply, HelloRefused):
+        return reply
+    if hello.continues:
+        return HelloRefused("this process does not know the link that you continue: it was restarted")
+    return Greeting(hello, reply)
+
+
+def new_session() -> str:
+    """Return the id of a new link."""
+    return secrets.token_hex(8)
 
 
 def read_answer(frame: bytes, address: Address, expect: int | None) -> Hello:

@@ -1,35 +1,53 @@
-"""Link over any stream that carries frames in order; used by both transports.
+"""Link over streams that carry frames in order; used by both transports.
 
-The transport owns the stream. One of its threads sends the ``batches()``, another one passes received
-bytes to ``received()`` and calls ``ended()`` at the end of the stream.
+A link outlives its connections. Messages have numbers, in both directions, and are kept until the peer
+has acknowledged them. If the connection breaks, either side may dial; on the new connection each side
+tells the other what it has received, and the other continues from there. The side that opened the link
+chooses the connection that is used (``Resume``), so that both agree if both have dialled.
+
+The transport owns the streams. For each connection, one of its threads sends the ``batches()``, another
+one passes received bytes to ``received()`` and calls ``disconnected()`` at the end of the stream.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from enum import Enum
-from queue import SimpleQueue
 
+from ravnest.deadlines import LINK_CLOSE, LINK_HEARTBEAT
 from ravnest.errors import LinkClosedError, RavnestError, WireError
+from ravnest.transport.acknowledgements import Acknowledgements
 from ravnest.transport.base import Link, LinkDelay, LinkHandler
+from ravnest.transport.chunk_size import ChunkSize
+from ravnest.transport.connection import Connection
 from ravnest.transport.delay_meter import DelayMeter
+from ravnest.transport.failure_detector import FailureDetector
+from ravnest.transport.outbox import Outbox
 from ravnest.wire.codecs import CODECS, RAW, Codec
-from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
+from ravnest.wire.control import (
+    Ack,
+    Closing,
+    Control,
+    Echo,
+    Position,
+    Probe,
+    Resume,
+    Resumed,
+    decode_control,
+    encode_control,
+)
 from ravnest.wire.envelope import Buffer, Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, Assembler, encode_parts, largest_frame
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import LOSSY, AnyHead, Goodbye, Hello, Message, RingChunk
 
-CLOSE_SECONDS = 5.0
-"""Time for the peer to receive the last messages."""
+_FAREWELL_SECONDS = 1.0
+"""Time to send the last frame of a link that has failed."""
 _MAX_CONTROLS = 4096
-_FIRST_FLUSH = 1 << 32
-"""First token of a flush; tokens of the delay meter are smaller."""
+_FLUSH_TOKEN = 0
+"""Token of a probe that only asks for an acknowledgement; those of the delay meter are larger."""
 
 
 def largest_batch(limits: Limits) -> int:
@@ -54,12 +72,6 @@ def agreed_codec(local: Hello, peer: Hello) -> Codec:
     return RAW
 
 
-class _Mark(Enum):
-    WAKE = 0
-    """Control frames are waiting to be sent."""
-    END = 1
-
-
 class FrameLink:
     """Link that encodes messages as frames; implements ``base.Link``."""
 
@@ -68,92 +80,124 @@ class FrameLink:
         local: Hello,
         peer: Hello,
         handler: LinkHandler,
-        hang_up: Callable[[], None],
+        *,
+        session: str,
+        leads: bool,
+        on_down: Callable[[FrameLink, str], None],
+        on_end: Callable[[FrameLink], None],
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """``hang_up`` ends the stream at once in both directions; ``ended`` must follow."""
+        """``leads``: this side opened the link and chooses the connection that is used.
+
+        ``on_down`` is called with the reason when there is no connection any more, ``on_end`` when the
+        link is over.
+        """
         self.local = local
         self.peer = peer
+        self.session = session
+        self.leads = leads
         self.sent_bytes = 0
         self.received_bytes = 0
         self.clamped = 0
+        self.connections = 0
+        """Connections that were used so far."""
         self._codec = agreed_codec(local, peer)
         self._handler = handler
-        self._hang_up = hang_up
+        self._on_down = on_down
+        self._on_end = on_end
         self._largest = largest_frame(limits)
-        self._assembler = Assembler(limits)
         self._meter = DelayMeter()
-        self._queue: SimpleQueue[Message | Probe | _Mark] = SimpleQueue()
-        self._controls: deque[Control] = deque()
-        self._ack: tuple[int, float] | None = None
-        """Number of received messages to acknowledge, and the time of the last one."""
+        self._detector = FailureDetector()
+        self._chunks = ChunkSize()
+        self._inbound = threading.Lock()
+        """Held while received bytes are processed: two connections may overlap."""
+        self._assembler = Assembler(limits)
         self._lock = threading.Lock()
-        self._written = threading.Condition(self._lock)
-        self._unwritten = 0
-        """Messages that are queued or being written."""
+        self._changed = threading.Condition(self._lock)
+        self._outbox = Outbox()
+        self._open: set[Connection] = set()
+        """Connections that have not ended."""
+        self._current: Connection | None = None
+        self._epoch = 0
+        """Number of the current connection, counted by the side that leads."""
+        self._acks = Acknowledgements()
+        self._writing = False
+        """A message has been written in part."""
+        self._encoded = 0
+        """Messages that were encoded at least once."""
+        self._flush_target = 0
+        """Messages of which a ``flush`` awaits the acknowledgement."""
+        self._sent_at = 0.0
         self._closing = False
         self._ended = False
         self._goodbye = False
         self._peer_closed = False
         self._failure: str | None = None
         self._done = threading.Event()
-        self._flushes: dict[int, _Flush] = {}
-        self._tokens = itertools.count(_FIRST_FLUSH)
-        self._reader: int | None = None
-        self._control(Probe(self._meter.start(time.perf_counter())))
+        self._handling: set[int] = set()
+        """Threads that run the handler."""
 
     def __repr__(self) -> str:
         return f"<link of node_{self.local.node} to node_{self.peer.node}>"
 
     @property
     def alive(self) -> bool:
-        """True until the end of the stream."""
+        """True until the end of the link."""
         return not self._done.is_set()
+
+    @property
+    def connected(self) -> bool:
+        """True if there is a connection on which messages can be sent."""
+        current = self._current
+        return current is not None and current.resumed
 
     # Methods of base.Link
 
     def send(self, message: Message) -> None:
         """Queue a message."""
+        now = time.perf_counter()
         with self._lock:
             if self._closing or self._ended:
                 how = "closed" if self._closing else "lost"
                 raise LinkClosedError(f"the link to node_{self.peer.node} is {how}")
-            token = None if _unmetered(message) else self._meter.message_sent(time.perf_counter())
-            self._unwritten += 1
-            self._queue.put(message)
-        if token is not None:
-            self._control(Probe(token))
+            number = self._outbox.put(message)
+            current = self._current
+            if not _unmetered(message):
+                token = self._meter.message_sent(number, now)
+                if token is not None and current is not None:
+                    current.controls.append(Probe(token))
+        if current is not None:
+            current.wake.put(None)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the peer has received all queued messages."""
-        assert threading.get_ident() != self._reader, "flush() must not be called in a handler"
-        with self._lock:
-            if self._ended:
-                return False
-            token = next(self._tokens)
-            flush = self._flushes[token] = _Flush()
-            self._queue.put(Probe(token))
-        flush.event.wait(timeout)
-        with self._lock:
-            self._flushes.pop(token, None)
-        return flush.answered
+        assert threading.get_ident() not in self._handling, "flush() must not be called in a handler"
+        with self._changed:
+            target = self._outbox.queued
+            self._flush_target = max(self._flush_target, target)
+            if self._current is not None and not self._outbox.unsent:
+                self._control(self._current, Probe(_FLUSH_TOKEN))
+            self._changed.wait_for(lambda: self._ended or self._outbox.acknowledged >= target, timeout)
+            return not self._ended and self._outbox.acknowledged >= target
 
     def wait_written(self, timeout: float) -> bool:
         """Wait until all queued messages are written."""
-        with self._written:
-            return self._written.wait_for(lambda: self._ended or not self._unwritten, timeout)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._ended or not (self._outbox.unsent or self._writing), timeout
+            )
 
     def close(self) -> None:
         """Flush and close."""
         with self._lock:
             first, self._closing = not self._closing, True
-        if threading.get_ident() == self._reader:
+        if threading.get_ident() in self._handling:
             if first:  # this thread has to receive the answer that close() waits for
                 threading.Thread(target=self._close, name=f"close {self!r}", daemon=True).start()
         elif first:
             self._close()
         else:
-            self._done.wait(2 * CLOSE_SECONDS)
+            self._done.wait(2 * LINK_CLOSE)
 
     def delay(self) -> LinkDelay:
         """Return the measured delays."""
@@ -169,192 +213,369 @@ class FrameLink:
             logger.exception("node_%d failed to accept %r", self.local.node, self)
             self.fail(f"node_{self.local.node} failed to accept the link: {error!r}")
 
-    def batches(self) -> Iterator[bytes]:
-        """Yield the bytes to send: batches of whole frames, each of about one chunk.
+    def attach(self, connection: Connection) -> None:
+        """Add a connection to the peer, after the Hellos; the side that leads uses it from now on."""
+        with self._inbound, self._lock:
+            self._open.add(connection)
+            if self._ended:
+                connection.hang_up()
+            elif self.leads:
+                self._epoch += 1
+                self._use(connection)
+                self._control(connection, Resume(self._epoch, self._position()))
 
-        Blocks while the queue is empty and ends when the link closes. Frames that are already queued
-        are sent in one batch, since each network message costs several thread switches; no frame waits
-        for others.
+    def batches(self, connection: Connection) -> Iterator[bytes]:
+        """Yield the bytes to send on a connection: batches of whole frames.
+
+        Blocks while there is nothing to send, and ends with the connection. Frames that are already
+        queued are sent in one batch, since each network message costs several thread switches; no frame
+        waits for others.
         """
+        while True:
+            batch = self.next_batch(connection)
+            if batch is not None:
+                begin = time.perf_counter()
+                yield batch
+                self._chunks.sent(len(batch), time.perf_counter() - begin)
+                del batch  # an idle link keeps nothing of what it has sent
+            elif self._writes_end(connection):
+                yield b"".join(encode_control(Closing()))
+                return
+            elif self._stale(connection):
+                return
+            else:
+                connection.await_wake()
+
+    def next_batch(self, connection: Connection) -> bytes | None:
+        """Return the next bytes to send on a connection, of about one chunk; None if there are none."""
         batch: list[Buffer] = []
         size = 0
-        for parts in self._frames():
+        while size < self._chunks.bytes:
+            parts = self._next_frame(connection)
+            if parts is None:
+                break
             batch += parts
             size += sum(map(len, parts))
-            if batch and (size >= CHUNK_BYTES or not parts):
-                joined = b"".join(batch)
-                batch.clear()
-                size = 0
-                self.sent_bytes += len(joined)
-                yield joined
-                del joined
-        if batch:
-            joined = b"".join(batch)
-            self.sent_bytes += len(joined)
-            yield joined
+        ack = self._due_ack(connection, alone=not batch)
+        if ack is not None:
+            batch = [*encode_control(ack), *batch]
+        if not batch:
+            return None
+        joined = b"".join(batch)
+        self.sent_bytes += len(joined)
+        self._sent_at = time.monotonic()
+        return joined
 
-    def received(self, data: bytes) -> None:
+    def received(self, connection: Connection, data: bytes) -> None:
         """Process a received batch."""
-        self._reader = threading.get_ident()
-        self.received_bytes += len(data)
-        try:
-            for part in split(data):
-                frame = unseal(part, self._largest)
-                if frame.kind is Kind.CONTROL:
-                    self._answer(decode_control(frame))
-                elif self._failure:
-                    return
-                elif (message := self._assembler.take(frame)) is not None:
-                    self._deliver(message)
-        except WireError as error:
-            self.fail(f"node_{self.peer.node} sent an invalid frame: {error}")
-
-    def ended(self, detail: str) -> None:
-        """Process the end of the stream; the handler is notified unless the end was intended.
-
-        ``detail`` is the network's reason, used if the peer has not closed the link itself.
-        """
-        with self._lock:
-            if self._ended:
+        with self._inbound:
+            if self._stale(connection):
                 return
-            self._ended = True
-            self._written.notify_all()
-            lost = not self._closing and not self._goodbye
-            for flush in self._flushes.values():
-                flush.event.set()
-        self._reader = threading.get_ident()
-        self._queue.put(_Mark.END)
-        try:
-            if lost:
-                self._handler.on_lost(self, self._failure or self._reason(detail))
-        except Exception:
-            logger.exception("the handler of %r failed to process the loss", self)
-        finally:
-            self._reader = None  # thread identifiers are reused
-            self._done.set()
+            self._detector.arrived(time.monotonic())
+            self.received_bytes += len(data)
+            try:
+                for part in split(data):
+                    frame = unseal(part, self._largest)
+                    if frame.kind is Kind.CONTROL:
+                        self._answer(connection, decode_control(frame))
+                    elif not connection.resumed:
+                        raise WireError("a message arrived before the connection was chosen")
+                    elif (message := self._assembler.take(frame)) is not None:
+                        self._deliver(message)
+                    if self._stale(connection):
+                        return
+            except WireError as error:
+                self.fail(f"node_{self.peer.node} sent an invalid frame: {error}")
+                return
+            with self._lock:
+                wake = self._acks.bytes_arrived(len(data))
+        if wake:
+            connection.wake.put(None)
 
-    def _reason(self, detail: str) -> str:
-        name = f"node_{self.peer.node}"
-        return f"{name} closed the link" if self._peer_closed else f"lost {name}: {detail}"
+    def disconnected(self, connection: Connection, detail: str) -> None:
+        """Process the end of a connection; ``detail`` is the network's reason."""
+        with self._lock:
+            self._open.discard(connection)
+            replaced = connection.over and connection is not self._current
+            connection.over = True
+            connection.wake.put(None)
+            if self._ended or replaced:
+                return
+            if connection is self._current:
+                self._current = None
+                self._chunks.disconnected()
+            if self._current is not None:
+                return
+            final = self._closing or self._goodbye or self._peer_closed
+            self._changed.notify_all()
+        if final:
+            self._finish(self._reason(detail))
+        else:
+            self._on_down(self, detail)
+
+    def tick(self, now: float) -> None:
+        """Send a heartbeat if one is due, and give up a connection that seems dead."""
+        with self._lock:
+            current = self._current
+            if current is None:
+                return
+            if self._inbound.locked():  # the handler is busy, so that nothing can arrive
+                self._detector.restarted()
+            dead = self._detector.suspects(now)
+            if not dead and current.resumed and now - self._sent_at >= LINK_HEARTBEAT:
+                self._control(current, Probe(self._meter.probe(time.perf_counter())))
+        if dead:
+            current.hang_up()
+            self.disconnected(current, "nothing arrives any more")
+
+    def await_connection(self, timeout: float) -> bool:
+        """Wait until there is a connection or the link is over; return False on a timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended or self.connected, timeout)
+
+    def abandon(self, detail: str) -> None:
+        """End the link: there will be no other connection."""
+        self._finish(self._reason(detail))
 
     def fail(self, reason: str) -> None:
         """End the link with an error on this side."""
         with self._lock:
             self._failure = self._failure or reason
-        self._hang_up()
+        self._finish(reason)
 
-    def _frames(self) -> Iterator[list[Buffer]]:
-        """Yield frames as parts; an empty list before the queue blocks."""
-        while True:
-            if self._queue.empty():
-                yield []
-            item = self._queue.get()
+    def _reason(self, detail: str) -> str:
+        name = f"node_{self.peer.node}"
+        return f"{name} closed the link" if self._peer_closed else f"lost {name}: {detail}"
+
+    def _finish(self, reason: str) -> None:
+        """End the link; the handler is notified unless the end was intended."""
+        with self._lock:
             if self._ended:
                 return
-            yield from self._control_frames()
-            if item is _Mark.END:
-                yield encode_control(Closing())
-                return
-            if isinstance(item, Probe):
-                yield encode_control(item)
-            elif isinstance(item, Message):
-                frames = self._encode(item)
-                del item  # otherwise an idle link would keep the last message's tensors alive
-                try:
-                    for parts in frames:
-                        yield parts
-                        yield from self._control_frames()
-                except WireError as error:
-                    self.fail(f"a message to node_{self.peer.node} cannot be sent: {error}")
-                    return
-                del frames, parts
-                with self._written:
-                    self._unwritten -= 1
-                    self._written.notify_all()
+            self._ended = True
+            lost = not self._closing and not self._goodbye
+            self._current = None
+            connections = list(self._open)
+            self._outbox.clear()
+            self._changed.notify_all()
+        for connection in connections:
+            self._leave(connection)
+        self._on_end(self)
+        try:
+            if lost:
+                self._call_handler(lambda: self._handler.on_lost(self, self._failure or reason))
+        except Exception:
+            logger.exception("the handler of %r failed to process the loss", self)
+        finally:
+            self._done.set()
 
-    def _encode(self, message: Message) -> Iterator[list[Buffer]]:
+    def _leave(self, connection: Connection) -> None:
+        """End a connection of a link that is over; after a failure, tell the peer not to dial again."""
+        connection.over = True
+        if self._failure and connection.resumed:
+            connection.last = True
+            timer = threading.Timer(_FAREWELL_SECONDS, connection.hang_up)
+            timer.daemon = True
+            timer.start()
+        else:
+            connection.hang_up()
+        connection.wake.put(None)
+
+    # Connections
+
+    def _use(self, connection: Connection) -> None:
+        """Make a connection the current one; the caller has both locks."""
+        old, self._current = self._current, connection
+        if old is not None and old is not connection:
+            old.over = True
+            old.hang_up()
+            old.wake.put(None)
+        self.connections += 1
+        self._detector.restarted()
+        self._meter.reconnected()
+
+    def _stale(self, connection: Connection) -> bool:
+        """Return whether the connection, or the link, is over."""
+        return connection.over or self._ended
+
+    def _position(self) -> Position:
+        """Return what has arrived; the caller has the lock of received bytes."""
+        return Position(self._assembler.messages, *self._assembler.partial)
+
+    def _continue(self, connection: Connection, position: Position) -> None:
+        """Send messages on a connection from the peer's position on; the caller has the lock."""
+        self._outbox.resume(position)
+        self._writing = False
+        self._acks.resumed()
+        connection.resumed = True
+        self._control(connection, Probe(self._meter.probe(time.perf_counter())))
+        self._changed.notify_all()
+
+    def _resume(self, connection: Connection, head: Resume) -> None:
+        with self._lock:
+            if self.leads:
+                raise WireError("the other side chooses connections")
+            if head.epoch <= self._epoch:
+                connection.over = True
+                connection.hang_up()
+                return
+            self._epoch = head.epoch
+            self._use(connection)
+            self._control(connection, Resumed(head.epoch, self._position()))
+            self._continue(connection, head.position)
+
+    def _resumed(self, connection: Connection, head: Resumed) -> None:
+        with self._lock:
+            if not self.leads or connection.resumed:
+                raise WireError("the answer to a choice of a connection arrived without a choice")
+            if connection is self._current and head.epoch == self._epoch:
+                self._continue(connection, head.position)
+
+    # Sending
+
+    def _control(self, connection: Connection, control: Control) -> None:
+        """Queue a control frame; the caller has the lock."""
+        if len(connection.controls) >= _MAX_CONTROLS:
+            raise WireError("the peer sends more probes than can be answered")
+        connection.controls.append(control)
+        connection.wake.put(None)
+
+    def _next_frame(self, connection: Connection) -> list[Buffer] | None:
+        """Return a control frame, or else the next frame of a message."""
+        while True:
+            with self._lock:
+                if self._stale(connection):
+                    return None
+                if connection.controls:
+                    control = connection.controls.popleft()
+                    if isinstance(control, Probe) and control.token != _FLUSH_TOKEN:
+                        self._meter.probe_left(control.token, time.perf_counter())
+                    return encode_control(control)
+                if connection is not self._current or not connection.resumed:
+                    return None
+                taken = self._outbox.take() if connection.frames is None else None
+                if taken is None and connection.frames is None:
+                    return None
+                self._writing = True
+            if taken is not None:
+                connection.frames = self._encode(*taken)
+                del taken  # otherwise the message would be kept alive after its acknowledgement
+            assert connection.frames is not None
+            try:
+                parts = next(connection.frames, None)
+            except WireError as error:
+                self.fail(f"a message to node_{self.peer.node} cannot be sent: {error}")
+                return None
+            if parts is not None:
+                return parts
+            connection.frames = None
+            self._after_message(connection)
+
+    def _after_message(self, connection: Connection) -> None:
+        """Ask for an acknowledgement if a ``flush`` waits for the last message."""
+        with self._lock:
+            self._writing = False
+            self._changed.notify_all()
+            waiting = self._flush_target > self._outbox.acknowledged
+            if waiting and not self._outbox.unsent:
+                self._control(connection, Probe(_FLUSH_TOKEN))
+
+    def _encode(self, message: Message, place: Position) -> Iterator[list[Buffer]]:
         codec = self._codec if isinstance(message.head, LOSSY) else RAW
-        return encode_parts(message, codec, clamped=self._count_clamped)
+        again = place.messages < self._encoded
+        self._encoded = max(self._encoded, place.messages + 1)
+        count = None if again else self._count_clamped
+        return encode_parts(message, codec, lambda: self._chunks.bytes, clamped=count, place=place)
 
     def _count_clamped(self, values: int) -> None:
         self.clamped += values
 
+    def _due_ack(self, connection: Connection, *, alone: bool) -> Ack | None:
+        """Return an acknowledgement if one is due; ``alone``: nothing else is sent now."""
+        with self._lock:
+            if not connection.resumed or connection is not self._current:
+                return None
+            return self._acks.due(time.perf_counter(), alone=alone)
+
+    def _writes_end(self, connection: Connection) -> bool:
+        """Return whether the peer is to be told now that the link is over."""
+        with self._lock:
+            done = self._closing and self._outbox.acknowledged == self._outbox.queued
+            current = connection is self._current and connection.resumed
+            return connection.last or (done and current)
+
     def _close(self) -> None:
-        if self.flush(CLOSE_SECONDS):
-            self._queue.put(_Mark.END)
-            self._done.wait(CLOSE_SECONDS)
-        if not self._done.is_set():
-            self._hang_up()
-            self._done.wait(CLOSE_SECONDS)
+        if self.flush(LINK_CLOSE):
+            if self._open:  # a connection may be about to be chosen
+                self.await_connection(LINK_CLOSE)
+            with self._lock:
+                current = self._current
+            if current is not None:
+                current.wake.put(None)
+                self._done.wait(LINK_CLOSE)
+        self._finish("this node has closed the link")
+
+    # Receiving
 
     def _deliver(self, message: Message) -> None:
         if isinstance(message.head, Goodbye):
             self._goodbye = True
-        metered = not _unmetered(message)
-        if metered:
-            now = time.perf_counter()
-            count = self._meter.message_arrived(now)
-            if count is not None:
-                self._ack = count, now
+        now = time.perf_counter()
         try:
-            self._handler.on_message(self, message)
+            self._call_handler(lambda: self._handler.on_message(self, message))
         except Exception as error:
             logger.exception("the handler of %r failed", self)
             self.fail(f"node_{self.local.node} failed to handle a message: {error!r}")
+        with self._lock:
+            self._acks.message_arrived(now)
 
-    def _answer(self, control: Control) -> None:
+    def _call_handler(self, call: Callable[[], None]) -> None:
+        thread = threading.get_ident()
+        self._handling.add(thread)
+        try:
+            call()
+        finally:
+            self._handling.discard(thread)
+
+    def _answer(self, connection: Connection, control: Control) -> None:
         match control:
             case Probe(token):
-                self._control(Echo(token))
+                self._answer_probe(connection, token)
             case Closing():
                 self._peer_closed = True
             case Ack(count, held):
-                self._meter.ack_arrived(count, time.perf_counter() - max(0.0, held))
-            case Echo(token) if token >= _FIRST_FLUSH:
-                with self._lock:
-                    flush = self._flushes.get(token)
-                if flush is not None:
-                    flush.answered = True
-                    flush.event.set()
+                self._acknowledged(count, time.perf_counter() - max(0.0, held))
             case Echo(token):
                 following = self._meter.echo_arrived(token, time.perf_counter())
                 if following is not None:
-                    self._control(Probe(following))
+                    with self._lock:
+                        self._control(connection, Probe(following))
+            case Resume():
+                self._resume(connection, control)
+            case Resumed():
+                self._resumed(connection, control)
 
-    def _control(self, control: Control) -> None:
-        if len(self._controls) >= _MAX_CONTROLS:
-            raise WireError("the peer sends more probes than can be answered")
-        self._controls.append(control)
-        self._queue.put(_Mark.WAKE)
+    def _answer_probe(self, connection: Connection, token: int) -> None:
+        with self._lock:
+            ack = self._acks.requested(time.perf_counter())
+            if ack is not None:
+                self._control(connection, ack)
+            self._control(connection, Echo(token))
 
-    def _control_frames(self) -> Iterator[list[Buffer]]:
-        """Yield control frames, between frames of messages so that probes do not wait for tensors."""
-        ack, self._ack = self._ack, None
-        if ack is not None:  # sent only together with other frames
-            count, arrived = ack
-            yield encode_control(Ack(count, time.perf_counter() - arrived))
-        while self._controls:
-            control = self._controls.popleft()
-            if isinstance(control, Probe):
-                self._meter.probe_left(control.token, time.perf_counter())
-            yield encode_control(control)
+    def _acknowledged(self, count: int, now: float) -> None:
+        with self._lock:
+            if count > self._outbox.acknowledged:
+                self._outbox.acknowledge(count)
+                self._changed.notify_all()
+        self._meter.ack_arrived(count, now)
 
 
 def _unmetered(message: Message) -> bool:
     """Return whether a message is excluded from the delay measurement.
 
-    Ring chunks come in bursts in one direction, and their delay is not used. Acknowledging them would
-    cost a message in the other direction every few milliseconds.
+    Ring chunks come in bursts in one direction, and their delay is not used.
     """
     return isinstance(message.head, RingChunk)
-
-
-class _Flush:
-    """State of a ``flush`` that waits for an Echo."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.answered = False
 
 
 def try_send(link: Link, head: AnyHead) -> None:

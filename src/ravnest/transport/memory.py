@@ -8,10 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
+from msgspec import structs
+
+from ravnest.deadlines import LINK_OUTAGE
 from ravnest.errors import AddressInUseError, RefusedError, UnreachableError
 from ravnest.transport.base import Admit, Link, LinkHandler
-from ravnest.transport.handshake import answer, hello_frame, read_answer
+from ravnest.transport.connection import Connection
+from ravnest.transport.handshake import answer, hello_frame, new_session, read_answer
 from ravnest.transport.link import FrameLink
+from ravnest.transport.link_keeper import LinkKeeper, Unanswered
 from ravnest.types import Address
 from ravnest.wire.messages import Hello, HelloRefused
 
@@ -29,12 +34,17 @@ class _Server:
 class MemoryNetwork:
     """Listening addresses of the process and the connections between them."""
 
-    def __init__(self, delay: float = 0.0) -> None:
-        """``delay`` is the one-way delay of each frame; it does not limit the throughput."""
+    def __init__(self, delay: float = 0.0, outage: float = LINK_OUTAGE) -> None:
+        """``delay`` is the one-way delay of each frame; it does not limit the throughput.
+
+        ``outage`` is the time for which a link without a connection is kept, in seconds.
+        """
         self.delay = delay
+        self.outage = outage
         self._changed = threading.Condition()
         self._servers: dict[Address, _Server] = {}
-        self._connections: list[_Connection] = []
+        self._streams: list[_Stream] = []
+        self._parted: set[frozenset[int]] = set()
         self._next_port = 1
 
     def transport(self) -> MemoryTransport:
@@ -42,11 +52,27 @@ class MemoryNetwork:
         return MemoryTransport(self)
 
     def cut(self, a: int, b: int) -> None:
-        """Cut the links between two nodes; both sides notice at once."""
+        """Cut the connections between two nodes; both sides notice at once and may connect again."""
         with self._changed:
-            connections = [connection for connection in self._connections if connection.joins(a, b)]
-        for connection in connections:
-            connection.cut(f"the link between node_{a} and node_{b} was cut")
+            streams = [stream for stream in self._streams if stream.joins(a, b)]
+        for stream in streams:
+            stream.cut(f"the link between node_{a} and node_{b} was cut")
+
+    def part(self, a: int, b: int) -> None:
+        """Cut the connections between two nodes, and allow no others until ``heal``."""
+        with self._changed:
+            self._parted.add(frozenset((a, b)))
+        self.cut(a, b)
+
+    def heal(self, a: int, b: int) -> None:
+        """Allow connections between two nodes again."""
+        with self._changed:
+            self._parted.discard(frozenset((a, b)))
+
+    def parted(self, a: int, b: int) -> bool:
+        """Return whether two nodes cannot connect."""
+        with self._changed:
+            return frozenset((a, b)) in self._parted
 
     def register(self, address: Address, server: _Server) -> Address:
         """Register a listener and wake waiting dialers."""
@@ -62,11 +88,10 @@ class MemoryNetwork:
             self._changed.notify_all()
         return address
 
-    def forget(self, owner: MemoryTransport) -> list[_Connection]:
-        """Remove the listeners of ``owner`` and return its connections."""
+    def forget(self, owner: MemoryTransport) -> None:
+        """Remove the listeners of ``owner``."""
         with self._changed:
             self._servers = {a: s for a, s in self._servers.items() if s.owner is not owner}
-            return [connection for connection in self._connections if owner in connection.owners]
 
     def server_at(self, address: Address, timeout: float) -> _Server | None:
         """Return the listener at ``address``; wait up to ``timeout`` seconds for it."""
@@ -74,10 +99,10 @@ class MemoryNetwork:
             self._changed.wait_for(lambda: address in self._servers, timeout)
             return self._servers.get(address)
 
-    def keep(self, connection: _Connection) -> None:
-        """Register a connection until it ends."""
+    def keep(self, stream: _Stream) -> None:
+        """Register a stream until it ends."""
         with self._changed:
-            self._connections = [other for other in self._connections if not other.gone] + [connection]
+            self._streams = [other for other in self._streams if not other.gone] + [stream]
 
 
 class MemoryTransport:
@@ -85,6 +110,7 @@ class MemoryTransport:
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
+        self._links = LinkKeeper(self._redial, network.outage)
 
     def serve(
         self,
@@ -119,33 +145,74 @@ class MemoryTransport:
             if waiting is not None:
                 waiting(reason)
             server = self._network.server_at(address, min(left, _WAITING_SECONDS))
-        reply = answer(hello_frame(hello), server.admit, None)
-        if isinstance(reply, HelloRefused):
-            raise RefusedError(f"{address} refused: {reply.reason}")
-        theirs, ours = reply
-        peer = read_answer(hello_frame(ours), address, expect)
-        connection = _Connection(self._network.delay, (self, server.owner))
-        near = FrameLink(hello, peer, handler, lambda: connection.cut(None))
-        far = FrameLink(ours, theirs, server.handler, lambda: connection.cut(None))
-        self._network.keep(connection)
-        connection.start(near, far, server.on_link)
-        return near
+        session = new_session()
+
+        def open_link(peer: Hello) -> FrameLink:
+            return self._links.open(hello, peer, handler, session, address)
+
+        greeting = structs.replace(hello, session=session)
+        return self._connect(server, address, greeting, open_link, expect)
 
     def close(self) -> None:
         """Close all links and stop listening."""
-        for connection in self._network.forget(self):
-            connection.close(self)
+        self._network.forget(self)
+        self._links.close()
+
+    def accept(self, hello: Hello, server: _Server) -> tuple[FrameLink, Hello]:
+        """Return the link of a node that dials, and the answer to its Hello; called by the dialer."""
+        reply = answer(hello_frame(hello), server.admit, self._links.find, None)
+        if isinstance(reply, HelloRefused):
+            raise RefusedError(f"refused: {reply.reason}")
+        if reply.link is not None:
+            return reply.link, reply.ours
+        theirs = reply.theirs
+        link = self._links.open(reply.ours, theirs, server.handler, theirs.session, None)
+        link.introduce(server.on_link)
+        return link, reply.ours
+
+    def _connect(
+        self,
+        server: _Server,
+        address: Address,
+        hello: Hello,
+        open_link: Callable[[Hello], FrameLink],
+        expect: int | None,
+    ) -> FrameLink:
+        try:
+            far, ours = server.owner.accept(hello, server)
+        except RefusedError as error:
+            raise RefusedError(f"{address} {error}") from error
+        near = open_link(read_answer(hello_frame(ours), address, expect))
+        stream = _Stream(self._network.delay, near, far)
+        self._network.keep(stream)
+        stream.start()
+        return near
+
+    def _redial(
+        self,
+        link: FrameLink,
+        address: Address,
+        seconds: float,  # noqa: ARG002 - memory answers at once
+    ) -> Unanswered | None:
+        if self._network.parted(link.local.node, link.peer.node):
+            return Unanswered("no route to the peer")
+        server = self._network.server_at(address, 0)
+        if server is None:
+            return Unanswered(f"nothing listens at {address}", nothing_listens=True)
+        hello = structs.replace(link.local, session=link.session, continues=True)
+        self._connect(server, address, hello, lambda _: link, link.peer.node)
+        return None
 
 
-class _Connection:
+class _Stream:
     """Connection between two links, in both directions."""
 
-    def __init__(self, delay: float, owners: tuple[MemoryTransport, MemoryTransport]) -> None:
-        self.owners = owners
+    def __init__(self, delay: float, near: FrameLink, far: FrameLink) -> None:
         self._delay = delay
         self._cut = threading.Event()
         self._reason: str | None = None
-        self._links: tuple[FrameLink, ...] = ()
+        self._links = (near, far)
+        self._ends = (Connection(lambda: self.cut(None)), Connection(lambda: self.cut(None)))
         self._pipes: tuple[SimpleQueue[tuple[float, bytes | None]], ...] = (SimpleQueue(), SimpleQueue())
 
     @property
@@ -155,19 +222,19 @@ class _Connection:
     def joins(self, a: int, b: int) -> bool:
         return any({link.local.node, link.peer.node} == {a, b} for link in self._links)
 
-    def start(self, near: FrameLink, far: FrameLink, on_link: Callable[[Link], None]) -> None:
-        self._links = (near, far)
-        far.introduce(on_link)
-        for source, target, pipe in ((near, far, self._pipes[0]), (far, near, self._pipes[1])):
-            for work in (self._write, self._read):
-                link = source if work == self._write else target
+    def start(self) -> None:
+        for link, end in zip(self._links, self._ends, strict=True):
+            link.attach(end)
+        for side in (0, 1):
+            link, end, outgoing, incoming = (
+                self._links[side],
+                self._ends[side],
+                self._pipes[side],
+                self._pipes[1 - side],
+            )
+            for work, pipe in ((self._write, outgoing), (self._read, incoming)):
                 name = f"{work.__name__} {link!r}"
-                threading.Thread(target=work, args=(link, pipe), name=name, daemon=True).start()
-
-    def close(self, owner: MemoryTransport) -> None:
-        for link, whose in zip(self._links, self.owners, strict=True):
-            if whose is owner:
-                link.close()
+                threading.Thread(target=work, args=(link, end, pipe), name=name, daemon=True).start()
 
     def cut(self, reason: str | None) -> None:
         self._reason = self._reason or reason
@@ -175,19 +242,23 @@ class _Connection:
         for pipe in self._pipes:
             pipe.put((0.0, None))
 
-    def _write(self, link: FrameLink, pipe: SimpleQueue[tuple[float, bytes | None]]) -> None:
-        for frame in link.batches():
+    def _write(
+        self, link: FrameLink, end: Connection, pipe: SimpleQueue[tuple[float, bytes | None]]
+    ) -> None:
+        for frame in link.batches(end):
             pipe.put((time.monotonic() + self._delay, frame))
         pipe.put((time.monotonic() + self._delay, None))
 
-    def _read(self, link: FrameLink, pipe: SimpleQueue[tuple[float, bytes | None]]) -> None:
+    def _read(
+        self, link: FrameLink, end: Connection, pipe: SimpleQueue[tuple[float, bytes | None]]
+    ) -> None:
         """Deliver frames to a link; each end has its own thread, so a stalled node delays no other."""
         while True:
             due, frame = pipe.get()
             if frame is None or self._cut.wait(max(due - time.monotonic(), 0)):
                 break
-            link.received(frame)
+            link.received(end, frame)
             if self._cut.is_set():
                 break
         self.cut(None)
-        link.ended(self._reason or "the other end has closed")
+        link.disconnected(end, self._reason or "the other end has closed")

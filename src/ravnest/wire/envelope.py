@@ -4,7 +4,7 @@
             4  format version      u8
             5  kind                u8
             6  zero                u16
-            8  number              u32   position of a chunk in its message, else 0
+            8  number              u32   of an opening, its message on the link; of a chunk, its position
            12  length              u32   bytes after these 24
            16  checksum            u64   xxh3 of bytes 0 to 15 and of everything after 24
 

@@ -11,6 +11,7 @@ import torch
 from ravnest.errors import WireError
 from ravnest.wire import envelope
 from ravnest.wire.codecs import RAW, Codec, Encoded, codec_named
+from ravnest.wire.control import START, Position
 from ravnest.wire.envelope import Buffer, Frame, Kind, seal, unseal
 from ravnest.wire.header import Limits, NumberEntry, Opening, TensorEntry, layouts, pack, unpack
 from ravnest.wire.layout import NAMES, TensorLayout, dense, plain_strides
@@ -41,22 +42,35 @@ def encode(
     chunk: int = CHUNK_BYTES,
     limits: Limits = DEFAULT_LIMITS,
     clamped: Callable[[int], None] | None = None,
+    number: int = 0,
 ) -> Iterator[bytes]:
     """Yield the frames of a message; ``WireError`` if a value cannot be sent.
 
     ``clamped`` is called with the number of values of a tensor outside the range of the codec.
+    ``number`` counts the messages before it on the link.
     """
-    return (b"".join(parts) for parts in encode_parts(message, codec, chunk, limits, clamped))
+    place = Position(number)
+    parts = encode_parts(message, codec, lambda: chunk, limits, clamped, place)
+    return (b"".join(each) for each in parts)
+
+
+_NUMBERS = 1 << 32
+"""Numbers of messages in frames are counted modulo this."""
 
 
 def encode_parts(
     message: Message,
     codec: Codec = RAW,
-    chunk: int = CHUNK_BYTES,
+    chunk: Callable[[], int] = lambda: CHUNK_BYTES,
     limits: Limits = DEFAULT_LIMITS,
     clamped: Callable[[int], None] | None = None,
+    place: Position = START,
 ) -> Iterator[list[Buffer]]:
-    """Yield frames like ``encode``, but as parts that share the memory of the tensors."""
+    """Yield frames like ``encode``, but as parts that share the memory of the tensors.
+
+    ``chunk`` returns the size of the next chunk. ``place`` counts the messages before it on the link and
+    what the receiver already has of this one, which is left out.
+    """
     entries: list[TensorEntry | NumberEntry] = []
     payloads: list[memoryview] = []
     offset = 0
@@ -75,9 +89,14 @@ def encode_parts(
     opening = Opening(message.head, tuple(entries), offset, inline)
     layouts(opening, limits)  # do not send what a receiver would reject
     packed = pack(opening, limits)
-    yield seal(Kind.OPENING, 0, (_LENGTH.pack(len(packed)), packed, *(payloads if inline else ())))
+    if place.frames and (inline or place.payload >= offset):
+        raise WireError("the peer has a part of a message that this message does not have")
+    if not place.frames:
+        body = (_LENGTH.pack(len(packed)), packed, *(payloads if inline else ()))
+        yield seal(Kind.OPENING, place.messages % _NUMBERS, body)
     if not inline:
-        for number, parts in enumerate(_pieces(payloads, chunk)):
+        chunks = _pieces(payloads, chunk, place.payload)
+        for number, parts in enumerate(chunks, max(place.frames - 1, 0)):
             yield seal(Kind.CHUNK, number, parts)
 
 
@@ -92,12 +111,15 @@ def _tensor(name: str, tensor: torch.Tensor, codec: Codec, offset: int) -> tuple
     return entry, encoded
 
 
-def _pieces(payloads: list[memoryview], chunk: int) -> Iterator[list[memoryview]]:
-    """Yield the payloads as one stream, cut every ``chunk`` bytes."""
+def _pieces(
+    payloads: list[memoryview], chunk: Callable[[], int], skip: int
+) -> Iterator[list[memoryview]]:
+    """Yield the payloads as one stream without its first ``skip`` bytes, cut into chunks."""
     parts: list[memoryview] = []
-    room = chunk
+    room = chunk()
     for payload in payloads:
-        start = 0
+        start = min(skip, len(payload))
+        skip -= start
         while start < len(payload):
             part = payload[start : start + room]
             parts.append(part)
@@ -105,7 +127,7 @@ def _pieces(payloads: list[memoryview], chunk: int) -> Iterator[list[memoryview]
             room -= len(part)
             if not room:
                 yield parts
-                parts, room = [], chunk
+                parts, room = [], chunk()
     if parts:
         yield parts
 
@@ -122,6 +144,14 @@ class Assembler:
         self._limits = limits
         self._largest = largest_frame(limits)
         self._pending: _Pending | None = None
+        self.messages = 0
+        """Number of complete messages."""
+
+    @property
+    def partial(self) -> tuple[int, int]:
+        """Frames and bytes of the payload of an incomplete message."""
+        pending = self._pending
+        return (0, 0) if pending is None else (1 + pending.chunks, pending.filled)
 
     def feed(self, frame: Buffer) -> Message | None:
         """Add a frame; return the message if it is complete."""
@@ -140,6 +170,8 @@ class Assembler:
     def _open(self, frame: Frame) -> Message | None:
         if self._pending is not None:
             raise WireError("a message begins before the previous one is complete")
+        if frame.number != self.messages % _NUMBERS:
+            raise WireError(f"message {frame.number} arrived, expected message {self.messages}")
         body = frame.body
         if len(body) < _LENGTH.size:
             raise WireError("the first frame of a message is truncated")
@@ -173,6 +205,7 @@ class Assembler:
     def _finish(self, pending: _Pending) -> Message | None:
         complete = not pending.missing
         self._pending = None if complete else pending
+        self.messages += complete
         return pending.message() if complete else None
 
 
@@ -181,6 +214,7 @@ class _Pending:
 
     def __init__(self, opening: Opening, layouts: dict[str, TensorLayout]) -> None:
         self.missing = opening.nbytes
+        self.filled = 0
         self.chunks = 0
         self._opening = opening
         self._layouts = layouts
@@ -203,6 +237,7 @@ class _Pending:
             if self._filled == len(self._target):
                 self._target, self._filled = next(self._targets, None), 0
         self.missing -= len(source)
+        self.filled += len(source)
 
     def message(self) -> Message:
         """Return the complete message."""

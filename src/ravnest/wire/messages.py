@@ -40,6 +40,12 @@ class Hello(Head, frozen=True):
     codec: str = "raw"
     """Codec that this node prefers for activations, gradients and averages; used if the peer has the
     same, otherwise tensors are sent uncompressed."""
+    addresses: tuple[str, ...] = ()
+    """Addresses at which the peer can dial this node if the connection is lost."""
+    session: str = ""
+    """Id of the link, chosen by the side that opens it; the same for all its connections."""
+    continues: bool = False
+    """The link exists; this is another connection."""
 
 
 class HelloRefused(Head, frozen=True):

@@ -13,6 +13,7 @@ from rich.console import Console
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
+from ravnest.deadlines import LINK_CLOSE
 from ravnest.errors import SettingsError, StageInputError
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control.checkpoint import TrainedStages
@@ -52,7 +53,6 @@ from ravnest.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 5.0
 _OUTCOMES = 256
 DELAY_NOTE = (
     "gradients may be one update late: training needs up to about 1.4 times the samples for the same "
@@ -195,6 +195,7 @@ class RuntimeConfig:
             spec.stage,
             settings=agreed,
             codec=self.codec,
+            addresses=(spec.address,),
         )
 
 
@@ -324,7 +325,7 @@ class NodeRuntime:
         failed = self.status.failure is not None
         if self.controller is not None and reason is None and not failed:
             self.controller.finish()
-        self._worker.stop(_CLOSE_SECONDS)
+        self._worker.stop(LINK_CLOSE)
         node = self._config.spec.node
         last: AnyHead = Goodbye(node) if reason is None else Abort(node, reason)
         links = [link for link in (self._links.previous, self._links.next) if link is not None]

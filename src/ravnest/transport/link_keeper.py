@@ -1,0 +1,210 @@
+"""Open links of a transport: heartbeats, new connections for those that have lost theirs, the end."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from ravnest.deadlines import LINK_CLOSE, LINK_GONE, LINK_HEARTBEAT, LINK_HELLO, LINK_OUTAGE
+from ravnest.errors import RefusedError, TransportError
+from ravnest.transport.base import LinkHandler
+from ravnest.transport.link import FrameLink
+from ravnest.types import Address
+from ravnest.wire.frames import DEFAULT_LIMITS
+from ravnest.wire.header import Limits
+from ravnest.wire.messages import Hello
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_FOLLOWER_PAUSE = 1.0
+"""First pause of the side that did not open the link: normally the other one dials."""
+_REMEMBERED = 64
+"""Ended links whose ids are remembered, so that a peer that dials again learns about the end."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """Failed attempt to connect."""
+
+    reason: str
+    nothing_listens: bool = False
+    """The machine answered that nothing listens at the address: the peer's process is not there."""
+
+
+Redial = Callable[[FrameLink, Address, float], Unanswered | None]
+"""Function that dials a link's peer once, within a number of seconds; returns None after a success."""
+
+
+class LinkKeeper:
+    """Links of a transport by session; all methods may be called from any thread."""
+
+    def __init__(self, redial: Redial, outage: float = LINK_OUTAGE) -> None:
+        """``outage`` is the time for which a link without a connection is kept."""
+        self._redial = redial
+        self._outage = outage
+        self._lock = threading.Lock()
+        self._links: dict[str, FrameLink] = {}
+        self._addresses: dict[str, list[Address]] = {}
+        self._reconnecting: set[str] = set()
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._closed = threading.Event()
+        self._heartbeat: threading.Thread | None = None
+
+    def open(
+        self,
+        local: Hello,
+        peer: Hello,
+        handler: LinkHandler,
+        session: str,
+        dialled: Address | None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> FrameLink:
+        """Return a new link; ``dialled`` is the peer's address if this side opens it."""
+        link = FrameLink(
+            local,
+            structs.replace(peer, session=""),
+            handler,
+            session=session,
+            leads=dialled is not None,
+            on_down=self._down,
+            on_end=self._end,
+            limits=limits,
+        )
+        named = [Address.parse(each) for each in peer.addresses]
+        with self._lock:
+            self._links[link.session] = link
+            self._addresses[link.session] = named if dialled is None else [dialled]
+            if self._heartbeat is None and not self._closed.is_set():
+                self._heartbeat = threading.Thread(
+                    target=self._beat, name="ravnest heartbeat", daemon=True
+                )
+                self._heartbeat.start()
+        return link
+
+    def find(self, session: str) -> FrameLink | None:
+        """Return the link with this id; ``RefusedError`` if it has ended."""
+        with self._lock:
+            if session in self._ended:
+                raise RefusedError("this link has ended")
+            return self._links.get(session)
+
+    def _end(self, link: FrameLink) -> None:
+        """Forget a link that is over."""
+        with self._lock:
+            self._links.pop(link.session, None)
+            self._addresses.pop(link.session, None)
+            self._ended[link.session] = None
+            while len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def _down(self, link: FrameLink, detail: str) -> None:
+        """Connect a link again in the background."""
+        if self._outage <= 0 or self._closed.is_set():
+            link.abandon(detail)
+            return
+        with self._lock:
+            if link.session in self._reconnecting:
+                return
+            self._reconnecting.add(link.session)
+        threading.Thread(
+            target=self._reconnect, args=(link, detail), name=f"reconnect {link!r}", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Close all links in parallel."""
+        self._closed.set()
+        with self._lock:
+            links = list(self._links.values())
+        threads = [threading.Thread(target=link.close, daemon=True) for link in links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(4 * LINK_CLOSE)  # each link gives up earlier by itself
+
+    @property
+    def closed(self) -> threading.Event:
+        """Event that is set when the links are closed."""
+        return self._closed
+
+    def _beat(self) -> None:
+        while not self._closed.wait(LINK_HEARTBEAT / 2):
+            with self._lock:
+                links = list(self._links.values())
+            for link in links:
+                link.tick(time.monotonic())
+
+    def _reconnect(self, link: FrameLink, detail: str) -> None:
+        peer = link.peer.node
+        logger.warning(
+            "node_%d has lost the connection to node_%d (%s); it tries to connect again for %g s",
+            link.local.node,
+            peer,
+            detail,
+            self._outage,
+        )
+        begin = time.monotonic()
+        reason = self._redial_until(link, begin + self._outage)
+        with self._lock:
+            self._reconnecting.discard(link.session)
+        seconds = time.monotonic() - begin
+        if reason is not None:
+            link.abandon(f"{detail}; {reason}")
+        elif link.alive:
+            logger.warning(
+                "node_%d is connected to node_%d again after %.1f s", link.local.node, peer, seconds
+            )
+            if not link.connected:  # it was lost in the meantime
+                self._down(link, detail)
+
+    def _redial_until(self, link: FrameLink, deadline: float) -> str | None:
+        """Dial until there is a connection or the link is over; return the reason of a failure."""
+        pause = _FIRST_PAUSE if link.leads else _FOLLOWER_PAUSE
+        silent_since: float | None = None
+        last = ""
+        while not link.await_connection(pause * random.uniform(0.7, 1.3)):  # noqa: S311  # no secret
+            now = time.monotonic()
+            if now >= deadline:
+                return f"no connection for {self._outage:g} s" + (f" ({last})" if last else "")
+            try:
+                failure = self._dial(link, min(deadline - now, LINK_HELLO))
+            except RefusedError as error:
+                return str(error)
+            if failure is None:
+                silent_since = None
+                if link.await_connection(LINK_HELLO):
+                    return None
+            else:
+                last = failure.reason
+                if not failure.nothing_listens:
+                    silent_since = None
+                elif silent_since is None:
+                    silent_since = time.monotonic()
+                elif time.monotonic() - silent_since >= LINK_GONE:
+                    return last
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return None
+
+    def _dial(self, link: FrameLink, seconds: float) -> Unanswered | None:
+        """Try the peer's addresses once: where the link was opened, or those that the peer named."""
+        with self._lock:
+            addresses = self._addresses.get(link.session, [])
+        failure = Unanswered("the peer has to dial")
+        for address in addresses:
+            try:
+                answered = self._redial(link, address, seconds / len(addresses))
+            except RefusedError:
+                raise
+            except TransportError as error:
+                answered = Unanswered(str(error))
+            if answered is None:
+                return None
+            failure = answered
+        return failure
