@@ -169,7 +169,7 @@ def test_no_message_is_lost_or_repeated(part: int) -> None:
     worlds = [run(seed) for seed in range(100 * part, 100 * (part + 1))]
     assert sum(world.breaks for world in worlds) > 300
     assert sum(len(world.streams) for world in worlds) > 500
-    assert all(world.links[0]._outbox.acknowledged >= 1 for world in worlds)
+    assert all(world.links[0]._state.outbox.acknowledged >= 1 for world in worlds)
 
 
 @pytest.mark.full

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from ravnest.errors import RavnestError, UnreachableError
 from ravnest.store.node_spec import NeighbourSpec, NodeSpec
-from ravnest.transport.base import Link, LinkHandler, Transport
-from ravnest.transport.link import send_and_close
+from ravnest.transport.base import Link, LinkHandler, Transport, send_and_close
 from ravnest.types import Address
 from ravnest.wire.messages import AnyHead, Hello
 

@@ -56,8 +56,7 @@ from ravnest.averaging.relay import RelayToNodes, RoundOver
 from ravnest.deadlines import LINK_CLOSE
 from ravnest.errors import RavnestError
 from ravnest.store.node_spec import NodeSpec
-from ravnest.transport.base import Link, Transport
-from ravnest.transport.link import try_send
+from ravnest.transport.base import Link, Transport, try_send
 from ravnest.wire.messages import AnyHead, Decision, Goodbye, Hello, Message, RingChunk, RoundId
 
 logger = logging.getLogger(__name__)

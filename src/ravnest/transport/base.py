@@ -6,12 +6,16 @@ raise only the errors of ``ravnest.errors``, never those of the library below.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ravnest.errors import RavnestError
 from ravnest.types import Address
-from ravnest.wire.messages import Hello, HelloRefused, Message
+from ravnest.wire.messages import AnyHead, Hello, HelloRefused, Message
+
+logger = logging.getLogger(__name__)
 
 Admit = Callable[[Hello], Hello | HelloRefused]
 """Function that answers a peer's Hello; called in a transport thread."""
@@ -135,3 +139,18 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close all links and stop listening; may be called repeatedly."""
+
+
+def try_send(link: Link, head: AnyHead) -> None:
+    """Send a message; ignore a closed link, whose loss the link reports itself."""
+    try:
+        link.send(Message(head))
+    except RavnestError:
+        logger.debug("the link to node_%d is already closed", link.peer.node)
+
+
+def send_and_close(link: Link, last: AnyHead | None) -> None:
+    """Send a last message, if there is one, and close the link."""
+    if last is not None:
+        try_send(link, last)
+    link.close()

@@ -1,9 +1,7 @@
 """Link over streams that carry frames in order; used by both transports.
 
-A link outlives its connections. Messages have numbers, in both directions, and are kept until the peer
-has acknowledged them. If the connection breaks, either side may dial; on the new connection each side
-tells the other what it has received, and the other continues from there. The side that opened the link
-chooses the connection that is used (``Resume``), so that both agree if both have dialled.
+A link outlives its connections (``session.py``). Messages have numbers, in both directions, and are kept
+until the peer has acknowledged them; what a lost connection did not deliver is sent again on the next.
 
 The transport owns the streams. For each connection, one of its threads sends the ``batches()``, another
 one passes received bytes to ``received()`` and calls ``disconnected()`` at the end of the stream.
@@ -17,14 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from ravnest.deadlines import LINK_CLOSE, LINK_HEARTBEAT
-from ravnest.errors import LinkClosedError, RavnestError, WireError
-from ravnest.transport.acknowledgements import Acknowledgements
-from ravnest.transport.base import Link, LinkDelay, LinkHandler
-from ravnest.transport.chunk_size import ChunkSize
+from ravnest.errors import LinkClosedError, WireError
+from ravnest.transport.base import LinkDelay, LinkHandler
 from ravnest.transport.connection import Connection
-from ravnest.transport.delay_meter import DelayMeter
-from ravnest.transport.failure_detector import FailureDetector
-from ravnest.transport.outbox import Outbox
+from ravnest.transport.session import LinkSession
 from ravnest.wire.codecs import CODECS, RAW, Codec
 from ravnest.wire.control import (
     Ack,
@@ -39,13 +33,12 @@ from ravnest.wire.control import (
     encode_control,
 )
 from ravnest.wire.envelope import Buffer, Kind, split, unseal
-from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, Assembler, encode_parts, largest_frame
+from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, encode_parts, largest_frame
 from ravnest.wire.header import Limits
-from ravnest.wire.messages import LOSSY, AnyHead, Goodbye, Hello, Message, RingChunk
+from ravnest.wire.messages import LOSSY, Goodbye, Hello, Message, RingChunk
 
 _FAREWELL_SECONDS = 1.0
 """Time to send the last frame of a link that has failed."""
-_MAX_CONTROLS = 4096
 _FLUSH_TOKEN = 0
 """Token of a probe that only asks for an acknowledgement; those of the delay meter are larger."""
 
@@ -95,34 +88,19 @@ class FrameLink:
         self.local = local
         self.peer = peer
         self.session = session
-        self.leads = leads
         self.sent_bytes = 0
         self.received_bytes = 0
         self.clamped = 0
-        self.connections = 0
-        """Connections that were used so far."""
         self._codec = agreed_codec(local, peer)
         self._handler = handler
         self._on_down = on_down
         self._on_end = on_end
         self._largest = largest_frame(limits)
-        self._meter = DelayMeter()
-        self._detector = FailureDetector()
-        self._chunks = ChunkSize()
         self._inbound = threading.Lock()
         """Held while received bytes are processed: two connections may overlap."""
-        self._assembler = Assembler(limits)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._outbox = Outbox()
-        self._open: set[Connection] = set()
-        """Connections that have not ended."""
-        self._current: Connection | None = None
-        self._epoch = 0
-        """Number of the current connection, counted by the side that leads."""
-        self._acks = Acknowledgements()
-        self._writing = False
-        """A message has been written in part."""
+        self._state = LinkSession(leads=leads, limits=limits)
         self._encoded = 0
         """Messages that were encoded at least once."""
         self._flush_target = 0
@@ -146,10 +124,14 @@ class FrameLink:
         return not self._done.is_set()
 
     @property
+    def leads(self) -> bool:
+        """True if this side opened the link."""
+        return self._state.leads
+
+    @property
     def connected(self) -> bool:
         """True if there is a connection on which messages can be sent."""
-        current = self._current
-        return current is not None and current.resumed
+        return self._state.connected
 
     # Methods of base.Link
 
@@ -160,10 +142,10 @@ class FrameLink:
             if self._closing or self._ended:
                 how = "closed" if self._closing else "lost"
                 raise LinkClosedError(f"the link to node_{self.peer.node} is {how}")
-            number = self._outbox.put(message)
-            current = self._current
+            number = self._state.outbox.put(message)
+            current = self._state.current
             if not _unmetered(message):
-                token = self._meter.message_sent(number, now)
+                token = self._state.meter.message_sent(number, now)
                 if token is not None and current is not None:
                     current.controls.append(Probe(token))
         if current is not None:
@@ -173,18 +155,20 @@ class FrameLink:
         """Wait until the peer has received all queued messages."""
         assert threading.get_ident() not in self._handling, "flush() must not be called in a handler"
         with self._changed:
-            target = self._outbox.queued
+            target = self._state.outbox.queued
             self._flush_target = max(self._flush_target, target)
-            if self._current is not None and not self._outbox.unsent:
-                self._control(self._current, Probe(_FLUSH_TOKEN))
-            self._changed.wait_for(lambda: self._ended or self._outbox.acknowledged >= target, timeout)
-            return not self._ended and self._outbox.acknowledged >= target
+            if self._state.current is not None and not self._state.outbox.unsent:
+                self._state.control(self._state.current, Probe(_FLUSH_TOKEN))
+            self._changed.wait_for(
+                lambda: self._ended or self._state.outbox.acknowledged >= target, timeout
+            )
+            return not self._ended and self._state.outbox.acknowledged >= target
 
     def wait_written(self, timeout: float) -> bool:
         """Wait until all queued messages are written."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._ended or not (self._outbox.unsent or self._writing), timeout
+                lambda: self._ended or not (self._state.outbox.unsent or self._state.writing), timeout
             )
 
     def close(self) -> None:
@@ -201,7 +185,7 @@ class FrameLink:
 
     def delay(self) -> LinkDelay:
         """Return the measured delays."""
-        return self._meter.delay()
+        return self._state.meter.delay()
 
     # Called by the transport
 
@@ -216,13 +200,10 @@ class FrameLink:
     def attach(self, connection: Connection) -> None:
         """Add a connection to the peer, after the Hellos; the side that leads uses it from now on."""
         with self._inbound, self._lock:
-            self._open.add(connection)
             if self._ended:
                 connection.hang_up()
-            elif self.leads:
-                self._epoch += 1
-                self._use(connection)
-                self._control(connection, Resume(self._epoch, self._position()))
+            else:
+                self._state.attach(connection)
 
     def batches(self, connection: Connection) -> Iterator[bytes]:
         """Yield the bytes to send on a connection: batches of whole frames.
@@ -236,7 +217,7 @@ class FrameLink:
             if batch is not None:
                 begin = time.perf_counter()
                 yield batch
-                self._chunks.sent(len(batch), time.perf_counter() - begin)
+                self._state.chunks.sent(len(batch), time.perf_counter() - begin)
                 del batch  # an idle link keeps nothing of what it has sent
             elif self._writes_end(connection):
                 yield b"".join(encode_control(Closing()))
@@ -250,7 +231,7 @@ class FrameLink:
         """Return the next bytes to send on a connection, of about one chunk; None if there are none."""
         batch: list[Buffer] = []
         size = 0
-        while size < self._chunks.bytes:
+        while size < self._state.chunks.bytes:
             parts = self._next_frame(connection)
             if parts is None:
                 break
@@ -271,7 +252,7 @@ class FrameLink:
         with self._inbound:
             if self._stale(connection):
                 return
-            self._detector.arrived(time.monotonic())
+            self._state.detector.arrived(time.monotonic())
             self.received_bytes += len(data)
             try:
                 for part in split(data):
@@ -280,7 +261,7 @@ class FrameLink:
                         self._answer(connection, decode_control(frame))
                     elif not connection.resumed:
                         raise WireError("a message arrived before the connection was chosen")
-                    elif (message := self._assembler.take(frame)) is not None:
+                    elif (message := self._state.assembler.take(frame)) is not None:
                         self._deliver(message)
                     if self._stale(connection):
                         return
@@ -288,23 +269,15 @@ class FrameLink:
                 self.fail(f"node_{self.peer.node} sent an invalid frame: {error}")
                 return
             with self._lock:
-                wake = self._acks.bytes_arrived(len(data))
+                wake = self._state.acks.bytes_arrived(len(data))
         if wake:
             connection.wake.put(None)
 
     def disconnected(self, connection: Connection, detail: str) -> None:
         """Process the end of a connection; ``detail`` is the network's reason."""
         with self._lock:
-            self._open.discard(connection)
-            replaced = connection.over and connection is not self._current
-            connection.over = True
-            connection.wake.put(None)
-            if self._ended or replaced:
-                return
-            if connection is self._current:
-                self._current = None
-                self._chunks.disconnected()
-            if self._current is not None:
+            down = self._state.detach(connection)
+            if self._ended or not down:
                 return
             final = self._closing or self._goodbye or self._peer_closed
             self._changed.notify_all()
@@ -316,14 +289,14 @@ class FrameLink:
     def tick(self, now: float) -> None:
         """Send a heartbeat if one is due, and give up a connection that seems dead."""
         with self._lock:
-            current = self._current
+            current = self._state.current
             if current is None:
                 return
             if self._inbound.locked():  # the handler is busy, so that nothing can arrive
-                self._detector.restarted()
-            dead = self._detector.suspects(now)
+                self._state.detector.restarted()
+            dead = self._state.detector.suspects(now)
             if not dead and current.resumed and now - self._sent_at >= LINK_HEARTBEAT:
-                self._control(current, Probe(self._meter.probe(time.perf_counter())))
+                self._state.probe(current)
         if dead:
             current.hang_up()
             self.disconnected(current, "nothing arrives any more")
@@ -354,9 +327,9 @@ class FrameLink:
                 return
             self._ended = True
             lost = not self._closing and not self._goodbye
-            self._current = None
-            connections = list(self._open)
-            self._outbox.clear()
+            self._state.current = None
+            connections = list(self._state.open)
+            self._state.outbox.clear()
             self._changed.notify_all()
         for connection in connections:
             self._leave(connection)
@@ -381,64 +354,11 @@ class FrameLink:
             connection.hang_up()
         connection.wake.put(None)
 
-    # Connections
-
-    def _use(self, connection: Connection) -> None:
-        """Make a connection the current one; the caller has both locks."""
-        old, self._current = self._current, connection
-        if old is not None and old is not connection:
-            old.over = True
-            old.hang_up()
-            old.wake.put(None)
-        self.connections += 1
-        self._detector.restarted()
-        self._meter.reconnected()
-
     def _stale(self, connection: Connection) -> bool:
         """Return whether the connection, or the link, is over."""
         return connection.over or self._ended
 
-    def _position(self) -> Position:
-        """Return what has arrived; the caller has the lock of received bytes."""
-        return Position(self._assembler.messages, *self._assembler.partial)
-
-    def _continue(self, connection: Connection, position: Position) -> None:
-        """Send messages on a connection from the peer's position on; the caller has the lock."""
-        self._outbox.resume(position)
-        self._writing = False
-        self._acks.resumed()
-        connection.resumed = True
-        self._control(connection, Probe(self._meter.probe(time.perf_counter())))
-        self._changed.notify_all()
-
-    def _resume(self, connection: Connection, head: Resume) -> None:
-        with self._lock:
-            if self.leads:
-                raise WireError("the other side chooses connections")
-            if head.epoch <= self._epoch:
-                connection.over = True
-                connection.hang_up()
-                return
-            self._epoch = head.epoch
-            self._use(connection)
-            self._control(connection, Resumed(head.epoch, self._position()))
-            self._continue(connection, head.position)
-
-    def _resumed(self, connection: Connection, head: Resumed) -> None:
-        with self._lock:
-            if not self.leads or connection.resumed:
-                raise WireError("the answer to a choice of a connection arrived without a choice")
-            if connection is self._current and head.epoch == self._epoch:
-                self._continue(connection, head.position)
-
     # Sending
-
-    def _control(self, connection: Connection, control: Control) -> None:
-        """Queue a control frame; the caller has the lock."""
-        if len(connection.controls) >= _MAX_CONTROLS:
-            raise WireError("the peer sends more probes than can be answered")
-        connection.controls.append(control)
-        connection.wake.put(None)
 
     def _next_frame(self, connection: Connection) -> list[Buffer] | None:
         """Return a control frame, or else the next frame of a message."""
@@ -449,14 +369,14 @@ class FrameLink:
                 if connection.controls:
                     control = connection.controls.popleft()
                     if isinstance(control, Probe) and control.token != _FLUSH_TOKEN:
-                        self._meter.probe_left(control.token, time.perf_counter())
+                        self._state.meter.probe_left(control.token, time.perf_counter())
                     return encode_control(control)
-                if connection is not self._current or not connection.resumed:
+                if connection is not self._state.current or not connection.resumed:
                     return None
-                taken = self._outbox.take() if connection.frames is None else None
+                taken = self._state.outbox.take() if connection.frames is None else None
                 if taken is None and connection.frames is None:
                     return None
-                self._writing = True
+                self._state.writing = True
             if taken is not None:
                 connection.frames = self._encode(*taken)
                 del taken  # otherwise the message would be kept alive after its acknowledgement
@@ -474,18 +394,20 @@ class FrameLink:
     def _after_message(self, connection: Connection) -> None:
         """Ask for an acknowledgement if a ``flush`` waits for the last message."""
         with self._lock:
-            self._writing = False
+            if connection is not self._state.current:
+                return
+            self._state.writing = False
             self._changed.notify_all()
-            waiting = self._flush_target > self._outbox.acknowledged
-            if waiting and not self._outbox.unsent:
-                self._control(connection, Probe(_FLUSH_TOKEN))
+            waiting = self._flush_target > self._state.outbox.acknowledged
+            if waiting and not self._state.outbox.unsent:
+                self._state.control(connection, Probe(_FLUSH_TOKEN))
 
     def _encode(self, message: Message, place: Position) -> Iterator[list[Buffer]]:
         codec = self._codec if isinstance(message.head, LOSSY) else RAW
         again = place.messages < self._encoded
         self._encoded = max(self._encoded, place.messages + 1)
         count = None if again else self._count_clamped
-        return encode_parts(message, codec, lambda: self._chunks.bytes, clamped=count, place=place)
+        return encode_parts(message, codec, lambda: self._state.chunks.bytes, clamped=count, place=place)
 
     def _count_clamped(self, values: int) -> None:
         self.clamped += values
@@ -493,23 +415,23 @@ class FrameLink:
     def _due_ack(self, connection: Connection, *, alone: bool) -> Ack | None:
         """Return an acknowledgement if one is due; ``alone``: nothing else is sent now."""
         with self._lock:
-            if not connection.resumed or connection is not self._current:
+            if not connection.resumed or connection is not self._state.current:
                 return None
-            return self._acks.due(time.perf_counter(), alone=alone)
+            return self._state.acks.due(time.perf_counter(), alone=alone)
 
     def _writes_end(self, connection: Connection) -> bool:
         """Return whether the peer is to be told now that the link is over."""
         with self._lock:
-            done = self._closing and self._outbox.acknowledged == self._outbox.queued
-            current = connection is self._current and connection.resumed
+            done = self._closing and self._state.outbox.acknowledged == self._state.outbox.queued
+            current = connection is self._state.current and connection.resumed
             return connection.last or (done and current)
 
     def _close(self) -> None:
         if self.flush(LINK_CLOSE):
-            if self._open:  # a connection may be about to be chosen
+            if self._state.open:  # a connection may be about to be chosen
                 self.await_connection(LINK_CLOSE)
             with self._lock:
-                current = self._current
+                current = self._state.current
             if current is not None:
                 current.wake.put(None)
                 self._done.wait(LINK_CLOSE)
@@ -527,7 +449,7 @@ class FrameLink:
             logger.exception("the handler of %r failed", self)
             self.fail(f"node_{self.local.node} failed to handle a message: {error!r}")
         with self._lock:
-            self._acks.message_arrived(now)
+            self._state.acks.message_arrived(now)
 
     def _call_handler(self, call: Callable[[], None]) -> None:
         thread = threading.get_ident()
@@ -546,28 +468,34 @@ class FrameLink:
             case Ack(count, held):
                 self._acknowledged(count, time.perf_counter() - max(0.0, held))
             case Echo(token):
-                following = self._meter.echo_arrived(token, time.perf_counter())
+                following = self._state.meter.echo_arrived(token, time.perf_counter())
                 if following is not None:
                     with self._lock:
-                        self._control(connection, Probe(following))
-            case Resume():
-                self._resume(connection, control)
-            case Resumed():
-                self._resumed(connection, control)
+                        self._state.control(connection, Probe(following))
+            case Resume() | Resumed():
+                self._choose(connection, control)
+
+    def _choose(self, connection: Connection, control: Resume | Resumed) -> None:
+        with self._lock:
+            if isinstance(control, Resume):
+                self._state.resume(connection, control)
+            else:
+                self._state.resumed(connection, control)
+            self._changed.notify_all()
 
     def _answer_probe(self, connection: Connection, token: int) -> None:
         with self._lock:
-            ack = self._acks.requested(time.perf_counter())
+            ack = self._state.acks.requested(time.perf_counter())
             if ack is not None:
-                self._control(connection, ack)
-            self._control(connection, Echo(token))
+                self._state.control(connection, ack)
+            self._state.control(connection, Echo(token))
 
     def _acknowledged(self, count: int, now: float) -> None:
         with self._lock:
-            if count > self._outbox.acknowledged:
-                self._outbox.acknowledge(count)
+            if count > self._state.outbox.acknowledged:
+                self._state.outbox.acknowledge(count)
                 self._changed.notify_all()
-        self._meter.ack_arrived(count, now)
+        self._state.meter.ack_arrived(count, now)
 
 
 def _unmetered(message: Message) -> bool:
@@ -576,18 +504,3 @@ def _unmetered(message: Message) -> bool:
     Ring chunks come in bursts in one direction, and their delay is not used.
     """
     return isinstance(message.head, RingChunk)
-
-
-def try_send(link: Link, head: AnyHead) -> None:
-    """Send a message; ignore a closed link, whose loss the link reports itself."""
-    try:
-        link.send(Message(head))
-    except RavnestError:
-        logger.debug("the link to node_%d is already closed", link.peer.node)
-
-
-def send_and_close(link: Link, last: AnyHead | None) -> None:
-    """Send a last message, if there is one, and close the link."""
-    if last is not None:
-        try_send(link, last)
-    link.close()

@@ -37,8 +37,7 @@ from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
 from ravnest.store.node_spec import NodeSpec
-from ravnest.transport.base import Link, Transport
-from ravnest.transport.link import send_and_close
+from ravnest.transport.base import Link, Transport, send_and_close
 from ravnest.types import Address, Schedule
 from ravnest.wire.messages import (
     PROTOCOL,

@@ -38,8 +38,7 @@ from ravnest.runtime.stage.observer import (
     WorkerObserver,
 )
 from ravnest.runtime.stage.pipeline_stage import PipelineStage
-from ravnest.transport.base import Link
-from ravnest.transport.link import try_send
+from ravnest.transport.base import Link, try_send
 from ravnest.wire.messages import (
     Abort,
     AnyHead,
