@@ -192,6 +192,7 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "microbatches",
         "microbatch_rows",
         "delay_fits",
+        "outage",
         "splittable",
         "batch_size",
         "largest_rows",
