@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ravnest.wire.control import Ack
 
-ACK_BYTES = 2 << 20
+ACK_BYTES = 8 << 20
 """Received bytes after which an acknowledgement is sent on its own; until then it waits for other
 frames."""
 _ACK_SECONDS = 0.01
@@ -30,7 +30,7 @@ class Acknowledgements:
     def bytes_arrived(self, count: int) -> bool:
         """Count received bytes; return whether an acknowledgement is due on its own."""
         self._bytes += count
-        return self._bytes >= ACK_BYTES
+        return self._bytes >= ACK_BYTES and self.arrived > self._sent
 
     def resumed(self) -> None:
         """Record that the peer has been told everything on a new connection."""
@@ -38,9 +38,6 @@ class Acknowledgements:
 
     def due(self, now: float, *, alone: bool) -> Ack | None:
         """Return an acknowledgement if one is due; ``alone``: nothing else is sent now."""
-        if self.arrived == self._sent:
-            self._bytes = min(self._bytes, ACK_BYTES - 1)
-            return None
         if self._bytes < ACK_BYTES and (alone or now - self._sent_at < _ACK_SECONDS):
             return None
         return self.requested(now)
