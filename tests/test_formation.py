@@ -193,6 +193,8 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "microbatch_rows",
         "delay_fits",
         "outage",
+        "others",
+        "relay",
         "splittable",
         "batch_size",
         "largest_rows",

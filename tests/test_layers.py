@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("split",),
     ("transport",),
+    ("relay",),
     ("wire",),
     ("types", "errors", "deadlines", "seed", "telemetry", "host", "version"),
 )

@@ -24,7 +24,8 @@ RavnestError
     ├── UnreachableError             nothing answers at its address
     ├── RefusedError                 the peer rejected the connection
     ├── LinkClosedError              the link to the peer is closed or lost
-    └── AddressInUseError            a node cannot listen at its address
+    ├── AddressInUseError            a node cannot listen at its address
+    └── RelayError                   a relay refused, or cannot forward
 
 A message says what happened, why, and what to do. User mistakes are ``ValueError``; a failing
 ``assert`` is a bug in Ravnest.
@@ -134,3 +135,7 @@ class LinkClosedError(TransportError):
 
 class AddressInUseError(TransportError):
     """A node cannot listen at its address."""
+
+
+class RelayError(TransportError):
+    """A relay refused a node, or cannot forward its bytes."""

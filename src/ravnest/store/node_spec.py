@@ -20,6 +20,7 @@ VERSION = 2
 _LIMIT = 64 << 20
 _LONGEST_OUTAGE = 86_400.0
 _LONGEST_REASON = 4000
+_MOST_ADDRESSES = 16
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,20 @@ class NeighbourSpec:
 
     node: int
     address: str
+    others: tuple[str, ...] = ()
+    """Further addresses at which it may be reached: of other networks, or of IPv6."""
+
+
+@dataclass(frozen=True)
+class RelaySpec:
+    """Relays through which the nodes of a job reach each other if they cannot be dialled."""
+
+    job: str
+    """Name of the job at the relays."""
+    ticket: str
+    """Permission of this node to use them, signed by the server."""
+    relays: tuple[tuple[str, ...], ...]
+    """Addresses of each relay, the relay to prefer first."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +126,10 @@ class NodeSpec:
     """Two whole batches and two versions of the weights fit the memory of the cluster's nodes."""
     outage: float = LINK_OUTAGE
     """Seconds for which a connection to another node may be down before the run ends."""
+    others: tuple[str, ...] = ()
+    """Further addresses at which this node may be reached."""
+    relay: RelaySpec | None = None
+    """None: nodes are reached at their own addresses only."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -127,6 +146,7 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
     """Yield each contradiction between the fields of a node."""
     yield from _position_problems(spec)
     yield from _neighbour_problems(spec)
+    yield from _place_problems(spec)
     counts = ("microbatches", "in_flight", "smallest_rows", "update_frequency", "loss_chunks")
     for name, least in (*((count, 1) for count in counts), ("seed", 0)):
         if getattr(spec, name) < least:
@@ -175,22 +195,37 @@ def _neighbour_problems(spec: NodeSpec) -> Iterator[str]:
         members = [member.node for member in ring.members]
         if len(members) != len(spec.roots) or members[spec.cluster] != spec.node:
             yield f"ring {ring.id} must have one member per cluster, with this node for its own"
-    yield from _address_problems("address", spec.address)
-    for field, (neighbour, _) in neighbours.items():
+
+
+def _place_problems(spec: NodeSpec) -> Iterator[str]:
+    """Yield each address that cannot be dialled."""
+    yield from _address_problems("address", spec.address, *spec.others)
+    for field, neighbour in (("previous", spec.previous), ("next", spec.next)):
         if neighbour is not None:
-            yield from _address_problems(f"{field}.address", neighbour.address)
+            yield from _neighbour_address_problems(f"{field}.address", neighbour)
     for cluster, root in enumerate(spec.roots):
-        yield from _address_problems(f"roots[{cluster}].address", root.address)
+        yield from _neighbour_address_problems(f"roots[{cluster}].address", root)
     for ring in spec.rings:
         for member in ring.members:
-            yield from _address_problems(f"ring {ring.id}, node {member.node}: address", member.address)
+            yield from _neighbour_address_problems(
+                f"ring {ring.id}, node {member.node}: address", member
+            )
+    for number, relay in enumerate(() if spec.relay is None else spec.relay.relays):
+        yield from _address_problems(f"relay.relays[{number}]", *relay)
 
 
-def _address_problems(field: str, address: str) -> Iterator[str]:
-    try:
-        Address.parse(address)
-    except ValueError as error:
-        yield f"{field} {error}"
+def _neighbour_address_problems(field: str, neighbour: NeighbourSpec) -> Iterator[str]:
+    yield from _address_problems(field, neighbour.address, *neighbour.others)
+
+
+def _address_problems(field: str, *addresses: str) -> Iterator[str]:
+    if not 1 <= len(addresses) <= _MOST_ADDRESSES:
+        yield f"{field} must be 1 to {_MOST_ADDRESSES} addresses, has {len(addresses)}"
+    for address in addresses:
+        try:
+            Address.parse(address)
+        except ValueError as error:
+            yield f"{field} {error}"
 
 
 # --- files ---------------------------------------------------------------------------------------

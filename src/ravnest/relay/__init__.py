@@ -1,0 +1,1 @@
+"""Relay: nodes that cannot be dialled are reached through it; it forwards encrypted bytes only."""
