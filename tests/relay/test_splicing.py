@@ -24,8 +24,10 @@ MB = 1 << 20
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
+        self.calls = 0
 
     def __call__(self) -> float:
+        self.calls += 1
         return self.now
 
 
@@ -247,6 +249,16 @@ def test_pipes_are_reused_and_not_kept_by_idle_circuits(bench: Bench) -> None:
         near.sendall(b"x")
         assert far.recv(1) == b"x"
     assert made <= 1
+
+
+def test_the_loop_sleeps_while_nothing_happens(bench: Bench) -> None:
+    near, far, _, _ = bench.circuit()
+    near.sendall(b"x")
+    assert far.recv(1) == b"x"
+    bench.run(lambda: None)
+    before = bench.clock.calls
+    threading.Event().wait(0.2)
+    assert bench.clock.calls - before < 10
 
 
 def test_a_silent_circuit_ends(bench: Bench) -> None:

@@ -94,7 +94,10 @@ class EventLoop:
     # In the loop
 
     def watch(self, sock: socket.socket, events: int, on_ready: OnReady) -> None:
-        """Call ``on_ready`` when the socket is ready for ``events``; 0 stops it."""
+        """Call ``on_ready`` when the socket is ready for ``events``; 0 stops it.
+
+        Pass the same object each time: it is compared by identity, and a bound method is a new one.
+        """
         number = sock.fileno()
         watched = self._watched.get(number)
         if not events:
@@ -118,8 +121,7 @@ class EventLoop:
         return timer
 
     def _run(self) -> None:
-        self._selector.register(self._woken, READ, self._on_woken)
-        self._watched[self._woken.fileno()] = READ, self._on_woken
+        self.watch(self._woken, READ, self._on_woken)
         try:
             while not self._closing:
                 self._turn()
