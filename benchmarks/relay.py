@@ -180,7 +180,8 @@ def measure() -> str:
         for _ in range(ROUNDS + 1):
             rates.append(_rates(direct, relayed, relay, far))
             trips.append((direct.round_trip(), relayed.round_trip()))
-    plain, through, ratio, own, cost, relay_cost = map(statistics.median, zip(*rates[1:], strict=True))
+    plain, through, ratio, *_ = map(statistics.median, zip(*rates[1:], strict=True))
+    own, cost, relay_cost = (sum(column) / ROUNDS for column in list(zip(*rates[1:], strict=True))[3:])
     short, long = map(statistics.median, zip(*trips[1:], strict=True))
     added = statistics.median(there - here for here, there in trips[1:])
     gigabytes = LARGE_MESSAGES * LARGE_BYTES / 1e9

@@ -15,7 +15,7 @@ from test_splicing import KINDS, receive
 from ravnest.relay.heads import RelayMethod, request
 from ravnest.relay.limits import RelayLimits
 from ravnest.relay.listener import RelayListener
-from ravnest.relay.pipes import BytePipe, PipePool
+from ravnest.relay.pipes import MakePipe, PipePool
 from ravnest.relay.round_trip import relay_round_trip
 from ravnest.relay.service import Relay
 from ravnest.relay.sockets import dial_first
@@ -101,7 +101,7 @@ def call(relay: Address, node: int = 1, caller: int = 0, job: str = "job-a") -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::", "0.0.0.0"])
-def test_grpc_reaches_a_node_through_a_relay(kind: type[BytePipe], host: str) -> None:
+def test_grpc_reaches_a_node_through_a_relay(kind: MakePipe, host: str) -> None:
     if ":" in host and not socket.has_ipv6:
         pytest.skip("no IPv6")
     server = grpc.server(futures.ThreadPoolExecutor(4))
