@@ -13,7 +13,7 @@ from ravnest.relay.limits import TokenBucket
 from ravnest.relay.loop import READ, WRITE, EventLoop, OnReady, Timer
 from ravnest.relay.pipes import BytePipe, PipePool
 
-_TURN_BYTES = 4 << 20
+_TURN_BYTES = 1 << 20
 """Most bytes that a direction forwards before others get their turn."""
 _SWEEP_INTERVAL = 5.0
 _RESET = struct.pack("ii", 1, 0)
