@@ -16,8 +16,8 @@ _MANY_PIPES = 16
 """Number from which pipes are small: the system lets a user's pipes hold 64 MiB together."""
 _SMALL_PIPE_BYTES = 128 << 10
 _BUFFER_BYTES = 64 << 10
-"""Size of a buffer. In two runs each, 256 KiB took 0.50 and 0.50 s of processor time per GB at the relay,
-64 KiB 0.41 and 0.46 s."""
+"""Size of a buffer. In two runs each, 256 KiB took 0.50 and 0.50 s of processor time per GB at the
+relay, 64 KiB 0.41 and 0.46 s."""
 
 
 class BytePipe(Protocol):
