@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ravnest.deadlines import DIAL_BACK, RELAY_MEASURE
-from ravnest.errors import RelayError, ServerRefusedError
+from ravnest.errors import ServerRefusedError, TransportError
 from ravnest.http.api import ApiClient
 from ravnest.provider.addresses import MOST_ADDRESSES, Addresses
 from ravnest.provider.dial_back import dial_back_listener, new_nonce
-from ravnest.relay import relay_round_trip
+from ravnest.relay.round_trip import relay_round_trip
 from ravnest.schemas.providers import MOST_RELAYS, ProviderOffer
 from ravnest.schemas.reachability import (
     AddressCheck,
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 8
 """Relays that are measured at the same time."""
 
-RoundTrip = Callable[[Sequence[Address], float], float]
-"""Function that returns the seconds to a relay and back; ``RelayError`` if it does not answer."""
+RoundTrip = Callable[[Sequence[Address], float], float | None]
+"""Function that returns the seconds to a relay and back; ``None`` if it does not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,11 @@ class RouteFinder:
         def measured(relay: RelayView) -> RelayTrip | None:
             try:
                 addresses = tuple(map(Address.parse, relay.addresses))
-                return RelayTrip(relay=relay.id, seconds=self.round_trip(addresses, RELAY_MEASURE))
-            except (RelayError, OSError, ValueError) as error:
-                logger.info("the relay %s does not answer: %s", relay.name, error)
+                seconds = self.round_trip(addresses, RELAY_MEASURE)
+            except (TransportError, OSError, ValueError) as error:
+                logger.info("the relay %s cannot be measured: %s", relay.name, error)
                 return None
+            return None if seconds is None else RelayTrip(relay=relay.id, seconds=seconds)
 
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             found = threads.map(measured, relays[:MOST_RELAYS])

@@ -37,8 +37,8 @@ def reachability(
     lacking = "no relay answers it" if relays else "this server has no relay"
     return Reachability(
         kind="unreachable",
-        reason=f"{failed}, and {lacking}. It is used only for jobs that fit on it alone: {direct}, or run "
-        "a relay (`ravnest serve --relay`, `ravnest relay`)",
+        reason=f"{failed}, and {lacking}. It is used only for jobs that fit on it alone: {direct}, or "
+        "run a relay (`ravnest serve --relay`, `ravnest relay`)",
     )
 
 
