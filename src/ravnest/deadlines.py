@@ -57,8 +57,6 @@ DIAL_BACK_GAP = 2.0
 """Shortest time between two checks of one provider."""
 RELAY_MEASURE = 3.0
 """Time for relays to answer a provider that measures the round trips to them."""
-RELAY_STOP = 2.0
-"""Time for a relay to close before its process is ended."""
 
 # A job, from its files to its result
 
