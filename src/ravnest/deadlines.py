@@ -120,6 +120,9 @@ RELAY_IDLE = 120.0
 RELAY_HALF_CLOSED = 30.0
 """The same, once one side has ended its direction of the circuit."""
 
+RELAY_START = 30.0
+"""Time in which the process of a relay starts on a slow machine."""
+
 # Ends
 
 LINK_CLOSE = 5.0
@@ -134,6 +137,8 @@ ENDING_GRACE = 10.0
 """Time for the nodes of a failed cluster to end and to report why."""
 LEAVE_ANSWER = 5.0
 """Longest wait for the server's answer when a provider leaves."""
+RELAY_STOP = 3.0
+"""Time for the process of a relay to close its connections before it is killed."""
 SERVER_STOP = 5.0
 """Time for the server to answer the requests in progress when it stops."""
 
@@ -225,6 +230,12 @@ RELATIONS = (
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
     Relation(ENDING_GRACE, LOST_AFTER, "nodes of a failed cluster report before they can be lost"),
     Relation(LEAVE_ANSWER, WORKER_STOP, "a provider leaves faster than its worker stops"),
+    Relation(RELAY_STOP, SERVER_STOP, "a server does not stop later because of its relay"),
+    Relation(
+        longest_pause(RELAY_FIRST_PAUSE) + RELAY_START,
+        LINK_OUTAGE,
+        "a relay that was killed is back before its links give up",
+    ),
     Relation(SERVER_STOP, LOST_AFTER, "a server that stops and starts again loses no provider"),
 )
 """All relations; a value that breaks one cannot be imported."""
