@@ -190,7 +190,6 @@ RELATIONS = (
         LOST_AFTER,
         "a provider that is checked again sends its offer before it is called lost",
     ),
-    Relation(RELAY_STOP, SERVER_STOP, "the server's relay ends before the server"),
     Relation(LOST_AFTER, FETCH_GRACE, "a provider that is gone is lost, not late"),
     Relation(
         LOST_AFTER + WORKER_START,

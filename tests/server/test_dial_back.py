@@ -65,7 +65,10 @@ def test_the_source_of_the_request_is_tried_too_and_names_are_resolved() -> None
 def test_the_listener_leaves_the_port_free() -> None:
     with listening() as (port, asked):
         checked(asked)
-        with pytest.raises(OSError, match="in use"), dial_back_listener(Address("127.0.0.1", port), "00"):
+        with (
+            pytest.raises(OSError, match="in use"),
+            dial_back_listener(Address("127.0.0.1", port), "00"),
+        ):
             pass
     with dial_back_listener(Address("127.0.0.1", port), "00"):
         pass
