@@ -64,7 +64,7 @@ def test_the_reason_names_a_few_addresses_and_the_observed_one() -> None:
     reason = reachability(behind_nat(), [*checks, BLOCKED[1]], {}).reason
     assert "10.0.0.1:9000" in reason
     assert "10.0.0.2:9000" not in reason
-    assert "8.8.4.4:9000" in reason
+    assert "(10.0.0.0:9000 and 10.0.0.1:9000: private; 8.8.4.4:9000: no answer" in reason
 
 
 # --- plans ---------------------------------------------------------------------------------------

@@ -45,4 +45,7 @@ def reachability(
 def _problems(checks: Sequence[AddressCheck]) -> str:
     """Return the problems of the first addresses and of the last, which the request came from."""
     shown = checks if len(checks) <= _SHOWN else (*checks[: _SHOWN - 1], checks[-1])
-    return "; ".join(f"{check.address}: {check.reason}" for check in shown)
+    by_reason: dict[str, list[str]] = {}
+    for check in shown:
+        by_reason.setdefault(check.reason, []).append(check.address)
+    return "; ".join(f"{' and '.join(texts)}: {reason}" for reason, texts in by_reason.items())
