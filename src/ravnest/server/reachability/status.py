@@ -34,7 +34,8 @@ def reachability(
             kind="relayed",
             reason=f"{failed}; others reach it {through}. For direct connections, {direct}",
         )
-    lacking = "no relay answers it" if relays else "this server has no relay"
+    tried = ", ".join(relay.addresses[0] for relay in list(relays.values())[:_SHOWN] if relay.addresses)
+    lacking = f"no relay answers it ({tried})" if relays else "this server has no relay"
     return Reachability(
         kind="unreachable",
         reason=f"{failed}, and {lacking}. It is used only for jobs that fit on it alone: {direct}, or "
