@@ -29,6 +29,17 @@ def serve(
     tls: Annotated[
         bool | None, typer.Option("--tls/--no-tls", help="HTTPS; default: outside of loopback.")
     ] = None,
+    relay: Annotated[
+        bool | None,
+        typer.Option(
+            "--relay/--no-relay",
+            help="Forward between providers that cannot reach each other; default: outside of loopback.",
+        ),
+    ] = None,
+    relay_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of the relay; default: the server's port + 1."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
     """Run the intermediary server until Ctrl-C."""
@@ -36,14 +47,24 @@ def serve(
     def announce(running: RunningServer) -> None:
         typer.echo(_as_json(running) if as_json else _instructions(running, folder))
 
-    serve_in_foreground(announce, folder, host, port, public_names=public_name or (), tls=tls)
+    serve_in_foreground(
+        announce,
+        folder,
+        host,
+        port,
+        public_names=public_name or (),
+        tls=tls,
+        relay=relay,
+        relay_port=relay_port,
+    )
     if not as_json:
         typer.echo("The server has stopped. Start it again with the same folder to resume.")
 
 
 def _as_json(running: RunningServer) -> str:
     folder = str(running.server.folder.path.resolve())
-    return json.dumps({"url": running.url, "fingerprint": running.fingerprint, "folder": folder})
+    where = {"url": running.url, "fingerprint": running.fingerprint, "folder": folder}
+    return json.dumps({**where, "relay": running.relay_addresses})
 
 
 def _instructions(running: RunningServer, folder: Path) -> str:
@@ -51,11 +72,14 @@ def _instructions(running: RunningServer, folder: Path) -> str:
     provider, requester, viewer = (
         running.token(role) for role in (ApiRole.PROVIDER, ApiRole.REQUESTER, ApiRole.VIEWER)
     )
+    at = running.relay_addresses
+    relay = f"Providers that others cannot reach use the relay at {at[0]}.\n" if at else ""
     return (
         f"Ravnest serves at {running.url}\n\n"
         f"  provide  ravnest provide --server {running.url} --token {provider}\n"
         f"  submit   ravnest submit module:function --server {running.url} --token {requester}\n"
         f"  watch    {running.url}/login?token={viewer}\n\n"
         f"Each token works once, for a day. More: ravnest token create --role provider{where}\n"
+        f"{relay}"
         "Ctrl-C stops the server; training continues without it."
     )
