@@ -83,8 +83,37 @@ LINK_HELLO = 5.0
 """Time for a Hello or its answer to arrive after the connection is established."""
 LINK_GONE = 3.0
 """Time after which a peer is gone if its machine answers that nothing listens at its address."""
+LINK_DIRECT_FIRST = 1.0
+"""Time for a peer's own addresses to answer before a relay is used."""
+LINK_DIRECT_RETRY = 20.0
+"""First pause before a link that uses a relay tries the peer's own addresses again; pauses double."""
+LINK_DIRECT_RETRY_MOST = 600.0
+"""Longest of these pauses."""
 LINK_OUTAGE = 60.0
 """Time for which a link waits for another connection, unless the plan or the user says otherwise."""
+
+# Relays
+
+RELAY_HEAD = 10.0
+"""Time for a request to arrive completely at a relay after its connection was accepted."""
+RELAY_ACCEPT = 4.0
+"""Time for a node to accept an incoming circuit."""
+RELAY_PING = 3.0
+"""Interval between two pings of a relay on a control connection."""
+RELAY_SILENCE = 9.0
+"""Silence after which either side of a control connection calls it dead."""
+RELAY_DIAL = 4.0
+"""Longest wait of a node for a TCP connection to a relay."""
+RELAY_ANSWER = 5.0
+"""Longest wait of a node for a relay's answer."""
+RELAY_FIRST_PAUSE = 0.25
+"""First pause of a node before it registers again; pauses double."""
+RELAY_LONGEST_PAUSE = 5.0
+"""Longest pause of a node before it registers again, without the jitter."""
+RELAY_IDLE = 120.0
+"""Time without a byte after which a relay closes a circuit."""
+RELAY_HALF_CLOSED = 30.0
+"""The same, once one side has ended its direction of the circuit."""
 
 # Ends
 
@@ -162,9 +191,23 @@ RELATIONS = (
     ),
     Relation(3 * LINK_HEARTBEAT, LINK_HELLO, "a connection that is silent for long is dead"),
     Relation(LINK_GONE, LINK_OUTAGE, "a peer whose process has ended is lost early"),
+    Relation(LINK_DIRECT_FIRST, LINK_HELLO, "a relay has time to answer after the direct addresses"),
+    Relation(LINK_HELLO, LINK_DIRECT_RETRY, "one attempt to leave a relay ends before the next"),
     Relation(2 * LINK_HELLO, LINK_OUTAGE, "a link can dial several times before it gives up"),
     Relation(LINK_OUTAGE, TRAINING_STALL, "a run does not stall because a link connects again"),
     Relation(LINK_OUTAGE, FINAL_ANSWER, "the final round outlasts an outage of a link"),
+    Relation(2 * RELAY_PING, RELAY_SILENCE, "a ping that gets lost does not end a registration"),
+    Relation(RELAY_ACCEPT, LINK_HELLO, "who dials through a relay learns in time that nobody accepts"),
+    Relation(
+        RELAY_SILENCE + RELAY_DIAL + RELAY_ANSWER + longest_pause(RELAY_LONGEST_PAUSE) + LINK_HELLO,
+        LINK_OUTAGE,
+        "a node whose control connection died is reached through the relay again within an outage",
+    ),
+    Relation(RELAY_FIRST_PAUSE, RELAY_LONGEST_PAUSE, "pauses grow"),
+    Relation(RELAY_ACCEPT, RELAY_HEAD, "a relay keeps the connection of a late answer"),
+    Relation(3 * LINK_HEARTBEAT, RELAY_HALF_CLOSED, "a circuit in use is not idle"),
+    Relation(RELAY_HALF_CLOSED, RELAY_IDLE, "a circuit of which half has ended is closed earlier"),
+    Relation(LINK_OUTAGE, RELAY_IDLE, "a circuit outlasts an outage of the network under it"),
     Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
