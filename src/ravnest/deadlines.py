@@ -47,6 +47,19 @@ TIMER_LATE = 5.0
 WITNESSED_LIMIT = 600.0
 """Longest silence of a provider while its neighbours report progress with it."""
 
+# Reachability and relays
+
+DIAL_BACK_EACH = 3.0
+"""Time for one address of a provider to answer the server that dials it back."""
+DIAL_BACK = 5.0
+"""Longest check of all addresses of a provider, including the resolution of names."""
+DIAL_BACK_GAP = 2.0
+"""Shortest time between two checks of one provider."""
+RELAY_MEASURE = 3.0
+"""Time for relays to answer a provider that measures the round trips to them."""
+RELAY_STOP = 2.0
+"""Time for a relay to close before its process is ended."""
+
 # A job, from its files to its result
 
 FETCH_GRACE = 600.0
@@ -172,6 +185,15 @@ RELATIONS = (
     Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
     Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),
     Relation(DATABASE_BUSY, HTTP_ANSWER, "the server answers that its database is busy in time"),
+    Relation(DIAL_BACK_EACH, DIAL_BACK, "an address that does not answer does not hold up the reply"),
+    Relation(DIAL_BACK, HTTP_ANSWER, "a provider waits for the result of its check"),
+    Relation(DIAL_BACK_GAP, DIAL_BACK, "a provider that repeats its offer can be checked again"),
+    Relation(
+        HTTP_CONNECT + DIAL_BACK + RELAY_MEASURE + HTTP_CONNECT,
+        LOST_AFTER,
+        "a provider that is checked again sends its offer before it is called lost",
+    ),
+    Relation(RELAY_STOP, SERVER_STOP, "the server's relay ends before the server"),
     Relation(LOST_AFTER, FETCH_GRACE, "a provider that is gone is lost, not late"),
     Relation(
         LOST_AFTER + WORKER_START,
