@@ -32,7 +32,7 @@ MOST_BYTES = 64 << 20
 """Bytes of a transfer at most."""
 MESSAGE_BYTES = 1 << 20
 """Bytes of a message at most."""
-LONG_ENOUGH = 0.4
+LONG_ENOUGH = 0.8
 """Seconds that the last transfer takes at least."""
 ROUND_TRIPS = 4
 """Round trips that the last transfer takes at least, so that the connection reaches its rate."""
