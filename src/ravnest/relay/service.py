@@ -17,19 +17,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from ravnest.deadlines import LINK_CLOSE, LINK_OUTAGE
 from ravnest.errors import RelayError
 from ravnest.host import tune_tcp
-from ravnest.relay.circuits import (
+from ravnest.relay.circuits import CircuitTable
+from ravnest.relay.events import (
     CircuitAction,
     CircuitEvent,
-    CircuitTable,
     CloseConnection,
     ConnectionEnded,
     ConnectionOpened,
+    HeadArrived,
+    HeadInvalid,
     JobsChanged,
     JoinConnections,
     LineArrived,
     Refuse,
-    RequestArrived,
-    RequestInvalid,
     SendAnswer,
     SendLine,
     TimePassed,
@@ -103,6 +103,7 @@ class Relay:
         self._pipes = pipes
         self._lock = threading.Lock()
         self._bound: Address | None = None
+        self._jobs: frozenset[str] | None = None
         self._shell: _RelayShell | None = None
 
     @property
@@ -123,6 +124,7 @@ class Relay:
             bucket = None if rate is None else TokenBucket(rate * 1e6 / 8, loop.now)
             splicer = Splicer(loop, self._pipes or PipePool(), bucket)
             self._shell = _RelayShell(loop, table, splicer, listener)
+            self._shell.handle(JobsChanged(self._jobs))
             loop.start()
             loop.call(self._shell.begin)
 
@@ -136,9 +138,11 @@ class Relay:
 
     def set_running_jobs(self, jobs: frozenset[str] | None) -> None:
         """Serve only these jobs and cut all others; ``None`` serves every job with a valid ticket."""
-        shell = self._shell
-        assert shell is not None
-        shell.loop.call(lambda: shell.handle(JobsChanged(jobs)))
+        with self._lock:
+            self._jobs = jobs
+            shell = self._shell
+        if shell is not None:
+            shell.loop.call(lambda: shell.handle(JobsChanged(jobs)))
 
     def counters(self) -> RelayCounters:
         """Return the counters of this moment."""
@@ -235,8 +239,12 @@ class _RelayShell:
             self._open(accepted, where[0])
 
     def _open(self, accepted: socket.socket, host: str) -> None:
-        accepted.setblocking(False)
-        tune_tcp(accepted, LINK_OUTAGE)
+        try:
+            accepted.setblocking(False)
+            tune_tcp(accepted, LINK_OUTAGE)
+        except OSError:  # it is lost already
+            accepted.close()
+            return
         self._next_number += 1
         peer = _Peer(self._next_number, accepted)
         self._peers[peer.number] = peer
@@ -265,9 +273,9 @@ class _RelayShell:
             head, peer.rest = found
             request = parse_request(head)
         except RelayError as error:
-            self.handle(RequestInvalid(peer.number, str(error)))
+            self.handle(HeadInvalid(peer.number, str(error)))
             return
-        self.handle(RequestArrived(peer.number, request))
+        self.handle(HeadArrived(peer.number, request))
         if peer.number in self._peers and self._table.is_calling(peer.number):
             self.loop.unwatch(peer.socket)  # what it sends is for the callee
 
