@@ -13,6 +13,7 @@ from ravnest.deadlines import LINK_FAILURE_KEPT, LINK_FIGURES_KEPT, LINK_TEST
 from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.links import LinkFigures, MeasuredLink
 from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
+from ravnest.relay.tickets import read_ticket
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.link_tests import LinkTestResult
@@ -302,6 +303,21 @@ def test_a_failing_pair_is_tested_again_later(case: Case) -> None:
     assert view(requester, job)[0] == "shipping"
 
 
+def test_a_pair_that_fails_is_tested_as_often_as_it_takes(case: Case) -> None:
+    """The limit of rounds is for one start: a job that waits does not start untested one day."""
+    providers = join(case, 2)
+    requester, job = submit(case)
+    for _ in range(5):
+        assert view(requester, job)[0] == "planned"
+        answer(case, providers, FAILED)
+        assert view(requester, job)[0] == "submitted"
+        case.time.now += LINK_FAILURE_KEPT + 1
+        for each in providers:
+            each.heartbeat()
+        case.server.run_due()
+        case.match()
+
+
 def test_a_provider_that_joins_again_is_tested_again(case: Case) -> None:
     providers = join(case, 2)
     requester, job = submit(case)
@@ -339,6 +355,35 @@ def test_the_queue_goes_on_while_links_are_tested(case: Case) -> None:
     case.provider("lone", address="10.0.0.9:9000")
     requester, job = submit(case, min_providers=1)
     assert view(requester, job)[0] == "shipping"
+
+
+# Relays
+
+
+def test_both_providers_get_access_to_relays(case: Case) -> None:
+    relay = case.member(ApiRole.RELAY, "relay")
+    relay.post("/api/relays", {"name": "r", "addresses": ["10.0.0.7:5"]})
+    providers = join(case, 2)
+    _, job = submit(case)
+    for order in orders_of(providers).values():
+        assert order["relay"]["job"] == job  # the relay serves it while it is planned
+        assert order["relay"]["relays"] == [["10.0.0.7:5"]]
+        ticket = read_ticket(
+            order["relay"]["ticket"], case.server.relay_service.public_key, case.time.now
+        )
+        assert (ticket.node, ticket.peers) == (order["node"], (order["peer"],))
+    assert job in case.server.relay_service.reply().running_jobs
+
+
+def test_relayed_links_share_the_capacity_of_the_relay(case: Case) -> None:
+    relay = case.member(ApiRole.RELAY, "relay")
+    relay.post("/api/relays", {"name": "r", "addresses": ["10.0.0.7:5"], "capacity": 30.0})
+    providers = join(case, 3)
+    requester, job = submit(case, min_providers=3)
+    while view(requester, job)[0] == "planned":
+        answer(case, providers)
+    plan = requester.get(f"/api/jobs/{job}")["plan"]
+    assert plan.count(": 15 Mbit/s, 21 ms, relayed (measured)") == 2
 
 
 # Permissions and figures

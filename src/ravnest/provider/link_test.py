@@ -131,19 +131,27 @@ class LinkTest:
         return LinkTestResult(to_listener=to_listener, to_dialer=to_dialer, round_trip=trip, route=route)
 
 
-def measured_rate(transfer: Callable[[int], float], round_trip: float) -> float:
-    """Return the Mbit/s of a link; ``transfer`` moves some bytes and returns the seconds it took."""
+def measured_rate(transfer: Callable[[int], float | None], round_trip: float) -> float:
+    """Return the Mbit/s of a link.
+
+    ``transfer`` moves some bytes and returns the seconds it took; None if ``LINK_TEST_RATE`` seconds
+    were not enough. ``TransportError`` if they were not enough for the first transfer.
+    """
     long_enough = max(LONG_ENOUGH, ROUND_TRIPS * round_trip)
-    size, left = FIRST_BYTES, LINK_TEST_RATE
+    size, left, rate = FIRST_BYTES, LINK_TEST_RATE, 0.0
     while True:
         taken = transfer(size)
+        if taken is None:
+            if not rate:
+                raise TransportError(f"{size} bytes were not delivered within {LINK_TEST_RATE:g} s")
+            return min(rate, 8e-6 * size / LINK_TEST_RATE)
         left -= taken
         seconds = max(taken - round_trip, 1e-6)
         rate = 8e-6 * size / seconds
-        # The next transfer must end in time, and is worth its bytes only if this one was too short.
         growth = min(GROWTH, max(1.2 * long_enough / seconds, 2.0))
         following = min(int(size * growth), MOST_BYTES)
-        if seconds >= long_enough or following <= size or taken * following / size > left:
+        in_time = round_trip + seconds * following / size <= left
+        if seconds >= long_enough or following <= size or not in_time:
             return rate
         size = following
 
@@ -154,34 +162,27 @@ def _round_trip(link: Link) -> float:
     for _ in range(_TRIES):
         begin = time.perf_counter()
         link.send(Message(RateProbe()))
-        _flush(link)
+        if not link.flush(LINK_TEST_RATE):
+            raise TransportError(f"it did not answer within {LINK_TEST_RATE:g} s")
         trips.append(time.perf_counter() - begin)
     probed = link.delay().round_trip
     return min([*trips, probed] if probed > 0 else trips)
 
 
-def _sent(link: Link, size: int) -> float:
+def _sent(link: Link, size: int) -> float | None:
     """Send some bytes; return the seconds until the peer has acknowledged them."""
     begin = time.perf_counter()
     _send_load(link, size)
-    _flush(link)
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin if link.flush(LINK_TEST_RATE) else None
 
 
-def _received(link: Link, arrivals: _Arrivals, size: int) -> float:
+def _received(link: Link, arrivals: _Arrivals, size: int) -> float | None:
     """Ask for some bytes; return the seconds until all are here."""
     begin = time.perf_counter()
     arrivals.expect()
     link.send(Message(RateProbe(wanted=size)))
     arrived = arrivals.wait(LINK_TEST_RATE)
-    if arrived is None:
-        raise TransportError(f"{size} bytes did not arrive within {LINK_TEST_RATE:g} s")
-    return arrived - begin
-
-
-def _flush(link: Link) -> None:
-    if not link.flush(LINK_TEST_RATE):
-        raise TransportError(f"no acknowledgement within {LINK_TEST_RATE:g} s")
+    return None if arrived is None else arrived - begin
 
 
 def _send_load(link: Link, size: int) -> None:

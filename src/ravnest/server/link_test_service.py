@@ -96,7 +96,7 @@ class LinkTestService:
         self._rounds: dict[str, _Round] = {}
         """Rounds that run, by job."""
         self._count: Counter[str] = Counter()
-        """Rounds of each job that has not started yet."""
+        """Rounds in a row of each job that has not started yet."""
 
     # Called by matching
 
@@ -137,6 +137,11 @@ class LinkTestService:
             self._count[job] += 1
             self._rounds[job] = _Round(list(pairs), len(pairs))
         self._advance(job)
+
+    def forget_rounds(self, job: str) -> None:
+        """Count the rounds of a job anew: it waits for something else than its links."""
+        with self._lock:
+            self._count.pop(job, None)
 
     # Called by providers
 

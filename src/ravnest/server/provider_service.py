@@ -100,7 +100,7 @@ class ProviderService:
                 uow.needs_matching = True
             else:
                 uow.db.providers.update(member.id, offer)
-                uow.db.links.forget_failures(member.id)
+                uow.needs_matching |= uow.db.links.forget_failures(member.id)
                 if record.state is ProviderState.LOST:
                     self._return(uow, record)
                 uow.needs_matching = uow.needs_matching or offer != record.offer

@@ -44,10 +44,10 @@ class LinkRepository:
         self._connection.execute(delete(links).where(links.c.time < measured))
         return is_failure
 
-    def forget_failures(self, provider: str) -> None:
-        """Delete the failures of a provider that has joined again."""
+    def forget_failures(self, provider: str) -> bool:
+        """Delete the failures of a provider that has joined again; return whether there were any."""
         own = or_(links.c.one == provider, links.c.other == provider)
-        self._connection.execute(delete(links).where(own, links.c.failure != ""))
+        return self._connection.execute(delete(links).where(own, links.c.failure != "")).rowcount > 0
 
 
 def _record(row: Row[Any]) -> LinkRecord:

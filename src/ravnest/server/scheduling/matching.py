@@ -62,6 +62,9 @@ class LinkTests(Protocol):
     def begin(self, job: str, pairs: Sequence[ProviderPair]) -> None:
         """Test the links of a planned job; it returns to the queue afterwards."""
 
+    def forget_rounds(self, job: str) -> None:
+        """Count the rounds of a job anew, because it cannot start now."""
+
 
 class Matching:
     """Starts jobs. Only one thread at a time may call ``run_once``."""
@@ -195,6 +198,7 @@ class Matching:
 
     def _wait(self, decision: QueueDecision, snapshot: _Snapshot, *, is_insufficient: bool) -> None:
         """Store why a job waits, or fail it if it asked for that."""
+        self._link_tests.forget_rounds(decision.job)
         wanted = next(job.min_providers for job in snapshot.queue if job.id == decision.job)
         is_insufficient = is_insufficient or len(snapshot.idle) + len(snapshot.busy) < wanted
         with self._units.begin() as uow:
