@@ -19,7 +19,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) --editable '.[demo,dev,zoo]'
+	$(PIP) --editable '.[demo,dev,upnp,zoo]'
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo ## set up, then run a server, three providers and a job; CLUSTERS=2: five nodes, two clusters

@@ -86,6 +86,17 @@ LINK_GONE = 3.0
 LINK_OUTAGE = 60.0
 """Time for which a link waits for another connection, unless the plan or the user says otherwise."""
 
+# Port of a provider at its router
+
+PORT_SEARCH = 3
+"""Time in which routers answer a search; UPnP wants whole seconds."""
+PORT_ANSWER = 5.0
+"""Longest wait for a router's answer."""
+PORT_RENEWAL = 600.0
+"""Time after which the mapping of a port is renewed; a router that was restarted forgets it."""
+PORT_LEASE = 3600.0
+"""Time after which a router ends a mapping that is not renewed."""
+
 # Ends
 
 LINK_CLOSE = 5.0
@@ -165,6 +176,9 @@ RELATIONS = (
     Relation(2 * LINK_HELLO, LINK_OUTAGE, "a link can dial several times before it gives up"),
     Relation(LINK_OUTAGE, TRAINING_STALL, "a run does not stall because a link connects again"),
     Relation(LINK_OUTAGE, FINAL_ANSWER, "the final round outlasts an outage of a link"),
+    Relation(3 * PORT_RENEWAL, PORT_LEASE, "two renewals that fail do not end the mapping of a port"),
+    Relation(PORT_SEARCH, PORT_ANSWER, "a router has more time to answer than to be found"),
+    Relation(PORT_ANSWER, WORKER_STOP, "a provider leaves its router faster than its worker stops"),
     Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
