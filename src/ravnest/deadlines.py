@@ -47,6 +47,19 @@ TIMER_LATE = 5.0
 WITNESSED_LIMIT = 600.0
 """Longest silence of a provider while its neighbours report progress with it."""
 
+# Reachability and relays
+
+DIAL_BACK_EACH = 3.0
+"""Time for one address of a provider to answer the server that dials it back."""
+DIAL_BACK = 5.0
+"""Longest check of all addresses of a provider, including the resolution of names."""
+DIAL_BACK_GAP = 2.0
+"""Shortest time between two checks of one provider."""
+RELAY_MEASURE = 3.0
+"""Time for relays to answer a provider that measures the round trips to them."""
+RELAY_STOP = 2.0
+"""Time for a relay to close before its process is ended."""
+
 # A job, from its files to its result
 
 FETCH_GRACE = 600.0
@@ -96,6 +109,29 @@ PORT_RENEWAL = 600.0
 """Time after which the mapping of a port is renewed; a router that was restarted forgets it."""
 PORT_LEASE = 3600.0
 """Time after which a router ends a mapping that is not renewed."""
+
+# Relays
+
+RELAY_HEAD = 10.0
+"""Time for a request to arrive completely at a relay after its connection was accepted."""
+RELAY_ACCEPT = 4.0
+"""Time for a node to accept an incoming circuit."""
+RELAY_PING = 3.0
+"""Interval between two pings of a relay on a control connection."""
+RELAY_SILENCE = 9.0
+"""Silence after which either side of a control connection calls it dead."""
+RELAY_DIAL = 4.0
+"""Longest wait of a node for a TCP connection to a relay."""
+RELAY_ANSWER = 5.0
+"""Longest wait of a node for a relay's answer."""
+RELAY_FIRST_PAUSE = 0.25
+"""First pause of a node before it registers again; pauses double."""
+RELAY_LONGEST_PAUSE = 5.0
+"""Longest pause of a node before it registers again, without the jitter."""
+RELAY_IDLE = 120.0
+"""Time without a byte after which a relay closes a circuit."""
+RELAY_HALF_CLOSED = 30.0
+"""The same, once one side has ended its direction of the circuit."""
 
 # Ends
 
@@ -154,6 +190,15 @@ RELATIONS = (
     Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
     Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),
     Relation(DATABASE_BUSY, HTTP_ANSWER, "the server answers that its database is busy in time"),
+    Relation(DIAL_BACK_EACH, DIAL_BACK, "an address that does not answer does not hold up the reply"),
+    Relation(DIAL_BACK, HTTP_ANSWER, "a provider waits for the result of its check"),
+    Relation(DIAL_BACK_GAP, DIAL_BACK, "a provider that repeats its offer can be checked again"),
+    Relation(
+        HTTP_CONNECT + DIAL_BACK + RELAY_MEASURE + HTTP_CONNECT,
+        LOST_AFTER,
+        "a provider that is checked again sends its offer before it is called lost",
+    ),
+    Relation(RELAY_STOP, SERVER_STOP, "the server's relay ends before the server"),
     Relation(LOST_AFTER, FETCH_GRACE, "a provider that is gone is lost, not late"),
     Relation(
         LOST_AFTER + WORKER_START,
@@ -179,6 +224,18 @@ RELATIONS = (
     Relation(3 * PORT_RENEWAL, PORT_LEASE, "two renewals that fail do not end the mapping of a port"),
     Relation(PORT_SEARCH, PORT_ANSWER, "a router has more time to answer than to be found"),
     Relation(PORT_ANSWER, WORKER_STOP, "a provider leaves its router faster than its worker stops"),
+    Relation(2 * RELAY_PING, RELAY_SILENCE, "a ping that gets lost does not end a registration"),
+    Relation(RELAY_ACCEPT, LINK_HELLO, "who dials through a relay learns in time that nobody accepts"),
+    Relation(
+        RELAY_SILENCE + RELAY_DIAL + RELAY_ANSWER + longest_pause(RELAY_LONGEST_PAUSE) + LINK_HELLO,
+        LINK_OUTAGE,
+        "a node whose control connection died is reached through the relay again within an outage",
+    ),
+    Relation(RELAY_FIRST_PAUSE, RELAY_LONGEST_PAUSE, "pauses grow"),
+    Relation(RELAY_ACCEPT, RELAY_HEAD, "a relay keeps the connection of a late answer"),
+    Relation(3 * LINK_HEARTBEAT, RELAY_HALF_CLOSED, "a circuit in use is not idle"),
+    Relation(RELAY_HALF_CLOSED, RELAY_IDLE, "a circuit of which half has ended is closed earlier"),
+    Relation(LINK_OUTAGE, RELAY_IDLE, "a circuit outlasts an outage of the network under it"),
     Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),

@@ -6,11 +6,13 @@ that have no equivalent on a system do nothing there, unless their docstring say
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,6 +59,7 @@ def _optional_module(name: str) -> ModuleType | None:
 
 
 _resource: Any = _optional_module("resource")
+_fcntl: Any = _optional_module("fcntl")
 _libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -148,6 +151,84 @@ def end_with_parent() -> None:
     """Have the system kill this process when its parent ends; Linux only."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(KILL))
+
+
+# Sockets and pipes
+
+_SPLICE_NOW = getattr(os, "SPLICE_F_MOVE", 0) | getattr(os, "SPLICE_F_NONBLOCK", 0)
+
+
+@functools.cache
+def can_splice() -> bool:
+    """Return whether bytes can be moved between sockets and pipes without copying; tried once."""
+    if not hasattr(os, "splice"):
+        return False
+    left, right = socket.socketpair()
+    reader, writer = os.pipe()
+    try:
+        left.sendall(b"x")
+        return splice(right.fileno(), writer, 1) == 1
+    except OSError:  # forbidden by a sandbox
+        return False
+    finally:
+        left.close()
+        right.close()
+        os.close(reader)
+        os.close(writer)
+
+
+def splice(source: int, target: int, count: int) -> int:
+    """Move at most ``count`` bytes, one descriptor being a pipe; requires ``can_splice``.
+
+    Return 0 at the end of the source; ``BlockingIOError`` if nothing can be moved now.
+    """
+    moved: int = os.splice(source, target, count, flags=_SPLICE_NOW)  # type: ignore[attr-defined,unused-ignore]
+    return moved
+
+
+def open_pipe(size: int) -> tuple[int, int]:
+    """Return the two ends of a non-blocking pipe that holds ``size`` bytes, or as many as is allowed."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    command = getattr(_fcntl, "F_SETPIPE_SZ", None)
+    if command is not None:
+        with contextlib.suppress(OSError):  # beyond the system's limit for pipes of a user
+            _fcntl.fcntl(writer, command, size)
+    return reader, writer
+
+
+def tune_tcp(connection: socket.socket, dead_after: float) -> None:
+    """Send small messages at once, and find a peer that is gone after about ``dead_after`` seconds."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = max(int(dead_after / 2), 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", idle),
+        ("TCP_KEEPALIVE", idle),  # the same on macOS
+        ("TCP_KEEPINTVL", max(int(dead_after / 6), 1)),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", int(1000 * dead_after)),
+    ):
+        option = getattr(socket, name, None)
+        if option is not None:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def raise_file_limit() -> int | None:
+    """Raise the number of files that this process may open to the most allowed, and return it.
+
+    ``None`` where there is no such limit.
+    """
+    if _resource is None:
+        return None
+    soft, hard = _resource.getrlimit(_resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            _resource.setrlimit(_resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return None if soft == _resource.RLIM_INFINITY else int(soft)
 
 
 # Child processes

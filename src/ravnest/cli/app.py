@@ -25,6 +25,7 @@ class Commands(LazyGroup):
         "provide": Lazy(
             "ravnest.cli.provide", "Offer this machine to a server and work on its jobs until Ctrl-C."
         ),
+        "relay": Lazy("ravnest.cli.relay", "Run a relay for the jobs of a server until Ctrl-C."),
         "submit": Lazy(
             "ravnest.cli.submit", "Submit a job, show its progress and download the trained model."
         ),

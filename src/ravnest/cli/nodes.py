@@ -70,12 +70,14 @@ def _show(providers: list[ProviderView]) -> None:
     if not providers:
         out().print("no providers; add one with `ravnest provide --server URL --token TOKEN`")
         return
-    table = Table("PROVIDER", "STATE", "JOB", "RAM", "CORES", "GFLOP/S", "MBIT/S", "REASON", box=None)
+    columns = ("PROVIDER", "STATE", "REACHED", "JOB", "RAM", "CORES", "GFLOP/S", "MBIT/S", "REASON")
+    table = Table(*columns, box=None)
     for one in providers:
         offer = one.offer
         table.add_row(
             f"{offer.name} ({one.id})",
             one.state,
+            one.reachability,
             one.job or "-",
             f"{offer.ram:.1f} GB",
             str(offer.cores),
@@ -84,3 +86,6 @@ def _show(providers: list[ProviderView]) -> None:
             one.reason,
         )
     print_table(table)
+    for one in providers:
+        if one.reachability != "direct" and one.state is not ProviderState.LOST:
+            out().print(f"{one.offer.name} is {one.reachability}: {one.reachability_reason}")

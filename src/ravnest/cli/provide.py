@@ -22,10 +22,12 @@ def provide(
         str | None, typer.Option(help="Name of this provider; default: the host name.")
     ] = None,
     listen: Annotated[
-        str | None, typer.Option(help="Address its node listens on: host:port, host, or :port.")
+        str | None,
+        typer.Option(help="Address its node listens on: host:port, host, :port, or :20000-20010."),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="Address under which others reach its node, if different.")
+        list[str] | None,
+        typer.Option(help="Address under which others reach its node, if different; repeatable."),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Folder for the files of running jobs.", file_okay=False)

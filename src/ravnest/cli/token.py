@@ -20,6 +20,7 @@ class TokenRole(StrEnum):
     """Roles that a token can grant."""
 
     PROVIDER = "provider"
+    RELAY = "relay"
     REQUESTER = "requester"
     VIEWER = "viewer"
 
@@ -54,6 +55,8 @@ def _usage(role: TokenRole, url: str, token: str) -> str:
     match role:
         case TokenRole.PROVIDER:
             return f"\n  ravnest provide --server {url} --token {token}"
+        case TokenRole.RELAY:
+            return f"\n  ravnest relay --server {url} --token {token}"
         case TokenRole.REQUESTER:
             return f"\n  ravnest submit module:function --server {url} --token {token}"
         case TokenRole.VIEWER:

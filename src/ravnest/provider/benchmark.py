@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -83,13 +83,16 @@ class ServerProbe:
         self.api.post("/api/probe", ProbeLoad(load=secrets.token_hex(size // 2)), object)
 
 
-def measure(name: str, address: str, limits: OwnerLimits, probe: BandwidthProbe) -> ProviderOffer:
+def measure(
+    name: str, addresses: Sequence[str], limits: OwnerLimits, probe: BandwidthProbe
+) -> ProviderOffer:
     """Measure this machine, in about a second, and return the offer."""
     cores = cores_for(limits, usable_cores())
     trip = round_trip(probe)
     return ProviderOffer(
         name=name,
-        address=address,
+        address=addresses[0],
+        addresses=tuple(addresses),
         ram=PLANNED * ram_for(limits, free_memory()) / GB,
         vram=_free_vram() / GB,
         cores=cores,

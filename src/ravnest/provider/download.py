@@ -7,7 +7,7 @@ No string of the server becomes a path.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,15 +36,15 @@ class AssignmentDownload:
     """Download of assignments by one provider."""
 
     api: ApiClient
-    address: str
-    """Address at which other providers reach this provider's node."""
+    addresses: tuple[str, ...]
+    """Addresses of this provider's node."""
 
     def run(self, name: str, job_dir: JobDir, check: Check) -> tuple[Assignment, NodeSpec]:
         """Fill the folder of an assignment; a second call continues where an earlier one stopped."""
         assignment = self.api.get(f"/api/assignments/{name}", Assignment)
         if assignment.id != name:
             raise ServerError(f"the server sent the assignment {assignment.id[:100]} instead of {name}")
-        node = own_node_spec(assignment, self.address)
+        node = own_node_spec(assignment, self.addresses)
         write_node(job_dir.node_data, node)
         files = files_of(job_dir, assignment)
         _check_disk(job_dir.folder, files)
@@ -67,14 +67,15 @@ class AssignmentDownload:
         write_certificate(job_dir.node_data, key, signed)
 
 
-def own_node_spec(assignment: Assignment, address: str) -> NodeSpec:
+def own_node_spec(assignment: Assignment, addresses: Collection[str]) -> NodeSpec:
     """Return the node spec of an assignment with paths of ours, if it is meant for this provider."""
     node = assignment.node_spec
     if node.node != assignment.node:
         raise StageFormatError(f"the assignment of node_{assignment.node} describes {node.name}")
-    if node.address != address:
+    if node.address not in addresses:
         raise StageFormatError(
-            f"{node.name} is planned for {node.address[:100]}; this provider is at {address}"
+            f"{node.name} is planned for {node.address[:100]}; this provider is at "
+            f"{', '.join(addresses)}"
         )
     if node.sha256 != assignment.stage.sha256:
         raise StageFormatError(f"{node.name} is planned with another stage than the one to fetch")

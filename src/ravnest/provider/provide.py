@@ -6,19 +6,21 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ravnest.errors import ServerError, SettingsError
-from ravnest.http.credentials import Membership, find, home, joined
+from ravnest.errors import SettingsError
+from ravnest.http.credentials import home
 from ravnest.provider.addresses import addresses
 from ravnest.provider.agent import Agent
 from ravnest.provider.benchmark import GB, PLANNED, OwnerLimits, ServerProbe, measure
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
+from ravnest.provider.membership import machine_membership
 from ravnest.provider.outcome import Outcome
+from ravnest.provider.routes import RouteFinder
 from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.providers import ProviderOffer, ProviderView
@@ -36,7 +38,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     folder: str | Path | None = None,
     name: str | None = None,
     listen: str | None = None,
-    address: str | None = None,
+    address: str | Sequence[str] | None = None,
     once: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> None:
@@ -45,8 +47,9 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     ``token`` is needed the first time only. ``ram`` (GB), ``cores`` and ``hours`` are upper limits.
     ``name`` is the machine's by default; two providers on one machine need two names. ``listen`` and
     ``address`` (``host:port``, ``host`` or ``:port``) say where the node listens and where others
-    reach it. ``folder`` holds the files of a job while it runs. ``once``: leave after one job. ``say``
-    is called with a line for each event; stdout by default.
+    reach it; ``listen`` can have a range of ports (``:20000-20010``), ``address`` can be a list.
+    ``folder`` holds the files of a job while it runs. ``once``: leave after one job. ``say`` is called
+    with a line for each event; stdout by default.
 
     Returns once the provider has left the server. Raises ``ServerError`` if the server cannot be
     reached at the start or refuses the provider, ``SettingsError`` if an argument is wrong,
@@ -59,12 +62,14 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     show = _say if say is None else say
     own_name = (name or socket.gethostname())[:100]
     target = home() / "providers" / _slug(own_name) if folder is None else Path(folder)
-    with _locked(target, own_name), addresses(server, listen, address) as found:
-        member = _member(server, token, own_name)
+    announced = [address] if isinstance(address, str) else list(address or ())
+    with _locked(target, own_name), addresses(server, listen, announced) as found:
+        member = machine_membership(server, token, own_name, ApiRole.PROVIDER)
         with member.api() as api:
-            offer = measure(own_name, found.known, limits, ServerProbe(api))
+            routes = RouteFinder(api, found)
+            offer = routes.complete(measure(own_name, found.known, limits, ServerProbe(api)))
             provider = api.post("/api/providers", offer, ProviderView, idempotent=True)
-            for line in describe(offer, limits, hours, member.url):
+            for line in (*describe(offer, limits, hours, member.url), describe_routes(provider)):
                 show(line)
             jobs_dir = JobsDir(target.absolute() / _JOBS)
             lost, kept = earlier_work(jobs_dir, provider.id)
@@ -78,6 +83,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
                 WorkerSettings(ram=room, cores=offer.cores, listen=found.listen),
                 show,
                 provider.id,
+                routes.complete,
             ).run()
 
 
@@ -110,27 +116,14 @@ def describe(offer: ProviderOffer, limits: OwnerLimits, hours: float | None, url
         f"{offer.name} offers {offer.ram:.2g} GB of RAM{fewer}{vram} and {offer.cores} core{plural} "
         f"({offer.compute:.0f} GFLOP/s)",
         f"to {url} ({offer.bandwidth:.0f} Mbit/s, {1000 * offer.round_trip:.1f} ms), {until}",
-        f"other providers reach it at {offer.address}",
     ]
 
 
-def _member(server: str, token: str | None, name: str) -> Membership:
-    if token is not None:
-        member = joined(server, token, name)
-        if member.role not in (ApiRole.PROVIDER, ApiRole.ADMIN):
-            raise ServerError(
-                f"the token is for the role {member.role}; create one with `ravnest token create --role "
-                "provider`"
-            )
-        return member
-    urls = [server] if "://" in server else [f"https://{server}", f"http://{server}"]
-    known = next((m for url in urls if (m := find(url, (ApiRole.PROVIDER,), name)) is not None), None)
-    if known is None:
-        raise ServerError(
-            f"{name} has not joined {server} yet: add --token with a token that `ravnest token create "
-            "--role provider` prints on the server's machine"
-        )
-    return known
+def describe_routes(provider: ProviderView) -> str:
+    """Return a line that says if and where other providers reach this one."""
+    if provider.reachability == "direct":
+        return f"other providers reach it at {provider.offer.address}"
+    return f"{provider.reachability}: {provider.reachability_reason}"
 
 
 @contextmanager

@@ -85,6 +85,8 @@ class Provider:
     """Called with lines for the owner of the machine."""
     id: str
     """Id of this provider at the server."""
+    check_routes: Callable[[ProviderOffer], ProviderOffer] = lambda offer: offer
+    """Returns the offer with the addresses and relays at which others reach this machine now."""
     _events: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _task: _Task | None = None
@@ -185,6 +187,7 @@ class Provider:
     def _send(self, action: SendHeartbeat | SendOffer) -> AgentEvent:
         try:
             if isinstance(action, SendOffer):
+                self.offer = self.check_routes(self.offer)
                 self.id = self.api.post("/api/providers", self.offer, ProviderView).id
                 return OfferAccepted()
             beat = action.heartbeat
@@ -200,7 +203,7 @@ class Provider:
     def _fetch(self, task: _Task) -> AgentEvent:
         name = task.assignment
         try:
-            download = AssignmentDownload(self.api, self.offer.address)
+            download = AssignmentDownload(self.api, self.offer.all_addresses)
             assignment, node = download.run(name, self.jobs_dir.job_dir(name), task.check)
         except ServerError as error:
             return Fetched(name, failure=str(error), again=is_temporary(error))

@@ -20,6 +20,7 @@ class ApiRole(StrEnum):
 
     ADMIN = "admin"
     PROVIDER = "provider"
+    RELAY = "relay"
     REQUESTER = "requester"
     VIEWER = "viewer"
 

@@ -10,10 +10,15 @@ from pydantic import AfterValidator, Field
 
 from ravnest.schemas.base import Artifact, Name, Reason, Schema, clipped
 from ravnest.schemas.jobs import GraphLoss, ResultFile, TrainingSpec
+from ravnest.schemas.reachability import HostAndPort, ReachabilityKind, RelayTrip
 from ravnest.store.node_spec import NodeSpec
 from ravnest.telemetry import RoundRecord, WarningRecord, WorkerRecord
 
 Positive = Annotated[float, Field(gt=0)]
+MOST_ADDRESSES = 12
+"""Addresses in an offer."""
+MOST_RELAYS = 64
+"""Relays in an offer."""
 
 
 class ProviderState(StrEnum):
@@ -29,8 +34,12 @@ class ProviderOffer(Schema):
     """A machine as it was measured, within the limits of its owner."""
 
     name: Name
-    address: Annotated[str, Field(max_length=300)]
-    """``host:port`` at which other providers reach its node."""
+    address: HostAndPort
+    """``host:port`` at which other providers reach its node, or may reach it."""
+    addresses: Annotated[tuple[HostAndPort, ...], Field(max_length=MOST_ADDRESSES)] = ()
+    """All such addresses, ``address`` first; empty if there is only that one."""
+    relay_trips: Annotated[tuple[RelayTrip, ...], Field(max_length=MOST_RELAYS)] = ()
+    """Relays that answer this provider."""
     ram: Positive
     """GB (1e9 bytes) for training."""
     vram: Annotated[float, Field(ge=0)] = 0.0
@@ -44,6 +53,11 @@ class ProviderOffer(Schema):
     version: str
     torch: str
 
+    @property
+    def all_addresses(self) -> tuple[str, ...]:
+        """All addresses at which others may reach it, the first is ``address``."""
+        return tuple(dict.fromkeys((self.address, *self.addresses)))
+
 
 class ProviderView(Schema):
     """A provider, as the web page and ``ravnest nodes`` show it."""
@@ -55,6 +69,9 @@ class ProviderView(Schema):
     job: str | None
     seen: float
     """Time of its last request."""
+    reachability: ReachabilityKind
+    """How other providers reach it: at its own address, through a relay, or not."""
+    reachability_reason: Reason
 
 
 class RowRange(Schema):

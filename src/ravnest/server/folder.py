@@ -32,6 +32,7 @@ class ServerFolder:
         self.artifacts = path / "artifacts"
         self.authority = path / "authority"
         self.job_authorities = path / "authorities"
+        self.relay_key = self.authority / "relay.key"
         self.scratch = path / "scratch"
         self.admin = path / "admin.credential"
         self._address = path / "server.json"

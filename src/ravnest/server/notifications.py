@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-Topic = tuple[Literal["provider", "job", "clock"], str]
+Topic = tuple[Literal["provider", "job", "clock", "relays"], str]
 
 
 class Subscription:

@@ -20,6 +20,8 @@ from ravnest.server.db.records import AssignmentRecord, MemberRecord, ProviderRe
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import is_trained, may_train
 from ravnest.server.liveness import Liveness
+from ravnest.server.reachability.dial_back import DialBackService
+from ravnest.server.reachability.relays import RelayService
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.server.views import provider_view
@@ -51,13 +53,21 @@ class ProviderService:
     """Operations on providers; the methods are thread-safe and return soon."""
 
     def __init__(
-        self, units: UnitOfWorkFactory, auth: AuthService, jobs: JobService, settings: ServerSettings
+        self,
+        units: UnitOfWorkFactory,
+        auth: AuthService,
+        jobs: JobService,
+        settings: ServerSettings,
+        dial_backs: DialBackService,
+        relays: RelayService,
     ) -> None:
         self.liveness = Liveness(settings.lost_after)
         self._units = units
         self._auth = auth
         self._jobs = jobs
         self._settings = settings
+        self._dial_backs = dial_backs
+        self._relays = relays
         self._gaps: dict[str, int] = {}
         """Assignments whose last report left a gap, and the position at which it started."""
         self._progress: dict[str, float] = {}
@@ -76,7 +86,8 @@ class ProviderService:
     def offer(self, member: MemberRecord, offer: ProviderOffer) -> ProviderView:
         """Add a provider, or replace its offer."""
         try:
-            Address.parse(offer.address)
+            for address in offer.all_addresses:
+                Address.parse(address)
         except ValueError as error:
             raise ServerRefusedError(f"other nodes cannot use this address: {error}", 422) from error
         with self._units.begin() as uow:
@@ -89,10 +100,18 @@ class ProviderService:
                 if record.state is ProviderState.LOST:
                     self._return(uow, record)
                 uow.needs_matching = uow.needs_matching or offer != record.offer
+            self._store_checks(uow, member.id)
             self._see(member.id)
             found = uow.db.providers.get(member.id)
             assert found is not None
-            return provider_view(found, self.liveness)
+            return provider_view(found, self.liveness, self._relays.live())
+
+    def _store_checks(self, uow: UnitOfWork, provider: str) -> None:
+        """Store the results of the dial-back before this offer; without one the earlier ones stay."""
+        checks = self._dial_backs.take(provider)
+        if checks is not None:
+            uow.db.providers.set_checks(provider, checks)
+            uow.needs_matching = True
 
     def heartbeat(self, provider: str, heartbeat: Heartbeat) -> None:
         """Process a heartbeat and its report; refuse (404) if the provider must send an offer first."""

@@ -17,6 +17,8 @@ from ravnest.server.folder import ServerFolder
 from ravnest.server.job_service import JobService
 from ravnest.server.notifications import Notifications
 from ravnest.server.provider_service import ProviderService
+from ravnest.server.reachability.dial_back import DialBackService
+from ravnest.server.reachability.relays import RelayService
 from ravnest.server.scheduling.matching import Matching, MatchingThread
 from ravnest.server.scheduling.planning import JobPlanner
 from ravnest.server.scheduling.shipping import ArtifactPlanner
@@ -57,10 +59,21 @@ class Server:
         self._units = UnitOfWorkFactory(
             self.db, self.auth, self.notifications, self.clock, self._matching_thread.request
         )
+        self.dial_backs = DialBackService(self.clock.steady)
+        self.relay_service = RelayService(self._units, self.folder, self.settings)
         self.job_service = JobService(self._units, self.settings)
-        self.provider_service = ProviderService(self._units, self.auth, self.job_service, self.settings)
+        self.provider_service = ProviderService(
+            self._units,
+            self.auth,
+            self.job_service,
+            self.settings,
+            self.dial_backs,
+            self.relay_service,
+        )
         self.matching = Matching(
-            self._units, planner or ArtifactPlanner(self.artifacts, self.folder.scratch)
+            self._units,
+            planner or ArtifactPlanner(self.artifacts, self.folder.scratch, self.relay_service),
+            self.relay_service.live,
         )
 
     @contextmanager
@@ -70,6 +83,7 @@ class Server:
             self.db.open()
             try:
                 self.auth.open()
+                self.relay_service.open()
                 with self.db.read() as db:
                     needed = db.artifact_grants.all()
                 self.artifacts.sweep(needed, self.clock.wall() - self.settings.kept_uploads)
@@ -109,7 +123,7 @@ class Server:
 
     def visible_jobs(self, member: MemberRecord, limit: int = 500) -> list[JobView]:
         """Return the jobs that the member may see, newest first, without the records of their nodes."""
-        if member.role is ApiRole.PROVIDER:
+        if member.role in (ApiRole.PROVIDER, ApiRole.RELAY):
             return []
         owner = member.id if member.role is ApiRole.REQUESTER else None
         with self.db.read() as db:

@@ -50,7 +50,7 @@ class UnitOfWork:
             self.release(provider, f"job {job.name} is {state}")
         result = None if root is None else self._result(job, root)
         self.db.jobs.move(job, state, reason, result=result)
-        self.topics.add(("job", job.id))
+        self.topics |= {("job", job.id), ("relays", "")}
         self.ended_jobs.append(job.id)
         self.needs_matching = True
 
@@ -59,7 +59,7 @@ class UnitOfWork:
         for provider in self.db.providers.of_job(job.id):
             self.release(provider, f"job {job.name} returned to the queue")
         self.db.jobs.move(job, JobState.SUBMITTED, reason, plan="")
-        self.topics.add(("job", job.id))
+        self.topics |= {("job", job.id), ("relays", "")}
         self.needs_matching = True
 
     def update_job_status(self, job: str) -> None:

@@ -13,10 +13,12 @@ from ravnest.schemas.jobs import (
     NodeWarning,
 )
 from ravnest.schemas.providers import ProviderView
+from ravnest.schemas.reachability import RelayView
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
 from ravnest.server.job_status import leading_root, roots
 from ravnest.server.liveness import Liveness
+from ravnest.server.reachability.status import reachability
 from ravnest.telemetry import (
     PhaseRecord,
     QueueRecord,
@@ -28,8 +30,11 @@ from ravnest.telemetry import (
 _SHOWN_WARNINGS = 20
 
 
-def provider_view(record: ProviderRecord, liveness: Liveness) -> ProviderView:
-    """Return a provider as members see it."""
+def provider_view(
+    record: ProviderRecord, liveness: Liveness, relays: Mapping[str, RelayView]
+) -> ProviderView:
+    """Return a provider as members see it; ``relays`` are those that work now."""
+    found = reachability(record.offer, record.checks, relays)
     return ProviderView(
         id=record.id,
         offer=record.offer,
@@ -37,12 +42,16 @@ def provider_view(record: ProviderRecord, liveness: Liveness) -> ProviderView:
         reason=record.reason,
         job=record.job,
         seen=liveness.seen(record.id) or record.changed,
+        reachability=found.kind,
+        reachability_reason=found.reason,
     )
 
 
-def provider_views(db: Transaction, liveness: Liveness, lost_since: float) -> list[ProviderView]:
+def provider_views(
+    db: Transaction, liveness: Liveness, lost_since: float, relays: Mapping[str, RelayView]
+) -> list[ProviderView]:
     """Return the connected providers and those lost at ``lost_since`` or later."""
-    return [provider_view(record, liveness) for record in db.providers.present(lost_since)]
+    return [provider_view(record, liveness, relays) for record in db.providers.present(lost_since)]
 
 
 def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -> JobView:

@@ -50,6 +50,7 @@ def allow(*roles: ApiRole) -> Callable[[Request], MemberRecord]:
 CurrentServer = Annotated[Server, Depends(server_of)]
 AnyMember = Annotated[MemberRecord, Depends(allow(*ApiRole))]
 ProviderMember = Annotated[MemberRecord, Depends(allow(ApiRole.PROVIDER))]
+RelayMember = Annotated[MemberRecord, Depends(allow(ApiRole.RELAY))]
 RequesterMember = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER))]
 JobReader = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER, ApiRole.VIEWER))]
 EventReader = Annotated[MemberRecord, Depends(allow(ApiRole.VIEWER))]

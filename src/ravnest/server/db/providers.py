@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import Connection, Row, func, insert, or_, select, update
 
 from ravnest.schemas.base import clipped
 from ravnest.schemas.providers import ProviderOffer, ProviderState
+from ravnest.schemas.reachability import AddressCheck
 from ravnest.server.db.events import EventRepository
 from ravnest.server.db.records import ProviderRecord
 from ravnest.server.db.tables import providers
 from ravnest.server.lifecycle import NEW, check_transition
+
+_CHECKS = TypeAdapter(tuple[AddressCheck, ...])
 
 
 class ProviderRepository:
@@ -41,6 +45,11 @@ class ProviderRepository:
         """Replace the offer of a provider; its state stays."""
         chosen = update(providers).where(providers.c.id == provider)
         self._connection.execute(chosen.values(offer=offer.model_dump_json()))
+
+    def set_checks(self, provider: str, checks: Sequence[AddressCheck]) -> None:
+        """Store the results of dialling a provider back."""
+        chosen = update(providers).where(providers.c.id == provider)
+        self._connection.execute(chosen.values(checks=_CHECKS.dump_json(tuple(checks)).decode()))
 
     def move(
         self,
@@ -94,4 +103,5 @@ def _record(row: Row[Any]) -> ProviderRecord:
         job=row.job,
         changed=row.changed,
         left=row.left,
+        checks=_CHECKS.validate_json(row.checks),
     )

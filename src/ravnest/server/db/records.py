@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import ProviderOffer, ProviderState, TlsRejections
+from ravnest.schemas.reachability import AddressCheck
 
 ENDED = ("finished", "failed", "stopped")
 """Final phases of an assignment."""
@@ -33,6 +34,8 @@ class ProviderRecord:
     changed: float
     left: bool
     """True if it left by itself; it comes back with a new offer, not with a late heartbeat."""
+    checks: tuple[AddressCheck, ...] = ()
+    """Results of dialling its addresses back; empty if that was never done."""
 
 
 @dataclass(frozen=True)

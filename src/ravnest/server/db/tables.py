@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 3
+VERSION = 4
 """Version of this layout; the server refuses a database of a later one."""
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: ("ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{}'",),
@@ -24,6 +24,7 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "UPDATE jobs SET spec = json_remove(json_set(spec, '$.on_insufficient', "
         "json_extract(spec, '$.if_short')), '$.if_short')",
     ),
+    3: ("ALTER TABLE providers ADD COLUMN checks TEXT NOT NULL DEFAULT '[]'",),
 }
 """Statements that turn each earlier layout into the next one; tables that are missing exist by then."""
 
@@ -79,6 +80,7 @@ providers = Table(
     Column("job", ForeignKey("jobs.id")),
     Column("changed", Float, nullable=False),
     Column("left", Boolean, nullable=False, default=False),
+    Column("checks", Text, nullable=False, server_default="[]"),  # of its addresses, by dialling back
 )
 
 assignments = Table(

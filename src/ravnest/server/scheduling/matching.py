@@ -9,24 +9,27 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ravnest.errors import RavnestError
 from ravnest.plan.infeasible import Infeasible
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, ProviderOffer, ProviderState
+from ravnest.schemas.reachability import RelayView
 from ravnest.server.assignments import needed_by
 from ravnest.server.db.jobs import RUNNING
 from ravnest.server.db.records import JobRecord, ProviderRecord
+from ravnest.server.reachability.status import reachability
 from ravnest.server.scheduling.planning import JobPlanner, PlannedJob
 from ravnest.server.scheduling.queue import IdleProvider, QueueDecision, Refusal, WaitingJob, decide
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 
 _log = logging.getLogger(__name__)
 
-_CACHED_PLANS = 2
-"""Cached plans per job: for the providers that it could have now, and for all that are connected."""
+_CACHED_PLANS = 4
+"""Cached plans per job: for the providers that it could have now, and for all that are connected, both
+of those that others reach and of one that trains alone."""
 
 _Chosen = tuple[tuple[str, ProviderOffer], ...]
 """Ids and offers of providers, strongest first."""
@@ -41,14 +44,22 @@ class _Snapshot:
     running: Counter[str]
     idle: Sequence[ProviderRecord]
     busy: Sequence[ProviderRecord]
+    unreachable: Mapping[str, str]
+    """Names of the providers that others cannot reach, by id: they can only train alone."""
 
 
 class Matching:
     """Starts jobs. Only one thread at a time may call ``run_once``."""
 
-    def __init__(self, units: UnitOfWorkFactory, planner: JobPlanner) -> None:
+    def __init__(
+        self,
+        units: UnitOfWorkFactory,
+        planner: JobPlanner,
+        live_relays: Callable[[], Mapping[str, RelayView]],
+    ) -> None:
         self._units = units
         self._planner = planner
+        self._live_relays = live_relays
         self._plans: dict[str, dict[_Chosen, PlannedJob | Infeasible]] = {}
         """Last plans of each waiting job, by providers: most changes do not affect a job."""
 
@@ -75,7 +86,13 @@ class Matching:
         ]
         idle = [provider for provider in present if provider.state is ProviderState.OFFERED]
         busy = [provider for provider in present if provider.state is not ProviderState.OFFERED]
-        return _Snapshot(waiting, queue, running, idle, busy)
+        relays = self._live_relays()
+        unreachable = {
+            each.id: each.offer.name
+            for each in present
+            if reachability(each.offer, each.checks, relays).kind == "unreachable"
+        }
+        return _Snapshot(waiting, queue, running, idle, busy, unreachable)
 
     def _pass(self, snapshot: _Snapshot) -> bool:
         """Go through the queue once; return whether a job started, so that another pass may help."""
@@ -87,7 +104,8 @@ class Matching:
 
         def fit(job: WaitingJob, providers: tuple[str, ...]) -> tuple[str, ...] | Refusal:
             try:
-                plan = self._plan(job, tuple((name, offers[name]) for name in providers))
+                chosen = tuple((name, offers[name]) for name in providers)
+                plan = self._plan_reachable(job, chosen, snapshot.unreachable)
                 if isinstance(plan, PlannedJob):
                     plans[job.id] = plan
                     return plan.providers
@@ -98,7 +116,7 @@ class Matching:
                 return Refusal(broken[job.id], hopeless=True)
             return Refusal(plan.reason, hopeless=job.id in hopeless)
 
-        idle = [IdleProvider(each.id, each.offer.compute, each.offer.ram) for each in snapshot.idle]
+        idle = [_idle(each, is_last=each.id in snapshot.unreachable) for each in snapshot.idle]
         started = False
         for decision in decide(snapshot.queue, snapshot.running, idle, len(snapshot.busy), fit):
             if decision.providers:
@@ -108,6 +126,28 @@ class Matching:
             else:
                 self._wait(decision, snapshot, is_insufficient=decision.job in hopeless)
         return started
+
+    def _plan_reachable(
+        self, job: WaitingJob, chosen: _Chosen, unreachable: Mapping[str, str]
+    ) -> PlannedJob | Infeasible:
+        """Plan with the providers that others reach, or with one alone if it is large enough."""
+        alone = [each for each in chosen if each[0] in unreachable]
+        if not alone:
+            return self._plan(job, chosen)
+        together = tuple(each for each in chosen if each[0] not in unreachable)
+        plan = self._plan(job, together) if together else Infeasible("no provider is left")
+        if isinstance(plan, PlannedJob):
+            return plan
+        if job.min_providers <= 1:
+            single = self._plan(job, (max(alone, key=lambda each: each[1].ram),))
+            if isinstance(single, PlannedJob):
+                return single
+            plan = plan if together else single
+        names = ", ".join(unreachable[name] for name, _ in alone)
+        return Infeasible(
+            f"{plan.reason}. Others cannot reach {names}, which can therefore only train alone: "
+            "`ravnest nodes` says why"
+        )
 
     def _plan(self, job: WaitingJob, chosen: _Chosen) -> PlannedJob | Infeasible:
         plans = self._plans.setdefault(job.id, {})
@@ -125,10 +165,14 @@ class Matching:
             return True
         everybody = sorted(
             (*snapshot.idle, *snapshot.busy),
-            key=lambda each: (-each.offer.compute * each.offer.ram, each.id),
+            key=lambda each: (
+                each.id in snapshot.unreachable,
+                -each.offer.compute * each.offer.ram,
+                each.id,
+            ),
         )
         chosen = tuple((each.id, each.offer) for each in everybody[: job.max_providers])
-        return isinstance(self._plan(job, chosen), Infeasible)
+        return isinstance(self._plan_reachable(job, chosen, snapshot.unreachable), Infeasible)
 
     def _wait(self, decision: QueueDecision, snapshot: _Snapshot, *, is_insufficient: bool) -> None:
         """Store why a job waits, or fail it if it asked for that."""
@@ -177,7 +221,7 @@ class Matching:
                 reason = f"reserved for {record.name}"
                 uow.db.providers.move(provider, ProviderState.RESERVED, reason, job=record.id)
             uow.db.jobs.move(record, JobState.PLANNED, decision.reason, plan=plan.explanation)
-            uow.topics.add(("job", record.id))
+            uow.topics |= {("job", record.id), ("relays", "")}
         return True
 
     def _assign(self, job: str, plan: PlannedJob, assignments: Sequence[Assignment]) -> None:
@@ -228,6 +272,11 @@ class MatchingThread:
                 matching.run_once()
             except Exception:
                 _log.exception("matching failed; it runs again at the next change")
+
+
+def _idle(record: ProviderRecord, *, is_last: bool) -> IdleProvider:
+    """Return a provider for the queue, which orders providers by strength."""
+    return IdleProvider(record.id, 0.0 if is_last else record.offer.compute, record.offer.ram)
 
 
 def _explained(action: str, error: Exception) -> str:

@@ -39,6 +39,8 @@ class PlannedJob:
     """The plan in words."""
     variant: int = 0
     """Position of the planned model among ``UnitModel.variants``: 0 if all tensors are whole."""
+    offers: tuple[ProviderOffer, ...] = ()
+    """Offers of ``providers``."""
 
 
 class JobPlanner(Protocol):
@@ -94,7 +96,8 @@ def plan_job(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Pla
         plan = _plan(spec, profile, chosen)
         if isinstance(plan, Plan):
             explanation = explain(plan, profile, _unit_names(profile)) + _about_clusters(plan)
-            return PlannedJob(spec, plan, tuple(name for name, _ in chosen), explanation)
+            names, offers = zip(*chosen, strict=True)
+            return PlannedJob(spec, plan, names, explanation, offers=offers)
         infeasible = infeasible or plan
         chosen = _without_smallest(chosen, max(len(chosen) // 8, 1))
     return infeasible or Infeasible(
@@ -116,10 +119,13 @@ def _about_clusters(plan: Plan) -> str:
 
 
 def _with_own_address(providers: Candidates) -> list[tuple[str, ProviderOffer]]:
-    """Return the first provider of each address: two cannot listen on one address."""
-    first: dict[Address, tuple[str, ProviderOffer]] = {}
+    """Return the first provider of each address: two cannot listen on one address.
+
+    Behind two routers, two providers can have the same private address, but not the same public one.
+    """
+    first: dict[frozenset[Address], tuple[str, ProviderOffer]] = {}
     for name, offer in providers:
-        first.setdefault(Address.parse(offer.address), (name, offer))
+        first.setdefault(frozenset(map(Address.parse, offer.all_addresses)), (name, offer))
     return list(first.values())
 
 

@@ -13,12 +13,14 @@ from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobSpec
-from ravnest.schemas.providers import Assignment
+from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.artifacts import ArtifactFolder
+from ravnest.server.reachability.relays import RelayService
+from ravnest.server.reachability.routes import with_addresses
 from ravnest.server.scheduling.data_shares import rows_of, share, whole
 from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_variants
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
-from ravnest.store.node_spec import bundle_path, make_node_spec, plan_digest
+from ravnest.store.node_spec import NodeSpec, bundle_path, make_node_spec, plan_digest
 from ravnest.transport.tls import is_loopback
 
 
@@ -28,9 +30,12 @@ class ArtifactPlanner:
     Not thread-safe.
     """
 
-    def __init__(self, artifacts: ArtifactFolder, scratch: Path) -> None:
+    def __init__(
+        self, artifacts: ArtifactFolder, scratch: Path, relays: RelayService | None = None
+    ) -> None:
         self._artifacts = artifacts
         self._scratch = scratch
+        self._relays = relays
         self._model: tuple[str, UnitModel] | None = None
         """Last model that was read, by digest: a waiting job is planned again at each change."""
 
@@ -45,7 +50,7 @@ class ArtifactPlanner:
         self._scratch.mkdir(parents=True)
         weights = self._artifacts.path(planned.spec.model.weights.sha256)
         model = self._read(planned.spec).variants[planned.variant]
-        return ship(job, planned, model, weights, self._artifacts.add, self._scratch)
+        return ship(job, planned, model, weights, self._artifacts.add, self._scratch, self._relays)
 
     def _read(self, spec: JobSpec) -> UnitModel:
         sha256 = spec.model.units.sha256
@@ -67,11 +72,13 @@ def ship(
     weights: Path,
     add: Callable[[Path], Artifact],
     scratch: Path,
+    relays: RelayService | None = None,
 ) -> tuple[Assignment, ...]:
     """Write the stages of a plan; return the assignment of each node, by number.
 
     ``weights`` is the model's weights file. Stages are written below ``scratch``, and ``add`` moves
-    each file to the artifacts. Clusters with equal cuts share their files.
+    each file to the artifacts. Clusters with equal cuts share their files. Nodes on other machines get
+    all addresses of each other, and access to ``relays``.
     """
     plan, spec = planned.plan, planned.spec
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
@@ -81,6 +88,8 @@ def ship(
     ]
     digest = plan_digest(specs, job)
     tls = any(not is_loopback(stage.node.address) for stage in plan.stages)
+    if tls:
+        specs = _with_routes(job, specs, planned.offers, relays)
     return tuple(
         Assignment(
             id=f"{job}-{stage.node.id}",
@@ -96,6 +105,15 @@ def ship(
         )
         for stage, node_spec in zip(plan.stages, specs, strict=True)
     )
+
+
+def _with_routes(
+    job: str, specs: list[NodeSpec], offers: Sequence[ProviderOffer], relays: RelayService | None
+) -> list[NodeSpec]:
+    """Add all addresses of the nodes, and access to relays if there are some."""
+    by_node = dict(enumerate(offers))
+    complete = [with_addresses(spec, by_node) for spec in specs]
+    return complete if relays is None else relays.add_tickets(job, complete, offers)
 
 
 def _write_clusters(

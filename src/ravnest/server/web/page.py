@@ -47,7 +47,8 @@ def page(request: Request) -> HTMLResponse:
     curves = {}
     with server.db.read() as db:
         lost_since = now - server.settings.shown_after_loss
-        providers = provider_views(db, server.provider_service.liveness, lost_since)
+        relays = server.relay_service.live()
+        providers = provider_views(db, server.provider_service.liveness, lost_since, relays)
         for job in jobs:
             root = leading_root(db.assignments.of_job(job.id))
             curves[job.id] = [] if root is None else db.telemetry.sampled_losses(root, _POINTS)

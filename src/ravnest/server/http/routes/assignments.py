@@ -26,7 +26,8 @@ def certificate(
 ) -> SignedCertificate:
     """Sign a certificate for the node; the plan determines its name and address."""
     found = _own(server, member, assignment)
-    hosts = [Address.parse(found.node_spec.address).host]
+    node = found.node_spec
+    hosts = list(dict.fromkeys(Address.parse(each).host for each in (node.address, *node.others)))
     return server.auth.sign(found.job, found.node, hosts, body.csr)
 
 

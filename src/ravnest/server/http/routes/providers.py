@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply, ProviderOffer, ProviderView
-from ravnest.server.auth.dependencies import AnyMember, CurrentServer, ProviderMember, require_self
+from ravnest.schemas.reachability import DialBackReply, DialBackRequest
+from ravnest.server.auth.dependencies import (
+    AnyMember,
+    CurrentServer,
+    ProviderMember,
+    require_self,
+    source_of,
+)
 from ravnest.server.views import provider_views
 
 router = APIRouter(prefix="/api/providers", tags=["providers"])
@@ -20,13 +27,25 @@ def listed(_: AnyMember, server: CurrentServer) -> list[ProviderView]:
     """Return the connected providers and those lost recently."""
     since = server.clock.wall() - server.settings.shown_after_loss
     with server.db.read() as db:
-        return provider_views(db, server.provider_service.liveness, since)
+        relays = server.relay_service.live()
+        return provider_views(db, server.provider_service.liveness, since, relays)
 
 
 @router.post("")
 def offer(body: ProviderOffer, member: ProviderMember, server: CurrentServer) -> ProviderView:
     """Offer this machine, or replace its offer."""
     return server.provider_service.offer(member, body)
+
+
+@router.post("/dial-back")
+async def dial_back(
+    body: DialBackRequest, request: Request, member: ProviderMember, server: CurrentServer
+) -> DialBackReply:
+    """Dial the addresses of this machine, which listens there, and return what was reached."""
+    source = source_of(request)
+    checks = await server.dial_backs.check(member.id, body, source)
+    relays = tuple(server.relay_service.live().values())
+    return DialBackReply(checks=tuple(checks), observed=source, relays=relays)
 
 
 @router.post("/{provider}/heartbeat")

@@ -1,0 +1,45 @@
+"""``ravnest relay``: forward bytes between providers that cannot reach each other."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ravnest.provider.relay_program import DEFAULT_RELAY_PORT, run_relay
+
+
+def relay(
+    server: Annotated[str, typer.Option(help="Address of the server, such as https://host:7100.")],
+    token: Annotated[
+        str | None,
+        typer.Option(help="Token from `ravnest token create --role relay`; needed the first time."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of this relay; default: the host name.")] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Address to listen on: host:port, host, or :port; port {DEFAULT_RELAY_PORT}."
+        ),
+    ] = None,
+    address: Annotated[
+        list[str] | None,
+        typer.Option(help="Address under which providers reach it, if different; repeatable."),
+    ] = None,
+    capacity: Annotated[
+        float | None, typer.Option(help="Most Mbit/s to forward in total; default: no limit.")
+    ] = None,
+) -> None:
+    """Run a relay for the jobs of a server until Ctrl-C.
+
+    Nodes that cannot be dialled are reached through it. It sees encrypted bytes only.
+    """
+    run_relay(
+        server,
+        token,
+        name=name,
+        listen=listen,
+        address=address or (),
+        capacity=capacity,
+        say=typer.echo,
+    )

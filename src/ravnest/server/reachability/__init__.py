@@ -1,0 +1,1 @@
+"""Reachability of providers: dialling back, relays, and the routes that nodes get."""
