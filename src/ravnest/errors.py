@@ -23,6 +23,7 @@ RavnestError
 └── TransportError                   communication with a peer failed
     ├── UnreachableError             nothing answers at its address
     ├── RefusedError                 the peer rejected the connection
+    │   └── WrongCertificateError    another machine answers, or one without a certificate of the plan
     ├── LinkClosedError              the link to the peer is closed or lost
     ├── AddressInUseError            a node cannot listen at its address
     └── RelayError                   a relay refused, or cannot forward
@@ -127,6 +128,10 @@ class UnreachableError(TransportError):
 
 class RefusedError(TransportError):
     """The peer rejected the connection."""
+
+
+class WrongCertificateError(RefusedError):
+    """The machine that answers has no certificate of the expected node."""
 
 
 class LinkClosedError(TransportError):

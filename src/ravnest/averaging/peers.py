@@ -181,4 +181,5 @@ class Peers:
             deadline=seconds,
             waiting=waiting,
             expect=peer.node,
+            others=peer.further,
         )

@@ -416,7 +416,9 @@ class Node:
         identity = None
         if all(path.exists() for path in paths):
             identity = Credentials(*(path.read_bytes() for path in paths))
-        return GrpcTransport(identity, outage=spec.outage if outage is None else outage)
+        return GrpcTransport(
+            identity, outage=spec.outage if outage is None else outage, relay=spec.relay_access
+        )
 
     def _close_at_exit(self) -> None:
         """Close at the end of the script; Python keeps the error that ended it, if there was one."""

@@ -12,6 +12,8 @@ from typing import Any
 from ravnest.deadlines import LINK_OUTAGE
 from ravnest.errors import StageFormatError
 from ravnest.plan.plan import Plan, StagePlan
+from ravnest.relay.access import RelayAccess
+from ravnest.relay.tickets import Endpoint
 from ravnest.store.files import convert, has_format, inside, read_json, write_json
 from ravnest.types import Address, Role, Schedule
 
@@ -31,6 +33,11 @@ class NeighbourSpec:
     address: str
     others: tuple[str, ...] = ()
     """Further addresses at which it may be reached: of other networks, or of IPv6."""
+
+    @property
+    def further(self) -> tuple[Address, ...]:
+        """``others``, parsed."""
+        return tuple(map(Address.parse, self.others))
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,14 @@ class NodeSpec:
     def name(self) -> str:
         """Name that ``Node(name=...)`` takes."""
         return f"node_{self.node}"
+
+    @property
+    def relay_access(self) -> RelayAccess | None:
+        """Access of this node to relays, if it has any."""
+        if self.relay is None:
+            return None
+        relays = tuple(tuple(map(Address.parse, each)) for each in self.relay.relays)
+        return RelayAccess(relays, Endpoint(self.relay.job, self.node), self.relay.ticket)
 
 
 def _problems(spec: NodeSpec) -> Iterator[str]:

@@ -7,11 +7,12 @@ raise only the errors of ``ravnest.errors``, never those of the library below.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ravnest.errors import RavnestError
+from ravnest.transport.routes import RouteKind
 from ravnest.types import Address
 from ravnest.wire.messages import AnyHead, Hello, HelloRefused, Message
 
@@ -56,6 +57,10 @@ class Link(Protocol):
     @property
     def peer(self) -> Hello:
         """Hello of the peer."""
+
+    @property
+    def route(self) -> RouteKind:
+        """Kind of the route of the current connection; direct while there is none."""
 
     @property
     def sent_bytes(self) -> int:
@@ -129,8 +134,12 @@ class Transport(Protocol):
         deadline: float,
         waiting: Callable[[str], None] | None = None,
         expect: int | None = None,
+        others: Sequence[Address] = (),
     ) -> Link:
         """Connect to a peer, with retries until ``deadline`` seconds have passed.
+
+        ``others`` are further addresses of the peer; all are tried at once, and relays if none answers.
+        Whether the connection is encrypted depends on ``address`` only.
 
         ``waiting`` is called with the reason after the first failed attempt and then every ten seconds.
         ``expect`` is the node that should answer; with TLS its certificate must prove it.

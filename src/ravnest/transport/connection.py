@@ -13,9 +13,11 @@ from ravnest.wire.envelope import Buffer
 class Connection:
     """State of one stream. The link's lock guards all attributes but ``wake`` and ``frames``."""
 
-    def __init__(self, hang_up: Callable[[], None]) -> None:
+    def __init__(self, hang_up: Callable[[], None], *, relayed: bool = False) -> None:
         """``hang_up`` ends the stream at once in both directions."""
         self.hang_up = hang_up
+        self.relayed = relayed
+        """The stream passes a relay."""
         self.wake: SimpleQueue[None] = SimpleQueue()
         """Filled when there may be something to send."""
         self.controls: deque[Control] = deque()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import grpc
+from msgspec import structs
 
 from ravnest.deadlines import LINK_HELLO
-from ravnest.errors import RefusedError
+from ravnest.errors import RefusedError, WrongCertificateError
 from ravnest.transport.connection import Connection
 from ravnest.transport.grpc_settings import (
     METHOD,
@@ -18,12 +19,12 @@ from ravnest.transport.grpc_settings import (
     nothing_listens,
     options,
     reason_of,
+    relay_options,
 )
 from ravnest.transport.handshake import hello_frame, read_answer
 from ravnest.transport.link import FrameLink, largest_batch
-from ravnest.transport.link_keeper import Unanswered
+from ravnest.transport.routes import Route, Unanswered
 from ravnest.transport.tls import Credentials, dial_address
-from ravnest.types import Address
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import Hello
 
@@ -34,7 +35,7 @@ _Accepted = tuple[FrameLink, Connection]
 class DialRequest:
     """Parameters of a connection to a peer."""
 
-    address: Address
+    route: Route
     hello: Hello
     open_link: Callable[[Hello], FrameLink]
     """Returns the link for a peer that has answered with a Hello."""
@@ -48,7 +49,8 @@ def try_dial(request: DialRequest, seconds: float) -> FrameLink | Unanswered:
     channel = _channel(request)
     accepted: SimpleQueue[_Accepted | None] = SimpleQueue()
     result: SimpleQueue[FrameLink | RefusedError | Unanswered] = SimpleQueue()
-    stream = channel.stream_stream(METHOD)(_requests(request.hello, accepted))
+    hello = structs.replace(request.hello, relayed=request.route.kind == "relayed")
+    stream = channel.stream_stream(METHOD)(_requests(hello, accepted))
     threading.Thread(
         target=_read,
         args=(request, channel, stream, accepted, result),
@@ -86,14 +88,14 @@ def _read(
     result: SimpleQueue[FrameLink | RefusedError | Unanswered],
 ) -> None:
     link = None
-    connection = Connection(stream.cancel)
+    connection = Connection(stream.cancel, relayed=request.route.kind == "relayed")
     failure = Unanswered("the connection ended without a reason")
     try:
         for frame in stream:
             if link is not None:
                 link.received(connection, frame)
                 continue
-            link = request.open_link(read_answer(frame, request.address, request.expect))
+            link = request.open_link(read_answer(frame, str(request.route), request.expect))
             link.attach(connection)
             accepted.put((link, connection))
             result.put(link)
@@ -105,8 +107,8 @@ def _read(
         if link is None and is_certificate_error(failure.reason):
             whose = "a node" if request.expect is None else f"node_{request.expect}"
             result.put(
-                RefusedError(
-                    f"{request.address} has no certificate of {whose} of this plan: {failure.reason}"
+                WrongCertificateError(
+                    f"{request.route} has no certificate of {whose} of this plan: {failure.reason}"
                 )
             )
     finally:
@@ -118,8 +120,9 @@ def _read(
 
 
 def _channel(request: DialRequest) -> grpc.Channel:
-    target = str(dial_address(request.address))
-    settings = options(largest_batch(request.limits))
+    route, largest = request.route, largest_batch(request.limits)
+    target = str(dial_address(route.address)) if route.endpoint is None else f"{route.endpoint}:1"
+    settings = options(largest) if route.endpoint is None else relay_options(route, largest)
     if request.credentials is None:
         return grpc.insecure_channel(target, settings)
     if request.expect is not None:

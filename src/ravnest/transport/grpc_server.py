@@ -107,6 +107,7 @@ class GrpcListener:
                     opened.put(reply)
                     return
                 link = reply.link or self._open_link(reply)
+                connection.relayed = reply.theirs.relayed
                 link.attach(connection)
                 opened.put((link, connection, reply.ours))
         except grpc.RpcError as error:

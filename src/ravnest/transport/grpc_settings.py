@@ -10,8 +10,20 @@ from typing import Any
 
 import grpc
 
+from ravnest.transport.routes import Route
+from ravnest.transport.tls import dial_address
+
 METHOD = "/ravnest.Link/Open"
 SERVICE, NAME = "ravnest.Link", "Open"
+
+_RELAY_ANSWERS = {
+    403: "the relay does not accept this node's ticket",
+    404: "it is not registered at the relay",
+    429: "the relay has no room for another connection",
+    503: "it cannot be reached through the relay",
+    504: "it did not answer the relay in time",
+}
+"""Reasons by the status codes of relays."""
 
 MAX_LINKS = 256
 """Maximum number of concurrent streams of a server; protects it against exhaustion."""
@@ -37,6 +49,14 @@ def options(largest: int) -> list[tuple[str, int | str]]:
     ]
 
 
+def relay_options(route: Route, largest: int) -> list[tuple[str, int | str]]:
+    """Return the options of a channel that passes a relay: gRPC asks it for the peer's endpoint."""
+    settings = dict(options(largest))
+    settings["grpc.enable_http_proxy"] = 1
+    settings["grpc.http_proxy"] = f"http://ticket:{route.ticket}@{dial_address(route.address)}"
+    return list(settings.items())
+
+
 def reason_of(error: grpc.RpcError) -> str:
     """Return a readable reason for a failed connection."""
     code = error.code() if isinstance(error, grpc.Call) else None
@@ -45,6 +65,8 @@ def reason_of(error: grpc.RpcError) -> str:
         return "the process that listens there is not a Ravnest node"
     if "Connection refused" in details:
         return "nothing listens there (connection refused)"
+    if answer := re.search(r"HTTP proxy returned response code (\d+)", details):
+        return _RELAY_ANSWERS.get(int(answer[1]), f"the relay answers with code {answer[1]}")
     last = re.sub(r"^.*last error: (UNKNOWN: |UNAVAILABLE: )?", "", details)
     return last[:500] or (str(code.name).lower() if code else "the connection broke")
 

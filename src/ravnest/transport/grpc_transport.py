@@ -10,21 +10,24 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
 from ravnest.deadlines import LINK_HELLO, LINK_OUTAGE
-from ravnest.errors import TransportError, UnreachableError
+from ravnest.errors import RefusedError, TransportError, UnreachableError, WrongCertificateError
 from ravnest.host import keep_freed_memory
+from ravnest.relay.access import RelayAccess
+from ravnest.relay.listener import RelayListener
 from ravnest.transport.base import Admit, Link, LinkHandler
 from ravnest.transport.grpc_client import DialRequest, try_dial
 from ravnest.transport.grpc_server import GrpcListener
 from ravnest.transport.handshake import Greeting, new_session
 from ravnest.transport.link import FrameLink
-from ravnest.transport.link_keeper import LinkKeeper, Unanswered
-from ravnest.transport.tls import Credentials, is_loopback
+from ravnest.transport.link_keeper import LinkKeeper
+from ravnest.transport.routes import RouteSearch, Unanswered, combined, routes_to
+from ravnest.transport.tls import Credentials, dial_address, is_loopback
 from ravnest.types import Address
 from ravnest.wire.frames import DEFAULT_LIMITS
 from ravnest.wire.header import Limits
@@ -43,16 +46,20 @@ class GrpcTransport:
         credentials: Credentials | None = None,
         limits: Limits = DEFAULT_LIMITS,
         outage: float = LINK_OUTAGE,
+        relay: RelayAccess | None = None,
     ) -> None:
         """``credentials`` are required for all addresses other than loopback.
 
-        ``outage`` is the time for which a link without a connection is kept, in seconds.
+        ``outage`` is the time for which a link without a connection is kept, in seconds. ``relay``:
+        relays through which this node reaches others, and is reached.
         """
+        self._relay = relay
+        self._relay_listeners: list[RelayListener] = []
         self._credentials = credentials
         self._limits = limits
         self._lock = threading.Lock()
         self._listeners: list[GrpcListener] = []
-        self._links = LinkKeeper(self._redial, outage)
+        self._links = LinkKeeper(self._redial, outage, self._leave_relay)
 
     def serve(
         self,
@@ -68,16 +75,26 @@ class GrpcTransport:
         def open_link(greeting: Greeting) -> FrameLink:
             theirs = greeting.theirs
             session = theirs.session or new_session()
-            link = self._links.open(greeting.ours, theirs, handler, session, None, self._limits)
+            link = self._links.open(greeting.ours, theirs, handler, session, (), self._limits)
             link.introduce(on_link)
             return link
 
         keep_freed_memory()
         listener = GrpcListener(admit, self._links.find, open_link, self._limits)
-        port = listener.start(address, self._credentials_for(known_as or address))
+        credentials = self._credentials_for(known_as or address)
+        bound = replace(address, port=listener.start(address, credentials))
         with self._lock:
             self._listeners.append(listener)
-        return replace(address, port=port)
+        if self._relay is not None and credentials is not None:
+            self._listen_at_relays(self._relay, bound)
+        return bound
+
+    def _listen_at_relays(self, access: RelayAccess, bound: Address) -> None:
+        """Be reachable through relays too; they connect peers with this node's own listener."""
+        relay = RelayListener(access, dial_address(bound))
+        with self._lock:
+            self._relay_listeners.append(relay)
+        relay.start()
 
     def dial(
         self,
@@ -88,20 +105,22 @@ class GrpcTransport:
         deadline: float,
         waiting: Callable[[str], None] | None = None,
         expect: int | None = None,
+        others: Sequence[Address] = (),
     ) -> Link:
         """Connect to a peer; pauses between attempts grow and are jittered."""
         keep_freed_memory()
         session = new_session()
+        addresses = (address, *others)
 
         def open_link(peer: Hello) -> FrameLink:
-            return self._links.open(hello, peer, handler, session, address, self._limits)
+            return self._links.open(hello, peer, handler, session, addresses, self._limits)
 
-        request = self._request(address, structs.replace(hello, session=session), open_link, expect)
+        request = _Request(structs.replace(hello, session=session), open_link, expect)
         begin = time.monotonic()
         pause, next_report = _FIRST_PAUSE, begin
         while True:
             left = begin + deadline - time.monotonic()
-            outcome = try_dial(request, max(min(left, LINK_HELLO), _FIRST_PAUSE))
+            outcome = self._try_routes(addresses, request, max(min(left, LINK_HELLO), _FIRST_PAUSE))
             if isinstance(outcome, FrameLink):
                 return outcome
             now = time.monotonic()
@@ -119,25 +138,48 @@ class GrpcTransport:
         self._links.close()
         with self._lock:
             listeners, self._listeners = self._listeners, []
+            relays, self._relay_listeners = self._relay_listeners, []
+        for relay in relays:
+            relay.close()
         for listener in listeners:
             listener.stop()
 
-    def _redial(self, link: FrameLink, address: Address, seconds: float) -> Unanswered | None:
-        hello = structs.replace(link.local, session=link.session, continues=True)
-        request = self._request(address, hello, lambda _: link, link.peer.node)
-        outcome = try_dial(request, seconds)
+    def _redial(
+        self, link: FrameLink, addresses: Sequence[Address], seconds: float
+    ) -> Unanswered | None:
+        outcome = self._try_routes(addresses, _continued(link), seconds)
         return outcome if isinstance(outcome, Unanswered) else None
 
-    def _request(
-        self,
-        address: Address,
-        hello: Hello,
-        open_link: Callable[[Hello], FrameLink],
-        expect: int | None,
-    ) -> DialRequest:
-        return DialRequest(
-            address, hello, open_link, expect, self._credentials_for(address), self._limits
-        )
+    def _leave_relay(self, link: FrameLink, addresses: Sequence[Address], seconds: float) -> bool:
+        """Connect a link that passes a relay directly; return False if no address answers."""
+        try:
+            outcome = self._try_routes(addresses, _continued(link), seconds, direct=True)
+        except RefusedError:  # another machine has this address in the network of this node
+            return False
+        return isinstance(outcome, FrameLink)
+
+    def _try_routes(
+        self, addresses: Sequence[Address], request: _Request, seconds: float, *, direct: bool = False
+    ) -> FrameLink | Unanswered:
+        """Try once to connect on any route; ``direct``: on those that pass no relay only."""
+        credentials = self._credentials_for(addresses[0])
+        relay = None if direct else self._relay
+        routes = routes_to(addresses, relay, request.expect)
+        search = RouteSearch(routes, seconds)
+        for route in search:
+            dial = DialRequest(
+                route, request.hello, request.open_link, request.expect, credentials, self._limits
+            )
+            try:
+                outcome = try_dial(dial, seconds)
+            except WrongCertificateError as error:
+                if len(routes) == 1:
+                    raise
+                outcome = Unanswered(str(error))
+            if isinstance(outcome, FrameLink):
+                return outcome
+            search.failures[route] = outcome
+        return combined(search.failures)
 
     def _credentials_for(self, address: Address) -> Credentials | None:
         if is_loopback(address):
@@ -148,3 +190,18 @@ class GrpcTransport:
                 " that clusterize() wrote, or an address like 127.0.0.1"
             )
         return self._credentials
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Connection to a peer, on any route."""
+
+    hello: Hello
+    open_link: Callable[[Hello], FrameLink]
+    expect: int | None
+
+
+def _continued(link: FrameLink) -> _Request:
+    """Return the request for another connection of a link."""
+    hello = structs.replace(link.local, session=link.session, continues=True)
+    return _Request(hello, lambda _: link, link.peer.node)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from ravnest.errors import RefusedError, WireError
 from ravnest.transport.base import Admit
 from ravnest.transport.link import FrameLink
-from ravnest.types import Address
 from ravnest.wire.frames import Assembler, encode
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, Message
@@ -99,7 +98,7 @@ def new_session() -> str:
     return secrets.token_hex(8)
 
 
-def read_answer(frame: bytes, address: Address, expect: int | None) -> Hello:
+def read_answer(frame: bytes, address: str, expect: int | None) -> Hello:
     """Return the peer's Hello; ``RefusedError`` if it refused or is another node."""
     try:
         head = _head(frame)

@@ -18,6 +18,7 @@ from ravnest.deadlines import LINK_CLOSE, LINK_HEARTBEAT
 from ravnest.errors import LinkClosedError, WireError
 from ravnest.transport.base import LinkDelay, LinkHandler
 from ravnest.transport.connection import Connection
+from ravnest.transport.routes import RouteKind
 from ravnest.transport.session import LinkSession
 from ravnest.wire.codecs import CODECS, RAW, Codec
 from ravnest.wire.control import (
@@ -132,6 +133,12 @@ class FrameLink:
     def connected(self) -> bool:
         """True if there is a connection on which messages can be sent."""
         return self._state.connected
+
+    @property
+    def route(self) -> RouteKind:
+        """Kind of the route of the current connection."""
+        current = self._state.current
+        return "relayed" if current is not None and current.relayed else "direct"
 
     # Methods of base.Link
 

@@ -7,15 +7,24 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
 
-from ravnest.deadlines import LINK_CLOSE, LINK_GONE, LINK_HEARTBEAT, LINK_HELLO, LINK_OUTAGE
+from ravnest.deadlines import (
+    LINK_CLOSE,
+    LINK_DIRECT_RETRY,
+    LINK_DIRECT_RETRY_MOST,
+    LINK_GONE,
+    LINK_HEARTBEAT,
+    LINK_HELLO,
+    LINK_OUTAGE,
+)
 from ravnest.errors import RefusedError, TransportError
 from ravnest.transport.base import LinkHandler
 from ravnest.transport.link import FrameLink
+from ravnest.transport.routes import Unanswered
 from ravnest.types import Address
 from ravnest.wire.frames import DEFAULT_LIMITS
 from ravnest.wire.header import Limits
@@ -30,26 +39,31 @@ _REMEMBERED = 64
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Unanswered:
-    """Failed attempt to connect."""
-
-    reason: str
-    nothing_listens: bool = False
-    """The machine answered that nothing listens at the address: the peer's process is not there."""
-
-
-Redial = Callable[[FrameLink, Address, float], Unanswered | None]
+Redial = Callable[[FrameLink, Sequence[Address], float], Unanswered | None]
 """Function that dials a link's peer once, within a number of seconds; returns None after a success."""
+LeaveRelay = Callable[[FrameLink, Sequence[Address], float], bool]
+"""Function that connects a link that passes a relay directly, if that is possible now."""
+
+
+@dataclass
+class _Retry:
+    """Attempts of a link to do without its relay."""
+
+    due: float
+    pause: float = LINK_DIRECT_RETRY
 
 
 class LinkKeeper:
     """Links of a transport by session; all methods may be called from any thread."""
 
-    def __init__(self, redial: Redial, outage: float = LINK_OUTAGE) -> None:
+    def __init__(
+        self, redial: Redial, outage: float = LINK_OUTAGE, leave_relay: LeaveRelay | None = None
+    ) -> None:
         """``outage`` is the time for which a link without a connection is kept."""
         self._redial = redial
         self._outage = outage
+        self._leave_relay = leave_relay
+        self._retries: dict[str, _Retry] = {}
         self._lock = threading.Lock()
         self._links: dict[str, FrameLink] = {}
         self._addresses: dict[str, list[Address]] = {}
@@ -64,16 +78,16 @@ class LinkKeeper:
         peer: Hello,
         handler: LinkHandler,
         session: str,
-        dialled: Address | None,
+        dialled: Sequence[Address],
         limits: Limits = DEFAULT_LIMITS,
     ) -> FrameLink:
-        """Return a new link; ``dialled`` is the peer's address if this side opens it."""
+        """Return a new link; ``dialled`` are the peer's addresses if this side opens it."""
         link = FrameLink(
             local,
             structs.replace(peer, session=""),
             handler,
             session=session,
-            leads=dialled is not None,
+            leads=bool(dialled),
             on_down=self._down,
             on_end=self._end,
             limits=limits,
@@ -81,7 +95,7 @@ class LinkKeeper:
         named = [Address.parse(each) for each in peer.addresses]
         with self._lock:
             self._links[link.session] = link
-            self._addresses[link.session] = named if dialled is None else [dialled]
+            self._addresses[link.session] = list(dialled) or named
             if self._heartbeat is None and not self._closed.is_set():
                 self._heartbeat = threading.Thread(
                     target=self._beat, name="ravnest heartbeat", daemon=True
@@ -101,6 +115,7 @@ class LinkKeeper:
         with self._lock:
             self._links.pop(link.session, None)
             self._addresses.pop(link.session, None)
+            self._retries.pop(link.session, None)
             self._ended[link.session] = None
             while len(self._ended) > _REMEMBERED:
                 self._ended.popitem(last=False)
@@ -138,8 +153,27 @@ class LinkKeeper:
         while not self._closed.wait(LINK_HEARTBEAT / 2):
             with self._lock:
                 links = list(self._links.values())
+            now = time.monotonic()
             for link in links:
-                link.tick(time.monotonic())
+                link.tick(now)
+                if self._leave_relay is not None and link.route == "relayed":
+                    self._retry_direct(link, now, self._leave_relay)
+
+    def _retry_direct(self, link: FrameLink, now: float, leave_relay: LeaveRelay) -> None:
+        """Try the peer's own addresses if that is due, in a thread."""
+        with self._lock:
+            retry = self._retries.setdefault(link.session, _Retry(now + LINK_DIRECT_RETRY))
+            addresses = self._addresses.get(link.session, [])
+            if now < retry.due or not addresses:
+                return
+            retry.due = now + retry.pause * random.uniform(0.7, 1.3)  # noqa: S311  # no secret
+            retry.pause = min(2 * retry.pause, LINK_DIRECT_RETRY_MOST)
+
+        def attempt() -> None:
+            if leave_relay(link, addresses, LINK_HELLO) and link.await_connection(LINK_HELLO):
+                logger.info("%r no longer needs a relay", link)
+
+        threading.Thread(target=attempt, name=f"leave relay {link!r}", daemon=True).start()
 
     def _reconnect(self, link: FrameLink, detail: str) -> None:
         peer = link.peer.node
@@ -196,15 +230,11 @@ class LinkKeeper:
         """Try the peer's addresses once: where the link was opened, or those that the peer named."""
         with self._lock:
             addresses = self._addresses.get(link.session, [])
-        failure = Unanswered("the peer has to dial")
-        for address in addresses:
-            try:
-                answered = self._redial(link, address, seconds / len(addresses))
-            except RefusedError:
-                raise
-            except TransportError as error:
-                answered = Unanswered(str(error))
-            if answered is None:
-                return None
-            failure = answered
-        return failure
+        if not addresses:
+            return Unanswered("the peer has to dial")
+        try:
+            return self._redial(link, addresses, seconds)
+        except RefusedError:
+            raise
+        except TransportError as error:
+            return Unanswered(str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
@@ -16,7 +16,8 @@ from ravnest.transport.base import Admit, Link, LinkHandler
 from ravnest.transport.connection import Connection
 from ravnest.transport.handshake import answer, hello_frame, new_session, read_answer
 from ravnest.transport.link import FrameLink
-from ravnest.transport.link_keeper import LinkKeeper, Unanswered
+from ravnest.transport.link_keeper import LinkKeeper
+from ravnest.transport.routes import Unanswered
 from ravnest.types import Address
 from ravnest.wire.messages import Hello, HelloRefused
 
@@ -133,6 +134,7 @@ class MemoryTransport:
         deadline: float,
         waiting: Callable[[str], None] | None = None,
         expect: int | None = None,
+        others: Sequence[Address] = (),  # noqa: ARG002 - a node has one address here
     ) -> Link:
         """Connect to the listener at ``address``; wait for it until the deadline."""
         until = time.monotonic() + deadline
@@ -148,7 +150,7 @@ class MemoryTransport:
         session = new_session()
 
         def open_link(peer: Hello) -> FrameLink:
-            return self._links.open(hello, peer, handler, session, address)
+            return self._links.open(hello, peer, handler, session, (address,))
 
         greeting = structs.replace(hello, session=session)
         return self._connect(server, address, greeting, open_link, expect)
@@ -166,7 +168,7 @@ class MemoryTransport:
         if reply.link is not None:
             return reply.link, reply.ours
         theirs = reply.theirs
-        link = self._links.open(reply.ours, theirs, server.handler, theirs.session, None)
+        link = self._links.open(reply.ours, theirs, server.handler, theirs.session, ())
         link.introduce(server.on_link)
         return link, reply.ours
 
@@ -182,7 +184,7 @@ class MemoryTransport:
             far, ours = server.owner.accept(hello, server)
         except RefusedError as error:
             raise RefusedError(f"{address} {error}") from error
-        near = open_link(read_answer(hello_frame(ours), address, expect))
+        near = open_link(read_answer(hello_frame(ours), str(address), expect))
         stream = _Stream(self._network.delay, near, far)
         self._network.keep(stream)
         stream.start()
@@ -191,13 +193,14 @@ class MemoryTransport:
     def _redial(
         self,
         link: FrameLink,
-        address: Address,
+        addresses: Sequence[Address],
         seconds: float,  # noqa: ARG002 - memory answers at once
     ) -> Unanswered | None:
+        (address,) = addresses[:1] or (None,)
         if self._network.parted(link.local.node, link.peer.node):
             return Unanswered("no route to the peer")
-        server = self._network.server_at(address, 0)
-        if server is None:
+        server = None if address is None else self._network.server_at(address, 0)
+        if address is None or server is None:
             return Unanswered(f"nothing listens at {address}", nothing_listens=True)
         hello = structs.replace(link.local, session=link.session, continues=True)
         self._connect(server, address, hello, lambda _: link, link.peer.node)

@@ -14,7 +14,7 @@ import torch
 
 from ravnest.types import MicrobatchId
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
@@ -46,6 +46,8 @@ class Hello(Head, frozen=True):
     """Id of the link, chosen by the side that opens it; the same for all its connections."""
     continues: bool = False
     """The link exists; this is another connection."""
+    relayed: bool = False
+    """The connection passes a relay."""
 
 
 class HelloRefused(Head, frozen=True):

@@ -194,7 +194,7 @@ class RuntimeConfig:
             spec.stage,
             settings=agreed,
             codec=self.codec,
-            addresses=(spec.address,),
+            addresses=(spec.address, *spec.others),
         )
 
 

@@ -99,6 +99,7 @@ class Rendezvous:
                 deadline=self.timeout,
                 waiting=lambda reason: self.say(f"{self._name} waits for {_named(following)}: {reason}"),
                 expect=following.node,
+                others=following.further,
             )
         except UnreachableError as error:
             raise UnreachableError(
