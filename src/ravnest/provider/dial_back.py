@@ -95,5 +95,6 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    if tasks:  # without tasks, the future would belong to another loop
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.close()
