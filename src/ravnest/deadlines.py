@@ -98,6 +98,8 @@ LINK_GONE = 3.0
 """Time after which a peer is gone if its machine answers that nothing listens at its address."""
 LINK_DIRECT_FIRST = 1.0
 """Time for a peer's own addresses to answer before a relay is used."""
+LINK_NEAREST_FIRST = 0.25
+"""Time for a relay to answer after a less preferred one did."""
 LINK_DIRECT_RETRY = 20.0
 """First pause before a link that uses a relay tries the peer's own addresses again; pauses double."""
 LINK_DIRECT_RETRY_MOST = 600.0
@@ -224,7 +226,11 @@ RELATIONS = (
     ),
     Relation(3 * LINK_HEARTBEAT, LINK_HELLO, "a connection that is silent for long is dead"),
     Relation(LINK_GONE, LINK_OUTAGE, "a peer whose process has ended is lost early"),
-    Relation(LINK_DIRECT_FIRST, LINK_HELLO, "a relay has time to answer after the direct addresses"),
+    Relation(
+        LINK_DIRECT_FIRST + LINK_NEAREST_FIRST,
+        LINK_HELLO,
+        "a relay has time to answer after the direct addresses",
+    ),
     Relation(LINK_HELLO, LINK_DIRECT_RETRY, "one attempt to leave a relay ends before the next"),
     Relation(2 * LINK_HELLO, LINK_OUTAGE, "a link can dial several times before it gives up"),
     Relation(LINK_OUTAGE, TRAINING_STALL, "a run does not stall because a link connects again"),

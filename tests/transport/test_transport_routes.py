@@ -92,6 +92,19 @@ def test_relays_are_tried_in_the_given_order() -> None:
     assert list(search) == [relayed(FAR), relayed(NEAR)]
 
 
+def test_a_preferred_relay_gets_a_moment_to_answer() -> None:
+    other_answered = threading.Event()
+
+    def reach(address: Address, seconds: float) -> Unanswered | None:
+        if address == LAN:
+            return REFUSED
+        other_answered.wait(seconds) if address == NEAR else other_answered.set()
+        return None
+
+    search = RouteSearch([Route(LAN), relayed(NEAR), relayed(FAR)], SECONDS, reach)
+    assert list(search) == [relayed(NEAR), relayed(FAR)]
+
+
 def test_what_never_answers_is_a_failure() -> None:
     over = threading.Event()
     search = RouteSearch([Route(LAN), Route(PUBLIC)], 0.05, lambda *_: over.wait(SECONDS) and None)

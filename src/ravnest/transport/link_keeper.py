@@ -50,7 +50,7 @@ class _Retry:
     """Attempts of a link to do without its relay."""
 
     due: float
-    pause: float = LINK_DIRECT_RETRY
+    pause: float
 
 
 class LinkKeeper:
@@ -162,7 +162,9 @@ class LinkKeeper:
     def _retry_direct(self, link: FrameLink, now: float, leave_relay: LeaveRelay) -> None:
         """Try the peer's own addresses if that is due, in a thread."""
         with self._lock:
-            retry = self._retries.setdefault(link.session, _Retry(now + LINK_DIRECT_RETRY))
+            retry = self._retries.setdefault(
+                link.session, _Retry(now + LINK_DIRECT_RETRY, LINK_DIRECT_RETRY)
+            )
             addresses = self._addresses.get(link.session, [])
             if now < retry.due or not addresses:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Literal
 
-from ravnest.deadlines import LINK_DIRECT_FIRST
+from ravnest.deadlines import LINK_DIRECT_FIRST, LINK_NEAREST_FIRST
 from ravnest.relay.access import RelayAccess
 from ravnest.relay.tickets import Endpoint
 from ravnest.transport.tls import dial_address, is_loopback
@@ -83,7 +84,7 @@ class RouteSearch:
     """Search for routes that answer, all of them at once.
 
     A direct route is used as soon as it answers. Relays wait for ``LINK_DIRECT_FIRST`` seconds, or until
-    all direct routes have failed.
+    all direct routes have failed, and for ``LINK_NEAREST_FIRST`` seconds for relays to be preferred.
     """
 
     def __init__(self, routes: Sequence[Route], seconds: float, reach: Reach = reach) -> None:
@@ -100,21 +101,21 @@ class RouteSearch:
             yield self._routes[0]
             return
         begin = time.monotonic()
+        end = begin + self._seconds
         for route in self._routes:
             threading.Thread(
                 target=self._ask, args=(route,), name=f"ravnest route {route}", daemon=True
             ).start()
         pending = list(self._routes)
         relays: list[Route] = []
+        relay_since = begin
         while pending or relays:
-            direct_left = any(route.kind == "direct" for route in pending)
-            first = begin + LINK_DIRECT_FIRST - time.monotonic() if direct_left else 0.0
-            if relays and first <= 0:
+            until = min(end, self._wait_for_better(pending, relays, begin, relay_since))
+            if relays and time.monotonic() >= until:
                 yield relays.pop(0)
                 continue
-            left = begin + self._seconds - time.monotonic()
             try:
-                route, failure = self._answers.get(timeout=max(min(left, first) if relays else left, 0))
+                route, failure = self._answers.get(timeout=max(until - time.monotonic(), 0))
             except Empty:
                 if relays:
                     continue
@@ -125,8 +126,23 @@ class RouteSearch:
             elif route.kind == "direct":
                 yield route
             else:
+                relay_since = relay_since if relays else time.monotonic()
                 relays = sorted([*relays, route], key=self._routes.index)
         self.failures |= dict.fromkeys(pending, Unanswered(f"no answer within {self._seconds:.3g} s"))
+
+    def _wait_for_better(
+        self, pending: Sequence[Route], relays: Sequence[Route], begin: float, relay_since: float
+    ) -> float:
+        """Return the time until which the best relay waits for routes that are to be preferred to it."""
+        if not relays:
+            return math.inf
+        better = self._routes[: self._routes.index(relays[0])]
+        waits = [relay_since]
+        if any(route in pending for route in better if route.kind == "direct"):
+            waits.append(begin + LINK_DIRECT_FIRST)
+        if any(route in pending for route in better if route.kind == "relayed"):
+            waits.append(relay_since + LINK_NEAREST_FIRST)
+        return max(waits)
 
     def _ask(self, route: Route) -> None:
         self._answers.put((route, self._reach(route.address, self._seconds)))
