@@ -14,6 +14,22 @@ from typing import TypeVar
 
 from ravnest.deadlines import RELAY_ACCEPT, RELAY_HEAD, RELAY_PING, RELAY_SILENCE
 from ravnest.errors import RelayError
+from ravnest.relay.events import (
+    CircuitAction,
+    CircuitEvent,
+    CloseConnection,
+    ConnectionEnded,
+    ConnectionOpened,
+    JobsChanged,
+    JoinConnections,
+    LineArrived,
+    Refuse,
+    HeadArrived,
+    HeadInvalid,
+    SendAnswer,
+    SendLine,
+    TimePassed,
+)
 from ravnest.relay.heads import PING_PATH, RelayMethod, RequestHead
 from ravnest.relay.limits import RelayLimits
 from ravnest.relay.tickets import Endpoint, RelayTicket
@@ -29,113 +45,6 @@ INCOMING_LINE = "INCOMING"
 
 _UNANSWERED_PINGS = int(RELAY_SILENCE / RELAY_PING)
 _PINGS_PER_CONNECTION = 8
-
-
-@dataclass(frozen=True)
-class ConnectionOpened:
-    """A stranger connected from a network address."""
-
-    connection: int
-    address: str
-
-
-@dataclass(frozen=True)
-class RequestArrived:
-    """The head of a request is complete."""
-
-    connection: int
-    head: RequestHead
-
-
-@dataclass(frozen=True)
-class RequestInvalid:
-    """The bytes of a connection are no request."""
-
-    connection: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class LineArrived:
-    """A line arrived on a control connection."""
-
-    connection: int
-    line: str
-
-
-@dataclass(frozen=True)
-class ConnectionEnded:
-    """A connection was closed, by its other side or by a failure."""
-
-    connection: int
-
-
-@dataclass(frozen=True)
-class JobsChanged:
-    """Jobs that run now; ``None`` accepts every job that a valid ticket names."""
-
-    jobs: frozenset[str] | None
-
-
-@dataclass(frozen=True)
-class TimePassed:
-    """``CircuitTable.deadline`` has come."""
-
-
-CircuitEvent = (
-    ConnectionOpened
-    | RequestArrived
-    | RequestInvalid
-    | LineArrived
-    | ConnectionEnded
-    | JobsChanged
-    | TimePassed
-)
-
-
-@dataclass(frozen=True)
-class SendAnswer:
-    """Answer a request; the connection stays open."""
-
-    connection: int
-    status: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """Answer with an error and close the connection."""
-
-    connection: int
-    status: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class SendLine:
-    """Send a line on a control connection."""
-
-    connection: int
-    line: str
-
-
-@dataclass(frozen=True)
-class JoinConnections:
-    """Answer 200 to both connections and forward bytes between them from now on."""
-
-    caller: int
-    callee: int
-    job: str
-
-
-@dataclass(frozen=True)
-class CloseConnection:
-    """Close a connection without an answer."""
-
-    connection: int
-
-
-CircuitAction = SendAnswer | Refuse | SendLine | JoinConnections | CloseConnection
 
 
 @dataclass
@@ -246,9 +155,9 @@ class CircuitTable:
         match event:
             case ConnectionOpened(connection, address):
                 return list(self._on_opened(connection, address, now))
-            case RequestArrived(connection, head):
+            case HeadArrived(connection, head):
                 return list(self._on_request(connection, head, now))
-            case RequestInvalid(connection, reason):
+            case HeadInvalid(connection, reason):
                 return list(self._on_invalid(connection, reason))
             case LineArrived(connection, line):
                 return list(self._on_line(connection, line))

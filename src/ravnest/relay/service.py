@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from ravnest.deadlines import LINK_CLOSE, LINK_OUTAGE
 from ravnest.errors import RelayError
 from ravnest.host import tune_tcp
-from ravnest.relay.circuits import (
+from ravnest.relay.circuits import CircuitTable
+from ravnest.relay.events import (
     CircuitAction,
     CircuitEvent,
-    CircuitTable,
     CloseConnection,
     ConnectionEnded,
     ConnectionOpened,
@@ -28,8 +28,8 @@ from ravnest.relay.circuits import (
     JoinConnections,
     LineArrived,
     Refuse,
-    RequestArrived,
-    RequestInvalid,
+    HeadArrived,
+    HeadInvalid,
     SendAnswer,
     SendLine,
     TimePassed,
@@ -265,9 +265,9 @@ class _RelayShell:
             head, peer.rest = found
             request = parse_request(head)
         except RelayError as error:
-            self.handle(RequestInvalid(peer.number, str(error)))
+            self.handle(HeadInvalid(peer.number, str(error)))
             return
-        self.handle(RequestArrived(peer.number, request))
+        self.handle(HeadArrived(peer.number, request))
         if peer.number in self._peers and self._table.is_calling(peer.number):
             self.loop.unwatch(peer.socket)  # what it sends is for the callee
 
