@@ -57,8 +57,6 @@ DIAL_BACK_GAP = 2.0
 """Shortest time between two checks of one provider."""
 RELAY_MEASURE = 3.0
 """Time for relays to answer a provider that measures the round trips to them."""
-RELAY_STOP = 2.0
-"""Time for a relay to close before its process is ended."""
 
 # A job, from its files to its result
 
@@ -141,6 +139,9 @@ RELAY_IDLE = 120.0
 RELAY_HALF_CLOSED = 30.0
 """The same, once one side has ended its direction of the circuit."""
 
+RELAY_START = 30.0
+"""Time in which the process of a relay starts on a slow machine."""
+
 # Ends
 
 LINK_CLOSE = 5.0
@@ -155,6 +156,8 @@ ENDING_GRACE = 10.0
 """Time for the nodes of a failed cluster to end and to report why."""
 LEAVE_ANSWER = 5.0
 """Longest wait for the server's answer when a provider leaves."""
+RELAY_STOP = 3.0
+"""Time for the process of a relay to close its connections before it is killed."""
 SERVER_STOP = 5.0
 """Time for the server to answer the requests in progress when it stops."""
 
@@ -206,7 +209,6 @@ RELATIONS = (
         LOST_AFTER,
         "a provider that is checked again sends its offer before it is called lost",
     ),
-    Relation(RELAY_STOP, SERVER_STOP, "the server's relay ends before the server"),
     Relation(LOST_AFTER, FETCH_GRACE, "a provider that is gone is lost, not late"),
     Relation(
         LOST_AFTER + WORKER_START,
@@ -255,6 +257,12 @@ RELATIONS = (
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
     Relation(ENDING_GRACE, LOST_AFTER, "nodes of a failed cluster report before they can be lost"),
     Relation(LEAVE_ANSWER, WORKER_STOP, "a provider leaves faster than its worker stops"),
+    Relation(RELAY_STOP, SERVER_STOP, "a server does not stop later because of its relay"),
+    Relation(
+        longest_pause(RELAY_FIRST_PAUSE) + RELAY_START,
+        LINK_OUTAGE,
+        "a relay that was killed is back before its links give up",
+    ),
     Relation(SERVER_STOP, LOST_AFTER, "a server that stops and starts again loses no provider"),
 )
 """All relations; a value that breaks one cannot be imported."""

@@ -100,7 +100,7 @@ def test_the_compute_measurement_restores_the_thread_count() -> None:
 
 
 def test_an_offer_holds_all_measurements() -> None:
-    offer = measure("attic", "127.0.0.1:20000", OwnerLimits(0.25, 1), Wire(0.001, 100.0, 100.0))
+    offer = measure("attic", ["127.0.0.1:20000"], OwnerLimits(0.25, 1), Wire(0.001, 100.0, 100.0))
     assert (offer.name, offer.address, offer.cores) == ("attic", "127.0.0.1:20000", 1)
     assert offer.ram == pytest.approx(0.9 * 0.25)
     assert offer.torch == torch.__version__

@@ -1,5 +1,6 @@
 """Rules of the circuit table, first one by one, then in thousands of random worlds."""
 
+import functools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ def written(ticket: RelayTicket) -> str:
     return f"{ticket.job}/{ticket.node}/{','.join(map(str, ticket.peers))}"
 
 
+@functools.cache
 def check(text: str) -> RelayTicket:
     try:
         job, node, peers = text.split("/")
@@ -54,7 +56,7 @@ def check(text: str) -> RelayTicket:
 
 @dataclass
 class World:
-    """A relay's table, the connections that are open according to its actions, and what they asked for."""
+    """A relay's table, and the connections that are open according to its actions."""
 
     limits: RelayLimits = SMALL
     now: float = 0.0
@@ -295,44 +297,56 @@ def test_pings_are_answered_a_few_times() -> None:
     assert refused(world.ask(connection, RelayMethod.GET, "/ping", "")) == 429
 
 
+JOBS, NODES = ("j", "k"), range(4)
+
+
+def _random_ticket(dice: random.Random, job: str, node: int) -> str:
+    peers = ",".join(str(peer) for peer in NODES if peer != node and dice.random() < 0.9)
+    return "forged" if dice.random() < 0.05 else f"{job}/{node}/{peers}"
+
+
+def _ask(world: World, dice: random.Random, method: RelayMethod, target: str, ticket: str) -> None:
+    connection = world.connect(dice.choice("abcde"))
+    if connection in world.open:
+        world.ask(connection, method, target, ticket)
+
+
+def _request(world: World, dice: random.Random) -> None:
+    job, node = dice.choice(JOBS), dice.choice(NODES)
+    ticket = _random_ticket(dice, job, node)
+    match dice.randrange(9):
+        case 0 | 1 | 2:
+            _ask(world, dice, RelayMethod.REGISTER, f"node-{node}.{job}", ticket)
+        case 3 | 4 | 5 | 6:
+            _ask(world, dice, RelayMethod.CONNECT, f"node-{dice.choice(NODES)}.{job}:1", ticket)
+        case _ if world.called:
+            control, circuit = dice.choice(world.called[-2:])
+            right = world.tickets.get(control, ticket)
+            _ask(world, dice, RelayMethod.ACCEPT, circuit, right if dice.random() < 0.8 else ticket)
+
+
+def _pongs_and_time(world: World, dice: random.Random) -> None:
+    for control in list(world.controls):
+        if dice.random() < 0.9:
+            world.do(LineArrived(control, "PONG" if dice.random() < 0.95 else "?"))
+    world.pass_time(dice.choice([0.0, 0.5, 0.5, RELAY_PING, RELAY_PING, RELAY_ACCEPT, 30.0]))
+
+
 def _step(world: World, dice: random.Random) -> None:
-    jobs, nodes = ("j", "k"), range(4)
-    job, node = dice.choice(jobs), dice.choice(nodes)
-    ticket = f"{job}/{node}/{','.join(str(n) for n in nodes if n != node and dice.random() < 0.9)}"
-    if dice.random() < 0.05:
-        ticket = "forged"
-    some = dice.choice(list(world.open)) if world.open else 0
-    waiting = dice.choice(list(world.heads)) if world.heads and dice.random() < 0.7 else some
     match dice.randrange(14):
         case 0:
             world.connect(dice.choice("abc"))
-        case 2 | 3 | 4:
-            connection = world.connect(dice.choice("abc"))
-            if connection in world.open:
-                world.ask(connection, RelayMethod.REGISTER, f"node-{node}.{job}", ticket)
-        case 1 | 5 | 6 | 7:
-            connection = world.connect(dice.choice("abc"))
-            if connection in world.open:
-                world.ask(connection, RelayMethod.CONNECT, f"node-{dice.choice(nodes)}.{job}:1", ticket)
-        case 8 | 9 if world.called:
-            control, circuit = dice.choice(world.called[-2:])
-            connection = world.connect(dice.choice("de"))
-            if connection in world.open:
-                right = world.tickets.get(control, ticket)
-                world.ask(
-                    connection, RelayMethod.ACCEPT, circuit, right if dice.random() < 0.8 else ticket
-                )
-        case 10 if waiting in world.heads:
-            world.do(HeadInvalid(waiting, "no request"))
-        case 11 if world.open:
-            world.drop(some)
-        case 12:
-            for control in list(world.controls):
-                if dice.random() < 0.9:
-                    world.do(LineArrived(control, "PONG" if dice.random() < 0.95 else "?"))
-            world.pass_time(dice.choice([0.0, 0.5, 0.5, RELAY_PING, RELAY_PING, RELAY_ACCEPT, 30.0]))
-        case 13 if dice.random() < 0.3:
-            world.do(JobsChanged(dice.choice([None, frozenset("j"), frozenset("jk"), frozenset("jk")])))
+        case 1 if world.heads:
+            world.do(HeadInvalid(dice.choice(list(world.heads)), "no request"))
+        case 2 if world.open:
+            world.drop(dice.choice(list(world.open)))
+        case 3:
+            _pongs_and_time(world, dice)
+        case 4 if dice.random() < 0.3:
+            both = frozenset(JOBS)
+            world.do(JobsChanged(dice.choice([None, frozenset("j"), both, both])))
+        case _:
+            _request(world, dice)
 
 
 @pytest.mark.parametrize("block", range(10))

@@ -59,10 +59,10 @@ def test_a_head_arrives_in_any_pieces() -> None:
 
 def test_a_head_without_end_is_refused_and_never_kept_beyond_its_bound() -> None:
     reader = HeadReader()
+    while reader.room > 1:
+        assert reader.feed(b"x" * min(1000, reader.room - 1)) is None
     with pytest.raises(RelayError, match="more than"):
-        while True:
-            reader.feed(b"x" * min(1000, reader.room))
-    assert reader.room == 0
+        reader.feed(b"x")
 
 
 @pytest.mark.parametrize(

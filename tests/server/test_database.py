@@ -14,6 +14,7 @@ from ravnest.errors import ServerError
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, DataShare, ProviderState, TlsRejections
+from ravnest.schemas.reachability import AddressCheck
 from ravnest.server.db.database import Database, Transaction
 from ravnest.server.db.records import AssignmentRecord, MemberRecord
 from ravnest.server.db.telemetry import NEWEST_KEPT
@@ -283,6 +284,10 @@ def make_old(db: Database, version: int) -> None:
         node = {"format": "ravnest-node", "version": 1, **body.pop("node_spec")}
         old_spec = json.loads(spec().model_dump_json())
         old_spec["if_short"] = old_spec.pop("on_insufficient")
+        connection.exec_driver_sql("ALTER TABLE providers DROP COLUMN checks")
+        if version == 3:
+            connection.exec_driver_sql("PRAGMA user_version=3")
+            return
         for table in ("records", "losses", "assignments"):
             connection.exec_driver_sql(f"DROP TABLE {table}")
         connection.exec_driver_sql(OLD_ASSIGNMENTS)
@@ -323,6 +328,21 @@ def test_a_database_of_an_earlier_version_is_upgraded(db: Database, path: Path, 
     again.open()
     with again.read() as tx:
         assert len(tx.telemetry.losses("j-0")) == 3
+
+
+def test_the_checks_of_addresses_are_stored_and_added_by_an_upgrade(db: Database, path: Path) -> None:
+    checks = (AddressCheck(address="10.0.0.1:9", reachable=False, reason="no answer"),)
+    with db.write(1.0) as tx:
+        fill(tx)
+        tx.providers.set_checks("p", checks)
+        assert [each.checks for each in tx.providers.present()] == [checks]
+    make_old(db, 3)
+    upgraded = Database(path)
+    upgraded.open()
+    with upgraded.write(2.0) as tx:
+        assert [each.checks for each in tx.providers.present()] == [()]
+        tx.providers.set_checks("p", checks)
+        assert [each.checks for each in tx.providers.present()] == [checks]
 
 
 def test_the_newest_refusals_and_warnings_are_kept(db: Database) -> None:

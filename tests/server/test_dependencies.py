@@ -61,6 +61,10 @@ def test_no_other_paths_are_served(case: Case) -> None:
 
 ALLOWED = {
     ("GET", "/api/providers"): {*ApiRole},
+    ("GET", "/api/relays"): {*ApiRole},
+    ("POST", "/api/relays"): {ApiRole.RELAY},
+    ("DELETE", "/api/relays"): {ApiRole.RELAY},
+    ("POST", "/api/providers/dial-back"): {ApiRole.PROVIDER},
     ("GET", "/api/events"): {ApiRole.VIEWER},
     ("GET", "/api/jobs"): {ApiRole.REQUESTER, ApiRole.VIEWER},
     ("POST", "/api/jobs"): {ApiRole.REQUESTER},
@@ -77,7 +81,7 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("role", [ApiRole.PROVIDER, ApiRole.REQUESTER, ApiRole.VIEWER])
+@pytest.mark.parametrize("role", sorted({*ApiRole} - {ApiRole.ADMIN}))
 def test_a_route_refuses_other_roles_and_records_it(case: Case, role: ApiRole) -> None:
     member = case.member(role, "mallory")
     headers = {"Authorization": f"Bearer {member.credential}"}

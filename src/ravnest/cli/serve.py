@@ -29,6 +29,17 @@ def serve(
     tls: Annotated[
         bool | None, typer.Option("--tls/--no-tls", help="HTTPS; default: outside of loopback.")
     ] = None,
+    relay: Annotated[
+        bool | None,
+        typer.Option(
+            "--relay/--no-relay",
+            help="Forward between providers that cannot reach each other; default: outside of loopback.",
+        ),
+    ] = None,
+    relay_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of the relay; default: the server's port + 1."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
     """Run the intermediary server until Ctrl-C."""
@@ -36,7 +47,16 @@ def serve(
     def announce(running: RunningServer) -> None:
         typer.echo(_as_json(running) if as_json else _instructions(running, folder))
 
-    serve_in_foreground(announce, folder, host, port, public_names=public_name or (), tls=tls)
+    serve_in_foreground(
+        announce,
+        folder,
+        host,
+        port,
+        public_names=public_name or (),
+        tls=tls,
+        relay=relay,
+        relay_port=relay_port,
+    )
     if not as_json:
         typer.echo("The server has stopped. Start it again with the same folder to resume.")
 

@@ -31,17 +31,14 @@ def dial_back_listener(address: Address, nonce: str) -> Iterator[str]:
     now = datetime.datetime.now(datetime.UTC)
     identity = Authority("Ravnest dial-back", now).issue("provider", [])
     with _listening(address) as listener:
-        loop = asyncio.new_event_loop()
-        server = loop.run_until_complete(_start(listener, _context(identity), nonce))
-        thread = threading.Thread(target=loop.run_forever, name="dial-back", daemon=True)
+        answering = _Answering(listener, _context(identity), nonce)
+        thread = threading.Thread(target=answering.run, name="dial-back", daemon=True)
         thread.start()
         try:
             yield hashlib.sha256(ssl.PEM_cert_to_DER_cert(identity.certificate.decode())).hexdigest()
         finally:
-            loop.call_soon_threadsafe(loop.stop)
+            answering.stop()
             thread.join()
-            server.close()
-            _end_tasks(loop)
 
 
 def new_nonce() -> str:
@@ -62,22 +59,45 @@ def _listening(address: Address) -> Iterator[socket.socket]:
         yield listener
 
 
-async def _start(listener: socket.socket, context: ssl.SSLContext, nonce: str) -> asyncio.Server:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+class _Answering:
+    """Event loop that answers challenges, in a thread."""
+
+    def __init__(self, listener: socket.socket, context: ssl.SSLContext, nonce: str) -> None:
+        self._listener = listener
+        self._context = context
+        self._nonce = nonce
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+
+    def run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # ends open connections too
+            runner.run(self._serve())
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopped.set)
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._answer,
+            sock=self._listener,
+            ssl=self._context,
+            ssl_handshake_timeout=DIAL_BACK,
+            limit=CHALLENGE_BYTES,
+        )
+        await self._stopped.wait()
+        server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(DIAL_BACK_EACH):
                 challenge = await reader.readexactly(CHALLENGE_BYTES)
-                writer.write(dial_back_proof(nonce, challenge))
+                writer.write(dial_back_proof(self._nonce, challenge))
                 await writer.drain()
                 await reader.read(1)  # the server ends the connection when it has the answer
         except (OSError, EOFError, TimeoutError):
             return
         finally:
             writer.transport.abort()
-
-    return await asyncio.start_server(
-        answer, sock=listener, ssl=context, ssl_handshake_timeout=DIAL_BACK, limit=CHALLENGE_BYTES
-    )
 
 
 def _context(identity: Identity) -> ssl.SSLContext:
@@ -89,12 +109,3 @@ def _context(identity: Identity) -> ssl.SSLContext:
         key.write_bytes(identity.key)
         context.load_cert_chain(certificate, key)
     return context
-
-
-def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:  # without tasks, the future would belong to another loop
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.close()

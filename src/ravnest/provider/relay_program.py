@@ -85,7 +85,7 @@ class RelayHeartbeats:
     api: ApiClient
     relay: RunningRelay
     beat: RelayHeartbeat
-    """What every heartbeat says about the relay."""
+    """Part that all heartbeats share."""
     say: Callable[[str], None]
     _stopped: threading.Event = field(default_factory=threading.Event)
     _error: ServerError | None = None

@@ -42,8 +42,9 @@ class Timer:
 class EventLoop:
     """Loop that runs in a thread; ``start``, ``call`` and ``close`` are for all threads."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
+        self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._watched: dict[int, tuple[int, OnReady]] = {}
         self._timers: list[tuple[float, int, Timer]] = []
@@ -55,7 +56,7 @@ class EventLoop:
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
-        self.now = time.monotonic()
+        self.now = self._clock()
         """Monotonic time of the current turn."""
 
     # From any thread
@@ -127,7 +128,7 @@ class EventLoop:
 
     def _turn(self) -> None:
         ready = self._selector.select(self._timeout())
-        self.now = time.monotonic()
+        self.now = self._clock()
         for key, events in ready:
             watched = self._watched.get(key.fd)
             if watched is None or watched[1] is not key.data:  # closed in this turn
@@ -146,7 +147,7 @@ class EventLoop:
             return 0.0
         if not self._timers:
             return None
-        return max(self._timers[0][0] - time.monotonic(), 0.0)
+        return max(self._timers[0][0] - self._clock(), 0.0)
 
     def _protect(self, action: Callable[[], None]) -> None:
         try:

@@ -24,12 +24,12 @@ from ravnest.relay.events import (
     CloseConnection,
     ConnectionEnded,
     ConnectionOpened,
+    HeadArrived,
+    HeadInvalid,
     JobsChanged,
     JoinConnections,
     LineArrived,
     Refuse,
-    HeadArrived,
-    HeadInvalid,
     SendAnswer,
     SendLine,
     TimePassed,
@@ -103,6 +103,7 @@ class Relay:
         self._pipes = pipes
         self._lock = threading.Lock()
         self._bound: Address | None = None
+        self._jobs: frozenset[str] | None = None
         self._shell: _RelayShell | None = None
 
     @property
@@ -123,6 +124,7 @@ class Relay:
             bucket = None if rate is None else TokenBucket(rate * 1e6 / 8, loop.now)
             splicer = Splicer(loop, self._pipes or PipePool(), bucket)
             self._shell = _RelayShell(loop, table, splicer, listener)
+            self._shell.handle(JobsChanged(self._jobs))
             loop.start()
             loop.call(self._shell.begin)
 
@@ -136,9 +138,11 @@ class Relay:
 
     def set_running_jobs(self, jobs: frozenset[str] | None) -> None:
         """Serve only these jobs and cut all others; ``None`` serves every job with a valid ticket."""
-        shell = self._shell
-        assert shell is not None
-        shell.loop.call(lambda: shell.handle(JobsChanged(jobs)))
+        with self._lock:
+            self._jobs = jobs
+            shell = self._shell
+        if shell is not None:
+            shell.loop.call(lambda: shell.handle(JobsChanged(jobs)))
 
     def counters(self) -> RelayCounters:
         """Return the counters of this moment."""

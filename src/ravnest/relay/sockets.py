@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
+import os
 import queue
 import selectors
 import socket
@@ -117,7 +119,9 @@ def begin_connect(place: SocketAddress) -> socket.socket:
     try:
         connecting.setblocking(False)
         tune_tcp(connecting, LINK_OUTAGE)
-        connecting.connect_ex(where)
+        failed = connecting.connect_ex(where)
+        if failed not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):  # such as no route to this family
+            raise OSError(failed, os.strerror(failed))
     except OSError:
         connecting.close()
         raise

@@ -100,7 +100,7 @@ class RelayHeartbeat(Schema):
 
 
 class RelayReply(Schema):
-    """What a relay needs from its server."""
+    """Knowledge of the server that a relay needs."""
 
     public_key: str
     """Ed25519 key that tickets are signed with: 32 bytes, hexadecimal."""

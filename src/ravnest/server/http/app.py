@@ -25,14 +25,15 @@ def create_app(server: Server) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        timers = asyncio.create_task(_run_timers(server))
+        tasks = [asyncio.create_task(work(server)) for work in (_run_timers, _control_relay)]
         try:
             with server.matching_in_background():
                 yield
         finally:
-            timers.cancel()
-            with suppress(asyncio.CancelledError):
-                await timers
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
 
     app = FastAPI(
         title="Ravnest",
@@ -66,3 +67,14 @@ async def _run_timers(server: Server) -> None:
             if clock() > due + TIMER_LATE:
                 _log.warning("the server was halted; the silence of providers counts from now on")
                 await run_in_threadpool(server.provider_service.excuse_silence)
+
+
+async def _control_relay(server: Server) -> None:
+    """Tell the server's own relay which jobs run, at each change."""
+    with server.notifications.subscribe(("relays", "")) as news:
+        while not news.is_closed:
+            try:
+                await run_in_threadpool(server.relay_service.tell_own)
+            except Exception:
+                _log.exception("the relay of the server was not told which jobs run")
+            await news.wait(server.settings.lost_after)

@@ -6,14 +6,19 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 
 from ravnest.errors import ServerError
+from ravnest.provider.interfaces import candidate_hosts, interface_hosts
 from ravnest.transport.tls import is_loopback
 from ravnest.types import Address
 
 _BACKLOG = 2048
+_MOST_RELAY_HOSTS = 8
+_DOCUMENTATION = ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9)))
+"""Addresses reserved for documentation, of IPv4 and IPv6."""
 _WILDCARDS = ("0.0.0.0", "::")  # noqa: S104  # wildcard addresses
 
 
@@ -68,14 +73,24 @@ def url_of(host: str, port: int, *, tls: bool) -> str:
     return f"{'https' if tls else 'http'}://{Address(host, port)}"
 
 
+def relay_hosts(host: str, public_names: Iterable[str]) -> list[str]:
+    """Return the hosts at which other machines reach a relay that listens beside the server."""
+    own = [host] if host not in _WILDCARDS else _interface_hosts()
+    return list(dict.fromkeys([*public_names, *own]))[:_MOST_RELAY_HOSTS]
+
+
+def _interface_hosts() -> list[str]:
+    first = _own_address()
+    return list(candidate_hosts(interface_hosts(), first)) if _is_address(first) else [first]
+
+
 def _own_address() -> str:
     """Return the address of this machine's default route; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET, reserved for documentation
+    for family, target in _DOCUMENTATION:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
             return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+    return socket.gethostname()
 
 
 def _is_address(text: str) -> bool:

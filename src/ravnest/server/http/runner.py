@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,24 +12,37 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ravnest.deadlines import SERVER_STOP
-from ravnest.errors import ServerError
+from ravnest.errors import RelayError, ServerError
+from ravnest.relay.limits import RelayLimits
+from ravnest.relay.process import RelayProcess
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.auth.tokens import DEFAULT_HOURS, AuthService
 from ravnest.server.db.database import Database
 from ravnest.server.folder import ServerAddress, ServerFolder, write_private
 from ravnest.server.http.app import create_app
-from ravnest.server.http.listener import certificate_names, listen, needs_tls, public_host, url_of
+from ravnest.server.http.listener import (
+    certificate_names,
+    listen,
+    needs_tls,
+    public_host,
+    relay_hosts,
+    url_of,
+)
 from ravnest.server.server import Server
 from ravnest.server.settings import ServerSettings
+from ravnest.types import Address
 
 DEFAULT_PORT = 7100
 DEFAULT_FOLDER = "ravnest_server"
 _START_SECONDS = 60.0
+_LAST_PORT = 65535
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,14 +74,20 @@ def serve(
     public_names: Sequence[str] = (),
     tls: bool | None = None,
     settings: ServerSettings | None = None,
+    relay: bool | None = None,
+    relay_port: int | None = None,
 ) -> Iterator[RunningServer]:
     """Run an intermediary server in a thread of this process while the block runs.
 
     It uses plain HTTP on loopback, and HTTPS with a certificate of its own authority elsewhere;
-    ``tls=True`` selects HTTPS on loopback too. Port 0 means any free port. Raise ``ServerError`` if the
-    server cannot start.
+    ``tls=True`` selects HTTPS on loopback too. Port 0 means any free port. Outside of loopback it runs
+    a relay as well, at the next port, unless ``relay=False``. Raise ``ServerError`` if the server cannot
+    start.
     """
-    with _prepared(folder, host, port, public_names, tls, settings) as (running, loop, listener):
+    with (
+        _prepared(folder, host, port, public_names, tls, settings) as (running, loop, listener),
+        _with_relay(running, host, public_names, relay, relay_port),
+    ):
         thread = threading.Thread(target=loop.run_in_thread, args=(listener,), name="ravnest-server")
         thread.start()
         try:
@@ -86,13 +106,19 @@ def serve_in_foreground(
     *,
     public_names: Sequence[str] = (),
     tls: bool | None = None,
+    relay: bool | None = None,
+    relay_port: int | None = None,
 ) -> None:
     """Run a server until Ctrl-C or SIGTERM; ``announce`` is called once it listens.
 
     Return after an orderly stop; raise ``ServerError`` if the server cannot start.
     """
     prepared = _prepared(folder, host, port, public_names, tls, None, announce)
-    with prepared as (_, loop, listener), suppress(KeyboardInterrupt):  # raised after an orderly stop
+    with (
+        prepared as (running, loop, listener),
+        _with_relay(running, host, public_names, relay, relay_port),
+        suppress(KeyboardInterrupt),  # raised after an orderly stop
+    ):
         asyncio.run(loop.serve(sockets=[listener]))
         loop.check_start()
 
@@ -197,6 +223,43 @@ def _prepared(
         )
         server.folder.write_address(ServerAddress(url=url, fingerprint=fingerprint))
         yield running, _Loop(config, server, partial(announce, running)), listener
+
+
+@contextmanager
+def _with_relay(
+    running: RunningServer,
+    host: str,
+    public_names: Sequence[str],
+    wanted: bool | None,
+    port: int | None,
+) -> Iterator[None]:
+    """Run a relay beside the server; without an order to do so, only outside of loopback."""
+    if not (needs_tls(host) if wanted is None else wanted):
+        yield
+        return
+    service = running.server.relay_service
+    listen_at = Address(host, _next_port(running.url) if port is None else port)
+    jobs = frozenset(service.reply().running_jobs)
+    relay = RelayProcess(listen_at, service.public_key, RelayLimits(), jobs)
+    try:
+        relay.start()
+    except RelayError as error:
+        if wanted is None:
+            _log.warning("%s; providers that cannot be dialled are not used", error)
+            yield
+            return
+        raise ServerError(f"{error}; choose another port with --relay-port") from error
+    try:
+        hosts = relay_hosts(host, public_names)
+        service.put_own(relay, [Address(each, relay.address.port) for each in hosts])
+        yield
+    finally:
+        relay.stop()
+
+
+def _next_port(url: str) -> int:
+    port = urlsplit(url).port or 0
+    return port + 1 if port < _LAST_PORT else 0
 
 
 def _certificate(server: Server, host: str, public_names: Sequence[str]) -> tuple[Path, Path]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from ravnest.errors import ServerError, ServerRefusedError
 from ravnest.relay.tickets import RelayTicket, sign_ticket
@@ -75,6 +76,13 @@ class RelayRegistry:
         }
 
 
+class OwnRelay(Protocol):
+    """The relay that the server runs itself, as far as it is controlled."""
+
+    def set_running_jobs(self, jobs: frozenset[str] | None) -> None:
+        """Serve only these jobs."""
+
+
 class RelayService:
     """Operations on relays, and the tickets for them; thread-safe."""
 
@@ -83,6 +91,7 @@ class RelayService:
         self._folder = folder
         self._registry = RelayRegistry(units.clock.steady, settings.lost_after)
         self._key: Ed25519PrivateKey | None = None
+        self._own: OwnRelay | None = None
 
     def open(self) -> None:
         """Load the key for tickets; create it at the first start."""
@@ -98,24 +107,26 @@ class RelayService:
         self._key = key
 
     @property
-    def public_key(self) -> bytes:
-        """Public key of tickets: 32 bytes."""
-        return self._signing_key.public_key().public_bytes_raw()
+    def public_key(self) -> Ed25519PublicKey:
+        """Key by which relays check tickets."""
+        return self._signing_key.public_key()
 
     def live(self) -> dict[str, RelayView]:
         """Return the relays that work now, by id."""
         return self._registry.live()
 
-    def put_own(self, addresses: Sequence[Address]) -> None:
+    def put_own(self, relay: OwnRelay, addresses: Sequence[Address]) -> None:
         """Register the relay that the server runs itself."""
+        self._own = relay
         texts = tuple(map(str, addresses))
         view = RelayView(id=OWN_RELAY, name="of the server", addresses=texts)
         if self._registry.put(view, is_own=True):
             self._changed(f"the relay of the server listens: {', '.join(texts)}")
 
-    def remove_own(self, reason: str) -> None:
-        """Note that the server's own relay does not run."""
-        self.leave(OWN_RELAY, f"the relay of the server ended: {reason}")
+    def tell_own(self) -> None:
+        """Tell the server's own relay which jobs run."""
+        if self._own is not None:
+            self._own.set_running_jobs(frozenset(self.reply().running_jobs))
 
     def heartbeat(self, relay: str, heartbeat: RelayHeartbeat) -> None:
         """Register a relay, or note that it works; refuse (422) addresses that cannot be used."""
@@ -143,7 +154,7 @@ class RelayService:
         """Return what relays need to know."""
         with self._units.db.read() as db:
             jobs = sorted(job.id for job in db.jobs.in_state(*RUNNING))
-        return RelayReply(public_key=self.public_key.hex(), running_jobs=tuple(jobs))
+        return RelayReply(public_key=self.public_key.public_bytes_raw().hex(), running_jobs=tuple(jobs))
 
     def add_tickets(
         self, job: str, specs: Sequence[NodeSpec], offers: Sequence[ProviderOffer]
