@@ -29,6 +29,7 @@ from ravnest.plan.node_configs import read_node_configs
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import EventView, JobState, JobView
 from ravnest.schemas.providers import ProviderView
+from ravnest.schemas.reachability import AddressCheck
 from ravnest.telemetry import ScheduleRecord, WarningRecord
 
 ROOT = Path(__file__).parents[2]
@@ -260,10 +261,17 @@ def test_nodes_are_shown_and_written(ravnest: Command, tmp_path: Path) -> None:
             with server.provider("pc-1", 7001):
                 pass  # it leaves and is not written
             shown = {line.split()[0]: line.split() for line in ravnest("nodes").out.splitlines()}
-            assert shown["pc-0"][1:9] == [
-                *(f"({first.id})", "offered", "-", "4.5", "GB", "2", "31", "100"),
+            assert shown["pc-0"][1:10] == [
+                *(f"({first.id})", "offered", "direct", "-", "4.5", "GB", "2", "31", "100"),
             ]
+            checks = [AddressCheck(address="127.0.0.1:7000", reachable=False, reason="no answer")]
+            with server.running.server.db.write(0.0) as db:
+                db.providers.set_checks(first.id, checks)
+            assert "\npc-0 is unreachable: " in ravnest("nodes").out
             listed = json.loads(ravnest("nodes", "--json").out)
+            assert [entry["reachability"] for entry in listed if entry["id"] == first.id] == [
+                "unreachable"
+            ]
             offers = [ProviderView.model_validate(entry).offer.name for entry in listed]
             assert {"pc-0", "pc-2"} <= set(offers)
             assert ravnest("nodes", "--write").out == "wrote node_data/node_configs.json\n"

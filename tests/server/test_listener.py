@@ -3,7 +3,14 @@
 import pytest
 
 from ravnest.errors import ServerError
-from ravnest.server.http.listener import certificate_names, listen, needs_tls, public_host, url_of
+from ravnest.server.http.listener import (
+    certificate_names,
+    listen,
+    needs_tls,
+    public_host,
+    relay_hosts,
+    url_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,16 @@ def test_the_public_host_is_the_first_public_name_or_an_own_address() -> None:
     assert public_host("0.0.0.0", ["ravnest.example", "10.0.0.1"]) == "ravnest.example"
     assert public_host("127.0.0.1", []) == "127.0.0.1"
     assert public_host("0.0.0.0", []) not in ("", "0.0.0.0")
+
+
+def test_a_relay_is_reached_at_public_names_and_own_addresses() -> None:
+    assert relay_hosts("10.0.0.1", []) == ["10.0.0.1"]
+    assert relay_hosts("10.0.0.1", ["a.example"]) == ["a.example", "10.0.0.1"]
+    found = relay_hosts("0.0.0.0", ["a.example"])
+    assert found[0] == "a.example"
+    assert 1 <= len(found) <= 8
+    assert "127.0.0.1" not in found
+    assert "0.0.0.0" not in found
 
 
 def test_the_certificate_has_all_names() -> None:

@@ -9,6 +9,7 @@ from server_cases import Case, losses, opened, validation
 from starlette.testclient import TestClient
 
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.reachability import AddressCheck
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 
@@ -41,6 +42,18 @@ def test_it_shows_providers_jobs_and_losses(case: Case) -> None:
     for words in ("alice", "4.0 GB", "digits", job, "training", "1.5", "0.875"):
         assert words in text
     assert curves(text) == [[(0.0, 1.0), (0.5, 1 / 3), (1.0, 0.0)]]
+
+
+def test_it_says_how_a_provider_is_reached_and_why(case: Case) -> None:
+    alice = case.provider("alice")
+    checks = [AddressCheck(address="127.0.0.1:9000", reachable=False, reason=HOSTILE)]
+    with case.server.db.write(0.0) as db:
+        db.providers.set_checks(alice.id, checks)
+    text = browser(case, token(case)).get("/").text
+    assert "<td" in text
+    assert "unreachable" in text
+    assert "open TCP port 9000" in text
+    assert "<script" not in text
 
 
 def test_text_of_other_people_is_escaped(case: Case) -> None:

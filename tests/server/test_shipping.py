@@ -482,3 +482,35 @@ def test_a_slow_cluster_gets_at_least_one_batch(packed: Packed, tmp_path: Path) 
 def test_a_job_without_validation_data(packed: Packed, tmp_path: Path) -> None:
     planned = planned_for(job(), packed, local(2))
     assert {each.validation for each in shipped(planned, packed, tmp_path)} == {None}
+
+
+def test_nodes_on_other_machines_get_all_addresses_and_those_on_loopback_none(
+    packed: Packed, tmp_path: Path
+) -> None:
+    remote = [
+        (f"p{n}", offer(f"10.0.0.{n}:9000").model_copy(update={"addresses": (f"8.8.8.{n}:9000",)}))
+        for n in range(2)
+    ]
+    spec = job(clusters=1, min_providers=2)
+    assignments = shipped(planned_for(spec, packed, remote), packed, tmp_path)
+    specs = [assignment.node_spec for assignment in assignments]
+    assert sorted(each.address for each in specs) == ["10.0.0.0:9000", "10.0.0.1:9000"]
+    for each in specs:
+        neighbour = each.previous or each.next
+        assert neighbour is not None
+        assert each.others == (each.address.replace("10.0.0", "8.8.8"),)
+        assert neighbour.others == (neighbour.address.replace("10.0.0", "8.8.8"),)
+        assert each.relay is None
+    assert len({each.plan for each in specs}) == 1
+    near = shipped(planned_for(spec, packed, local(2)), packed, tmp_path)
+    assert all(each.node_spec.others == () and not each.tls for each in near)
+
+
+def test_providers_behind_two_routers_can_have_the_same_private_address(packed: Packed) -> None:
+    public = [
+        (f"p{n}", offer("192.168.1.10:9000").model_copy(update={"addresses": (f"8.8.8.{n}:9000",)}))
+        for n in range(2)
+    ]
+    assert len(planned_for(job(min_providers=2), packed, public).providers) == 2
+    same = [(name, public[0][1]) for name in ("a", "b")]
+    assert isinstance(plan_job(job(min_providers=2), packed.units.profile, same), Infeasible)
