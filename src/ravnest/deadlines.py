@@ -44,6 +44,8 @@ RESTART_GRACE = 60.0
 """The same, after a start of the server: providers wait longer between two tries meanwhile."""
 TIMER_LATE = 5.0
 """A timer of the server that is later than this shows that the server itself was halted."""
+TRAINING_SILENCE = 90.0
+"""The same, while it trains with others: links outlast an outage of its network, and so must it."""
 WITNESSED_LIMIT = 600.0
 """Longest silence of a provider while its neighbours report progress with it."""
 
@@ -196,7 +198,13 @@ RELATIONS = (
     Relation(LOST_AFTER, RESTART_GRACE, "a restart of the server only gives more time"),
     Relation(POLL_GAP, POLL_WAIT, "a provider polls most of the time"),
     Relation(3 * REPORT_INTERVAL, LOST_AFTER, "reports arrive often enough to show progress"),
-    Relation(LOST_AFTER, WITNESSED_LIMIT, "progress of the neighbours gives more time"),
+    Relation(
+        LINK_OUTAGE + HTTP_CONNECT + longest_pause(LONGEST_PAUSE) + HTTP_CONNECT,
+        TRAINING_SILENCE,
+        "a provider whose network was away for as long as links wait returns before it is called lost",
+    ),
+    Relation(LOST_AFTER, TRAINING_SILENCE, "a provider that trains gets more time"),
+    Relation(TRAINING_SILENCE, WITNESSED_LIMIT, "progress of the neighbours gives more time"),
     Relation(TIMER_LATE, LOST_AFTER, "a halt of the server is noticed before it costs a provider"),
     Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
     Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),

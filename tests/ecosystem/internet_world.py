@@ -35,8 +35,8 @@ def job():
     data = TensorDataset(inputs, inputs[:, :4].argmax(1))
     return ravnest.Job(
         model=model(), example_args=(torch.zeros(32, 64),), train_data=data,
-        criterion=nn.CrossEntropyLoss(), optimizer_params={{"lr": 1e-3}}, schedule="sync", micro_batches=2,
-        epochs={epochs}, batch_size=32, clusters=1, min_providers={providers}, name="internet",
+        criterion=nn.CrossEntropyLoss(), optimizer_params={{"lr": 1e-3}}, schedule="sync",
+        micro_batches=2, epochs={epochs}, batch_size=32, clusters=1, min_providers={providers}, name="internet",
     )
 """
 UPDATES_PER_EPOCH = 10
