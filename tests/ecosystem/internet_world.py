@@ -36,10 +36,12 @@ def job():
     return ravnest.Job(
         model=model(), example_args=(torch.zeros(32, 64),), train_data=data,
         criterion=nn.CrossEntropyLoss(), optimizer_params={{"lr": 1e-3}}, schedule="sync",
-        micro_batches=2, epochs={epochs}, batch_size=32, clusters=1, min_providers={providers}, name="internet",
+        micro_batches=2, epochs={epochs}, batch_size=32, clusters=1, min_providers={providers},
     )
 """
 UPDATES_PER_EPOCH = 10
+PATIENCE = 300.0
+"""Seconds after which a test fails: six processes that import torch share the cores."""
 _ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
 
@@ -97,23 +99,21 @@ class InternetWorld:
         """Submit a job from the open host and follow it."""
         source = MODULE.format(epochs=-(-updates // UPDATES_PER_EPOCH), providers=providers)
         (self.world.folder / "internet_job.py").write_text(source)
-        token = self.world.token(ApiRole.REQUESTER)
-        joining = (f"--server={self.url(self.internet.open)}", f"--token={token}")
-        arguments = ("submit", "internet_job:job", *joining, "--out=result")
+        arguments = ("submit", "internet_job:job", *self._membership(), "--out=result")
         return self.world.command(*arguments, before=self.internet.open.inside(), home="requester")
-
-    def ask(self, *arguments: str) -> str:
-        """Run a command of the requester and return its output."""
-        inside = self.internet.open.inside()
-        command = self.world.command(*arguments, before=inside, home="requester")
-        assert command.process.wait(DEADLINE) == 0, command.lines
-        eventually(lambda: command.lines, lambda lines: "" in lines)
-        return "\n".join(command.lines)
 
     def providers(self) -> dict[str, ProviderView]:
         """Return the providers as ``ravnest nodes --json`` shows them, by name."""
-        views = [ProviderView.model_validate(each) for each in json.loads(self.ask("nodes", "--json"))]
+        inside = self.internet.open.inside()
+        command = self.world.command("nodes", "--json", *self._membership(), before=inside)
+        assert command.process.wait(DEADLINE) == 0, command.lines
+        eventually(lambda: command.lines, lambda lines: "" in lines)
+        views = [ProviderView.model_validate(each) for each in json.loads("\n".join(command.lines))]
         return {view.offer.name: view for view in views}
+
+    def _membership(self) -> tuple[str, str]:
+        token = self.world.token(ApiRole.REQUESTER)
+        return f"--server={self.url(self.internet.open)}", f"--token={token}"
 
     def job(self) -> JobView | None:
         """Return the job; ``None`` before it is submitted."""
@@ -127,7 +127,7 @@ class InternetWorld:
         def reached(view: JobView | None) -> bool:
             return view is not None and (view.progress.updates >= goal or view.state in _ENDED)
 
-        view = eventually(self.job, reached)
+        view = eventually(self.job, reached, PATIENCE)
         assert view is not None
         assert view.progress.updates >= goal, (view.state, view.reason)
 

@@ -21,6 +21,7 @@ pytestmark = [
 
 HOME_MEGABITS = 2
 """Rate of the homes: slow enough that the job outlasts the faults."""
+UPDATES = 100
 OUTAGE = 30.0
 """Seconds for which a host is offline."""
 
@@ -39,8 +40,6 @@ def test_a_job_survives_nat_flushes_an_outage_and_a_killed_server(world: Interne
     crew = world.provide_everywhere()
     for process in crew.values():
         process.said("offers")
-    submit = world.submit(providers=4, updates=300)
-    world.await_updates(10)
     views = world.providers()
     assert {name: view.reachability for name, view in views.items()} == {
         "home0": "relayed",
@@ -48,6 +47,9 @@ def test_a_job_survives_nat_flushes_an_outage_and_a_killed_server(world: Interne
         "open": "direct",
         "six": "direct",
     }, views
+
+    submit = world.submit(providers=4, updates=UPDATES)
+    world.await_updates(10)
     view = world.job()
     assert view is not None
     assert sorted(place.provider_name for place in view.assignments) == sorted(crew)
@@ -65,5 +67,5 @@ def test_a_job_survives_nat_flushes_an_outage_and_a_killed_server(world: Interne
     view = world.job()
     assert view is not None
     assert view.state is JobState.DONE, view
-    assert view.progress.updates == 300
+    assert view.progress.updates == UPDATES
     assert world.trained()
