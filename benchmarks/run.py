@@ -26,6 +26,7 @@ SECTIONS = {
     "planning": "Quality and growth of planning",
     "schedule": "Predicted rates of the schedules",
     "transport": "Cost of a link",
+    "relay": "Cost of a relay",
     "allreduce": "Averaging between clusters",
     "efficiency": "Efficiency of the schedule",
     "pipeline": "Pipelines compared",

@@ -28,6 +28,7 @@ from ravnest.transport.certificates import Authority, signing_request
 
 NOW = datetime.datetime.now(datetime.UTC)
 ADDRESS = "127.0.0.1:20000"
+OTHER = "10.0.0.5:20000"
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Member:
     assignment: str
 
     def fetch(self, job_dir: JobDir, check: Callable[[], None] = lambda: None) -> Any:
-        return AssignmentDownload(self.api, ADDRESS).run(self.assignment, job_dir, check)
+        return AssignmentDownload(self.api, (ADDRESS, OTHER)).run(self.assignment, job_dir, check)
 
     def change(self, **fields: Any) -> None:
         """Have the server's answer say something else about the assignment."""
@@ -155,6 +156,12 @@ def test_a_node_with_another_address_is_named(member: Member, job_dir: JobDir) -
     member.change_node(address="0.0.0.0:22")
     with pytest.raises(StageFormatError, match=r"planned for 0\.0\.0\.0:22"):
         member.fetch(job_dir)
+
+
+def test_a_node_can_have_any_address_of_the_provider(member: Member, job_dir: JobDir) -> None:
+    member.change_node(address=OTHER)
+    _, found = member.fetch(job_dir)
+    assert found.address == OTHER
 
 
 def test_another_assignment_is_refused(member: Member, job_dir: JobDir) -> None:

@@ -56,6 +56,11 @@ def test_few_addresses_are_announced_and_the_observed_one_is_among_them() -> Non
     assert found == (*own[:7], "8.8.4.4:9")
 
 
+def test_a_server_cannot_add_many_addresses() -> None:
+    strange = [check(f"9.9.9.{n}:9", reachable=True) for n in range(50)]
+    assert announced(("10.0.0.1:9",), strange) == ("9.9.9.0:9", "10.0.0.1:9")
+
+
 def found_routes(
     api: ApiClient, known: Addresses, trips: dict[str, float | Exception | None] | None = None
 ) -> ProviderOffer:

@@ -29,6 +29,7 @@ from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobView
 from ravnest.schemas.providers import ProviderState, ProviderView
+from ravnest.schemas.reachability import RelayTrip
 
 
 @pytest.fixture(scope="module")
@@ -251,3 +252,12 @@ def test_a_provider_that_cannot_fetch_fails_the_job_with_the_reason(
         ):
             handle.result(timeout=SECONDS)
         assert not any("starts training" in line for line in able.announced)
+
+
+def test_routes_are_checked_again_before_another_offer(server: LoopbackServer, tmp_path: Path) -> None:
+    with providers(server, tmp_path, "again") as (again,):
+        trips = (RelayTrip(relay="r", seconds=0.5),)
+        again.provider.check_routes = lambda offer: offer.model_copy(update={"relay_trips": trips})
+        server.running.server.provider_service.leave(again.provider.id, "forgotten")
+        again.wait_for("the server answers again")
+        assert server.provider("again").offer.relay_trips == trips

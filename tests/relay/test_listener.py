@@ -1,6 +1,7 @@
 """Relay and listener together, over real sockets."""
 
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 
 import grpc
+import psutil
 import pytest
 from relay_keys import LOOPBACK, PUBLIC, access, ticket
 from test_splicing import KINDS, receive
@@ -15,7 +17,7 @@ from test_splicing import KINDS, receive
 from ravnest.relay.heads import RelayMethod, request
 from ravnest.relay.limits import RelayLimits
 from ravnest.relay.listener import RelayListener
-from ravnest.relay.pipes import BytePipe, PipePool
+from ravnest.relay.pipes import MakePipe, PipePool
 from ravnest.relay.round_trip import relay_round_trip
 from ravnest.relay.service import Relay
 from ravnest.relay.sockets import dial_first
@@ -101,7 +103,7 @@ def call(relay: Address, node: int = 1, caller: int = 0, job: str = "job-a") -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::", "0.0.0.0"])
-def test_grpc_reaches_a_node_through_a_relay(kind: type[BytePipe], host: str) -> None:
+def test_grpc_reaches_a_node_through_a_relay(kind: MakePipe, host: str) -> None:
     if ":" in host and not socket.has_ipv6:
         pytest.skip("no IPv6")
     server = grpc.server(futures.ThreadPoolExecutor(4))
@@ -289,3 +291,42 @@ def test_closing_ends_a_listener_that_is_not_registered() -> None:
     with listening(RelayListener(access(1, (0,), Address("127.0.0.1", 1)), LOOPBACK)) as node:
         assert not node.wait_registered(0.0)
     assert not node.wait_registered(SECONDS)
+
+
+def test_an_address_without_a_route_does_not_count_as_connected() -> None:
+    assert dial_first([Address("ff02::1", 9), Address("255.255.255.255", 9)], 1.0) is None
+
+
+def test_strangers_neither_disturb_a_circuit_nor_leave_anything_behind(
+    relay: Relay, echo: Address
+) -> None:
+    dice = random.Random(0)
+    process = psutil.Process()
+    with listening(RelayListener(access(1, (0,), relay.address), echo)) as node:
+        assert node.wait_registered(SECONDS)
+        connection = call(relay.address)
+        assert status(connection) == 200
+        heads = [
+            request(RelayMethod.CONNECT, "node-1.job-a:1", ticket(0, 1)),
+            request(RelayMethod.CONNECT, "node-1.job-a:1", ticket(2, 1)),
+            request(RelayMethod.ACCEPT, "x", ticket(1, 0)),
+            request(RelayMethod.REGISTER, "node-3.job-a", ticket(3)) + b"PONG\nPONG\n?\n",
+            request(RelayMethod.GET, "/ping"),
+            bytes(range(256)),
+        ]
+        before = process.num_fds()
+        for _ in range(200):
+            with ask(relay.address, b"") as stranger:
+                head = dice.choice(heads)
+                with contextlib.suppress(OSError):
+                    stranger.sendall(head[: dice.choice([1, 50, 10_000])])
+                    stranger.settimeout(dice.choice([0.0, 0.002]))
+                    stranger.recv(100)
+                if dice.random() < 0.5:
+                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            data = dice.randbytes(1000)
+            connection.sendall(data)
+            assert receive(connection, 1000) == data
+        connection.close()
+        wait_until(lambda: relay.counters().connections == 1)
+        wait_until(lambda: process.num_fds() <= before)

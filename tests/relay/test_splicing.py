@@ -1,6 +1,7 @@
 """Contract of circuits, for pipes of the kernel and for buffers."""
 
 import contextlib
+import errno
 import random
 import socket
 import threading
@@ -14,7 +15,7 @@ from ravnest import host
 from ravnest.deadlines import RELAY_HALF_CLOSED, RELAY_IDLE
 from ravnest.relay.limits import TokenBucket
 from ravnest.relay.loop import EventLoop
-from ravnest.relay.pipes import BufferPipe, BytePipe, KernelPipe, PipePool
+from ravnest.relay.pipes import BufferPipe, BytePipe, KernelPipe, MakePipe, PipePool
 from ravnest.relay.splicing import SplicedCircuit, Splicer
 
 SECONDS = 20.0
@@ -24,8 +25,10 @@ MB = 1 << 20
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
+        self.calls = 0
 
     def __call__(self) -> float:
+        self.calls += 1
         return self.now
 
 
@@ -40,7 +43,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 class Bench:
     """A loop with circuits, whose outer sockets the test holds."""
 
-    def __init__(self, make: Callable[[], BytePipe], rate: float | None = None) -> None:
+    def __init__(self, make: MakePipe, rate: float | None = None) -> None:
         self.clock = Clock()
         self.loop = EventLoop("test", self.clock)
         self.pool = PipePool(make)
@@ -232,21 +235,29 @@ def test_a_side_that_does_not_read_stops_the_sender_and_nobody_else(bench: Bench
     assert receive(far, sent) == b"x" * sent
 
 
-def test_pipes_are_reused_and_not_kept_by_idle_circuits(bench: Bench) -> None:
-    made = 0
-    make = bench.pool._make
-
-    def counted() -> BytePipe:
-        nonlocal made
-        made += 1
-        return make()
-
-    bench.pool._make = counted
+def test_idle_circuits_hold_no_pipes(bench: Bench) -> None:
     for _ in range(20):
         near, far, _, _ = bench.circuit()
         near.sendall(b"x")
         assert far.recv(1) == b"x"
-    assert made <= 1
+    assert bench.run(lambda: bench.pool.taken) == 0
+
+
+def test_a_buffer_replaces_a_pipe_for_which_no_descriptor_is_left() -> None:
+    def fail(_: int) -> BytePipe:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    assert isinstance(PipePool(fail).take(), BufferPipe)
+
+
+def test_the_loop_sleeps_while_nothing_happens(bench: Bench) -> None:
+    near, far, _, _ = bench.circuit()
+    near.sendall(b"x")
+    assert far.recv(1) == b"x"
+    bench.run(lambda: None)
+    before = bench.clock.calls
+    threading.Event().wait(0.2)
+    assert bench.clock.calls - before < 10
 
 
 def test_a_silent_circuit_ends(bench: Bench) -> None:
@@ -316,4 +327,4 @@ def test_an_event_that_fails_does_not_end_the_loop(caplog: pytest.LogCaptureFixt
     assert after.wait(SECONDS)
     assert loop.close(SECONDS)
     assert "an event failed" in caplog.text
-    loop.call(after.set)
+    assert not loop.call(after.set)

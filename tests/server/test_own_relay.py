@@ -38,6 +38,7 @@ def test_the_relay_answers_and_ends_with_the_server(tmp_path: Path) -> None:
     with served(tmp_path) as running:
         (address,) = own_addresses(running)
         assert address.host == "127.0.0.1"
+        assert running.relay_addresses == [str(address)]
         trip = relay_round_trip([address], SECONDS)
         assert trip is not None
         (child,) = relay_processes()
@@ -71,6 +72,7 @@ def test_a_relay_that_dies_is_started_again_at_the_same_port(tmp_path: Path) -> 
 def test_on_loopback_there_is_no_relay_unless_it_is_wanted(tmp_path: Path) -> None:
     with serve(tmp_path) as running:
         assert running.server.relay_service.live() == {}
+        assert running.relay_addresses == []
 
 
 def test_other_machines_reach_the_relay_at_the_next_port(

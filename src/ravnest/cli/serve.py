@@ -63,7 +63,8 @@ def serve(
 
 def _as_json(running: RunningServer) -> str:
     folder = str(running.server.folder.path.resolve())
-    return json.dumps({"url": running.url, "fingerprint": running.fingerprint, "folder": folder})
+    where = {"url": running.url, "fingerprint": running.fingerprint, "folder": folder}
+    return json.dumps({**where, "relay": running.relay_addresses})
 
 
 def _instructions(running: RunningServer, folder: Path) -> str:
@@ -71,11 +72,14 @@ def _instructions(running: RunningServer, folder: Path) -> str:
     provider, requester, viewer = (
         running.token(role) for role in (ApiRole.PROVIDER, ApiRole.REQUESTER, ApiRole.VIEWER)
     )
+    at = running.relay_addresses
+    relay = f"Providers that others cannot reach use the relay at {at[0]}.\n" if at else ""
     return (
         f"Ravnest serves at {running.url}\n\n"
         f"  provide  ravnest provide --server {running.url} --token {provider}\n"
         f"  submit   ravnest submit module:function --server {running.url} --token {requester}\n"
         f"  watch    {running.url}/login?token={viewer}\n\n"
         f"Each token works once, for a day. More: ravnest token create --role provider{where}\n"
+        f"{relay}"
         "Ctrl-C stops the server; training continues without it."
     )

@@ -88,6 +88,6 @@ def announced(own: Sequence[str], checks: Sequence[AddressCheck]) -> tuple[str, 
     port later, and two providers behind two routers differ in it.
     """
     reached = [check.address for check in checks if check.reachable]
-    observed = [check.address for check in checks if check.address not in own]
-    kept = [each for each in (*reached, *own) if each not in observed or each in reached]
+    observed = [check.address for check in checks if check.address not in own][:1]
+    kept = [each for each in dict.fromkeys((*reached, *own)) if each in (*own, *observed)]
     return tuple(dict.fromkeys((*kept[: MOST_ADDRESSES - len(observed)], *observed)))

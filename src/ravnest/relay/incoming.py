@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+from collections.abc import Callable
 
 from ravnest.deadlines import RELAY_ANSWER
 from ravnest.errors import RelayError
-from ravnest.relay.heads import HeadReader, RelayMethod, parse_answer, request
-from ravnest.relay.loop import READ, WRITE, EventLoop
+from ravnest.relay.heads import HeadReader, parse_answer
+from ravnest.relay.loop import READ, WRITE, EventLoop, Timer
 from ravnest.relay.sockets import SocketAddress, begin_connect, connect_error
 from ravnest.relay.splicing import Splicer
 
@@ -25,33 +26,38 @@ class IncomingCircuit:
         splicer: Splicer,
         relay: SocketAddress,
         target: SocketAddress,
-        circuit: str,
-        ticket: str,
+        head: bytes,
     ) -> None:
+        """``head`` is the request that accepts the circuit at the relay."""
         self._loop = loop
         self._splicer = splicer
         self._places = relay, target
-        self._sending = request(RelayMethod.ACCEPT, circuit, ticket)
+        self._sending = head
         self._head = HeadReader()
         self._rest: bytes | None = None
         """Bytes after the relay's answer, once it has arrived."""
         self._target_connected = False
         self._sockets: list[socket.socket] = []
+        self._timer = Timer(lambda: None)
+        self._on_end: Callable[[], None] = lambda: None
         self._on_relay = self._relay_ready
         self._on_target = self._target_ready
 
-    def begin(self) -> None:
-        """Connect to both."""
+    def begin(self, on_end: Callable[[], None]) -> None:
+        """Connect to both; ``on_end`` is called once they are spliced, or have failed."""
+        self._on_end = on_end
         try:
             for place in self._places:
                 self._sockets.append(begin_connect(place))
         except OSError as error:
-            self._end(str(error))
+            self.end(str(error))
             return
         relay, target = self._sockets
         self._loop.watch(relay, WRITE, self._on_relay)
         self._loop.watch(target, WRITE, self._on_target)
-        self._loop.call_at(self._loop.now + RELAY_ANSWER, lambda: self._end("no answer in time"))
+        self._timer = self._loop.call_at(
+            self._loop.now + RELAY_ANSWER, lambda: self.end("no answer in time")
+        )
 
     def _relay_ready(self, events: int) -> None:
         relay = self._sockets[0]
@@ -61,7 +67,7 @@ class IncomingCircuit:
             if events & READ:
                 self._receive(relay)
         except (OSError, RelayError) as error:
-            self._end(str(error))
+            self.end(str(error))
 
     def _send(self, relay: socket.socket) -> None:
         if number := connect_error(relay):
@@ -90,7 +96,7 @@ class IncomingCircuit:
     def _target_ready(self, _: int) -> None:
         target = self._sockets[1]
         if number := connect_error(target):
-            self._end(f"cannot connect to the node's listener: {OSError(number, '')}")
+            self.end(f"cannot connect to the node's listener: {OSError(number, '')}")
             return
         self._target_connected = True
         self._loop.unwatch(target)
@@ -100,12 +106,16 @@ class IncomingCircuit:
         if self._rest is not None and self._target_connected:
             relay, target = self._sockets
             self._sockets = []
+            self._timer.cancel()
             self._splicer.join(relay, target, to_far=self._rest)
+            self._on_end()
 
-    def _end(self, reason: str) -> None:
-        if self._sockets:
-            logger.info("an incoming circuit failed: %s", reason)
+    def end(self, reason: str) -> None:
+        """Close both connections, unless they are spliced already."""
+        logger.info("an incoming circuit failed: %s", reason)
+        self._timer.cancel()
         for opened in self._sockets:
             self._loop.unwatch(opened)
             opened.close()
         self._sockets = []
+        self._on_end()

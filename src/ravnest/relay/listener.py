@@ -18,6 +18,7 @@ from ravnest.deadlines import (
 from ravnest.errors import TransportError
 from ravnest.relay.access import RelayAccess
 from ravnest.relay.control import ControlConnection
+from ravnest.relay.heads import RelayMethod, request
 from ravnest.relay.incoming import IncomingCircuit
 from ravnest.relay.loop import EventLoop
 from ravnest.relay.pipes import PipePool
@@ -26,6 +27,9 @@ from ravnest.relay.splicing import Splicer
 from ravnest.types import Address
 
 logger = logging.getLogger(__name__)
+
+_MOST_CIRCUITS = 256
+"""Circuits of a node at a time; a relay that announces more is not trusted."""
 
 Say = Callable[[str], None]
 """Called with a sentence for the user, from several threads."""
@@ -52,6 +56,7 @@ class RelayListener:
         self._condition = threading.Condition()
         self._registered: set[int] = set()
         self._controls: dict[int, ControlConnection] = {}
+        self._incoming: set[IncomingCircuit] = set()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -129,8 +134,13 @@ class RelayListener:
                 self._condition.notify_all()
 
         def on_incoming(circuit: str) -> None:
-            ticket = self._access.ticket
-            IncomingCircuit(self._loop, self._splicer, relay, target, circuit, ticket).begin()
+            if self._splicer.circuits + len(self._incoming) >= _MOST_CIRCUITS:
+                logger.warning("too many circuits: one from %s is not accepted", relay)
+                return
+            head = request(RelayMethod.ACCEPT, circuit, self._access.ticket)
+            incoming = IncomingCircuit(self._loop, self._splicer, relay, target, head)
+            self._incoming.add(incoming)
+            incoming.begin(lambda: self._incoming.discard(incoming))
 
         def on_end(reason: str) -> None:
             nonlocal outcome
@@ -146,16 +156,20 @@ class RelayListener:
 
         def begin() -> None:
             self._controls[number] = control
-            control.begin()
+            if self._closing.is_set():
+                control.end("this node is closing")
+            else:
+                control.begin()
 
-        self._loop.call(begin)
-        while not ended.wait(LINK_CLOSE):
-            if self._closing.is_set():  # the loop has ended before it heard of the connection
-                connection.close()
-                break
+        if self._loop.call(begin):
+            ended.wait()
+        else:
+            connection.close()
         return outcome
 
     def _end(self) -> None:
         for control in list(self._controls.values()):
             control.end("this node is closing")
+        for incoming in list(self._incoming):
+            incoming.end("this node is closing")
         self._splicer.close()

@@ -51,6 +51,7 @@ class EventLoop:
         self._numbers = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._ended = False
         self._thread: threading.Thread | None = None
         self._wake_lock = threading.Lock()
         self._woken, self._wake = socket.socketpair()
@@ -67,13 +68,15 @@ class EventLoop:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
-    def call(self, action: Callable[[], None]) -> None:
-        """Have the loop call ``action``; ignored once the loop is closed."""
-        self._calls.append(action)
+    def call(self, action: Callable[[], None]) -> bool:
+        """Have the loop call ``action``; return ``False`` if it has ended."""
         with self._wake_lock:
-            if self._wake.fileno() >= 0:
-                with contextlib.suppress(BlockingIOError):  # it is being woken
-                    self._wake.send(b"!")
+            if self._ended:
+                return False
+            self._calls.append(action)
+            with contextlib.suppress(BlockingIOError):  # it is being woken
+                self._wake.send(b"!")
+            return True
 
     def close(self, timeout: float) -> bool:
         """End the loop after the calls made so far; return whether it ended within ``timeout``."""
@@ -94,7 +97,10 @@ class EventLoop:
     # In the loop
 
     def watch(self, sock: socket.socket, events: int, on_ready: OnReady) -> None:
-        """Call ``on_ready`` when the socket is ready for ``events``; 0 stops it."""
+        """Call ``on_ready`` when the socket is ready for ``events``; 0 stops it.
+
+        Pass the same object each time: it is compared by identity, and a bound method is a new one.
+        """
         number = sock.fileno()
         watched = self._watched.get(number)
         if not events:
@@ -118,8 +124,7 @@ class EventLoop:
         return timer
 
     def _run(self) -> None:
-        self._selector.register(self._woken, READ, self._on_woken)
-        self._watched[self._woken.fileno()] = READ, self._on_woken
+        self.watch(self._woken, READ, self._on_woken)
         try:
             while not self._closing:
                 self._turn()
@@ -165,6 +170,9 @@ class EventLoop:
 
     def _release(self) -> None:
         with self._wake_lock:
-            self._wake.close()
-            self._woken.close()
+            self._ended = True
+        while self._calls:
+            self._protect(self._calls.popleft())
+        self._wake.close()
+        self._woken.close()
         self._selector.close()

@@ -239,8 +239,12 @@ class _RelayShell:
             self._open(accepted, where[0])
 
     def _open(self, accepted: socket.socket, host: str) -> None:
-        accepted.setblocking(False)
-        tune_tcp(accepted, LINK_OUTAGE)
+        try:
+            accepted.setblocking(False)
+            tune_tcp(accepted, LINK_OUTAGE)
+        except OSError:  # it is lost already
+            accepted.close()
+            return
         self._next_number += 1
         peer = _Peer(self._next_number, accepted)
         self._peers[peer.number] = peer

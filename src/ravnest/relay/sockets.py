@@ -113,15 +113,18 @@ def _look_up(address: Address) -> list[SocketAddress]:
 
 
 def begin_connect(place: SocketAddress) -> socket.socket:
-    """Return a non-blocking socket that connects; it is writable once it has, or has failed."""
+    """Return a non-blocking socket that connects; it is writable once it has, or has failed.
+
+    ``OSError`` if it fails at once.
+    """
     family, where = place
     connecting = socket.socket(family, socket.SOCK_STREAM)
     try:
         connecting.setblocking(False)
         tune_tcp(connecting, LINK_OUTAGE)
-        failed = connecting.connect_ex(where)
-        if failed not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):  # such as no route to this family
-            raise OSError(failed, os.strerror(failed))
+        number = connecting.connect_ex(where)
+        if number not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):  # no route, for example
+            raise OSError(number, os.strerror(number))
     except OSError:
         connecting.close()
         raise

@@ -160,6 +160,11 @@ class Splicer:
         circuit.to_near.release(self._pool)
         circuit.on_end()
 
+    @property
+    def circuits(self) -> int:
+        """Number of circuits."""
+        return len(self._circuits)
+
     def close(self) -> None:
         """End all circuits."""
         for circuit in list(self._circuits):

@@ -34,6 +34,7 @@ from ravnest.server.http.listener import (
     relay_hosts,
     url_of,
 )
+from ravnest.server.reachability.relays import OWN_RELAY
 from ravnest.server.server import Server
 from ravnest.server.settings import ServerSettings
 from ravnest.types import Address
@@ -58,6 +59,12 @@ class RunningServer:
         """Create a join token; ``uses=None`` means unlimited uses until it expires."""
         made = self.server.auth.create_token(ApiRole(role), self.fingerprint, uses=uses, hours=hours)
         return str(made)
+
+    @property
+    def relay_addresses(self) -> list[str]:
+        """Addresses of the relay that the server runs itself; empty without one."""
+        own = self.server.relay_service.live().get(OWN_RELAY)
+        return [] if own is None else list(own.addresses)
 
     @property
     def admin_credential(self) -> str:

@@ -34,7 +34,8 @@ def reachability(
             kind="relayed",
             reason=f"{failed}; others reach it {through}. For direct connections, {direct}",
         )
-    lacking = "no relay answers it" if relays else "this server has no relay"
+    tried = ", ".join(relay.addresses[0] for relay in list(relays.values())[:_SHOWN] if relay.addresses)
+    lacking = f"no relay answers it ({tried})" if relays else "this server has no relay"
     return Reachability(
         kind="unreachable",
         reason=f"{failed}, and {lacking}. It is used only for jobs that fit on it alone: {direct}, or "
@@ -45,4 +46,7 @@ def reachability(
 def _problems(checks: Sequence[AddressCheck]) -> str:
     """Return the problems of the first addresses and of the last, which the request came from."""
     shown = checks if len(checks) <= _SHOWN else (*checks[: _SHOWN - 1], checks[-1])
-    return "; ".join(f"{check.address}: {check.reason}" for check in shown)
+    by_reason: dict[str, list[str]] = {}
+    for check in shown:
+        by_reason.setdefault(check.reason, []).append(check.address)
+    return "; ".join(f"{' and '.join(texts)}: {reason}" for reason, texts in by_reason.items())

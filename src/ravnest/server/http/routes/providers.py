@@ -17,6 +17,7 @@ from ravnest.server.auth.dependencies import (
     require_self,
     source_of,
 )
+from ravnest.server.reachability.policy import parse_ip
 from ravnest.server.views import provider_views
 
 router = APIRouter(prefix="/api/providers", tags=["providers"])
@@ -45,7 +46,8 @@ async def dial_back(
     source = source_of(request)
     checks = await server.dial_backs.check(member.id, body, source)
     relays = tuple(server.relay_service.live().values())
-    return DialBackReply(checks=tuple(checks), observed=source, relays=relays)
+    observed = str(parse_ip(source) or source)
+    return DialBackReply(checks=tuple(checks), observed=observed, relays=relays)
 
 
 @router.post("/{provider}/heartbeat")
