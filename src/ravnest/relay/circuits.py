@@ -176,9 +176,8 @@ class CircuitTable:
         if self._per_address[address] > self._limits.connections_per_address:
             yield from self._refuse(connection, 429, "too many connections from this address")
         elif len(self._heads) > self._limits.pending_heads:
-            yield from self._refuse(connection, 429, "too many requests")
-        elif len(self._addresses) > self._limits.connections:
-            yield from self._refuse(connection, 429, "too many connections")
+            # The oldest one: strangers that send nothing must not keep others out.
+            yield from self._refuse(next(iter(self._heads)), 429, "too many requests")
 
     def _on_invalid(self, connection: int, reason: str) -> Iterator[CircuitAction]:
         if connection in self._heads:

@@ -17,7 +17,7 @@ class RelayLimits:
     connections_per_address: int = 512
     """Connections from one IPv4 address or IPv6 /64 network; nodes behind one NAT share it."""
     pending_heads: int = 256
-    """Connections whose request has not arrived."""
+    """Connections whose request has not arrived; the oldest makes room for another one."""
     endpoints: int = 1024
     circuits: int = 1024
     circuits_per_endpoint: int = 64
@@ -27,7 +27,7 @@ class RelayLimits:
 
     @property
     def connections(self) -> int:
-        """Most connections in total."""
+        """Most connections in total, which follows from the other limits."""
         return self.pending_heads + self.endpoints + 2 * self.circuits
 
 

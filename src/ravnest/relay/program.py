@@ -56,7 +56,13 @@ class RelayFailed(msgspec.Struct, frozen=True, tag="failed"):
 def run(stdin: BinaryIO, stdout: BinaryIO) -> int:
     """Run a relay until ``stdin`` ends; return the exit code."""
     config = convert_checked(msgspec.json.decode(stdin.readline(_LONGEST_LINE)), RelayConfig)
-    raise_file_limit()
+    files = raise_file_limit()
+    if files is not None and files < config.limits.connections:
+        logger.warning(
+            "the system allows %d open files, fewer than the relay's %d connections: raise `ulimit -n`",
+            files,
+            config.limits.connections,
+        )
     key = Ed25519PublicKey.from_public_bytes(config.key)
     relay = Relay(Address(config.host, config.port), key, config.limits)
     relay.set_running_jobs(_jobs(config.jobs))

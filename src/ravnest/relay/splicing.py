@@ -13,8 +13,10 @@ from ravnest.relay.limits import TokenBucket
 from ravnest.relay.loop import READ, WRITE, EventLoop, OnReady, Timer
 from ravnest.relay.pipes import BytePipe, PipePool
 
-_TURN_BYTES = 4 << 20
+_TURN_BYTES = 1 << 20
 """Most bytes that a direction forwards before others get their turn."""
+_LITTLE_BYTES = 16 << 10
+"""After a read of fewer bytes, the source most likely has no others yet."""
 _SWEEP_INTERVAL = 5.0
 _RESET = struct.pack("ii", 1, 0)
 
@@ -51,8 +53,10 @@ class Direction:
             return 0
         pipe = self._pipe or pool.take()
         try:
-            pipe.drain(self.target)
-            while not (pipe.held or self._ended) and moved < most:
+            if pipe.held:
+                pipe.drain(self.target)
+            count = _LITTLE_BYTES
+            while count >= _LITTLE_BYTES and moved < most and not pipe.held:
                 count = pipe.fill(self.source, most - moved)
                 moved += count
                 self._ended = count == 0
@@ -99,6 +103,8 @@ class SplicedCircuit:
         self.active = now
         """Time of the last byte."""
         self.closed = False
+        self.watched = (0, 0)
+        """Events for which each socket is watched."""
         self.on_near: OnReady
         self.on_far: OnReady
 
@@ -220,8 +226,10 @@ class Splicer:
             to_far, to_near = circuit.to_far, circuit.to_near
             near = READ * to_far.reads | WRITE * to_near.writes
             far = READ * to_near.reads | WRITE * to_far.writes
-            self._loop.watch(circuit.near, near, circuit.on_near)
-            self._loop.watch(circuit.far, far, circuit.on_far)
+            if circuit.watched != (near, far):
+                circuit.watched = near, far
+                self._loop.watch(circuit.near, near, circuit.on_near)
+                self._loop.watch(circuit.far, far, circuit.on_far)
 
     def _on_ready_of(
         self, circuit: SplicedCircuit, *, reading: Direction, writing: Direction

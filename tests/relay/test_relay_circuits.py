@@ -260,6 +260,15 @@ def test_a_request_that_does_not_arrive_is_given_up() -> None:
     assert world.table.refusals == {408: 1}
 
 
+def test_strangers_that_send_nothing_keep_nobody_out() -> None:
+    world = World()
+    first, *others = [world.connect(address) for address in "abcdefgh"]
+    last = world.connect("i")
+    assert set(world.open) == {*others, last}
+    assert first not in world.open
+    assert world.table.refusals == {429: 1}
+
+
 def test_jobs_that_end_are_cut_and_cannot_return() -> None:
     world = joined_world()
     world.do(JobsChanged(frozenset({"k"})))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from relay_keys import access
-from test_splicing import Bench, receive, tcp_pair
+from test_relay_splicing import Bench, receive, tcp_pair
 
 from ravnest.deadlines import RELAY_ANSWER, RELAY_PING, RELAY_SILENCE
 from ravnest.relay.control import ControlConnection

@@ -5,7 +5,7 @@ import msgspec
 import psutil
 import pytest
 from relay_keys import LOOPBACK, PUBLIC, access
-from test_listener import wait_until
+from test_relay_listener import wait_until
 
 from ravnest.errors import RelayError
 from ravnest.relay.limits import RelayLimits

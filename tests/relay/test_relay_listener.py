@@ -12,7 +12,7 @@ import grpc
 import psutil
 import pytest
 from relay_keys import LOOPBACK, PUBLIC, access, ticket
-from test_splicing import KINDS, receive
+from test_relay_splicing import KINDS, receive
 
 from ravnest.relay.heads import RelayMethod, request
 from ravnest.relay.limits import RelayLimits
