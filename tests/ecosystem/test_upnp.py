@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from internet import Home, Internet, missing
+from internet_world import InternetWorld
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -58,6 +59,18 @@ def test_a_port_is_mapped_while_it_is_needed() -> None:
                 "DeletePortMapping 21000",
             ]
         assert "none answered a UPnP search" in _output(command)
+
+
+@pytest.mark.slow
+def test_a_provider_is_direct_if_its_router_maps_its_port(tmp_path: Path) -> None:
+    with Internet("m") as internet, InternetWorld(tmp_path, internet) as world:
+        home = internet.homes[0]
+        world.serve()
+        with upnp_router(home):
+            provider = world.provide("home0", home.host, "--map-port", "--listen=:21000")
+            provider.said(f"the router forwards {home.public}:21000 to this machine")
+            provider.said(f"other providers reach it at {home.public}:21000")
+            assert provider.end() == 0
 
 
 def _output(command: list[str]) -> str:
