@@ -28,6 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ravnest.types import Address
+
 DEVICE = "net0"
 """Network device of every host."""
 _PROGRAMS = ("ip", "tc", "nft", "conntrack")
@@ -109,6 +111,12 @@ class Host:
         with suppress(subprocess.CalledProcessError):
             _run("ip", "-n", self.namespace, "address", "add", f"{new}/24", "dev", DEVICE)
         _run("ip", "-n", self.namespace, "route", "replace", "default", "via", gateway)
+
+    def connections(self) -> list[tuple[Address, Address]]:
+        """Return the local and the remote address of each established TCP connection."""
+        shown = _run(*self.inside(), "ss", "-H", "-t", "-n", "state", "established")
+        pairs = (line.replace("::ffff:", "").split()[2:4] for line in shown.splitlines())
+        return [(_address(local), _address(peer)) for local, peer in pairs]
 
     def reset_connections(self) -> None:
         """Reset all TCP connections of this host."""
@@ -233,6 +241,12 @@ def _add_address(namespace: str, device: str, address: str) -> None:
     else:
         arguments = [f"{address}/24", "dev", device]
     _run("ip", "-n", namespace, "address", "add", *arguments)
+
+
+def _address(text: str) -> Address:
+    """Parse an address as ``ss`` shows it; IPv4 addresses of IPv6 sockets are in brackets, too."""
+    host, _, port = text.rpartition(":")
+    return Address(host.strip("[]"), int(port))
 
 
 def _end_processes(namespace: str) -> None:

@@ -66,11 +66,15 @@ class InternetWorld:
         inside = self.internet.server.inside()
         return self.world.serve("--host=::", *options, port=SERVER_PORT, before=inside)
 
-    def relay(self) -> Process:
+    def relay(self, port: int) -> Process:
         """Start a relay on a host of its own."""
         token = self.world.token(ApiRole.RELAY)
-        arguments = ("relay", f"--server={self.url(self.internet.relay)}", f"--token={token}")
-        return self.world.command(*arguments, before=self.internet.relay.inside(), home="relay")
+        host, name = self.internet.relay, f"relay-{port}"
+        joining = (f"--server={self.url(host)}", f"--token={token}")
+        own = (f"--name={name}", f"--listen=:{port}")
+        started = self.world.command("relay", *joining, *own, before=host.inside(), home=name)
+        started.said("forwards for")
+        return started
 
     def provide(self, name: str, host: Host, *options: str) -> Process:
         """Start a provider; the options besides name and folder only share one machine's cores."""
