@@ -18,6 +18,7 @@ import numpy as np
 from ravnest.plan.cost import ModelCosts, NodeCapacity, capacities_of
 from ravnest.plan.cuts import best_cuts
 from ravnest.plan.infeasible import Infeasible
+from ravnest.plan.links import UNMEASURED, LinkFigures, MeasuredLink
 from ravnest.plan.memory import MemoryRange, averaging_copies, slowdown
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.plan import Plan
@@ -40,6 +41,7 @@ class Case:
     profile: ModelProfile
     nodes: tuple[NodeConfig, ...]
     update_frequency: int
+    links: LinkFigures = UNMEASURED
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,25 @@ def random_case(rng: random.Random, count: int) -> Case:
     return Case(profile, random_nodes(rng, count, need, ram), update_frequency)
 
 
+def with_links(rng: random.Random, case: Case) -> Case:
+    """Return the case with measured links: about half of the pairs, and some that cannot connect."""
+    pairs, failing = {}, {}
+    for pair in itertools.combinations((node.id for node in case.nodes), 2):
+        draw = rng.random()
+        if draw < 0.5:
+            pairs[pair] = MeasuredLink(round(10 ** rng.uniform(0.5, 3), 1), 0.01)
+        elif draw < 0.6:
+            failing[pair] = f"{pair} cannot connect"
+    return replace(case, links=LinkFigures(pairs, failing))
+
+
 # Brute force.
 
 
 def optimum(case: Case) -> float | None:
     """Return the most samples per second of all plans; None if no plan fits."""
     costs = _costs(case)
-    machines = capacities_of(case.nodes)
+    machines = capacities_of(case.nodes, case.links)
     tables = _Tables(costs, len(machines))
     alone = _Tables(costs.alone(), len(machines))
     rates: dict[frozenset[int], float] = {}
@@ -142,7 +156,8 @@ def optimum(case: Case) -> float | None:
 
 def _costs(case: Case) -> ModelCosts:
     """Return the best rate of several clusters."""
-    return ModelCosts.of(case.profile, case.update_frequency, averaging_copies())
+    costs = ModelCosts.of(case.profile, case.update_frequency, averaging_copies())
+    return replace(costs, links=case.links)
 
 
 class _Tables:
@@ -151,6 +166,7 @@ class _Tables:
     def __init__(self, costs: ModelCosts, longest: int) -> None:
         units = costs.units
         self.link_bytes = costs.link_bytes
+        self.links = costs.links
         self.work = np.zeros((units + 1, units + 1))
         self.training = costs.training
         self.least = np.full((longest + 1, units + 1, units + 1), np.inf)
@@ -178,9 +194,18 @@ class _Tables:
             factor = slowdown(needs, machine.ram, behind, self.training)
             slowest = np.maximum(slowest, self.work[start, stop] / machine.flops * factor)
             if k:
-                rate = min(machine.bandwidth, order[k - 1].bandwidth) / 8
-                slowest = np.maximum(slowest, self.link_bytes[start] / rate)
+                slowest = np.maximum(slowest, self._link(start, order[k - 1], machine))
         return float(slowest.min())
+
+    def _link(self, cut: np.ndarray, one: NodeCapacity, other: NodeCapacity) -> np.ndarray:
+        rate = min(one.bandwidth, other.bandwidth)
+        if one.node is not None and other.node is not None:
+            pair = (min(one.node, other.node), max(one.node, other.node))
+            if pair in self.links.failing:
+                return np.full(len(cut), np.inf)
+            if pair in self.links.pairs:
+                rate = self.links.pairs[pair].rate * 1e6
+        return self.link_bytes[cut] * 8 / rate
 
 
 def _partitions(items: list[int]) -> Iterator[list[frozenset[int]]]:
@@ -201,7 +226,8 @@ def _partitions(items: list[int]) -> Iterator[list[frozenset[int]]]:
 def outcome(case: Case) -> Outcome | None:
     """Compare the planner with brute force; None if both find that nothing fits."""
     best = optimum(case)
-    plan = make_plan(case.profile, case.nodes, update_frequency=case.update_frequency)
+    options = {"update_frequency": case.update_frequency, "links": case.links}
+    plan = make_plan(case.profile, case.nodes, **options)
     if isinstance(plan, Infeasible):
         if best is not None:
             raise AssertionError(f"brute force finds a plan, but {plan.reason}")
@@ -209,7 +235,7 @@ def outcome(case: Case) -> Outcome | None:
     if best is None:
         raise AssertionError("the planner found a plan where brute force found none")
     roomy = [replace(node, ram=1000.0) for node in case.nodes]
-    larger = make_plan(case.profile, roomy, update_frequency=case.update_frequency)
+    larger = make_plan(case.profile, roomy, **options)
     assert isinstance(larger, Plan)
     return Outcome(
         planned=rate(plan) / best,
@@ -228,7 +254,7 @@ def rate(plan: Plan) -> float:
 
 def _genetic_rate(case: Case) -> float:
     """Return the rate of the genetic search for a pool that the planner searches exhaustively."""
-    machines = capacities_of(case.nodes)
+    machines = capacities_of(case.nodes, case.links)
     found = find_clusters(_costs(case), machines, None, seed=0, exact_nodes=0)
     if found is None:
         return 0.0
@@ -237,14 +263,15 @@ def _genetic_rate(case: Case) -> float:
     return sum(costs.batch_size / cut.seconds for cut in cuts if cut is not None)
 
 
-def outcomes(seed: int, sizes: Sequence[int]) -> list[Outcome]:
-    """Return one outcome per size, of random cases that have a plan."""
+def outcomes(seed: int, sizes: Sequence[int], *, measured: bool = False) -> list[Outcome]:
+    """Return one outcome per size, of random cases that have a plan; ``measured``: with links."""
     rng = random.Random(seed)
     result = []
     for size in sizes:
         found = None
         while found is None:
-            found = outcome(random_case(rng, size))
+            case = random_case(rng, size)
+            found = outcome(with_links(rng, case) if measured else case)
         result.append(found)
     return result
 

@@ -114,9 +114,14 @@ class LoopbackServer:
 
 
 @contextmanager
-def loopback_server(folder: Path, **options: Any) -> Iterator[LoopbackServer]:
-    """Run a server; it never loses a provider, and its users have ``folder`` as their home."""
-    settings = ServerSettings(lost_after=3600.0)
+def loopback_server(
+    folder: Path, *, test_links: bool = False, **options: Any
+) -> Iterator[LoopbackServer]:
+    """Run a server; it never loses a provider, and its users have ``folder`` as their home.
+
+    ``test_links``: providers test the links between them before a job starts, although on loopback.
+    """
+    settings = ServerSettings(lost_after=3600.0, test_loopback_links=test_links)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HOME_VARIABLE, str(folder / "home"))
         with serve(folder=folder / "server", settings=settings, **options) as running:

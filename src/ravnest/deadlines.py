@@ -140,9 +140,21 @@ RELAY_IDLE = 120.0
 """Time without a byte after which a relay closes a circuit."""
 RELAY_HALF_CLOSED = 30.0
 """The same, once one side has ended its direction of the circuit."""
-
 RELAY_START = 30.0
 """Time in which the process of a relay starts on a slow machine."""
+
+# Tests of links, before a job starts
+
+LINK_TEST_DIAL = 12.0
+"""Longest wait of a provider for the connection to another one that it tests."""
+LINK_TEST_RATE = 5.0
+"""Longest measurement of the rate in one direction."""
+LINK_TEST = 40.0
+"""Time after which the server gives a test up."""
+LINK_FAILURE_KEPT = 600.0
+"""Time for which providers that could not connect are no neighbours, unless they join again."""
+LINK_FIGURES_KEPT = 6 * 3600.0
+"""Time for which measured figures are used."""
 
 # Ends
 
@@ -260,6 +272,14 @@ RELATIONS = (
     Relation(3 * LINK_HEARTBEAT, RELAY_HALF_CLOSED, "a circuit in use is not idle"),
     Relation(RELAY_HALF_CLOSED, RELAY_IDLE, "a circuit of which half has ended is closed earlier"),
     Relation(LINK_OUTAGE, RELAY_IDLE, "a circuit outlasts an outage of the network under it"),
+    Relation(
+        LINK_TEST_DIAL + 2 * LINK_TEST_RATE + HTTP_CONNECT + POLL_GAP,
+        LINK_TEST,
+        "a test of a slow link is over before the server gives it up",
+    ),
+    Relation(LINK_HELLO, LINK_TEST_DIAL, "a test tries a relay if no address answers"),
+    Relation(LINK_TEST, LINK_FAILURE_KEPT, "a pair that fails is not tested all the time"),
+    Relation(LINK_FAILURE_KEPT, LINK_FIGURES_KEPT, "failures pass sooner than figures change"),
     Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),

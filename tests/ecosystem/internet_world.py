@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from internet import Host, Internet
@@ -30,13 +30,16 @@ def model():
     layers = [nn.Linear(64, 64) for _ in range(8)]
     return nn.Sequential(*(each for layer in layers for each in (layer, nn.ReLU())), nn.Linear(64, 4))
 
-def job():
+def data():
     inputs = torch.randn(320, 64, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(inputs, inputs[:, :4].argmax(1))
+    return TensorDataset(inputs, inputs[:, :4].argmax(1))
+
+def job():
     return ravnest.Job(
-        model=model(), example_args=(torch.zeros(32, 64),), train_data=data,
+        model=model(), example_args=(torch.zeros(32, 64),), train_data=data(),
         criterion=nn.CrossEntropyLoss(), optimizer_params={{"lr": 1e-3}}, schedule="sync",
-        micro_batches=2, epochs={epochs}, batch_size=32, clusters=1, min_providers={providers},
+        micro_batches=1, shuffle=False, epochs={epochs}, batch_size=32, clusters=1,
+        min_providers={providers},
     )
 """
 UPDATES_PER_EPOCH = 10
@@ -140,6 +143,19 @@ class InternetWorld:
             token = self.world.token(ApiRole.VIEWER)
             self._api = join(self.url(self.internet.open), token, "watcher").api()
         return self._api.get("/api/jobs", list[JobView])
+
+    def expected(self, updates: int) -> dict[str, torch.Tensor]:
+        """Return what one process without any network trains."""
+        names: dict[str, Any] = {}
+        exec(MODULE.format(epochs=1, providers=1), names)  # our own text
+        model, (inputs, labels) = names["model"](), names["data"]().tensors
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for update in range(updates):
+            rows = slice(32 * (update % UPDATES_PER_EPOCH), 32 * (update % UPDATES_PER_EPOCH + 1))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+            optimizer.step()
+        return dict(model.state_dict())
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Return the result that ``submit`` has downloaded."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from internet import Internet, missing
 from internet_world import PATIENCE, InternetWorld
 from world import eventually
@@ -76,7 +77,9 @@ def test_a_job_survives_nat_flushes_an_outage_and_a_killed_server(world: Interne
     assert view is not None
     assert view.state is JobState.DONE, view
     assert view.progress.updates == UPDATES
-    assert world.trained()
+    trained, expected = world.trained(), world.expected(UPDATES)
+    assert list(trained) == list(expected)
+    assert all(torch.equal(trained[name], expected[name]) for name in expected), "to the last bit"
 
 
 def test_links_leave_a_relay_that_dies_and_then_the_last_relay(world: InternetWorld) -> None:

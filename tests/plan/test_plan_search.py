@@ -47,6 +47,14 @@ def test_close_to_the_optimum_on_random_pools() -> None:
     assert any(o.tight for o in found)
 
 
+def test_close_to_the_optimum_with_measured_links() -> None:
+    """Brute force counts the measured rate of each pair, and no pair that cannot connect."""
+    found = planning.outcomes(seed=3, sizes=[2 + index % 4 for index in range(24)], measured=True)
+    assert statistics.mean(o.planned for o in found) >= 0.98
+    assert min(o.planned for o in found) >= 0.95
+    assert statistics.mean(o.genetic for o in found) >= 0.95
+
+
 def test_the_genetic_search_comes_close_to_the_exact_one() -> None:
     rng = planning.random.Random(2)
     for ram in ((0.3, 1.6), (1.5, 6.0), (0.3, 1.6)):

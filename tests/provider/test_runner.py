@@ -28,6 +28,7 @@ from ravnest.provider.provide import earlier_work
 from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobView
+from ravnest.schemas.link_tests import LinkView
 from ravnest.schemas.providers import ProviderState, ProviderView
 from ravnest.schemas.reachability import RelayTrip
 
@@ -150,6 +151,25 @@ def test_two_providers_train_and_the_root_uploads_the_model(
         view = server.provider(each.name)
         assert view.state is ProviderState.LOST
         assert "its owner stopped it" in view.reason
+
+
+def test_providers_measure_their_link_before_a_job_starts(tmp_path: Path) -> None:
+    with (
+        loopback_server(tmp_path / "measured", test_links=True) as server,
+        providers(server, tmp_path, "link-a", "link-b") as both,
+        server.submit(min_providers=2) as handle,
+    ):
+        handle.result(timeout=SECONDS)
+        reasons = [event.reason for event in handle.events()]
+        assert "measuring the link between link-a and link-b" in reasons
+        assert "(measured)" in handle.view().plan
+        for each in both:
+            assert sum("measures the link to" in line for line in each.announced) == 1
+        with server.api(ApiRole.VIEWER, "viewer") as api:
+            (link,) = api.get("/api/links", list[LinkView])
+        assert link.route == "direct"
+        assert min(link.forward, link.back) > 1
+        assert link.failure == ""
 
 
 def test_a_cancelled_job_stops_its_workers(server: LoopbackServer, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ravnest.schemas.jobs import (
 )
 from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
 from ravnest.server.http.app import create_app
+from ravnest.server.scheduling.link_tests import NO_LINKS, ProviderLinks
 from ravnest.server.scheduling.planning import Candidates, PlannedJob
 from ravnest.server.server import Server
 from ravnest.server.settings import Clock, ServerSettings
@@ -100,7 +101,9 @@ class FakePlanner:
     while_shipping: Callable[[], None] = lambda: None
     asked: list[tuple[str, ...]] = field(default_factory=list)
 
-    def plan(self, spec: JobSpec, providers: Candidates) -> PlannedJob | Infeasible:
+    def plan(
+        self, spec: JobSpec, providers: Candidates, links: ProviderLinks = NO_LINKS
+    ) -> PlannedJob | Infeasible:
         names = tuple(name for name, _ in providers)
         self.asked.append(names)
         self.while_planning()

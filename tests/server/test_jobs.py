@@ -69,6 +69,7 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
         "assignment": None,
         "may_train": False,
         "records_known": 0,
+        "link_test": None,
         "reason": alice_reason(case),
     }
     case.match()

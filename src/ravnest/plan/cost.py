@@ -12,6 +12,7 @@ from statistics import median
 
 import numpy as np
 
+from ravnest.plan.links import UNMEASURED, LinkFigures, measured_bandwidth
 from ravnest.plan.memory import (
     FloatArray,
     MemoryRange,
@@ -45,6 +46,8 @@ class NodeCapacity:
     """Bits per second, in each direction."""
     flops: float
     """Floating-point operations per second."""
+    node: int | None = None
+    """Id of a node with measured links, which no other machine can replace; None for all others."""
 
 
 def assumed_compute(nodes: Sequence[NodeConfig]) -> float:
@@ -53,14 +56,18 @@ def assumed_compute(nodes: Sequence[NodeConfig]) -> float:
     return median(given) if given else NOMINAL_COMPUTE
 
 
-def capacities_of(nodes: Sequence[NodeConfig]) -> tuple[NodeCapacity, ...]:
-    """Return the capacities of the nodes."""
+def capacities_of(
+    nodes: Sequence[NodeConfig], links: LinkFigures = UNMEASURED
+) -> tuple[NodeCapacity, ...]:
+    """Return the capacities of the nodes; measured links replace the bandwidth that they state."""
     assumed = assumed_compute(nodes)
+    bandwidth = measured_bandwidth({node.id: node.bandwidth for node in nodes}, links)
     return tuple(
         NodeCapacity(
             ram=node.ram * 1e9,
-            bandwidth=node.bandwidth * 1e6,
+            bandwidth=bandwidth[node.id] * 1e6,
             flops=(assumed if node.compute is None else node.compute) * 1e9,
+            node=node.id if node.id in links.nodes else None,
         )
         for node in nodes
     )
@@ -109,6 +116,8 @@ class ModelCosts:
     at once besides its own."""
     link_bytes: FloatArray
     """For each cut, the bytes per batch in the direction with more traffic."""
+    links: LinkFigures = UNMEASURED
+    """Measured links of the pool."""
 
     @classmethod
     def of(
@@ -286,17 +295,35 @@ class ModelCosts:
 
     def link_seconds(self, cut: int, one: NodeCapacity, other: NodeCapacity) -> float:
         """Return the time of one batch over a cut: both directions at once, at the slower rate."""
-        return float(self.link_bytes[cut]) * link_seconds_per_byte(one, other)
+        return float(self.link_grid(np.array([cut]), one, other)[0])
+
+    def link_grid(self, cuts: IntArray, one: NodeCapacity, other: NodeCapacity) -> FloatArray:
+        """Return the time of one batch over each cut; infinite if the machines cannot connect."""
+        if one.node is not None and other.node is not None and self.links.fails(one.node, other.node):
+            return np.full(len(cuts), np.inf)
+        return self.link_bytes[cuts] * (8 / self._link_rate(one, other))
+
+    def link_delay(self, one: NodeCapacity, other: NodeCapacity) -> float | None:
+        """Return the delay of a link; None if too little was measured."""
+        if one.node is None or other.node is None:
+            return None
+        return self.links.delay(one.node, other.node)
+
+    def _link_rate(self, one: NodeCapacity, other: NodeCapacity) -> float:
+        """Return the bits/s of a link: the measured ones, or those of its slower end."""
+        if one.node is not None and other.node is not None:
+            measured = self.links.link(one.node, other.node)
+            if measured is not None:
+                return measured.rate * 1e6
+            limit = self.links.relay_limit(one.node, other.node)
+            if limit is not None:
+                return min(one.bandwidth, other.bandwidth, limit * 1e6)
+        return min(one.bandwidth, other.bandwidth)
 
     @property
     def smallest_total(self) -> float:
         """Least bytes that any cluster needs: the whole model as a single stage."""
         return self.least_memory(0, self.units, behind=1)
-
-
-def link_seconds_per_byte(one: NodeCapacity, other: NodeCapacity) -> float:
-    """Return the seconds per byte of a link, which is full duplex and as fast as its slower end."""
-    return 8 / min(one.bandwidth, other.bandwidth)
 
 
 def _by_first_unit(tensors: Sequence[TensorProfile], units: int) -> list[float]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ravnest.plan.candidate_cuts import candidate_cuts
-from ravnest.plan.cost import ModelCosts, NodeCapacity, link_seconds_per_byte
+from ravnest.plan.cost import ModelCosts, NodeCapacity
 from ravnest.plan.memory import FloatArray
 from ravnest.plan.ranges import IntArray
 
@@ -117,7 +117,12 @@ class _Pipeline:
         if boundary == 0:
             return np.zeros(len(cuts))
         one, other = self.order[boundary - 1 : boundary + 1]
-        return self.costs.link_bytes[cuts] * link_seconds_per_byte(one, other)
+        return self.costs.link_grid(cuts, one, other)
+
+    def linked(self, boundary: int, cuts: IntArray, limit: float) -> IntArray:
+        """Return the cuts at which the link before stage ``boundary`` exists and is within ``limit``."""
+        seconds = self.link(boundary, cuts)
+        return cuts[np.isfinite(seconds) & (seconds <= limit)]
 
     def fill(self, limit: float) -> PipelineCuts | None:
         """Give each stage, Leaf first, the most units that ``limit`` and its RAM allow."""
@@ -127,7 +132,7 @@ class _Pipeline:
             machine, stop = self.order[k], bounds[-1]
             low = max(k, int(np.searchsorted(prefix, prefix[stop] - limit * machine.flops)))
             starts = np.arange(low, stop) if k else np.arange(low, min(stop, 1))
-            starts = starts[self.link(k, starts) <= limit]
+            starts = self.linked(k, starts, limit)
             start = self.first_that_fits(k, starts, stop, limit)
             if start is None:
                 return None
@@ -183,7 +188,7 @@ class _Pipeline:
         windows = [np.array([0])]
         for k, (low, high) in enumerate(zip(first[:0:-1], last[1:], strict=True), start=1):
             window = cuts[(cuts >= low) & (cuts <= high)]
-            windows.append(window[self.link(k, window) <= limit])
+            windows.append(self.linked(k, window, limit))
         return [*windows, np.array([units])]
 
     def furthest(self, k: int, start: int, limit: float) -> int:

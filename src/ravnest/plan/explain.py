@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ravnest.plan.cost import assumed_compute
+from ravnest.plan.links import MeasuredLink
 from ravnest.plan.memory import StageMemory, size
 from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.profile import ModelProfile, RowCut
@@ -142,7 +143,13 @@ def _link(cluster: ClusterPlan, stage: StagePlan) -> str:
     if stage.index == len(cluster.stages) - 1:
         return ""
     receiver = cluster.stages[stage.index + 1].node
-    return f", and {_time(stage.link_seconds)} on the link to Node({receiver.id})"
+    text = f", and {_time(stage.link_seconds)} on the link to Node({receiver.id})"
+    return text if stage.link is None else f"{text}: {_figures(stage.link)} (measured)"
+
+
+def _figures(link: MeasuredLink) -> str:
+    through = ", relayed" if link.relayed else ""
+    return f"{_rounded(link.rate)} Mbit/s, {_rounded(link.delay * 1e3)} ms{through}"
 
 
 def _layers(stage: StagePlan, unit_names: Sequence[str]) -> str:

@@ -20,6 +20,9 @@ most ten times this value. Decides between groupings that are nearly equal."""
 BREVITY = 1e-4
 """Share of its rate that a cluster loses in the score for each stage above two: a longer pipeline trains
 on older weights."""
+UNMEASURED_LINK = 1e-3
+"""Share of its rate that a cluster loses in the score for each link between measured nodes that is not
+measured itself: small differences between figures are no reason to measure other pairs."""
 
 IDEAL = 0.005
 """Relative distance to the rate without any waiting below which a grouping is good enough."""
@@ -95,7 +98,9 @@ class NodePool:
         spread = 0.0
         for values in zip(*((m.ram, m.bandwidth, m.flops) for m in machines), strict=True):
             spread += math.log(max(values) / min(values)) / 3
-        return SIMILARITY * min(spread, 10.0) + BREVITY * max(0, len(cluster) - 2)
+        penalty = SIMILARITY * min(spread, 10.0) + BREVITY * max(0, len(cluster) - 2)
+        measured = {machine.node for machine in machines if machine.node is not None}
+        return penalty + UNMEASURED_LINK * self.orders.costs.links.lacking(measured)
 
 
 def expected_length(costs: ModelCosts, machines: Sequence[NodeCapacity]) -> int:

@@ -17,6 +17,8 @@ PROBED_NODES = 8
 """Largest pool for which the search also finds out what would fit."""
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Multiples of the RAM that are tried to find out what would fit."""
+SHOWN_PAIRS = 3
+"""Pairs of nodes that a reason names."""
 MORE_RAM = "nodes with more RAM or an optimizer with less state"
 
 
@@ -30,6 +32,14 @@ class Infeasible:
     """Memory that is missing somewhere: of the whole model, a stage or a unit; None if RAM is enough."""
     offered_bytes: float | None = None
     """Memory that the nodes offer for it."""
+    cut_off: bool = False
+    """True if there would be a plan if all nodes could connect to each other."""
+
+
+def cut_off(reasons: Sequence[str]) -> Infeasible:
+    """Explain that no plan exists because pairs of nodes cannot connect; one sentence for each."""
+    more = f"; and {len(reasons) - SHOWN_PAIRS} more pairs" if len(reasons) > SHOWN_PAIRS else ""
+    return Infeasible("; ".join(reasons[:SHOWN_PAIRS]) + more, cut_off=True)
 
 
 def explain_infeasible(

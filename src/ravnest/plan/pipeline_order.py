@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ravnest.plan.cost import ModelCosts, NodeCapacity, link_seconds_per_byte
+from ravnest.plan.cost import ModelCosts, NodeCapacity
 from ravnest.plan.cuts import greedy_cuts
 from ravnest.plan.memory import FloatArray, MemoryRange
 from ravnest.plan.ranges import IntArray
@@ -61,7 +61,10 @@ class OrderSearch:
     ) -> None:
         self.costs = costs
         # Most RAM first: among equal orders the first is taken, and the Root has most in flight.
-        self.kinds = sorted(set(machines), key=lambda m: (-m.ram, -m.bandwidth, -m.flops))
+        self.kinds = sorted(
+            set(machines),
+            key=lambda m: (-m.ram, -m.bandwidth, -m.flops, -1 if m.node is None else m.node),
+        )
         self.cuts = cuts
         self.exact_length = exact_length
         self.effort = 0
@@ -269,8 +272,7 @@ class OrderSearch:
         return self.costs.seconds_grid(work, needs, self.kinds[kind], behind)
 
     def _link_of(self, one: int, other: int) -> FloatArray:
-        rate = link_seconds_per_byte(self.kinds[one], self.kinds[other])
-        return self.costs.link_bytes[self.cuts] * rate
+        return self.costs.link_grid(self.cuts, self.kinds[one], self.kinds[other])
 
 
 @dataclass(frozen=True)

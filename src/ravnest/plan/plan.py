@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ravnest.plan.links import MeasuredLink
 from ravnest.plan.memory import StageMemory
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.profile import RowCut
@@ -35,6 +36,8 @@ class StagePlan:
     kept: int | None = None
     """Most micro-batches whose activations the node keeps at once; the others are recomputed. None: all
     in flight."""
+    link: MeasuredLink | None = None
+    """Measured figures of the link to the next stage; None if it was not measured."""
 
     @property
     def tight(self) -> bool:
@@ -94,6 +97,11 @@ class Plan:
     def samples_per_second(self) -> float:
         """Predicted rate of all clusters together."""
         return sum(cluster.samples_per_second for cluster in self.clusters)
+
+    @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes of each cluster in pipeline order, Root first."""
+        return tuple(tuple(s.node.id for s in cluster.stages) for cluster in self.clusters)
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:

@@ -37,6 +37,7 @@ from ravnest.provider.events import (
     Keep,
     Leave,
     Left,
+    LinkTestEnded,
     OfferAccepted,
     RecordsReceived,
     SendHeartbeat,
@@ -49,6 +50,7 @@ from ravnest.provider.events import (
     Uploaded,
     WorkerEnded,
 )
+from ravnest.provider.link_test_progress import LinkTestProgress
 from ravnest.provider.outcome import Outcome
 from ravnest.schemas.providers import AssignmentReport, Heartbeat, HeartbeatReply, TlsRejections
 
@@ -88,6 +90,7 @@ class Agent:
         self._wanted: str | None = None
         self._may_train = False
         """All providers of the wanted assignment's job have fetched their files."""
+        self._link_test = LinkTestProgress()
         self._number = 0
         self._newest = 0
         """Number of the newest heartbeat that was answered."""
@@ -123,11 +126,15 @@ class Agent:
                 return [Exit(interrupted=True)]
             case InterruptReceived():
                 self._interrupted = True
+            case LinkTestEnded(test):
+                self._link_test.ended(test)
             case Left():
                 return [Exit(self._error)]
         if self._left:
             return []
-        return [*self._react(event, now), *self._reconcile(now), *self._due_heartbeats(now)]
+        actions = [*self._react(event, now), *self._reconcile(now)]
+        idle = self._work is None and self._wanted is None and self._leaving is None
+        return [*actions, *self._link_test.actions(is_idle=idle), *self._due_heartbeats(now)]
 
     def _react(self, event: AgentEvent, now: float) -> list[Action]:
         match event:
@@ -164,6 +171,7 @@ class Agent:
             return actions
         self._newest = number
         self._may_train = reply.may_train
+        self._link_test.want(reply.link_test)
         if reply.assignment != self._wanted:
             self._wanted = reply.assignment
             if self._work is not None and not self._work.is_over and reply.reason:
@@ -337,7 +345,7 @@ class Agent:
         if work.again_at is not None and now >= work.again_at:
             work.again_at, work.busy = None, True
             return [Upload(work.assignment) if work.phase == "uploading" else Fetch(work.assignment)]
-        if work.phase == "fetched" and self._may_train:
+        if work.phase == "fetched" and self._may_train and not self._link_test.is_running:
             work.phase, work.busy = "training", True
             self._report_soon(now)
             return [Announce(f"{work.node_title}: starts training"), StartWorker(work.assignment)]
@@ -379,7 +387,13 @@ class Agent:
         return actions
 
     def _heartbeat(self, report: AssignmentReport | None, *, wait: float) -> Heartbeat:
-        return Heartbeat(report=report, known=self._wanted, may_train=self._may_train, wait=wait)
+        return Heartbeat(
+            report=report,
+            known=self._wanted,
+            may_train=self._may_train,
+            link_test=self._link_test.known,
+            wait=wait,
+        )
 
     def _next_number(self) -> int:
         self._number += 1

@@ -110,6 +110,18 @@ def _check_disk(folder: Path, files: Mapping[Path, Artifact]) -> None:
 
 def write_certificate(node_data: Path, key: bytes, signed: SignedCertificate) -> None:
     """Write a node's certificate and its key (PEM); only the owner can read the key."""
+    check_certificate(key, signed)
+    path = node_data / CERTIFICATES.key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_bytes(key)
+    (node_data / CERTIFICATES.certificate).write_text(signed.certificate, encoding="ascii")
+    (node_data / CERTIFICATES.authority).write_text(signed.authority, encoding="ascii")
+
+
+def check_certificate(key: bytes, signed: SignedCertificate) -> None:
+    """Raise ``ServerError`` unless the server has signed a certificate of this key (PEM)."""
     try:
         certificate = x509.load_pem_x509_certificate(signed.certificate.encode())
         authority = x509.load_pem_x509_certificate(signed.authority.encode())
@@ -121,10 +133,3 @@ def write_certificate(node_data: Path, key: bytes, signed: SignedCertificate) ->
     own = serialization.load_pem_private_key(key, password=None)
     if certificate.public_key() != own.public_key():
         raise ServerError("the server signed the certificate of another key")
-    path = node_data / CERTIFICATES.key
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_bytes(key)
-    (node_data / CERTIFICATES.certificate).write_text(signed.certificate, encoding="ascii")
-    (node_data / CERTIFICATES.authority).write_text(signed.authority, encoding="ascii")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ravnest.provider.outcome import Outcome
 from ravnest.schemas.jobs import ResultFile
+from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply, TlsRejections
 from ravnest.telemetry import WorkerRecord
 
@@ -92,6 +93,13 @@ class Uploaded:
 
 
 @dataclass(frozen=True)
+class LinkTestEnded:
+    """A link test is over, and nothing listens for it any more."""
+
+    test: str
+
+
+@dataclass(frozen=True)
 class InterruptReceived:
     """The owner of the machine stops the provider."""
 
@@ -116,6 +124,7 @@ AgentEvent = (
     | ConnectionsRejected
     | WorkerEnded
     | Uploaded
+    | LinkTestEnded
     | InterruptReceived
     | DeadlinePassed
     | Left
@@ -183,6 +192,20 @@ class Discard:
 
 
 @dataclass(frozen=True)
+class StartLinkTest:
+    """Take part in the test of a link, and report its result to the server."""
+
+    order: LinkTestOrder
+
+
+@dataclass(frozen=True)
+class StopLinkTest:
+    """End a link test; its end is reported in a bounded time."""
+
+    test: str
+
+
+@dataclass(frozen=True)
 class Leave:
     """Tell the server that this provider leaves."""
 
@@ -215,6 +238,8 @@ Action = (
     | Upload
     | Stop
     | Discard
+    | StartLinkTest
+    | StopLinkTest
     | Leave
     | Announce
     | Exit

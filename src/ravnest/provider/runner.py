@@ -30,23 +30,30 @@ from ravnest.provider.events import (
     Keep,
     Leave,
     Left,
+    LinkTestEnded,
     OfferAccepted,
     SendHeartbeat,
     SendOffer,
     ServerRefused,
     ServerUnreachable,
+    StartLinkTest,
     StartWorker,
     Stop,
+    StopLinkTest,
     Upload,
     Uploaded,
     WorkerEnded,
 )
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
+from ravnest.provider.link_test import LinkTest
+from ravnest.provider.link_test_api import LinkTestApi
 from ravnest.provider.outcome import Outcome
 from ravnest.provider.signals import interrupts
 from ravnest.provider.worker_process import WorkerProcess
 from ravnest.schemas.jobs import ResultFile
+from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.providers import HeartbeatReply, ProviderOffer, ProviderView
+from ravnest.types import Address
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +97,7 @@ class Provider:
     _events: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _task: _Task | None = None
+    _link_test: LinkTest | None = None
 
     def run(self) -> None:
         """Work until the agent ends and raise its error; ``KeyboardInterrupt`` if interrupted twice."""
@@ -105,6 +113,8 @@ class Provider:
                         self._act(action)
         finally:
             self._over.set()
+            if self._link_test is not None:
+                self._link_test.stop()
             if self._task is not None:
                 self._task.stopped.set()
                 if self._task.worker is not None:
@@ -130,6 +140,11 @@ class Provider:
                 self._leave(reason)
             case Announce(line):
                 self.say(line)
+            case StartLinkTest(order):
+                self._start_link_test(order)
+            case StopLinkTest():
+                if self._link_test is not None:
+                    self._link_test.stop()
             case Exit():
                 raise AssertionError("handled by run")
             case _:
@@ -157,6 +172,19 @@ class Provider:
                 if self._task is not None and self._task.assignment == name:
                     self._task = None
                 self.jobs_dir.discard(name)
+
+    def _start_link_test(self, order: LinkTestOrder) -> None:
+        listen = Address.parse(self.settings.listen or self.offer.address)
+        requests = LinkTestApi(self.api, order.id)
+        test = self._link_test = LinkTest(order, listen, requests.credentials)
+
+        def run() -> AgentEvent:
+            result = test.run()
+            if result is not None:
+                requests.report(result)
+            return LinkTestEnded(order.id)
+
+        self._start(run, lambda _: LinkTestEnded(order.id))
 
     def _keep(self, name: str, outcome: Outcome) -> None:
         """Write the marker of a result; without it, only a restart of this provider loses the result."""

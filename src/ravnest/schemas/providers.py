@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from ravnest.schemas.base import Artifact, Name, Reason, Schema, clipped
 from ravnest.schemas.jobs import GraphLoss, ResultFile, TrainingSpec
+from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.reachability import HostAndPort, ReachabilityKind, RelayTrip
 from ravnest.store.node_spec import NodeSpec
 from ravnest.telemetry import RoundRecord, WarningRecord, WorkerRecord
@@ -182,6 +183,8 @@ class Heartbeat(Schema):
     """The assignment that the provider works on; a reply that names another is sent at once."""
     may_train: bool = False
     """``may_train`` of the last reply; a reply with another value is sent at once."""
+    link_test: str | None = None
+    """Id of the link test of the last reply; a reply with another one is sent at once."""
     wait: Annotated[float, Field(ge=0, le=60)] = 10.0
     """Seconds that the server may delay the reply."""
 
@@ -195,6 +198,8 @@ class HeartbeatReply(Schema):
     """All providers of the job have fetched their assignments, so that the workers start."""
     records_known: int = 0
     """Number of records of this assignment that the server has; the next report starts there."""
+    link_test: LinkTestOrder | None = None
+    """Link to measure while there is no assignment; a provider that measures another one stops."""
     reason: Reason = ""
 
 

@@ -20,6 +20,7 @@ from ravnest.server.auth.tokens import AuthService
 from ravnest.server.db.records import AssignmentRecord, MemberRecord, ProviderRecord
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import is_trained, may_train
+from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.liveness import Liveness
 from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
@@ -70,6 +71,7 @@ class ProviderService:
         settings: ServerSettings,
         dial_backs: DialBackService,
         relays: RelayService,
+        link_tests: LinkTestService,
     ) -> None:
         self.liveness = Liveness(settings.lost_after)
         self._units = units
@@ -78,6 +80,7 @@ class ProviderService:
         self._settings = settings
         self._dial_backs = dial_backs
         self._relays = relays
+        self._link_tests = link_tests
         self._gaps: dict[str, int] = {}
         """Assignments whose last report left a gap, and the position at which it started."""
         self._progress: dict[str, float] = {}
@@ -107,6 +110,7 @@ class ProviderService:
                 uow.needs_matching = True
             else:
                 uow.db.providers.update(member.id, offer)
+                uow.needs_matching |= uow.db.links.forget_failures(member.id)
                 if record.state is ProviderState.LOST:
                     self._return(uow, record)
                 uow.needs_matching = uow.needs_matching or offer != record.offer
@@ -146,7 +150,8 @@ class ProviderService:
             starts = set() if assignment is None else may_train(db.assignments.of_job(assignment.job))
         reason = "" if record is None else record.reason
         if assignment is None:
-            return HeartbeatReply(assignment=None, reason=reason)
+            test = self._link_tests.order_for(record)
+            return HeartbeatReply(assignment=None, link_test=test, reason=reason)
         return HeartbeatReply(
             assignment=assignment.id,
             may_train=assignment.id in starts,

@@ -15,6 +15,7 @@ from ravnest.server.db.database import Database
 from ravnest.server.db.records import JobRecord, MemberRecord
 from ravnest.server.folder import ServerFolder
 from ravnest.server.job_service import JobService
+from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.notifications import Notifications
 from ravnest.server.provider_service import ProviderService
 from ravnest.server.reachability.dial_back import DialBackService
@@ -62,6 +63,9 @@ class Server:
         self.dial_backs = DialBackService(self.clock.steady)
         self.relay_service = RelayService(self._units, self.folder, self.settings)
         self.job_service = JobService(self._units, self.settings)
+        self.link_test_service = LinkTestService(
+            self._units, self.auth, self.settings, self.relay_service
+        )
         self.provider_service = ProviderService(
             self._units,
             self.auth,
@@ -69,11 +73,13 @@ class Server:
             self.settings,
             self.dial_backs,
             self.relay_service,
+            self.link_test_service,
         )
         self.matching = Matching(
             self._units,
             planner or ArtifactPlanner(self.artifacts, self.folder.scratch, self.relay_service),
             self.relay_service.live,
+            self.link_test_service,
         )
 
     @contextmanager
@@ -103,7 +109,8 @@ class Server:
 
     def run_due(self) -> float:
         """Carry out what is due; return the seconds until the next call is needed."""
-        deadlines = (self.provider_service.run_due(), self.job_service.run_due())
+        services = (self.provider_service, self.job_service, self.link_test_service)
+        deadlines = [service.run_due() for service in services]
         with self.db.write(self.clock.wall()) as db:
             db.events.forget(self.settings.kept_events)
             db.members.forget_tokens(db.now - _DAY)

@@ -27,6 +27,16 @@ class ServerSettings:
     """Time to fetch an assignment, in addition to four times the time predicted from the bandwidth."""
     ending_grace: float = deadlines.ENDING_GRACE
     """Time for the nodes of a failed cluster to end and to report why."""
+    link_test: float = deadlines.LINK_TEST
+    """Time after which a test of a link between two providers is given up."""
+    link_figures_kept: float = deadlines.LINK_FIGURES_KEPT
+    """Time for which the measured figures of a link are used."""
+    link_failure_kept: float = deadlines.LINK_FAILURE_KEPT
+    """Time for which providers that could not connect do not become neighbours."""
+    link_test_rounds: int = 3
+    """Rounds of link tests before a job starts: a plan with other neighbours needs another one."""
+    test_loopback_links: bool = False
+    """Test links on which both providers are at loopback addresses, too."""
     shown_after_loss: float = 3600.0
     """Time for which lost providers are listed."""
     longest_wait: float = deadlines.LONGEST_HELD_REQUEST

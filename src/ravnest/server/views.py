@@ -12,6 +12,7 @@ from ravnest.schemas.jobs import (
     LossHistory,
     NodeWarning,
 )
+from ravnest.schemas.link_tests import LinkView
 from ravnest.schemas.providers import ProviderView
 from ravnest.schemas.reachability import RelayView
 from ravnest.server.db.database import Transaction
@@ -52,6 +53,26 @@ def provider_views(
 ) -> list[ProviderView]:
     """Return the connected providers and those lost at ``lost_since`` or later."""
     return [provider_view(record, liveness, relays) for record in db.providers.present(lost_since)]
+
+
+def link_views(db: Transaction) -> list[LinkView]:
+    """Return the newest figures of all measured links."""
+    records = db.links.all()
+    names = db.providers.names({name for record in records for name in (record.one, record.other)})
+    return [
+        LinkView(
+            one=record.one,
+            other=record.other,
+            names=(names[record.one], names[record.other]),
+            time=record.time,
+            failure=record.failure,
+            route=record.route,
+            forward=record.forward,
+            back=record.back,
+            round_trip=record.round_trip,
+        )
+        for record in records
+    ]
 
 
 def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -> JobView:

@@ -310,6 +310,15 @@ class Decision(Head, frozen=True):
     """Same as in Prepare, so that a paused cluster continues even if it never received Prepare."""
 
 
+class RateProbe(Head, frozen=True):
+    """Data without a meaning, sent to measure the link between two providers before a job starts."""
+
+    wanted: int = 0
+    """Bytes that the receiver sends back, as one transfer."""
+    is_last: bool = False
+    """The message is the last of a transfer."""
+
+
 class Goodbye(Head, frozen=True):
     """Announcement that the sender closes normally."""
 
@@ -348,6 +357,7 @@ AnyHead = (
     | RingChunk
     | Reduced
     | Decision
+    | RateProbe
     | Goodbye
     | Abort
 )

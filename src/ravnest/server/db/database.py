@@ -21,6 +21,7 @@ from ravnest.server.db.artifact_grants import ArtifactGrantRepository
 from ravnest.server.db.assignments import AssignmentRepository
 from ravnest.server.db.events import EventRepository
 from ravnest.server.db.jobs import JobRepository
+from ravnest.server.db.links import LinkRepository
 from ravnest.server.db.members import MemberRepository
 from ravnest.server.db.providers import ProviderRepository
 from ravnest.server.db.telemetry import TelemetryRepository
@@ -35,6 +36,7 @@ class Transaction:
         self.members = MemberRepository(connection, now)
         self.providers = ProviderRepository(connection, self.events, now)
         self.jobs = JobRepository(connection, self.events, now)
+        self.links = LinkRepository(connection)
         self.assignments = AssignmentRepository(connection)
         self.telemetry = TelemetryRepository(connection, now)
         self.artifact_grants = ArtifactGrantRepository(connection)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobState
+from ravnest.schemas.link_tests import LinkRoute
 from ravnest.schemas.providers import ProviderOffer, ProviderState, TlsRejections
 from ravnest.schemas.reachability import AddressCheck
 
@@ -54,6 +55,26 @@ class JobRecord:
     changed: float
     plan: str
     passed_over: int
+
+
+@dataclass(frozen=True)
+class LinkRecord:
+    """Newest figures of the link between two providers."""
+
+    one: str
+    """Provider with the lower id."""
+    other: str
+    addresses: str
+    """Addresses of both, when it was measured."""
+    time: float
+    failure: str = ""
+    """Why they could not connect; empty if they could."""
+    route: LinkRoute = "direct"
+    forward: float = 0.0
+    """Mbit/s from ``one`` to ``other``."""
+    back: float = 0.0
+    round_trip: float = 0.0
+    """Seconds."""
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,21 @@ assignments = Table(
     Column("tls_rejections", Text, nullable=False, server_default="{}"),
 )
 
+links = Table(
+    "links",
+    metadata,
+    Column("one", ForeignKey("providers.id"), primary_key=True),  # the lower id
+    Column("other", ForeignKey("providers.id"), primary_key=True),
+    Column("addresses", Text, nullable=False),  # of both, when it was measured
+    Column("time", Float, nullable=False),
+    Column("failure", Text, nullable=False),  # empty: they could connect
+    Column("route", String, nullable=False),
+    Column("forward", Float, nullable=False),  # Mbit/s from one to other
+    Column("back", Float, nullable=False),
+    Column("round_trip", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 losses = Table(
     "losses",
     metadata,

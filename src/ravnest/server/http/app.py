@@ -12,7 +12,16 @@ from starlette.concurrency import run_in_threadpool
 
 from ravnest.deadlines import TIMER_LATE
 from ravnest.server.http.middleware import AccessLog, BodyLimit, explain_errors
-from ravnest.server.http.routes import artifacts, assignments, auth, jobs, probe, providers, relays
+from ravnest.server.http.routes import (
+    artifacts,
+    assignments,
+    auth,
+    jobs,
+    links,
+    probe,
+    providers,
+    relays,
+)
 from ravnest.server.server import Server
 from ravnest.server.web import page
 from ravnest.version import __version__
@@ -46,7 +55,7 @@ def create_app(server: Server) -> FastAPI:
     explain_errors(app)
     app.add_middleware(BodyLimit, largest=server.settings.largest_message)
     app.add_middleware(AccessLog)
-    for module in (auth, providers, relays, assignments, artifacts, jobs, probe):
+    for module in (auth, providers, relays, links, assignments, artifacts, jobs, probe):
         app.include_router(module.router)
     app.include_router(page.router)
     return app

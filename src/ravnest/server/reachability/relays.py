@@ -19,7 +19,7 @@ from ravnest.server.folder import ServerFolder, write_private
 from ravnest.server.reachability.routes import nearest_relays, with_relays
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWorkFactory
-from ravnest.store.node_spec import NodeSpec
+from ravnest.store.node_spec import NodeSpec, RelaySpec
 from ravnest.types import Address
 
 OWN_RELAY = "server"
@@ -160,12 +160,20 @@ class RelayService:
         self, job: str, specs: Sequence[NodeSpec], offers: Sequence[ProviderOffer]
     ) -> list[NodeSpec]:
         """Return the specs of a job with access to the relays that are nearest to its providers."""
+        relays = nearest_relays(self.live().values(), offers)
+        return with_relays(specs, job, relays, lambda node, peers: self._ticket(job, node, peers))
+
+    def access(
+        self, job: str, node: int, peers: tuple[int, ...], offers: Sequence[ProviderOffer]
+    ) -> RelaySpec | None:
+        """Return the access of one node of a planned job to relays; ``None`` if there are none."""
+        relays = nearest_relays(self.live().values(), offers)
+        addresses = tuple(relay.addresses for relay in relays)
+        return RelaySpec(job, self._ticket(job, node, peers), addresses) if relays else None
+
+    def _ticket(self, job: str, node: int, peers: tuple[int, ...]) -> str:
         expires = self._units.clock.wall() + _TICKET_SECONDS
-
-        def sign(node: int, peers: tuple[int, ...]) -> str:
-            return sign_ticket(RelayTicket(job, node, peers, expires), self._signing_key)
-
-        return with_relays(specs, job, nearest_relays(self.live().values(), offers), sign)
+        return sign_ticket(RelayTicket(job, node, peers, expires), self._signing_key)
 
     @property
     def _signing_key(self) -> Ed25519PrivateKey:

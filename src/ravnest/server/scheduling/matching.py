@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ravnest.errors import RavnestError
 from ravnest.plan.infeasible import Infeasible
@@ -21,6 +22,7 @@ from ravnest.server.assignments import needed_by
 from ravnest.server.db.jobs import RUNNING
 from ravnest.server.db.records import JobRecord, ProviderRecord
 from ravnest.server.reachability.status import reachability
+from ravnest.server.scheduling.link_tests import ProviderLinks, ProviderPair
 from ravnest.server.scheduling.planning import JobPlanner, PlannedJob
 from ravnest.server.scheduling.queue import IdleProvider, QueueDecision, Refusal, WaitingJob, decide
 from ravnest.server.unit_of_work import UnitOfWorkFactory
@@ -48,6 +50,22 @@ class _Snapshot:
     """Names of the providers that others cannot reach, by id: they can only train alone."""
 
 
+class LinkTests(Protocol):
+    """Tests of links between providers, and their figures."""
+
+    def links_between(self, offers: Mapping[str, ProviderOffer]) -> ProviderLinks:
+        """Return what is known about the links between providers."""
+
+    def needed(self, job: str, planned: PlannedJob) -> list[ProviderPair]:
+        """Return the pairs to test before a job starts."""
+
+    def begin(self, job: str, pairs: Sequence[ProviderPair]) -> None:
+        """Test the links of a planned job; it returns to the queue afterwards."""
+
+    def forget_rounds(self, job: str) -> None:
+        """Count the rounds of a job anew, because it cannot start now."""
+
+
 class Matching:
     """Starts jobs. Only one thread at a time may call ``run_once``."""
 
@@ -56,12 +74,15 @@ class Matching:
         units: UnitOfWorkFactory,
         planner: JobPlanner,
         live_relays: Callable[[], Mapping[str, RelayView]],
+        link_tests: LinkTests,
     ) -> None:
         self._units = units
         self._planner = planner
         self._live_relays = live_relays
-        self._plans: dict[str, dict[_Chosen, PlannedJob | Infeasible]] = {}
-        """Last plans of each waiting job, by providers: most changes do not affect a job."""
+        self._link_tests = link_tests
+        self._plans: dict[str, dict[tuple[_Chosen, ProviderLinks], PlannedJob | Infeasible]] = {}
+        """Last plans of each waiting job, by providers and what is known about their links: most
+        changes do not affect a job."""
 
     def run_once(self) -> None:
         """Start every job that can start."""
@@ -151,13 +172,14 @@ class Matching:
 
     def _plan(self, job: WaitingJob, chosen: _Chosen) -> PlannedJob | Infeasible:
         plans = self._plans.setdefault(job.id, {})
-        if chosen not in plans:
+        links = self._link_tests.links_between(dict(chosen))
+        if (chosen, links) not in plans:
             with self._units.db.read() as db:
                 spec = db.jobs.spec(job.id)
             while len(plans) >= _CACHED_PLANS:
                 del plans[next(iter(plans))]
-            plans[chosen] = self._planner.plan(spec, chosen)
-        return plans[chosen]
+            plans[chosen, links] = self._planner.plan(spec, chosen, links)
+        return plans[chosen, links]
 
     def _is_hopeless(self, job: WaitingJob, snapshot: _Snapshot) -> bool:
         """Return whether even all connected providers together, idle and busy, cannot hold the job."""
@@ -176,6 +198,7 @@ class Matching:
 
     def _wait(self, decision: QueueDecision, snapshot: _Snapshot, *, is_insufficient: bool) -> None:
         """Store why a job waits, or fail it if it asked for that."""
+        self._link_tests.forget_rounds(decision.job)
         wanted = next(job.min_providers for job in snapshot.queue if job.id == decision.job)
         is_insufficient = is_insufficient or len(snapshot.idle) + len(snapshot.busy) < wanted
         with self._units.begin() as uow:
@@ -197,7 +220,16 @@ class Matching:
                 uow.end_job(record, JobState.FAILED, reason)
 
     def _start(self, decision: QueueDecision, plan: PlannedJob) -> bool:
-        """Reserve the providers, write the stages, store the assignments; return whether it began."""
+        """Reserve the providers, write the stages, store the assignments; return whether it began.
+
+        If neighbours have not measured their links, they do that first, and the job is planned again.
+        """
+        pairs = self._link_tests.needed(decision.job, plan)
+        if pairs:
+            reserved = self._reserve(decision, plan)
+            if reserved:
+                self._link_tests.begin(decision.job, pairs)
+            return reserved
         if not self._reserve(decision, plan):
             return False
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,6 +11,7 @@ from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.explain import explain
 from ravnest.plan.infeasible import Infeasible, lightest_stage
+from ravnest.plan.links import LinkFigures
 from ravnest.plan.loss_chunks import chunk_counts, with_loss_chunks
 from ravnest.plan.memory import averaging_copies, size
 from ravnest.plan.memory_steps import memory_steps
@@ -21,6 +23,7 @@ from ravnest.plan.row_cuts import least_bytes
 from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.scheduling.data_shares import check_data, least_rows
+from ravnest.server.scheduling.link_tests import NO_LINKS, ProviderLinks
 from ravnest.types import Address
 
 Candidates = Sequence[tuple[str, ProviderOffer]]
@@ -46,8 +49,10 @@ class PlannedJob:
 class JobPlanner(Protocol):
     """Plans jobs and creates their assignments; both take seconds of CPU time."""
 
-    def plan(self, spec: JobSpec, providers: Candidates) -> PlannedJob | Infeasible:
-        """Plan a job for these providers."""
+    def plan(
+        self, spec: JobSpec, providers: Candidates, links: ProviderLinks
+    ) -> PlannedJob | Infeasible:
+        """Plan a job for these providers with the measured figures of their links."""
         ...
 
     def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
@@ -56,29 +61,35 @@ class JobPlanner(Protocol):
 
 
 def plan_variants(
-    spec: JobSpec, profiles: Sequence[ModelProfile], providers: Candidates
+    spec: JobSpec,
+    profiles: Sequence[ModelProfile],
+    providers: Candidates,
+    links: ProviderLinks = NO_LINKS,
 ) -> PlannedJob | Infeasible:
     """Plan a job with the first of the profiles that has a plan.
 
     The first profile has whole tensors; the reason why there is no plan is that of this one.
     """
     whole, *others = profiles
-    planned = plan_job(spec, whole, providers)
+    planned = plan_job(spec, whole, providers, links)
     offered = sum(offer.ram for _, offer in providers) * 1e9
     if isinstance(planned, PlannedJob) or offered < least_bytes(whole):
         return planned
     for variant, profile in enumerate(others, start=1):
-        found = plan_job(spec, profile, providers)
+        found = plan_job(spec, profile, providers, links)
         if isinstance(found, PlannedJob):
             return replace(found, variant=variant)
     return planned
 
 
-def plan_job(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> PlannedJob | Infeasible:
+def plan_job(
+    spec: JobSpec, profile: ModelProfile, providers: Candidates, links: ProviderLinks = NO_LINKS
+) -> PlannedJob | Infeasible:
     """Plan a job for providers; node ``i`` is the ``i``-th provider that the plan uses.
 
     The plan uses all providers if possible. Otherwise those with the least RAM are left out, down to
-    ``min_providers``: a provider that is too small for any stage must not block the others.
+    ``min_providers``: a provider that is too small for any stage must not block the others. If pairs of
+    providers cannot connect, those with the most such pairs are left out.
     Raise ``JobError`` if the row counts of the job's data are inconsistent.
     """
     check_data(spec)
@@ -93,13 +104,17 @@ def plan_job(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Pla
     while len(chosen) >= least:
         if infeasible and sum(offer.ram for _, offer in chosen) * 1e9 < costs.smallest_total:
             break
-        plan = _plan(spec, profile, chosen)
+        figures = links.figures(chosen)
+        plan = _plan(spec, profile, chosen, figures)
         if isinstance(plan, Plan):
             explanation = explain(plan, profile, _unit_names(profile)) + _about_clusters(plan)
             names, offers = zip(*chosen, strict=True)
             return PlannedJob(spec, plan, names, explanation, offers=offers)
         infeasible = infeasible or plan
-        chosen = _without_smallest(chosen, max(len(chosen) // 8, 1))
+        if plan.cut_off:
+            chosen = _without_cut_off(chosen, figures)
+        else:
+            chosen = _without_smallest(chosen, max(len(chosen) // 8, 1))
     return infeasible or Infeasible(
         f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size}, on at least"
         f" {least} providers with different addresses; {len(chosen)} such providers are idle"
@@ -144,7 +159,19 @@ def _without_smallest(providers: Candidates, count: int) -> list[tuple[str, Prov
     return [providers[i] for i in sorted(largest[: len(providers) - count])]
 
 
-def _plan(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Plan | Infeasible:
+def _without_cut_off(providers: Candidates, figures: LinkFigures) -> list[tuple[str, ProviderOffer]]:
+    """Return the providers without the one that cannot connect to most others; ties leave out the last.
+
+    Of two providers that cannot connect to each other, the one with less RAM is left out.
+    """
+    failing = Counter(node for pair in figures.failing for node in pair)
+    worst = max(range(len(providers)), key=lambda i: (failing[i], -providers[i][1].ram, i))
+    return [provider for i, provider in enumerate(providers) if i != worst]
+
+
+def _plan(
+    spec: JobSpec, profile: ModelProfile, providers: Candidates, figures: LinkFigures
+) -> Plan | Infeasible:
     nodes = [
         NodeConfig(number, Address.parse(offer.address), offer.ram, offer.bandwidth, offer.compute)
         for number, (_, offer) in enumerate(providers)
@@ -169,6 +196,7 @@ def _plan(spec: JobSpec, profile: ModelProfile, providers: Candidates) -> Plan |
             ),
             recompute=training.recompute is not False,
             source="",
+            links=figures,
         )
 
     try:

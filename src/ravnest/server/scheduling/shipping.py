@@ -18,6 +18,7 @@ from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.reachability.routes import with_addresses
 from ravnest.server.scheduling.data_shares import rows_of, share, whole
+from ravnest.server.scheduling.link_tests import ProviderLinks
 from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_variants
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.node_spec import NodeSpec, bundle_path, make_node_spec, plan_digest
@@ -39,10 +40,12 @@ class ArtifactPlanner:
         self._model: tuple[str, UnitModel] | None = None
         """Last model that was read, by digest: a waiting job is planned again at each change."""
 
-    def plan(self, spec: JobSpec, providers: Candidates) -> PlannedJob | Infeasible:
-        """Plan a job for these providers."""
+    def plan(
+        self, spec: JobSpec, providers: Candidates, links: ProviderLinks
+    ) -> PlannedJob | Infeasible:
+        """Plan a job for these providers with the measured figures of their links."""
         profiles = [model.profile for model in self._read(spec).variants]
-        return plan_variants(spec, profiles, providers)
+        return plan_variants(spec, profiles, providers, links)
 
     def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
         """Write the stages as artifacts; return the assignment of each node, by number."""

@@ -60,11 +60,12 @@ async def heartbeat(
         await run_in_threadpool(require_self, server, member, provider, "send a heartbeat of")
         await run_in_threadpool(server.provider_service.heartbeat, provider, body)
         deadline = clock() + min(body.wait, server.settings.heartbeat_wait)
-        known = (body.known, body.may_train)
+        known = (body.known, body.may_train, body.link_test)
         with server.provider_service.liveness.polling(provider, server.clock.steady):
             while True:
                 reply = await run_in_threadpool(server.provider_service.reply, provider)
-                is_new = (reply.assignment, reply.may_train) != known
+                test = None if reply.link_test is None else reply.link_test.id
+                is_new = (reply.assignment, reply.may_train, test) != known
                 if is_new or not await news.wait(deadline - clock()):
                     return reply
 
