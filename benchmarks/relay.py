@@ -3,7 +3,9 @@
 Two processes on loopback exchange messages over a gRPC stream with mutual TLS, directly and through a
 relay in a third process. The far process registers at the relay as a node behind NAT does, so each byte
 passes through the relay and through the far process's own forwarding thread. The measurements alternate,
-so that other load on the machine affects both; the numbers are medians. Run as a script to print the
+so that other load on the machine affects both. Each number is a median of its own; the last column but
+one is the median over pairs of adjacent measurements, which differs from the quotient of the medians
+while the load changes. Run as a script to print the
 report.
 """
 

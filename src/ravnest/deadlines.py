@@ -254,6 +254,7 @@ RELATIONS = (
         "a relay has time to answer after the direct addresses",
     ),
     Relation(LINK_HELLO, LINK_DIRECT_RETRY, "one attempt to leave a relay ends before the next"),
+    Relation(LINK_DIRECT_RETRY, LINK_DIRECT_RETRY_MOST, "a relay that is needed is left in peace"),
     Relation(2 * LINK_HELLO, LINK_OUTAGE, "a link can dial several times before it gives up"),
     Relation(LINK_OUTAGE, TRAINING_STALL, "a run does not stall because a link connects again"),
     Relation(LINK_OUTAGE, FINAL_ANSWER, "the final round outlasts an outage of a link"),

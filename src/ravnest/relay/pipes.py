@@ -10,12 +10,14 @@ from typing import Protocol
 from ravnest import host
 
 PIPE_BYTES = 1 << 20
-"""Size of a pipe. With 256 KiB, a relay took 10 to 20% more processor time for the same bytes."""
+"""Size of a pipe. In two runs each on a loaded machine, 256 KiB took 0.38 and 0.40 s of processor time
+per GB at the relay, 1 MiB 0.33 and 0.35 s."""
 _MANY_PIPES = 16
 """Number from which pipes are small: the system lets a user's pipes hold 64 MiB together."""
 _SMALL_PIPE_BYTES = 128 << 10
 _BUFFER_BYTES = 64 << 10
-"""Size of a buffer. With 256 KiB, which is not in the cache, a relay took 20% more processor time."""
+"""Size of a buffer. In two runs each, 256 KiB took 0.50 and 0.50 s of processor time per GB at the
+relay, 64 KiB 0.41 and 0.46 s."""
 
 
 class BytePipe(Protocol):
