@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check format zoo bench clean
+.PHONY: help demo test test-full network-tools check format zoo bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -19,7 +19,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) --editable '.[demo,dev,zoo]'
+	$(PIP) --editable '.[demo,dev,upnp,zoo]'
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo ## set up, then run a server, three providers and a job; CLUSTERS=2: five nodes, two clusters
@@ -32,10 +32,19 @@ endif
 # Two cores run many child processes at once.
 test test-full: export OMP_NUM_THREADS = 1
 
-test: $(VENV)/.dev ## set up, then run the tests that CI runs
+# Tests of routers with NAT are skipped without these; only root can install and use them.
+network-tools:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  ! { command -v ip && command -v nft && command -v conntrack; } >/dev/null; then \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes \
+	    --no-install-recommends iproute2 nftables conntrack; } >/dev/null 2>&1 || \
+	    echo "nftables and conntrack could not be installed: tests that need them are skipped"; \
+	fi
+
+test: $(VENV)/.dev network-tools ## set up, then run the tests that CI runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-full: $(VENV)/.dev ## all tests, including the longest combinations
+test-full: $(VENV)/.dev network-tools ## all tests, including the longest combinations
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
 
 check: $(VENV)/.dev ## formatting, lint, types, layers, names

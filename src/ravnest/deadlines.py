@@ -44,6 +44,8 @@ RESTART_GRACE = 60.0
 """The same, after a start of the server: providers wait longer between two tries meanwhile."""
 TIMER_LATE = 5.0
 """A timer of the server that is later than this shows that the server itself was halted."""
+TRAINING_SILENCE = 90.0
+"""The same, while it trains with others: links outlast an outage of its network, and so must it."""
 WITNESSED_LIMIT = 600.0
 """Longest silence of a provider while its neighbours report progress with it."""
 
@@ -104,6 +106,17 @@ LINK_DIRECT_RETRY_MOST = 600.0
 """Longest of these pauses."""
 LINK_OUTAGE = 60.0
 """Time for which a link waits for another connection, unless the plan or the user says otherwise."""
+
+# Port of a provider at its router
+
+PORT_SEARCH = 3
+"""Time in which routers answer a search; UPnP wants whole seconds."""
+PORT_ANSWER = 5.0
+"""Longest wait for a router's answer."""
+PORT_RENEWAL = 600.0
+"""Time after which the mapping of a port is renewed; a router that was restarted forgets it."""
+PORT_LEASE = 3600.0
+"""Time after which a router ends a mapping that is not renewed."""
 
 # Relays
 
@@ -197,7 +210,13 @@ RELATIONS = (
     Relation(LOST_AFTER, RESTART_GRACE, "a restart of the server only gives more time"),
     Relation(POLL_GAP, POLL_WAIT, "a provider polls most of the time"),
     Relation(3 * REPORT_INTERVAL, LOST_AFTER, "reports arrive often enough to show progress"),
-    Relation(LOST_AFTER, WITNESSED_LIMIT, "progress of the neighbours gives more time"),
+    Relation(
+        LINK_OUTAGE + HTTP_CONNECT + longest_pause(LONGEST_PAUSE) + HTTP_CONNECT,
+        TRAINING_SILENCE,
+        "a provider whose network was away for as long as links wait returns before it is called lost",
+    ),
+    Relation(LOST_AFTER, TRAINING_SILENCE, "a provider that trains gets more time"),
+    Relation(TRAINING_SILENCE, WITNESSED_LIMIT, "progress of the neighbours gives more time"),
     Relation(TIMER_LATE, LOST_AFTER, "a halt of the server is noticed before it costs a provider"),
     Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
     Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),
@@ -239,6 +258,9 @@ RELATIONS = (
     Relation(2 * LINK_HELLO, LINK_OUTAGE, "a link can dial several times before it gives up"),
     Relation(LINK_OUTAGE, TRAINING_STALL, "a run does not stall because a link connects again"),
     Relation(LINK_OUTAGE, FINAL_ANSWER, "the final round outlasts an outage of a link"),
+    Relation(3 * PORT_RENEWAL, PORT_LEASE, "two renewals that fail do not end the mapping of a port"),
+    Relation(PORT_SEARCH, PORT_ANSWER, "a router has more time to answer than to be found"),
+    Relation(PORT_ANSWER, WORKER_STOP, "a provider leaves its router faster than its worker stops"),
     Relation(2 * RELAY_PING, RELAY_SILENCE, "a ping that gets lost does not end a registration"),
     Relation(RELAY_ACCEPT, LINK_HELLO, "who dials through a relay learns in time that nobody accepts"),
     Relation(

@@ -151,9 +151,9 @@ class World:
         return process
 
 
-def eventually(look: Callable[[], T], holds: Callable[[T], bool]) -> T:
+def eventually(look: Callable[[], T], holds: Callable[[T], bool], seconds: float = DEADLINE) -> T:
     """Call ``look`` until its result satisfies ``holds``: other processes offer no event to wait on."""
-    deadline = time.monotonic() + DEADLINE
+    deadline = time.monotonic() + seconds
     while not holds(found := look()):
         assert time.monotonic() < deadline, f"still {found}"
         time.sleep(0.05)

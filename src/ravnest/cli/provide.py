@@ -10,7 +10,7 @@ import typer
 from ravnest.provider.provide import provide as provide_machine
 
 
-def provide(
+def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
     server: Annotated[str, typer.Option(help="Address of the server, such as https://host:7100.")],
     token: Annotated[
         str | None, typer.Option(help="Token from `ravnest token create`; needed the first time.")
@@ -29,6 +29,12 @@ def provide(
         list[str] | None,
         typer.Option(help="Address under which others reach its node, if different; repeatable."),
     ] = None,
+    map_port: Annotated[
+        bool,
+        typer.Option(
+            "--map-port", help="Ask the router to forward the node's port (UPnP, extra `upnp`)."
+        ),
+    ] = False,
     folder: Annotated[
         Path | None, typer.Option(help="Folder for the files of running jobs.", file_okay=False)
     ] = None,
@@ -49,5 +55,6 @@ def provide(
         name=name,
         listen=listen,
         address=address,
+        map_port=map_port,
         once=once,
     )

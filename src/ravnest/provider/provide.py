@@ -7,23 +7,27 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from ravnest.errors import SettingsError
 from ravnest.http.credentials import home
-from ravnest.provider.addresses import addresses
+from ravnest.provider.addresses import MOST_ADDRESSES, Addresses, addresses
 from ravnest.provider.agent import Agent
 from ravnest.provider.benchmark import GB, PLANNED, OwnerLimits, ServerProbe, measure
+from ravnest.provider.interfaces import local_host
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
 from ravnest.provider.membership import machine_membership
 from ravnest.provider.outcome import Outcome
+from ravnest.provider.port_mapping import mapped_port
 from ravnest.provider.routes import RouteFinder
 from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.providers import ProviderOffer, ProviderView
+from ravnest.types import Address
 
 _JOBS = "jobs"
 
@@ -39,6 +43,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     name: str | None = None,
     listen: str | None = None,
     address: str | Sequence[str] | None = None,
+    map_port: bool = False,
     once: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> None:
@@ -48,7 +53,8 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     ``name`` is the machine's by default; two providers on one machine need two names. ``listen`` and
     ``address`` (``host:port``, ``host`` or ``:port``) say where the node listens and where others
     reach it; ``listen`` can have a range of ports (``:20000-20010``), ``address`` can be a list.
-    ``folder`` holds the files of a job while it runs. ``once``: leave after one job. ``say`` is called
+    ``map_port``: ask the router to forward the port (UPnP). ``folder`` holds the files of a job while
+    it runs. ``once``: leave after one job. ``say`` is called
     with a line for each event; stdout by default.
 
     Returns once the provider has left the server. Raises ``ServerError`` if the server cannot be
@@ -63,7 +69,11 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     own_name = (name or socket.gethostname())[:100]
     target = home() / "providers" / _slug(own_name) if folder is None else Path(folder)
     announced = [address] if isinstance(address, str) else list(address or ())
-    with _locked(target, own_name), addresses(server, listen, announced) as found:
+    with ExitStack() as stack:
+        stack.enter_context(_locked(target, own_name))
+        found = stack.enter_context(addresses(server, listen, announced))
+        if map_port:
+            found = stack.enter_context(_mapped(found, server, show))
         member = machine_membership(server, token, own_name, ApiRole.PROVIDER)
         with member.api() as api:
             routes = RouteFinder(api, found)
@@ -85,6 +95,15 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
                 provider.id,
                 routes.complete,
             ).run()
+
+
+@contextmanager
+def _mapped(found: Addresses, server: str, say: Callable[[str], None]) -> Iterator[Addresses]:
+    """Add the public address of a port at the router, which leads here while the block runs."""
+    with mapped_port(Address(local_host(server), found.port), say) as mapping:
+        say(mapping.reason)
+        public = () if mapping.address is None else (str(mapping.address),)
+        yield replace(found, known=tuple(dict.fromkeys((*public, *found.known)))[:MOST_ADDRESSES])
 
 
 def earlier_work(jobs_dir: JobsDir, provider: str) -> tuple[list[str], dict[str, Outcome]]:

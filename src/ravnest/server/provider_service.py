@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from ravnest.errors import ServerRefusedError
@@ -50,6 +51,15 @@ _MOST_EVENTS = 20
 """Warnings and rounds of one report that become events."""
 
 
+@dataclass(frozen=True)
+class _Witness:
+    """Last sign that a silent provider works."""
+
+    time: float
+    neighbours: bool
+    """Neighbours reported progress with it after its own last request."""
+
+
 class ProviderService:
     """Operations on providers; the methods are thread-safe and return soon."""
 
@@ -75,8 +85,8 @@ class ProviderService:
         """Assignments whose last report left a gap, and the position at which it started."""
         self._progress: dict[str, float] = {}
         """Assignments that reported progress of their pipeline, and when (steady clock)."""
-        self._witnessed: set[str] = set()
-        """Silent providers whose neighbours report progress with them; each has an event."""
+        self._told_kept: set[tuple[str, bool]] = set()
+        """Silent providers that are kept, and if neighbours report progress; each has an event."""
 
     def resume(self, uow: UnitOfWork) -> int:
         """Count the silence of all providers from now on; return how many are connected."""
@@ -157,49 +167,63 @@ class ProviderService:
         """Remove overdue providers; return the next deadline (steady clock)."""
         now = self._units.clock.steady()
         for provider in self.liveness.overdue(now):
-            reason = f"no heartbeat for {self._settings.lost_after:g} seconds"
-            witnessed = self._last_witnessed(provider)
             silence = self.liveness.silence(provider, now)
-            if witnessed is None or witnessed + self._settings.lost_after <= now:
+            witness = self._witness(provider, now - silence)
+            reason = f"no heartbeat for {silence:.0f} seconds"
+            if witness is None or witness.time + self._settings.training_silence <= now:
                 self._lose(provider, reason)
-            elif silence < self._settings.witnessed_limit:
-                self.liveness.extend(provider, witnessed)
-                self._tell_witnessed(provider, reason)
+            elif silence >= self._settings.witnessed_limit:
+                self._lose(provider, f"{reason}, {_WITNESSED}")
             else:
-                self._lose(provider, f"no heartbeat for {silence:.0f} seconds, {_WITNESSED}")
+                kept = witness.time + self._settings.training_silence
+                until = min(kept, now - silence + self._settings.witnessed_limit)
+                self.liveness.extend(provider, until - self._settings.lost_after)
+                self._tell_kept(provider, reason, witness)
         return self.liveness.next_deadline()
 
     def excuse_silence(self) -> None:
         """Count the silence of all providers from now on, because this server was halted."""
         self.liveness.excuse(self._units.clock.steady())
 
-    def _last_witnessed(self, provider: str) -> float | None:
-        """Return when another node of its pipeline last reported progress, which needs this provider."""
+    def _witness(self, provider: str, seen: float) -> _Witness | None:
+        """Return the last sign that a provider works; ``None`` if it does not train with others.
+
+        Progress of another node of its pipeline needs this provider. ``seen`` is the time of its last
+        request.
+        """
         with self._units.db.read() as db:
             own = db.assignments.current(provider)
             if own is None or own.phase != "training":
                 return None
             cluster = [each for each in db.assignments.of_job(own.job) if each.cluster == own.cluster]
-        others = [self._progress.get(each.id) for each in cluster if each.id != own.id]
-        return max((time for time in others if time is not None), default=None)
+        others = [each.id for each in cluster if each.id != own.id]
+        if not others:
+            return None
+        progress = max((self._progress.get(each, seen) for each in others), default=seen)
+        return _Witness(max(progress, seen), progress > seen)
 
-    def _tell_witnessed(self, provider: str, reason: str) -> None:
-        """Add an event about a provider that is silent and works, once per silence."""
-        if provider in self._witnessed:
+    def _tell_kept(self, provider: str, reason: str, witness: _Witness) -> None:
+        """Add an event about a provider that is silent and kept, once per silence and reason."""
+        if (provider, witness.neighbours) in self._told_kept:
             return
-        self._witnessed.add(provider)
+        self._told_kept.add((provider, witness.neighbours))
         with self._units.begin() as uow:
             record, own = uow.db.providers.get(provider), uow.db.assignments.current(provider)
             if record is None or own is None:
                 return
-            minutes = f"{self._settings.witnessed_limit / 60:.0f} minutes"
-            what = f"node_{own.node}: {reason} from {record.offer.name}, {_WITNESSED}: the server waits"
-            uow.db.events.add("warning", provider, f"{what} up to {minutes}", job=own.job)
+            what = f"node_{own.node}: {reason} from {record.offer.name}"
+            if witness.neighbours:
+                minutes = f"{self._settings.witnessed_limit / 60:.0f} minutes"
+                what = f"{what}, {_WITNESSED}: the server waits up to {minutes}"
+            else:
+                seconds = f"{self._settings.training_silence:.0f} seconds"
+                what = f"{what}: the server waits up to {seconds}, because its links may connect again"
+            uow.db.events.add("warning", provider, what, job=own.job)
 
     def _see(self, provider: str, grace: float = 0.0) -> None:
         clock = self._units.clock
         self.liveness.see(provider, steady=clock.steady(), wall=clock.wall(), grace=grace)
-        self._witnessed.discard(provider)
+        self._told_kept -= {(provider, True), (provider, False)}
 
     def _return(self, uow: UnitOfWork, record: ProviderRecord) -> None:
         words = f"{record.offer.name} is back: {_summary(record.offer)}"

@@ -17,6 +17,8 @@ class ServerSettings:
     """A provider without a heartbeat for this long is lost."""
     restart_grace: float = deadlines.RESTART_GRACE
     """The same, after a start of the server; at least ``lost_after``."""
+    training_silence: float = deadlines.TRAINING_SILENCE
+    """The same, while it trains with others, whose links to it wait for its return."""
     witnessed_limit: float = deadlines.WITNESSED_LIMIT
     """Longest silence of a provider while its neighbours report progress with it."""
     result_wait: float = deadlines.RESULT_WAIT
