@@ -69,28 +69,29 @@ class DeferredGradients:
                     raise RuntimeError(_CHANGED)
                 self._pending.append((number, call, _Saved(gradient, x, weight, arguments)))
 
-    def compute(self, take: Take, sums: Mapping[str, torch.Tensor] = _NONE) -> None:
+    def compute(self, take: Take, sums: Mapping[str, torch.Tensor] | None = None) -> None:
         """Pass each gradient with its key to ``take``, and release what it was computed from.
 
         One gradient exists at a time, so that ``take`` can add it to the others of the update. A weight
         that several operators use gets the sum, formed in autograd's order: the last call comes first.
-        Gradients that can be added to ``sums`` in place without a change of their bits are not passed.
+        With ``sums``, products are added in place where that does not change their bits: to ``sums``, and
+        then they are not passed, or to the sum of a weight with several uses.
         """
         pending, self._pending = self._pending, []
         pending.sort(key=lambda entry: entry[0])
         uses = Counter(key for _, call, _ in pending for key in call.keys)
+        repeated = {key for key, count in uses.items() if count > 1}
         partial: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             while pending:
                 _, call, saved = pending.pop()
-                alone = uses[call.keys[0]] == 1
-                for key, gradient in call.gradients(saved, sums if alone else _NONE):
+                totals = _NONE if sums is None else partial if call.keys[0] in repeated else sums
+                for key, gradient in call.gradients(saved, totals):
+                    partial[key] = partial[key].add_(gradient) if key in partial else gradient
+                for key in call.keys:
                     uses[key] -= 1
-                    total = partial.pop(key) + gradient if key in partial else gradient
-                    if uses[key]:
-                        partial[key] = total
-                    else:
-                        take(key, total)
+                    if key in partial and not uses[key]:
+                        take(key, partial.pop(key))
 
 
 _CHANGED = (
