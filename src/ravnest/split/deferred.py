@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ravnest.split.deferral_rules import RULES, DeferralRule, SavedCall, rows
 from ravnest.split.gradients import add_product
 from ravnest.split.graph import Operation, Ref, StageGraph, refs_in
-from ravnest.split.recurrent import DEFERRED_COPIES
+from ravnest.split.recurrent import DEFERRED_COPIES, DEFERRED_TARGETS
 
 Take = Callable[[str, torch.Tensor], None]
 """Function that adds the gradient of the weight with a key."""
@@ -167,10 +167,6 @@ class CapturedCall(NamedTuple):
     """Number of changes of the input until the call."""
     weight: torch.Tensor
     arguments: tuple[Any, ...]
-
-
-_RECURRENT = frozenset(f"{op._schema.name}.{op._overloadname}" for op in DEFERRED_COPIES)
-"""Recurrent operators whose weight gradients ``split/recurrent_deferral.py`` defers."""
 
 
 class Deferral:
@@ -350,8 +346,8 @@ def deferrable_input(node: fx.Node, trained: Collection[str]) -> fx.Node | None:
 
 def _weight_names(operation: Operation) -> tuple[str, ...]:
     """Return the names of an operation's weights, if their gradients can be deferred."""
-    if operation.target in _RECURRENT:
-        return _recurrent_names(operation)
+    if operation.target in DEFERRED_TARGETS:
+        return recurrent_weights(operation)
     rule = RULES.get(operation.target)
     if rule is None or operation.kwargs or operation.no_grad:
         return ()
@@ -363,14 +359,21 @@ def _weight_names(operation: Operation) -> tuple[str, ...]:
     return () if x.name in names else tuple(names)
 
 
-def _recurrent_names(operation: Operation) -> tuple[str, ...]:
-    """Return the names of a recurrent layer's weights; none if it is more than one layer."""
+def recurrent_weights(operation: Operation) -> tuple[str, ...]:
+    """Return the names of a recurrent layer's weights; none if they cannot be deferred.
+
+    Several layers in one operation may draw random numbers between them.
+    """
+    if operation.target not in DEFERRED_TARGETS:
+        return ()
+    if operation.no_grad or operation.kwargs or _argument(operation, 4) != 1:
+        return ()
     x, states, weights = operation.args[:3]
-    if operation.no_grad or operation.args[4] != 1 or not isinstance(weights, tuple):
+    if not isinstance(weights, tuple):
         return ()
     names = tuple(weight.name for weight in weights if isinstance(weight, Ref))
     inputs = set(refs_in((x, states)))
-    return () if len(names) < len(weights) or inputs & set(names) else names
+    return () if not 2 <= len(names) == len(weights) or inputs & set(names) else names
 
 
 def _argument(operation: Operation, position: int) -> Any:

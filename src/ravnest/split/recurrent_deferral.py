@@ -18,9 +18,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, Node
 
-from ravnest.split.deferred import DeferredGradients
+from ravnest.split.deferred import DeferredGradients, recurrent_weights
 from ravnest.split.gradients import product_adds_exactly
-from ravnest.split.graph import Operation, Ref
+from ravnest.split.graph import Operation
 
 _WEIGHTS = 2
 """Position of the list of weights among the arguments; input and hidden states precede it."""
@@ -203,12 +203,9 @@ def recurrent_deferral_of(
 
     ``keys`` maps the names of the graph's state to their keys; ``deferrable`` is of ``deferrable_keys``.
     """
-    weights = operation.args[_WEIGHTS] if len(operation.args) > _WEIGHTS else None
-    if not isinstance(weights, tuple) or not weights:
-        return None
-    found = [keys.get(weight.name) for weight in weights if isinstance(weight, Ref)]
-    own = [key for key in found if key is not None and key in deferrable]
-    return RecurrentDeferral(function, own) if len(own) == len(weights) else None
+    names = recurrent_weights(operation)
+    own = [keys[name] for name in names if keys.get(name) in deferrable]
+    return RecurrentDeferral(function, own) if names and len(own) == len(names) else None
 
 
 def _inputs(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
