@@ -15,9 +15,8 @@ each computation is carried out with the weights that the schedule gives it, in 
 The time to a given loss is the time until the validation loss is below that of one process after 80% of
 the updates. Dropout draws other random numbers in stages than in one process. "Same random numbers" is
 the same comparison with an ideal pipeline that learns as these stages do without any delay. "Bound" is
-the least time of an update that any schedule with the same delay of gradients
-needs for the same micro-batches. Run as a script to print the report; arguments choose tasks by the
-first words of names.
+the least time of an update that any schedule with the same delay of gradients needs for the same
+micro-batches. Run as a script to print the report; arguments choose tasks by the first words of names.
 """
 
 from __future__ import annotations

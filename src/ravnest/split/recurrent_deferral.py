@@ -27,8 +27,8 @@ _WEIGHTS = 2
 _PRODUCTS = {"AddmmBackward0": (2, 0, "_saved_mat1"), "MmBackward0": (1, None, "_saved_self")}
 """Nodes of products: positions of the transposed weight and of the bias, name of the saved input."""
 LEAST_PRODUCT = 300_000
-"""Multiplications of a step's product with the hidden state from which on its gradients are deferred. To
-look up the nodes of a smaller step takes longer than 3% of its time."""
+"""Multiplications of a step's product with the hidden state from which on its gradients are deferred. In
+smaller steps, looking up the nodes takes a considerable share of the time."""
 _SUM = "AddBackward0"
 _TRANSPOSED = "TBackward0"
 
