@@ -29,6 +29,8 @@ _PRODUCTS = {"AddmmBackward0": (2, 0, "_saved_mat1"), "MmBackward0": (1, None, "
 LEAST_PRODUCT = 300_000
 """Multiplications of a step's product with the hidden state from which on its gradients are deferred. In
 smaller steps, looking up the nodes takes a considerable share of the time."""
+_MOST_LAYOUTS = 16
+"""Shapes of inputs whose graphs are remembered."""
 _SUM = "AddBackward0"
 _TRANSPOSED = "TBackward0"
 
@@ -182,6 +184,8 @@ class RecurrentDeferral:
         states = own[1] if isinstance(arguments[1], torch.Tensor) else own[1:]
         outputs = self._function(own[0], states, leaves, *arguments[_WEIGHTS + 1 :])
         if kind not in self._layouts:
+            if len(self._layouts) == _MOST_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
             self._layouts[kind] = _search(outputs, leaves)
         layout = self._layouts[kind]
         if layout is None:
