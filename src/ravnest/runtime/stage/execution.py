@@ -196,7 +196,7 @@ class StageExecution:
         if saved is not None and saved.deferred is not None:
             taken: set[int] = set()
             # An owned weight's gradient is part of no message, so that it can be changed in place.
-            sums = {} if self._frugal else self.updates.gradients
+            sums = None if self._frugal else self.updates.gradients
             saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken), sums)
 
     def add_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
