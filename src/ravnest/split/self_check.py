@@ -56,7 +56,7 @@ class SelfCheckResult:
     differences: Mapping[str, float]
     """Relative differences of the tensors that are not bitwise equal."""
     part_size: int | None = None
-    """Number of samples that were compared at once, in the first part."""
+    """Largest number of samples that were compared at once."""
 
     @property
     def bitwise(self) -> bool:
@@ -81,10 +81,18 @@ def verify(
         return SelfCheckResult(None, {})
     parts = _parts(capture, splits, example, operation_bytes)
     with large_blocks_mapped():
-        differences = _compare_parts(capture, splits, example, parts)
+        try:
+            differences = _compare_parts(capture, splits, parts)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, ExactnessError) or len(parts) == 1:
+                raise
+            logger.info("the split model is checked on the whole example: parts of it fail: %s", error)
+            parts = [example]
+            differences = _compare_parts(capture, splits, parts)
     if differences:
         _log_differences(capture, differences)
-    return SelfCheckResult(example.batch_size, differences, parts[0].batch_size)
+    sizes = [part.batch_size for part in parts if part.batch_size is not None]
+    return SelfCheckResult(example.batch_size, differences, max(sizes, default=None))
 
 
 def _parts(
@@ -120,24 +128,13 @@ def _accepts(spec: StageSpec, example: Example) -> bool:
 
 
 def _compare_parts(
-    capture: Capture,
-    splits: Sequence[Sequence[SplitStage]],
-    example: Example,
-    parts: Sequence[Example],
+    capture: Capture, splits: Sequence[Sequence[SplitStage]], parts: Sequence[Example]
 ) -> dict[str, float]:
-    """Return the differences in any part; compare the whole example if the model takes no parts."""
+    """Return the largest difference of each tensor in any part."""
     found: dict[str, float] = {}
-    try:
-        for part, mode in product(parts, MODES):
-            for name, difference in _compare_mode(capture, splits, part, mode).items():
-                found[name] = max(difference, found.get(name, 0.0))
-    except ExactnessError:
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        if len(parts) == 1:
-            raise
-        logger.info("the split model is checked on the whole example: parts of it fail: %s", error)
-        return _compare_parts(capture, splits, example, [example])
+    for part, mode in product(parts, MODES):
+        for name, difference in _compare_mode(capture, splits, part, mode).items():
+            found[name] = max(difference, found.get(name, 0.0))
     return found
 
 
