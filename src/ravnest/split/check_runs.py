@@ -18,8 +18,8 @@ from ravnest.split.chain import Chain, gradients_received
 from ravnest.split.example import Example
 from ravnest.split.graph import Mode
 from ravnest.split.module import StageModule
+from ravnest.split.spill_file import saved_tensors_on_disk
 from ravnest.split.structure import flatten
-from ravnest.split.tensor_file import saved_tensors_on_disk
 
 if TYPE_CHECKING:
     from ravnest.split.splitter import SplitStage

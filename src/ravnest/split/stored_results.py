@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ravnest.split.check_runs import Run, is_gradient
-from ravnest.split.tensor_file import FiledTensor, TensorFile, fileable
+from ravnest.split.spill_file import SpilledTensor, SpillFile, spillable
 
 _NEAR_ZERO = 1e-4
 """Gradients below this fraction of the model's largest are compared relative to the largest."""
@@ -19,16 +19,16 @@ _PIECE = 1 << 20
 class StoredResults:
     """Results of one run by name; large ones are in a file."""
 
-    def __init__(self, file: TensorFile) -> None:
+    def __init__(self, file: SpillFile) -> None:
         self._file = file
-        self._places: dict[str, FiledTensor | torch.Tensor] = {}
+        self._places: dict[str, SpilledTensor | torch.Tensor] = {}
         self._largest: dict[str, float] = {}
 
     @classmethod
     @contextlib.contextmanager
     def of(cls, run: Run) -> Iterator[StoredResults]:
         """Run and store the results in a temporary file."""
-        with TensorFile.temporary() as file:
+        with SpillFile.temporary() as file:
             results = cls(file)
             run(results._store)
             yield results
@@ -52,7 +52,7 @@ class StoredResults:
         plain = tensor.detach().contiguous()
         self._largest[name] = _largest(plain)
         try:
-            self._places[name] = self._file.write(plain) if fileable(plain) else plain
+            self._places[name] = self._file.write(plain) if spillable(plain) else plain
         except OSError:  # the disk is full
             self._places[name] = plain
 
@@ -61,7 +61,7 @@ class StoredResults:
         place = self._places.get(name)
         if place is None:
             return float("inf") if bool(actual.any()) else None
-        expected = self._file.read(place) if isinstance(place, FiledTensor) else place
+        expected = self._file.read(place) if isinstance(place, SpilledTensor) else place
         if expected.shape != actual.shape or expected.dtype != actual.dtype:
             return float("inf")
         if _same_bits(expected, actual):

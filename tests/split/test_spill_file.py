@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ravnest.split import tensor_file
-from ravnest.split.tensor_file import TensorFile, saved_tensors_on_disk
+from ravnest.split import spill_file
+from ravnest.split.spill_file import SpillFile, saved_tensors_on_disk
 
 WIDTH = 256
 
@@ -31,7 +31,7 @@ WIDTH = 256
 )
 def test_a_tensor_is_read_as_it_was_written(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensor = view(torch.randn(WIDTH, WIDTH))
-    with TensorFile.temporary() as file:
+    with SpillFile.temporary() as file:
         file.write(torch.randn(WIDTH))
         found = file.read(file.write(tensor))
     assert torch.equal(found, tensor)
@@ -43,7 +43,7 @@ def test_a_tensor_is_read_as_it_was_written(view: Callable[[torch.Tensor], torch
 def test_views_share_one_copy_until_the_storage_is_written_to() -> None:
     tensor = torch.randn(WIDTH, WIDTH)
     memory = io.BytesIO()
-    file = TensorFile(memory)
+    file = SpillFile(memory)
     before = file.write(tensor), file.write(tensor[3:])
     assert len(memory.getvalue()) == tensor.nbytes
     old = tensor.clone()
@@ -51,6 +51,22 @@ def test_views_share_one_copy_until_the_storage_is_written_to() -> None:
     after = file.write(tensor.t())
     assert torch.equal(file.read(before[1]), old[3:])
     assert torch.equal(file.read(after), tensor.t())
+
+
+class ShortFile(io.BytesIO):
+    """A file that takes and gives at most 1000 bytes at a time."""
+
+    def write(self, data: memoryview) -> int:
+        return super().write(data[:1000])
+
+    def readinto(self, data: memoryview) -> int:
+        return super().readinto(data[:1000])
+
+
+def test_partial_writes_and_reads_are_continued() -> None:
+    tensor = torch.randn(WIDTH, WIDTH)
+    file = SpillFile(ShortFile())
+    assert torch.equal(file.read(file.write(tensor)), tensor)
 
 
 def _net() -> nn.Module:
@@ -68,18 +84,18 @@ def _net() -> nn.Module:
 
 def test_gradients_have_the_same_bits_and_activations_are_freed() -> None:
     x = torch.randn(8, 3, 32, 32)
-    plain, filed = _net(), _net()
+    plain, spilled = _net(), _net()
     torch.manual_seed(1)
     plain(x).square().sum().backward()
     freed: list[StorageWeakRef] = []
-    for layer in filed[:-1]:
+    for layer in spilled[:-1]:
         layer.register_forward_hook(lambda *a: freed.append(StorageWeakRef(a[-1].untyped_storage())))
     torch.manual_seed(1)
-    with saved_tensors_on_disk(filed.parameters()):
-        loss = filed(x).square().sum()
+    with saved_tensors_on_disk(spilled.parameters()):
+        loss = spilled(x).square().sum()
         assert all(storage.expired() for storage in freed), "activations are still in memory"
         loss.backward()
-    for a, b in zip(plain.parameters(), filed.parameters(), strict=True):
+    for a, b in zip(plain.parameters(), spilled.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
 
@@ -99,7 +115,7 @@ def test_a_full_disk_leaves_activations_in_memory(monkeypatch: pytest.MonkeyPatc
             raise OSError("no space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: FullDisk())
-    assert tensor_file.tempfile is tempfile
+    assert spill_file.tempfile is tempfile
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     with saved_tensors_on_disk([]):
         (weight * 2).square().sum().backward()

@@ -11,7 +11,7 @@ import logging
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import IO
+from io import BytesIO, RawIOBase
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class FiledTensor:
+class SpilledTensor:
     """Place of a tensor in a file, and its layout."""
 
     position: int
@@ -50,31 +50,31 @@ class _WrittenStorage:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
 
-class TensorFile:
+class SpillFile:
     """Tensors in a file. Views of a storage share one copy, while it exists and is not written to."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: RawIOBase | BytesIO) -> None:
         self._file = file
         self._written: dict[int, _WrittenStorage] = {}
 
     @classmethod
     @contextlib.contextmanager
-    def temporary(cls) -> Iterator[TensorFile]:
+    def temporary(cls) -> Iterator[SpillFile]:
         """Create a file that is deleted at the end."""
-        with tempfile.TemporaryFile(prefix="ravnest-") as file:
+        with tempfile.TemporaryFile(prefix="ravnest-", buffering=0) as file:
             yield cls(file)
 
-    def write(self, tensor: torch.Tensor) -> FiledTensor:
+    def write(self, tensor: torch.Tensor) -> SpilledTensor:
         """Append a tensor on the CPU; raise ``OSError`` if the disk is full."""
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         known = self._written.get(key)
         if known is None or known.gone() or known.version != tensor._version:
             position = self._file.seek(0, 2)
-            self._file.write(_memory(storage))
+            _write_all(self._file, _memory(storage))
             known = _WrittenStorage(StorageWeakRef(storage), tensor._version, position)  # type: ignore[no-untyped-call]
             self._written[key] = known
-        return FiledTensor(
+        return SpilledTensor(
             known.position,
             tensor.dtype,
             tuple(tensor.shape),
@@ -82,21 +82,20 @@ class TensorFile:
             int(tensor.storage_offset()),
         )
 
-    def read(self, filed: FiledTensor) -> torch.Tensor:
+    def read(self, spilled: SpilledTensor) -> torch.Tensor:
         """Return a copy of a tensor from the file."""
-        size = filed.dtype.itemsize
-        begin = filed.offset * size
+        size = spilled.dtype.itemsize
+        begin = spilled.offset * size
         skipped = begin % _ALIGNMENT
-        last = sum((n - 1) * s for n, s in zip(filed.shape, filed.strides, strict=True))
+        last = sum((n - 1) * s for n, s in zip(spilled.shape, spilled.strides, strict=True))
         storage = torch.UntypedStorage(skipped + (last + 1) * size)  # type: ignore[no-untyped-call]
-        self._file.seek(filed.position + begin - skipped)
-        read = self._file.readinto(_memory(storage))  # type: ignore[attr-defined]
-        assert read == storage.nbytes(), "the file of tensors is cut off"
-        tensor = torch.empty(0, dtype=filed.dtype)
-        return tensor.set_(storage, skipped // size, filed.shape, filed.strides)
+        self._file.seek(spilled.position + begin - skipped)
+        _read_all(self._file, _memory(storage))
+        tensor = torch.empty(0, dtype=spilled.dtype)
+        return tensor.set_(storage, skipped // size, spilled.shape, spilled.strides)
 
 
-def fileable(tensor: torch.Tensor) -> bool:
+def spillable(tensor: torch.Tensor) -> bool:
     """Return True for a plain tensor on the CPU that holds a worthwhile amount of memory."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -116,7 +115,7 @@ def saved_tensors_on_disk(state: Iterable[torch.Tensor]) -> Iterator[None]:
     model: they stay in memory, as do small tensors. If the disk is full, the rest stays in memory too.
     """
     storages = {int(tensor.untyped_storage()._cdata) for tensor in state}
-    with TensorFile.temporary() as file:
+    with SpillFile.temporary() as file:
         saved = _SavedTensors(file, storages)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             yield
@@ -126,7 +125,7 @@ def saved_tensors_on_disk(state: Iterable[torch.Tensor]) -> Iterator[None]:
 class _Saved:
     """A tensor that autograd saved."""
 
-    place: FiledTensor | torch.Tensor
+    place: SpilledTensor | torch.Tensor
     version: torch.Tensor
     """Tensor without elements that counts the writes to the saved tensor."""
     saved_version: int
@@ -135,7 +134,7 @@ class _Saved:
 class _SavedTensors:
     """Hooks for tensors that autograd saves."""
 
-    def __init__(self, file: TensorFile, storages: set[int]) -> None:
+    def __init__(self, file: SpillFile, storages: set[int]) -> None:
         self._file = file
         self._storages = storages
         self._full = False
@@ -143,7 +142,7 @@ class _SavedTensors:
     def pack(self, tensor: torch.Tensor) -> _Saved:
         own = tensor.detach()
         place = self._place(own)
-        if isinstance(place, FiledTensor):
+        if isinstance(place, SpilledTensor):
             own.data = torch.empty(0, dtype=own.dtype)  # still counts writes, but frees the memory
         return _Saved(place, own, tensor._version)
 
@@ -153,12 +152,12 @@ class _SavedTensors:
                 "a tensor that is needed for the gradient has been modified by an in-place operation: "
                 f"it is at version {saved.version._version}, expected version {saved.saved_version}"
             )
-        if isinstance(saved.place, FiledTensor):
+        if isinstance(saved.place, SpilledTensor):
             return self._file.read(saved.place)
         return saved.place
 
-    def _place(self, tensor: torch.Tensor) -> FiledTensor | torch.Tensor:
-        if self._full or not fileable(tensor):
+    def _place(self, tensor: torch.Tensor) -> SpilledTensor | torch.Tensor:
+        if self._full or not spillable(tensor):
             return tensor
         if int(tensor.untyped_storage()._cdata) in self._storages:
             return tensor
@@ -168,6 +167,20 @@ class _SavedTensors:
             self._full = True
             logger.info("activations of the check stay in memory: %s", error)
             return tensor
+
+
+def _write_all(file: RawIOBase | BytesIO, data: memoryview) -> None:
+    """Write all bytes; one call of an unbuffered file may write fewer."""
+    while data:
+        data = data[file.write(data) or 0 :]
+
+
+def _read_all(file: RawIOBase | BytesIO, data: memoryview) -> None:
+    """Fill ``data`` from the file."""
+    while data:
+        count = file.readinto(data)
+        assert count, "the file of tensors is cut off"
+        data = data[count:]
 
 
 def _memory(storage: torch.UntypedStorage) -> memoryview:
