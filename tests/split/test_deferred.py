@@ -218,10 +218,10 @@ def _gradients(
     outputs = module(given, deferred=deferred)
     done = StagePass(module, (given,), outputs, module.parameters_by_key())
     ends = [(t, torch.linspace(-1, 1, t.numel()).view(t.shape)) for t in outputs if t.requires_grad]
+    found: dict[str, torch.Tensor] = {}
     if deferred is None:
-        of_inputs, found = done.backward(ends, {})
+        of_inputs = done.backward(ends, {}, found.__setitem__)
     else:
-        found = {}
         of_inputs = done.accumulate(ends, found, deferred)
     return (of_inputs[0], found), done
 
