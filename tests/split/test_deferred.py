@@ -60,6 +60,17 @@ class Frozen(nn.Module):
         return self.b(self.a(x).relu())
 
 
+class UsedTwice(nn.Module):
+    """A layer that is used twice, of a size whose products are added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
@@ -79,6 +90,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "matrix product": (MatrixProduct, (4, 6, 8)),
     "regularised": (Regularised, (4, 8)),
     "frozen": (Frozen, (4, 8)),
+    "used twice": (UsedTwice, (8, 32)),
     "conv2d": (convolutions, (4, 2, 12, 12)),
     "conv1d": (one_dimension, (4, 2, 9)),
     "recurrent": (lambda: nn.GRU(8, 4, batch_first=True), (4, 5, 8)),
@@ -199,7 +211,7 @@ def test_the_gradient_of_an_output_is_taken_before_a_change_in_place() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 300])
-@pytest.mark.parametrize("name", ["residual", "matrix product", "conv2d"])
+@pytest.mark.parametrize("name", ["residual", "matrix product", "used twice", "conv2d"])
 def test_gradients_are_added_to_sums_without_a_change_of_bits(name: str, rows: int) -> None:
     make, shape = CASES[name]
     torch.manual_seed(0)

@@ -10,15 +10,15 @@ ones that autograd calls, so that the results are the same to the last bit.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from ravnest.split.gradients import add_product
 from ravnest.split.graph import Operation, Ref, StageGraph
@@ -36,6 +36,7 @@ class DeferredGradients:
         self.captures = captures
         self._calls: list[_Captured] = []
         self._pending: list[tuple[int, Deferral, _Saved]] = []
+        self._left: set[str | None] = set()
         self._count = 0
 
     def __bool__(self) -> bool:
@@ -54,6 +55,15 @@ class DeferredGradients:
         """Remember a call whose gradients can be computed."""
         self._pending.append((number, call, saved))
 
+    def leave(self, call: Deferral) -> None:
+        """Remember a call that needs a backward pass to its weights."""
+        self._left.update(call.keys)
+
+    @property
+    def captured(self) -> set[str | None]:
+        """Keys of weights that no backward pass needs to reach: ``edges`` suffice."""
+        return {key for each in self._calls for key in each.call.keys} - self._left
+
     @property
     def edges(self) -> list[GradientEdge]:
         """Places in autograd's graph whose gradients ``take`` needs."""
@@ -69,28 +79,44 @@ class DeferredGradients:
                     raise RuntimeError(_CHANGED)
                 self._pending.append((number, call, _Saved(gradient, x, weight, arguments)))
 
-    def compute(self, take: Take, sums: Mapping[str, torch.Tensor] = _NONE) -> None:
+    def compute(self, take: Take, sums: Mapping[str, torch.Tensor] | None = None) -> None:
         """Pass each gradient with its key to ``take``, and release what it was computed from.
 
         One gradient exists at a time, so that ``take`` can add it to the others of the update. A weight
         that several operators use gets the sum, formed in autograd's order: the last call comes first.
-        Gradients that can be added to ``sums`` in place without a change of their bits are not passed.
+        With ``sums``, gradients of the keys in it are added there in place and not passed. Products are
+        added without a tensor of their own where that does not change their bits: to ``sums``, or to the
+        sum of a weight with several uses.
         """
         pending, self._pending = self._pending, []
-        pending.sort(key=lambda entry: entry[0])
-        uses = Counter(key for _, call, _ in pending for key in call.keys)
+        pending.sort(key=itemgetter(0))
+        uses: dict[str | None, int] = {}
+        for _, call, _ in pending:
+            for name in call.keys:
+                uses[name] = uses.get(name, 0) + 1
+        repeated = {name for name, count in uses.items() if count > 1}
         partial: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             while pending:
                 _, call, saved = pending.pop()
-                alone = uses[call.keys[0]] == 1
-                for key, gradient in call.gradients(saved, sums if alone else _NONE):
-                    uses[key] -= 1
-                    total = partial.pop(key) + gradient if key in partial else gradient
-                    if uses[key]:
-                        partial[key] = total
+                totals = _NONE if sums is None else partial if call.keys[0] in repeated else sums
+                for key, gradient in call.gradients(saved, totals):
+                    if key in repeated:
+                        partial[key] = partial[key].add_(gradient) if key in partial else gradient
                     else:
-                        take(key, total)
+                        _add(key, gradient, take, sums)
+                for name in call.keys if repeated else ():
+                    uses[name] -= 1
+                    if name is not None and name in partial and not uses[name]:
+                        _add(name, partial.pop(name), take, sums)
+
+
+def _add(key: str, gradient: torch.Tensor, take: Take, sums: Mapping[str, torch.Tensor] | None) -> None:
+    """Add a gradient in place to that in ``sums``, if there is one; else pass it to ``take``."""
+    if sums is not None and key in sums:
+        sums[key].add_(gradient)
+    else:
+        take(key, gradient)
 
 
 _CHANGED = (
@@ -123,10 +149,11 @@ class _Rule:
     dimensions: Collection[int] | None
     """Dimensions of the input for which the formulas hold; ``None`` for two or more."""
     input_gradient: Callable[[_Saved], torch.Tensor]
-    weight_gradients: Callable[[_Saved, bool], tuple[torch.Tensor, torch.Tensor | None]]
-    """Gradients of the weight and, if the flag is set, of the bias."""
-    factors: Callable[[_Saved], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Matrices whose product is the gradient of the weight; the bias's is the sum of the rows."""
+    weight_gradients: _WeightGradients | None = None
+    """Gradients of the weight and, if the flag is set, of the bias; None if there are factors."""
+    factors: _Factors | None = None
+    """Matrices whose product is the gradient of the weight; the sum of the rows of the third is the
+    gradient of the bias."""
     any_layout: bool = False
     """True if the kernel for an input that is not contiguous does not depend on what needs gradients."""
 
@@ -148,36 +175,29 @@ class _Saved(NamedTuple):
     """All arguments of the operator, without its tensors."""
 
 
+_WeightGradients = Callable[[_Saved, bool], tuple[torch.Tensor, torch.Tensor | None]]
+_Factors = Callable[[_Saved], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _linear_input(saved: _Saved) -> torch.Tensor:
     return _rows(saved.gradient).mm(saved.weight).view(saved.x.shape)
 
 
-def _linear_factors(saved: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
-    return _rows(saved.gradient).t(), _rows(saved.x)
+def _linear_factors(saved: _Saved) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = _rows(saved.gradient)
+    return rows.t(), _rows(saved.x), rows
 
 
 def _addmm_input(saved: _Saved) -> torch.Tensor:
     return saved.gradient.mm(saved.weight.t())
 
 
-def _addmm_factors(saved: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
-    return saved.x.t(), saved.gradient
-
-
-def _product(
-    factors: Callable[[_Saved], tuple[torch.Tensor, torch.Tensor]],
-) -> Callable[[_Saved, bool], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the formula of a weight whose gradient is a product of two matrices."""
-
-    def weight_gradients(saved: _Saved, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        left, right = factors(saved)
-        return left.mm(right), _rows(saved.gradient).sum(0) if bias else None
-
-    return weight_gradients
+def _addmm_factors(saved: _Saved) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return saved.x.t(), saved.gradient, saved.gradient
 
 
 def _convolution(dimensions: int) -> _Rule:
@@ -221,10 +241,8 @@ def _each(value: Any, dimensions: int) -> list[int]:
 
 
 _RULES = {
-    "aten::linear.default": _Rule(
-        0, 1, 2, None, _linear_input, _product(_linear_factors), _linear_factors
-    ),
-    "aten::addmm.default": _Rule(1, 2, 0, (2,), _addmm_input, _product(_addmm_factors), _addmm_factors),
+    "aten::linear.default": _Rule(0, 1, 2, None, _linear_input, factors=_linear_factors),
+    "aten::addmm.default": _Rule(1, 2, 0, (2,), _addmm_input, factors=_addmm_factors),
     "aten::conv1d.default": _convolution(1),
     "aten::conv2d.default": _convolution(2),
     "aten::conv3d.default": _convolution(3),
@@ -244,10 +262,14 @@ class Deferral:
         """Call the operator; with ``deferred``, its weight gradients go there."""
         rule = self._rule
         x, weight = arguments[rule.input], arguments[rule.weight]
-        if deferred is None or not rule.fits(x, weight):
+        if deferred is None:
             return self.run(arguments)
-        if deferred.captures and x.requires_grad and (rule.any_layout or _in_order(x)):
+        fits = rule.fits(x, weight)
+        if fits and deferred.captures and x.requires_grad and (rule.any_layout or _in_order(x)):
             return self._captured(deferred, arguments, x, weight.detach())
+        deferred.leave(self)
+        if not fits:
+            return self.run(arguments)
         bias = arguments[rule.bias] if rule.bias < len(arguments) else None
         output: torch.Tensor = _DeferredCall.apply(  # type: ignore[no-untyped-call]
             self, deferred, arguments, x, weight, bias
@@ -268,7 +290,9 @@ class Deferral:
         if rule.bias < len(plain) and plain[rule.bias] is not None:
             plain[rule.bias] = plain[rule.bias].detach()
         output: torch.Tensor = self._function(*plain)
-        edge, version = get_gradient_edge(output), x._version
+        node, version = output.grad_fn, x._version
+        assert node is not None, "an output has a gradient if the input has one"
+        edge = GradientEdge(node, output.output_nr)
         others = () if rule.factors is not None else _without_tensors(arguments)
         deferred.capture(_Captured(deferred.number(), self, edge, x.detach(), version, weight, others))
         return output
@@ -287,10 +311,15 @@ class Deferral:
     ) -> list[tuple[str, torch.Tensor]]:
         """Compute the gradients of weight and bias, except one that is added to ``sums``."""
         rule, (weight, bias) = self._rule, self.keys
-        factors = rule.factors
-        if factors and weight in sums and add_product(sums[weight], *factors(saved)):
-            return [] if bias is None else [(bias, _rows(saved.gradient).sum(0))]
-        of_weight, of_bias = rule.weight_gradients(saved, bias is not None)
+        if rule.factors is None:
+            assert rule.weight_gradients is not None
+            of_weight, of_bias = rule.weight_gradients(saved, bias is not None)
+        else:
+            left, right, rows = rule.factors(saved)
+            of_bias = None if bias is None else rows.sum(0)
+            if weight in sums and add_product(sums[weight], left, right):
+                return [] if bias is None or of_bias is None else [(bias, of_bias)]
+            of_weight = left.mm(right)
         found = [(weight, of_weight)]
         return found if bias is None or of_bias is None else [*found, (bias, of_bias)]
 
@@ -300,6 +329,8 @@ def _in_order(x: torch.Tensor) -> bool:
 
     ``is_contiguous`` ignores those; ``aten::matmul``, which some linear layers call, does not.
     """
+    if min(x.shape) > 1:
+        return x.is_contiguous()
     expected = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if stride != expected:

@@ -54,7 +54,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     A product of its own takes memory of the size of ``total`` and the time to write and read it. Whether
     a kernel forms the same sums without it depends on the shapes; it is tried once for each.
     """
-    if total.device.type != "cpu" or left.shape[1] > _MOST_TERMS:
+    if left.shape[1] > _MOST_TERMS or not total.is_cpu:
         return False
     if not (total.is_contiguous() and left.t().is_contiguous() and right.is_contiguous()):
         return False

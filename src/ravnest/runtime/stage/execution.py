@@ -173,8 +173,11 @@ class StageExecution:
                 for spec, tensor in outputs
                 if spec.name in gradients
             ]
-        with self._accumulated() as accumulated:
-            of_inputs = stage_pass.accumulate(ends, accumulated, saved.deferred)
+        if saved.deferred is not None and saved.deferred.captures:
+            of_inputs = stage_pass.capture(ends, saved.deferred, self._accumulate)
+        else:
+            with self._accumulated() as accumulated:
+                of_inputs = stage_pass.accumulate(ends, accumulated, saved.deferred)
         self._defer(microbatch, saved)
         return {
             spec.name: gradient
@@ -196,7 +199,7 @@ class StageExecution:
         if saved is not None and saved.deferred is not None:
             taken: set[int] = set()
             # An owned weight's gradient is part of no message, so that it can be changed in place.
-            sums = {} if self._frugal else self.updates.gradients
+            sums = None if self._frugal else self.updates.gradients
             saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken), sums)
 
     def add_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
