@@ -20,7 +20,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
-from ravnest.split.gradients import add_product
+from ravnest.split.gradients import add_product, saves_product
 from ravnest.split.graph import Operation, Ref, StageGraph
 
 Take = Callable[[str, torch.Tensor], None]
@@ -31,9 +31,14 @@ _NONE: Mapping[str, torch.Tensor] = {}
 class DeferredGradients:
     """Weight gradients of one micro-batch that are still to be computed."""
 
-    def __init__(self, *, captures: bool = False) -> None:
-        """``captures``: the backward pass calls ``take`` with the gradients of ``edges``."""
+    def __init__(self, *, captures: bool = False, sums_only: bool = False) -> None:
+        """``captures``: the backward pass calls ``take`` with the gradients of ``edges``.
+
+        ``sums_only``: gradients are deferred only if they are products that are better added to ``sums``
+        in ``compute``; autograd computes the others.
+        """
         self.captures = captures
+        self.sums_only = sums_only
         self._calls: list[_Captured] = []
         self._pending: list[tuple[int, Deferral, _Saved]] = []
         self._left: set[str | None] = set()
@@ -252,8 +257,17 @@ _RULES = {
 class Deferral:
     """One call of a graph whose weight gradients can be deferred."""
 
-    def __init__(self, function: Callable[..., Any], rule: _Rule, keys: tuple[str, str | None]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        rule: _Rule,
+        keys: tuple[str, str | None],
+        *,
+        alone: bool = True,
+    ) -> None:
+        """``alone``: no other operation of the graph uses the weight or the bias."""
         self._function = function
+        self._alone = alone
         self._rule = rule
         self.keys = keys
         """Keys of the weight and the bias."""
@@ -264,12 +278,12 @@ class Deferral:
         x, weight = arguments[rule.input], arguments[rule.weight]
         if deferred is None:
             return self.run(arguments)
-        fits = rule.fits(x, weight)
-        if fits and deferred.captures and x.requires_grad and (rule.any_layout or _in_order(x)):
+        if not rule.fits(x, weight) or (deferred.sums_only and not self._saves(x, weight)):
+            deferred.leave(self)
+            return self.run(arguments)
+        if deferred.captures and x.requires_grad and (rule.any_layout or _in_order(x)):
             return self._captured(deferred, arguments, x, weight.detach())
         deferred.leave(self)
-        if not fits:
-            return self.run(arguments)
         bias = arguments[rule.bias] if rule.bias < len(arguments) else None
         output: torch.Tensor = _DeferredCall.apply(  # type: ignore[no-untyped-call]
             self, deferred, arguments, x, weight, bias
@@ -296,6 +310,11 @@ class Deferral:
         others = () if rule.factors is not None else _without_tensors(arguments)
         deferred.capture(_Captured(deferred.number(), self, edge, x.detach(), version, weight, others))
         return output
+
+    def _saves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Return whether it saves time, and changes no order of sums, to add the gradient in place."""
+        terms = x.numel() // (x.shape[-1] or 1)
+        return self._alone and self._rule.factors is not None and saves_product(terms, weight)
 
     def run(self, arguments: tuple[Any, ...]) -> torch.Tensor:
         """Call the operator as it is."""
@@ -396,11 +415,16 @@ def deferrable_keys(graph: StageGraph) -> frozenset[str]:
 
 
 def deferral_of(
-    operation: Operation, function: Callable[..., Any], keys: dict[str, str], deferrable: frozenset[str]
+    operation: Operation,
+    function: Callable[..., Any],
+    keys: Mapping[str, str],
+    deferrable: frozenset[str],
+    uses: Mapping[str, int],
 ) -> Deferral | None:
     """Return the call of an operation as one that can be deferred, or ``None`` if it cannot.
 
     ``keys`` maps the names of the graph's state to their keys; ``deferrable`` is of ``deferrable_keys``.
+    ``uses`` counts the operations that use each key.
     """
     weights = _weight_names(operation)
     if not weights or any(keys.get(name) not in deferrable for name in weights):
@@ -410,7 +434,8 @@ def deferral_of(
     bias_key = keys.get(bias.name) if isinstance(bias, Ref) else None
     weight = _argument(operation, rule.weight)
     assert isinstance(weight, Ref)
-    return Deferral(function, rule, (keys[weight.name], bias_key))
+    alone = all(uses[keys[name]] == 1 for name in weights)
+    return Deferral(function, rule, (keys[weight.name], bias_key), alone=alone)
 
 
 def deferrable_input(node: fx.Node, trained: Collection[str]) -> fx.Node | None:

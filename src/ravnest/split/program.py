@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -46,6 +47,8 @@ class Program:
         """Slot of the weight gradients that are left for later."""
         self._keys = {use.name: use.key for use in graph.state}
         self._deferrable = deferrable_keys(graph)
+        read = (name for operation in graph.operations for name in operation.refs())
+        self._uses = Counter(self._keys[name] for name in read if name in self._keys)
         self._rest: list[Any] = []
         """Initial contents of the slots after inputs and state."""
         self._calls: list[_Call] = []
@@ -85,7 +88,7 @@ class Program:
         function = getattr(function, "_op", function)  # the function inside an OpOverload: saves a call
         if named:
             function = _by_name(function, named)
-        elif deferral := deferral_of(operation, function, self._keys, self._deferrable):
+        elif deferral := deferral_of(operation, function, self._keys, self._deferrable, self._uses):
             function, arguments = deferral, (self._deferred, *arguments)
         self._slots[operation.name] = self._new_slot()
         self._calls.append(_Call(function, arguments, self._slots[operation.name], operation.no_grad))
