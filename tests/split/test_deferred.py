@@ -313,3 +313,45 @@ def test_a_product_is_added_in_place_only_if_the_bits_stay_the_same() -> None:
     assert not add_product(torch.zeros(9, 9), torch.randn(9, 500), torch.randn(500, 9))
     repeated = torch.ones(1, 9).expand(4, 9)
     assert not add_product(torch.zeros(9, 9), repeated.t(), torch.randn(4, 9))
+
+
+@pytest.mark.parametrize(("rows", "waits"), [(64, True), (300, False)])
+def test_a_backward_pass_can_leave_only_what_is_better_added_in_place(rows: int, waits: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8)), torch.randn(rows, 512)
+    (stage,) = split(model, torch.randn(4, 512), stages=1).stages
+    module = StageModule(stage.spec, stage.tensors)
+    for needs_gradient in (True, False):
+        (_, first), _ = _gradients(module, x, needs_gradient, None)
+        deferred = DeferredGradients(sums_only=True)
+        (_, found), _ = _gradients(module, x, needs_gradient, deferred)
+        assert bool(deferred) == waits
+        assert first.keys() - found.keys() == ({"0.weight", "0.bias"} if waits else set())
+        sums = {key: gradient.clone() for key, gradient in first.items()}
+        deferred.compute(lambda key, _: pytest.fail(key), sums)
+        for key, gradient in found.items():
+            sums[key].add_(gradient)
+        assert all(torch.equal(sums[key], gradient + gradient) for key, gradient in first.items())
+
+
+class UsedWithManyRows(nn.Module):
+    """A layer that is used with few rows and with many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x)).mean(1))
+
+
+def test_autograd_sums_the_gradients_of_a_weight_with_several_uses() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 100, 512)
+    (stage,) = split(UsedWithManyRows(), x, stages=1).stages
+    module = StageModule(stage.spec, stage.tensors)
+    (_, expected), _ = _gradients(module, x, True, None)
+    deferred = DeferredGradients(sums_only=True)
+    (_, found), _ = _gradients(module, x, True, deferred)
+    assert not deferred
+    assert all(torch.equal(found[key], expected[key]) for key in expected)

@@ -83,7 +83,11 @@ class StagePass:
         ``deferred`` captures, the few that are not deferred exist twice for a moment.
         """
         if deferred is not None and deferred.captures:
-            return self._capture(outputs, gradients, deferred)
+
+            def take(key: str, gradient: torch.Tensor, taken: set[int]) -> None:
+                gradients[key] = sum_gradients(gradients.get(key), gradient, self.parameters[key], taken)
+
+            return self.capture(outputs, deferred, take)
         parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
         inputs = [value if _needs_gradient(value) else None for value in self.inputs]
         leaves = [value for value in inputs if value is not None]
@@ -102,14 +106,19 @@ class StagePass:
                 gradients[key] = own_gradient(gradient, parameter, taken) if new else gradient
         return found
 
-    def _capture(
+    def capture(
         self,
         outputs: Sequence[tuple[Any, torch.Tensor | None]],
-        gradients: dict[str, torch.Tensor],
         deferred: DeferredGradients,
+        take: Callable[[str, torch.Tensor, set[int]], None],
     ) -> list[torch.Tensor | None]:
-        """Do as ``accumulate`` does, and pass the gradients to ``deferred`` that it needs."""
-        parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
+        """Return the gradients of the inputs; give ``deferred`` the gradients that it needs.
+
+        ``take`` gets the gradients of the other parameters, each with its key and with the memory that
+        gradients use (``add_gradient``).
+        """
+        captured = deferred.captured
+        parameters = {k: p for k, p in self.parameters.items() if k not in captured and p.requires_grad}
         needs = [_needs_gradient(value) for value in self.inputs]
         leaves = [value for value, need in zip(self.inputs, needs, strict=True) if need]
         ends = [end for end in outputs if _needs_gradient(end[0])]
@@ -121,9 +130,9 @@ class StagePass:
         rest = iter(found)
         of_inputs = [next(rest) if need else None for need in needs]
         taken = {memory_of(gradient) for gradient in of_inputs if gradient is not None}
-        for key, parameter in parameters.items():
-            if (gradient := next(rest)) is not None:
-                gradients[key] = sum_gradients(gradients.get(key), gradient, parameter, taken)
+        for key, gradient in zip(parameters, rest, strict=False):
+            if gradient is not None:
+                take(key, gradient, taken)
         return of_inputs
 
 

@@ -22,10 +22,11 @@ class DeferralRule:
     dimensions: Collection[int] | None
     """Dimensions of the input for which the formulas hold; ``None`` for two or more."""
     input_gradient: Callable[[SavedCall], torch.Tensor]
-    weight_gradients: Callable[[SavedCall, bool], tuple[torch.Tensor, torch.Tensor | None]]
-    """Gradients of the weight and, if the flag is set, of the bias."""
-    factors: Callable[[SavedCall], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Matrices whose product is the gradient of the weight; the bias's is the sum of the rows."""
+    weight_gradients: Callable[[SavedCall, bool], tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    """Gradients of the weight and, if the flag is set, of the bias; None if there are factors."""
+    factors: Callable[[SavedCall], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+    """Matrices whose product is the gradient of the weight; the sum of the rows of the third is the
+    gradient of the bias."""
     any_layout: bool = False
     """True if the kernel for an input that is not contiguous does not depend on what needs gradients."""
 
@@ -47,37 +48,25 @@ class SavedCall(NamedTuple):
     """All arguments of the operator, without its tensors."""
 
 
-def rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as a matrix."""
-    return tensor.reshape(-1, tensor.shape[-1])
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _linear_input(saved: SavedCall) -> torch.Tensor:
-    return rows(saved.gradient).mm(saved.weight).view(saved.x.shape)
+    return _rows(saved.gradient).mm(saved.weight).view(saved.x.shape)
 
 
-def _linear_factors(saved: SavedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    return rows(saved.gradient).t(), rows(saved.x)
+def _linear_factors(saved: SavedCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = _rows(saved.gradient)
+    return rows.t(), _rows(saved.x), rows
 
 
 def _addmm_input(saved: SavedCall) -> torch.Tensor:
     return saved.gradient.mm(saved.weight.t())
 
 
-def _addmm_factors(saved: SavedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    return saved.x.t(), saved.gradient
-
-
-def _product(
-    factors: Callable[[SavedCall], tuple[torch.Tensor, torch.Tensor]],
-) -> Callable[[SavedCall, bool], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the formula of a weight whose gradient is a product of two matrices."""
-
-    def weight_gradients(saved: SavedCall, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        left, right = factors(saved)
-        return left.mm(right), rows(saved.gradient).sum(0) if bias else None
-
-    return weight_gradients
+def _addmm_factors(saved: SavedCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return saved.x.t(), saved.gradient, saved.gradient
 
 
 def _convolution(dimensions: int) -> DeferralRule:
@@ -121,12 +110,8 @@ def _each(value: Any, dimensions: int) -> list[int]:
 
 
 RULES = {
-    "aten::linear.default": DeferralRule(
-        0, 1, 2, None, _linear_input, _product(_linear_factors), _linear_factors
-    ),
-    "aten::addmm.default": DeferralRule(
-        1, 2, 0, (2,), _addmm_input, _product(_addmm_factors), _addmm_factors
-    ),
+    "aten::linear.default": DeferralRule(0, 1, 2, None, _linear_input, factors=_linear_factors),
+    "aten::addmm.default": DeferralRule(1, 2, 0, (2,), _addmm_input, factors=_addmm_factors),
     "aten::conv1d.default": _convolution(1),
     "aten::conv2d.default": _convolution(2),
     "aten::conv3d.default": _convolution(3),

@@ -10,17 +10,17 @@ ones that autograd calls, so that the results are the same to the last bit.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from ravnest.split.deferral_rules import RULES, DeferralRule, SavedCall, rows
-from ravnest.split.gradients import add_product
+from ravnest.split.deferral_rules import RULES, DeferralRule, SavedCall
+from ravnest.split.gradients import add_product, saves_product
 from ravnest.split.graph import Operation, Ref, StageGraph, refs_in
 from ravnest.split.recurrent import DEFERRED_COPIES, DEFERRED_TARGETS
 
@@ -62,12 +62,18 @@ class WeightSteps(WeightUse, Protocol):
 class DeferredGradients:
     """Weight gradients of one micro-batch that are still to be computed."""
 
-    def __init__(self, *, captures: bool = False) -> None:
-        """``captures``: the backward pass calls ``take`` with the gradients of ``edges``."""
+    def __init__(self, *, captures: bool = False, sums_only: bool = False) -> None:
+        """``captures``: the backward pass calls ``take`` with the gradients of ``edges``.
+
+        ``sums_only``: gradients are deferred only if they are products that are better added to ``sums``
+        in ``compute``; autograd computes the others.
+        """
         self.captures = captures
+        self.sums_only = sums_only
         self._calls: list[CapturedCall] = []
         self._steps: list[tuple[int, WeightSteps]] = []
         self._pending: list[tuple[int, WeightUse, Any]] = []
+        self._left: set[str | None] = set()
         self._count = 0
 
     def __bool__(self) -> bool:
@@ -89,6 +95,15 @@ class DeferredGradients:
     def add(self, number: int, call: WeightUse, saved: SavedCall) -> None:
         """Remember a call whose gradients can be computed."""
         self._pending.append((number, call, saved))
+
+    def leave(self, call: WeightUse) -> None:
+        """Remember a call that needs a backward pass to its weights."""
+        self._left.update(call.keys)
+
+    @property
+    def captured(self) -> set[str | None]:
+        """Keys of weights that no backward pass needs to reach: ``edges`` suffice."""
+        return {key for each in self._calls for key in each.call.keys} - self._left
 
     def add_steps(
         self, number: int, steps: WeightSteps, gradients: Sequence[torch.Tensor | None]
@@ -129,13 +144,17 @@ class DeferredGradients:
 
         One gradient exists at a time, so that ``take`` can add it to the others of the update. A weight
         that several operators use gets the sum, formed in autograd's order: the last call comes first.
-        With ``sums``, products are added in place where that does not change their bits: to ``sums``,
-        and then they are not passed, or to the sum of a weight with several uses.
+        With ``sums``, gradients of the keys in it are added there in place and not passed. Products are
+        added without a tensor of their own where that does not change their bits: to ``sums``, or to the
+        sum of a weight with several uses.
         """
         pending, self._pending = self._pending, []
-        pending.sort(key=lambda entry: entry[0])
-        uses = Counter(key for _, call, _ in pending for key in call.keys)
-        repeated = {key for key, count in uses.items() if count > 1}
+        pending.sort(key=itemgetter(0))
+        uses: dict[str | None, int] = {}
+        for _, call, _ in pending:
+            for name in call.keys:
+                uses[name] = uses.get(name, 0) + 1
+        repeated = {name for name, count in uses.items() if count > 1}
         partial: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             while pending:
@@ -143,10 +162,22 @@ class DeferredGradients:
                 apart = call.several or call.keys[0] in repeated
                 totals = partial if apart else sums or _NONE
                 for key, gradient in call.gradients(saved, totals, in_place=sums is not None):
-                    partial[key] = partial[key].add_(gradient) if key in partial else gradient
-                uses.subtract(call.keys)
-                for key in [key for key in partial if not uses[key]]:
-                    take(key, partial.pop(key))
+                    if key in repeated:
+                        partial[key] = partial[key].add_(gradient) if key in partial else gradient
+                    else:
+                        _add(key, gradient, take, sums)
+                for name in call.keys if repeated else ():
+                    uses[name] -= 1
+                    if name is not None and name in partial and not uses[name]:
+                        _add(name, partial.pop(name), take, sums)
+
+
+def _add(key: str, gradient: torch.Tensor, take: Take, sums: Mapping[str, torch.Tensor] | None) -> None:
+    """Add a gradient in place to that in ``sums``, if there is one; else pass it to ``take``."""
+    if sums is not None and key in sums:
+        sums[key].add_(gradient)
+    else:
+        take(key, gradient)
 
 
 _CHANGED = (
@@ -173,9 +204,16 @@ class Deferral:
     """One call of a graph whose weight gradients can be deferred."""
 
     def __init__(
-        self, function: Callable[..., Any], rule: DeferralRule, keys: tuple[str, str | None]
+        self,
+        function: Callable[..., Any],
+        rule: DeferralRule,
+        keys: tuple[str, str | None],
+        *,
+        alone: bool = True,
     ) -> None:
+        """``alone``: no other operation of the graph uses the weight or the bias."""
         self._function = function
+        self._alone = alone
         self._rule = rule
         self.keys = keys
         """Keys of the weight and the bias."""
@@ -186,10 +224,14 @@ class Deferral:
         """Call the operator; with ``deferred``, its weight gradients go there."""
         rule = self._rule
         x, weight = arguments[rule.input], arguments[rule.weight]
-        if deferred is None or not rule.fits(x, weight):
+        if deferred is None:
+            return self.run(arguments)
+        if not rule.fits(x, weight) or (deferred.sums_only and not self._saves(x, weight)):
+            deferred.leave(self)
             return self.run(arguments)
         if deferred.captures and x.requires_grad and (rule.any_layout or _in_order(x)):
             return self._captured(deferred, arguments, x, weight.detach())
+        deferred.leave(self)
         bias = arguments[rule.bias] if rule.bias < len(arguments) else None
         output: torch.Tensor = _DeferredCall.apply(  # type: ignore[no-untyped-call]
             self, deferred, arguments, x, weight, bias
@@ -210,12 +252,19 @@ class Deferral:
         if rule.bias < len(plain) and plain[rule.bias] is not None:
             plain[rule.bias] = plain[rule.bias].detach()
         output: torch.Tensor = self._function(*plain)
-        edge, version = get_gradient_edge(output), x._version
+        node, version = output.grad_fn, x._version
+        assert node is not None, "an output has a gradient if the input has one"
+        edge = GradientEdge(node, output.output_nr)
         others = () if rule.factors is not None else _without_tensors(arguments)
         deferred.capture(
             CapturedCall(deferred.number(), self, edge, x.detach(), version, weight, others)
         )
         return output
+
+    def _saves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Return whether it saves time, and changes no order of sums, to add the gradient in place."""
+        terms = x.numel() // (x.shape[-1] or 1)
+        return self._alone and self._rule.factors is not None and saves_product(terms, weight)
 
     def run(self, arguments: tuple[Any, ...]) -> torch.Tensor:
         """Call the operator as it is."""
@@ -231,10 +280,15 @@ class Deferral:
     ) -> list[tuple[str, torch.Tensor]]:
         """Compute the gradients of weight and bias, except one that is added to ``totals``."""
         rule, (weight, bias) = self._rule, self.keys
-        factors = rule.factors if in_place else None
-        if factors and weight in totals and add_product(totals[weight], *factors(saved)):
-            return [] if bias is None else [(bias, rows(saved.gradient).sum(0))]
-        of_weight, of_bias = rule.weight_gradients(saved, bias is not None)
+        if rule.factors is None:
+            assert rule.weight_gradients is not None
+            of_weight, of_bias = rule.weight_gradients(saved, bias is not None)
+        else:
+            left, right, rows = rule.factors(saved)
+            of_bias = None if bias is None else rows.sum(0)
+            if in_place and weight in totals and add_product(totals[weight], left, right):
+                return [] if bias is None or of_bias is None else [(bias, of_bias)]
+            of_weight = left.mm(right)
         found = [(weight, of_weight)]
         return found if bias is None or of_bias is None else [*found, (bias, of_bias)]
 
@@ -244,6 +298,8 @@ def _in_order(x: torch.Tensor) -> bool:
 
     ``is_contiguous`` ignores those; ``aten::matmul``, which some linear layers call, does not.
     """
+    if min(x.shape) > 1:
+        return x.is_contiguous()
     expected = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if stride != expected:
@@ -309,11 +365,16 @@ def deferrable_keys(graph: StageGraph) -> frozenset[str]:
 
 
 def deferral_of(
-    operation: Operation, function: Callable[..., Any], keys: dict[str, str], deferrable: frozenset[str]
+    operation: Operation,
+    function: Callable[..., Any],
+    keys: Mapping[str, str],
+    deferrable: frozenset[str],
+    uses: Mapping[str, int],
 ) -> Deferral | None:
     """Return the call of an operation as one that can be deferred, or ``None`` if it cannot.
 
     ``keys`` maps the names of the graph's state to their keys; ``deferrable`` is of ``deferrable_keys``.
+    ``uses`` counts the operations that use each key.
     """
     weights, rule = _weight_names(operation), RULES.get(operation.target)
     if rule is None or not weights or any(keys.get(name) not in deferrable for name in weights):
@@ -322,7 +383,8 @@ def deferral_of(
     bias_key = keys.get(bias.name) if isinstance(bias, Ref) else None
     weight = _argument(operation, rule.weight)
     assert isinstance(weight, Ref)
-    return Deferral(function, rule, (keys[weight.name], bias_key))
+    alone = all(uses[keys[name]] == 1 for name in weights)
+    return Deferral(function, rule, (keys[weight.name], bias_key), alone=alone)
 
 
 def deferrable_input(node: fx.Node, trained: Collection[str]) -> fx.Node | None:

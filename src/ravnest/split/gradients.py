@@ -46,6 +46,13 @@ def own_gradient(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int
 
 _MOST_TERMS = 256
 """Longest rows of products that are added in place. Kernels divide longer ones into several sums."""
+_LARGE_ELEMENTS = 1 << 18
+"""Size of a sum from which it pays to add a product in place, even if that takes a call in Python."""
+
+
+def saves_product(terms: int, total: torch.Tensor) -> bool:
+    """Return whether it saves time to add a product of this number of terms to ``total`` in place."""
+    return terms <= _MOST_TERMS and total.numel() >= _LARGE_ELEMENTS and total.is_cpu
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:

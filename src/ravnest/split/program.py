@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -47,6 +48,8 @@ class Program:
         """Slot of the weight gradients that are left for later."""
         self._keys = {use.name: use.key for use in graph.state}
         self._deferrable = deferrable_keys(graph)
+        read = (name for operation in graph.operations for name in operation.refs())
+        self._uses = Counter(self._keys[name] for name in read if name in self._keys)
         self._rest: list[Any] = []
         """Initial contents of the slots after inputs and state."""
         self._calls: list[_Call] = []
@@ -95,7 +98,7 @@ class Program:
         self, operation: Operation, function: Callable[..., Any]
     ) -> Deferral | RecurrentDeferral | None:
         """Return the call of an operation whose weight gradients can be deferred, else None."""
-        found = deferral_of(operation, function, self._keys, self._deferrable)
+        found = deferral_of(operation, function, self._keys, self._deferrable, self._uses)
         return found or recurrent_deferral_of(operation, function, self._keys, self._deferrable)
 
     def _place(self, argument: Argument, no_grad: bool = False) -> int:

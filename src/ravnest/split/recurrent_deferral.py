@@ -172,7 +172,7 @@ class RecurrentDeferral:
         inputs, weights = _inputs(arguments), arguments[_WEIGHTS]
         trained = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
         product = weights[1].numel() * inputs[1].shape[-2]
-        if deferred is None or not trained or product < LEAST_PRODUCT:
+        if deferred is None or deferred.sums_only or not trained or product < LEAST_PRODUCT:
             return self._function(*arguments)
         kind = tuple((t.shape, t.stride(), t.requires_grad) for t in inputs)
         if kind in self._layouts and self._layouts[kind] is None:
