@@ -25,7 +25,7 @@ from ravnest.plan.schedule_choice import delay_pays
 from ravnest.plan.search import EXACT_NODES, Pipeline, find_clusters
 
 NEARLY = 1.01
-"""Time of a pipeline, as a multiple of the shortest, at which measured links decide the order."""
+"""Multiple of the shortest time that counts as equal if measured links decide the order."""
 
 
 def make_plan(
@@ -193,15 +193,20 @@ class _Pool:
         """Return the order of a pipeline that is best with all measured figures.
 
         The search does not know delays, which cost time only before the first micro-batch returns, and
-        does not care which links were measured.
+        does not care which links were measured. Its slowest stage or link must not become slower.
         """
         index = {self.nodes[i].id: i for i in pipeline}
         others = costs.links.other_orders(list(index))
         orders = [pipeline, *(tuple(index[node] for node in order) for order in others)]
         if len(orders) == 1:
             return pipeline
+        slowest = NEARLY * _slowest(self.cluster(0, costs, pipeline))
         clusters = {order: self._cluster(0, costs, order) for order in orders}
-        seconds = {order: found.seconds for order, found in clusters.items() if found is not None}
+        seconds = {
+            order: found.seconds
+            for order, found in clusters.items()
+            if found is not None and _slowest(found) <= slowest
+        }
         limit = NEARLY * min(seconds.values())
 
         def rank(order: Pipeline) -> tuple[int, float]:
@@ -212,6 +217,11 @@ class _Pool:
     def _cluster(self, number: int, costs: ModelCosts, pipeline: Pipeline) -> ClusterPlan | None:
         nodes, machines = [self.nodes[i] for i in pipeline], [self.machines[i] for i in pipeline]
         return plan_cluster(number, self.profile, costs, nodes, machines)
+
+
+def _slowest(cluster: ClusterPlan) -> float:
+    """Return the time of the slowest stage or link, which the search minimises."""
+    return max(max(stage.compute_seconds, stage.link_seconds) for stage in cluster.stages)
 
 
 def _worth(plan: Plan) -> tuple[int, float]:
