@@ -22,9 +22,9 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-HOME_MEGABITS = 2
-"""Rate of the homes: slow enough that the job outlasts the faults."""
-UPDATES = 100
+HOME_MEGABITS = 0.25
+"""Rate of the homes: an update takes 0.26 s at least, so that the job outlasts the faults."""
+UPDATES = 160
 OUTAGE = 30.0
 """Seconds for which a host is offline."""
 
