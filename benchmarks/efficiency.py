@@ -8,8 +8,8 @@ process at the same time, so that disturbances affect both. Ramp-up is left out.
 any schedule without delayed gradients can reach with these times, "predicted" is what the simulator
 predicts for the real schedule; then for both, with the times that threads and messages take in addition:
 between two forwards in a row at the Root, and from the end of a forward to the arrival of its outputs at
-the next stage, besides the link's delay (medians). Run as a script to print the
-report.
+the next stage, besides the link's delay (medians). Run as a script to print the report; arguments are
+numbers of micro-batches per stage, and RAVNEST_BENCH_PASS_SECONDS is the time of each pass.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from ravnest.transport.memory import MemoryNetwork
 from ravnest.types import MicrobatchId
 from ravnest.wire.messages import Forward, Message
 
-FORWARD, BACKWARD, WEIGHTS = 0.010, 0.010, 0.010
+FORWARD = BACKWARD = WEIGHTS = float(os.environ.get("RAVNEST_BENCH_PASS_SECONDS", "0.010"))
 """Seconds of each stage per micro-batch: forward, gradients of inputs, gradients of weights."""
-PER_STAGE = (4, 5, 6)
+PER_STAGE = tuple(map(int, sys.argv[1:])) if __name__ == "__main__" and sys.argv[1:] else (4, 5, 6)
 """Micro-batches in a batch, per stage."""
 DELAYS = (0.0, 0.020)
 """Delays of the links in each direction, in seconds."""
