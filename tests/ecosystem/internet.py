@@ -105,11 +105,8 @@ class Host:
     def renumber(self, old: str, new: str) -> None:
         """Change an IPv4 address of this host; connections from the old one get no answers."""
         gateway = _run("ip", "-n", self.namespace, "route", "show", "default").split()[2]
-        _run("ip", "-n", self.namespace, "address", "add", f"{new}/24", "dev", DEVICE)
         _run("ip", "-n", self.namespace, "address", "delete", f"{old}/24", "dev", DEVICE)
-        # The new address is not promoted to primary everywhere; add it and its route again.
-        with suppress(subprocess.CalledProcessError):
-            _run("ip", "-n", self.namespace, "address", "add", f"{new}/24", "dev", DEVICE)
+        _run("ip", "-n", self.namespace, "address", "add", f"{new}/24", "dev", DEVICE)
         _run("ip", "-n", self.namespace, "route", "replace", "default", "via", gateway)
 
     def connections(self) -> list[tuple[Address, Address]]:
