@@ -63,7 +63,7 @@ RETURN_FREED = {
 
 def subjects() -> tuple[Any, ...]:
     """Return the models; imported on demand because workers do not need them."""
-    from subjects import Subject, bert, digits_cnn, gpt2, lstm, mlp, resnet, vit  # noqa: PLC0415
+    from subjects import Subject, bert, digits_cnn, gpt2, gru, lstm, mlp, resnet, vit  # noqa: PLC0415
 
     return (
         Subject("digits CNN, batch 64", partial(digits_cnn, 64)),
@@ -72,6 +72,7 @@ def subjects() -> tuple[Any, ...]:
         Subject("BERT, 4 layers of 256, batch 8 x 128", partial(bert, 8, 128)),
         Subject("ViT, 6 layers of 192, batch 16 at 64 px", partial(vit, 16)),
         Subject("LSTM, 2 layers of 256, batch 32 x 64", partial(lstm, 32, 64, 256)),
+        Subject("GRU, 2 layers of 256, batch 32 x 64", partial(gru, 32, 64, 256)),
         Subject("MLP 5 x 2048, batch 64", partial(mlp, 64, 2048)),
     )
 

@@ -105,19 +105,24 @@ def bert(batch: int, length: int, *, base: bool = False) -> Example:
 
 
 class Tagger(nn.Module):
-    """Embedding, a two-layer LSTM with dropout, a linear layer."""
+    """Embedding, a two-layer LSTM or GRU with dropout, a linear layer."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], width: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(1000, width)
-        self.lstm = nn.LSTM(width, width, num_layers=2, dropout=0.1, batch_first=True)
+        self.recurrent = kind(width, width, num_layers=2, dropout=0.1, batch_first=True)
         self.head = nn.Linear(width, 50)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        hidden, _ = self.lstm(self.embed(text))
+        hidden, _ = self.recurrent(self.embed(text))
         return self.head(hidden)
 
 
 def lstm(batch: int, length: int, width: int = 128) -> Example:
-    """Return a recurrent tagger."""
-    return Tagger(width), (torch.randint(0, 1000, (batch, length)),), {}
+    """Return a tagger with LSTM layers."""
+    return Tagger(nn.LSTM, width), (torch.randint(0, 1000, (batch, length)),), {}
+
+
+def gru(batch: int, length: int, width: int = 128) -> Example:
+    """Return a tagger with GRU layers."""
+    return Tagger(nn.GRU, width), (torch.randint(0, 1000, (batch, length)),), {}

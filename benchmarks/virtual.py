@@ -13,9 +13,10 @@ each computation is carried out with the weights that the schedule gives it, in 
 - an ideal pipeline: the learning of one process at the rate of the slowest stage.
 
 The time to a given loss is the time until the validation loss is below that of one process after 80% of
-the updates. "Bound" is the least time of an update that any schedule with the same delay of gradients
-needs for the same micro-batches. Run as a script to print the report; arguments choose tasks by the
-first words of names.
+the updates. Dropout draws other random numbers in stages than in one process. "Same random numbers" is
+the same comparison with an ideal pipeline that learns as these stages do without any delay. "Bound" is
+the least time of an update that any schedule with the same delay of gradients needs for the same
+micro-batches. Run as a script to print the report; arguments choose tasks by the first words of names.
 """
 
 from __future__ import annotations
@@ -196,6 +197,11 @@ class VirtualPipeline:
 
         train_delayed(task, self._seed, delays, observe=observe)
         return curve
+
+    def undelayed(self) -> Curve:
+        """Return the learning of the stages without any delay, at the rate of the slowest stage."""
+        losses = [loss for _, loss in self.train("sync", 1).curve]
+        return [(update * self.slowest, loss) for update, loss in zip(self.points, losses, strict=True)]
 
     def values(self, batch: Any, parts: int) -> list[tuple[dict[str, Any], Any, float]]:
         """Return inputs, batch and weight of each micro-batch of a batch."""
@@ -378,27 +384,33 @@ def _link_cost(stage: StagePlan, count: int) -> LinkCost:
 
 @dataclass(frozen=True)
 class Row:
-    """Times to the target loss of one task, in seconds, by seed."""
+    """Times of one task, by seed."""
 
     task: str
     stages: int
     slowest: float
     """Time of a batch at the slowest stage."""
     runs: list[VirtualRun]
-    auto: list[float]
-    ideal: list[float]
+    ratios: list[float]
+    """Times to the target loss, relative to the ideal pipeline."""
+    same_numbers: list[float]
+    """The same, if the ideal pipeline draws the random numbers of the stages."""
 
     def __str__(self) -> str:
         run = self.runs[0]
-        ratios = [auto / ideal for auto, ideal in zip(self.auto, self.ideal, strict=True)]
-        median, low, high = (
+        median, low, high, same = (
             "not reached" if math.isinf(ratio) else f"{ratio:.2f} x"
-            for ratio in (statistics.median(ratios), min(ratios), max(ratios))
+            for ratio in (
+                statistics.median(self.ratios),
+                min(self.ratios),
+                max(self.ratios),
+                statistics.median(self.same_numbers),
+            )
         )
         return (
             f"| {self.task} | {self.stages} | {run.schedule} | {run.microbatches} "
             f"| {run.bound / self.slowest:.2f} x | {run.seconds / self.slowest:.2f} x "
-            f"| **{median}** | {low} to {high} |"
+            f"| **{median}** | {low} to {high} | {same} |"
         )
 
 
@@ -410,16 +422,22 @@ def _row(task: Task, stages: int) -> Row:
             pipeline = VirtualPipeline(task, seed, stages, Path(scratch))
             ideal = pipeline.alone()
             run = pipeline.train()
-        target = ideal[int(len(ideal) * TARGET) - 1][1] * (1 + FLOAT_ERROR)
+            exact = pipeline.undelayed() if run.schedule == "async" else ideal
         row = row or Row(task.name, stages, pipeline.slowest, [], [], [])
         row.runs.append(run)
-        row.ideal.append(time_to(ideal, target))
-        row.auto.append(time_to(run.curve, target))
+        row.ratios.append(_time_ratio(run.curve, ideal))
+        row.same_numbers.append(_time_ratio(run.curve, exact))
         if (task.name, stages, seed) == CHARTED:
             series = {"auto": run.curve, "ideal": ideal}
             CHART.write_text(line_chart(series, "virtual time, s", "validation loss"), encoding="utf-8")
     assert row is not None
     return row
+
+
+def _time_ratio(curve: Curve, ideal: Curve) -> float:
+    """Return the time to the target loss, relative to that of an ideal pipeline."""
+    target = ideal[int(len(ideal) * TARGET) - 1][1] * (1 + FLOAT_ERROR)
+    return time_to(curve, target) / time_to(ideal, target)
 
 
 def measure(tasks: Sequence[str] = ()) -> str:
@@ -430,8 +448,8 @@ def measure(tasks: Sequence[str] = ()) -> str:
         f"median of {SEEDS} seeds, with its range.",
         "",
         "| task | stages | `auto` chooses | micro-batches | bound | time of an update "
-        "| time to the loss | range |",
-        "|---|--:|---|--:|--:|--:|--:|--:|",
+        "| time to the loss | range | same random numbers |",
+        "|---|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
     for task in VIRTUAL_TASKS:
         if tasks and task.name.split()[0].strip(",") not in tasks:

@@ -59,3 +59,24 @@ def test_settings_of_the_user_are_not_changed(
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     host.keep_freed_memory()
     assert libc.settings == {}
+
+
+def test_blocks_are_mapped_for_a_while(libc: RecordingLibc) -> None:
+    with host.large_blocks_mapped():
+        assert libc.settings == {MMAP: 256 << 10, TRIM: 256 << 10}
+    assert libc.settings == {MMAP: 32 << 20, TRIM: 32 << 20}
+
+
+def test_blocks_stay_mapped_where_memory_is_short(libc: RecordingLibc) -> None:
+    host.map_large_blocks()
+    with host.large_blocks_mapped():
+        pass
+    assert libc.settings[MMAP] == libc.settings[TRIM] == 256 << 10
+
+
+def test_a_configured_allocator_is_not_changed_for_a_while(
+    libc: RecordingLibc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    with host.large_blocks_mapped():
+        assert libc.settings == {}

@@ -150,7 +150,12 @@ def _checked_splits(formation: Formation) -> dict[int, Split]:
     splits = {cluster.id: formation.split(cluster) for cluster in formation.plan.clusters}
     units = formation.profile.units
     memory = sum(u.activation_bytes for u in units) + max(u.workspace_bytes for u in units)
-    verify(formation.prepared.capture, [s.stages for s in splits.values()], activation_bytes=memory)
+    verify(
+        formation.prepared.capture,
+        [split.stages for split in splits.values()],
+        activation_bytes=memory,
+        operation_bytes=formation.prepared.operation_bytes,
+    )
     return splits
 
 

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -122,11 +122,32 @@ def keep_freed_memory() -> None:
 
     Do nothing if the user has configured the allocator.
     """
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    if _allocator_configured():
         return
     _limit_heaps()
     if not map_large_blocks.cache_info().currsize:
         _set_thresholds(_KEPT_BYTES)
+
+
+@contextlib.contextmanager
+def large_blocks_mapped() -> Iterator[None]:
+    """Map larger blocks, as ``map_large_blocks`` does, for a while.
+
+    Do nothing if the user has configured the allocator.
+    """
+    if _allocator_configured() or map_large_blocks.cache_info().currsize:
+        yield
+        return
+    _set_thresholds(_LARGE_BLOCK)
+    try:
+        yield
+    finally:
+        if not map_large_blocks.cache_info().currsize:
+            _set_thresholds(_KEPT_BYTES)
+
+
+def _allocator_configured() -> bool:
+    return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
 
 
 def _limit_heaps() -> None:

@@ -23,6 +23,7 @@ from ravnest.runtime.control import microbatch_tuner
 from ravnest.runtime.data import Criterion
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.leaf import Leaf
+from ravnest.split import recurrent_deferral
 
 BATCH = 12
 SAMPLES = 3 * BATCH + 7
@@ -131,12 +132,28 @@ def test_a_number_that_changes_during_the_run_does_not_change_the_result(
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+class Recurrent(nn.Module):
+    """GRU layers between linear ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.layers = nn.Linear(4, 24), nn.GRU(8, 8, 3, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.layers(self.steps(x).view(-1, 3, 8))
+        return self.head(y[:, -1])
+
+
+@pytest.mark.parametrize(
+    ("make", "recompute"), [(MLP, False), (MLP, True), (Recurrent, False), (Recurrent, True)]
+)
 def test_the_sums_are_those_of_accumulated_gradients_to_the_last_bit(
-    tmp_path: Path, recompute: bool
+    tmp_path: Path, make: Callable[[], nn.Module], recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(recurrent_deferral, "LEAST_PRODUCT", 0)
     set_seed(3)
-    model = MLP()
+    model = make()
     names = form(tmp_path, copy.deepcopy(model), (torch.rand(BATCH, 4),), 3)
     found = train_split(
         tmp_path,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ravnest.split import split
+from ravnest.split import recurrent_deferral, split
 from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
 from ravnest.split.gradients import add_product
@@ -60,6 +60,31 @@ class Frozen(nn.Module):
         return self.b(self.a(x).relu())
 
 
+class UsedTwice(nn.Module):
+    """A layer that is used twice, of a size whose products are added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class Encoder(nn.Module):
+    """A recurrent layer that is used twice, with a trained initial state; only its last state counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.start = nn.GRU(8, 8, batch_first=True), nn.Parameter(torch.randn(1, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = self.start.expand(1, x.shape[0], 8).contiguous()
+        y, _ = self.layer(x, start)
+        _, last = self.layer(y.flip(1), torch.tanh(start))
+        return last
+
+
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
@@ -68,6 +93,10 @@ def convolutions() -> nn.Module:
         nn.Flatten(),
         nn.LazyLinear(3),
     )
+
+
+def two_directions() -> nn.Module:
+    return nn.GRU(8, 32, 2, bidirectional=True, batch_first=True)
 
 
 def one_dimension() -> nn.Module:
@@ -79,9 +108,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "matrix product": (MatrixProduct, (4, 6, 8)),
     "regularised": (Regularised, (4, 8)),
     "frozen": (Frozen, (4, 8)),
+    "used twice": (UsedTwice, (8, 32)),
     "conv2d": (convolutions, (4, 2, 12, 12)),
     "conv1d": (one_dimension, (4, 2, 9)),
-    "recurrent": (lambda: nn.GRU(8, 4, batch_first=True), (4, 5, 8)),
+    "GRU": (lambda: nn.GRU(8, 4, batch_first=True), (4, 5, 8)),
+    "GRU, two layers, two directions": (two_directions, (16, 5, 8)),
+    "GRU without bias": (lambda: nn.GRU(8, 32, bias=False), (5, 16, 8)),
+    "RNN": (lambda: nn.RNN(8, 32, 2), (5, 16, 8)),
+    "RNN, ReLU, one step": (lambda: nn.RNN(8, 32, nonlinearity="relu", batch_first=True), (16, 1, 8)),
+    "GRU, last step of two calls": (Encoder, (4, 5, 8)),
+    "LSTM": (lambda: nn.LSTM(8, 4), (5, 4, 8)),
 }
 
 
@@ -125,7 +161,9 @@ def test_only_weights_that_nothing_else_uses_are_deferred() -> None:
 
     assert keys("residual") == {"up.weight", "up.bias", "twice.weight", "down.weight", "down.bias"}
     assert keys("regularised") == set()
-    assert keys("recurrent") == set()
+    assert keys("GRU") == {"weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"}
+    assert keys("GRU, last step of two calls") == {f"layer.{key}" for key in keys("GRU")}
+    assert keys("LSTM") == set()
 
 
 def test_a_forward_without_gradients_defers_nothing() -> None:
@@ -134,6 +172,40 @@ def test_a_forward_without_gradients_defers_nothing() -> None:
     with torch.no_grad():
         StageModule(stage.spec, stage.tensors)(torch.randn(4, 6, 8), deferred=deferred)
     assert not deferred
+
+
+@pytest.fixture(autouse=True)
+def _defer_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defer the weight gradients of recurrent layers of any size."""
+    monkeypatch.setattr(recurrent_deferral, "LEAST_PRODUCT", 0)
+
+
+def test_a_recurrent_layer_with_small_steps_is_not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 5, 8)
+    (stage,) = split(nn.GRU(8, 4, batch_first=True), x, stages=1).stages
+    module = StageModule(stage.spec, stage.tensors)
+    monkeypatch.setattr(recurrent_deferral, "LEAST_PRODUCT", 4 * 12 * 4 + 1)
+    deferred = DeferredGradients(captures=True)
+    (_, found), _ = _gradients(module, x, True, deferred)
+    assert found.keys() == module.parameters_by_key().keys()
+    assert not deferred
+
+
+def test_a_recurrent_kernel_that_computes_all_gradients_at_once_is_not_deferred() -> None:
+    def fused(
+        x: torch.Tensor, state: torch.Tensor, weights: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y = (x * weights[0].sum() + state * weights[1].sum()).tanh()
+        return y, y[-1:]
+
+    x, state = torch.randn(3, 4, 5, requires_grad=True), torch.randn(1, 4, 5)
+    weights = [torch.randn(5, 5, requires_grad=True) for _ in range(2)]
+    for captures in (True, False):
+        deferred = DeferredGradients(captures=captures)
+        y, _ = recurrent_deferral.RecurrentDeferral(fused, ["a", "b"])(deferred, x, state, weights)
+        assert all(g is not None for g in torch.autograd.grad(y.sum(), [x, *weights]))
+        assert not deferred
+        assert not deferred.edges
 
 
 Found = tuple[torch.Tensor | None, dict[str, torch.Tensor]]
@@ -146,10 +218,10 @@ def _gradients(
     outputs = module(given, deferred=deferred)
     done = StagePass(module, (given,), outputs, module.parameters_by_key())
     ends = [(t, torch.linspace(-1, 1, t.numel()).view(t.shape)) for t in outputs if t.requires_grad]
+    found: dict[str, torch.Tensor] = {}
     if deferred is None:
-        of_inputs, found = done.backward(ends, {})
+        of_inputs = done.backward(ends, {}, found.__setitem__)
     else:
-        found = {}
         of_inputs = done.accumulate(ends, found, deferred)
     return (of_inputs[0], found), done
 
@@ -199,7 +271,17 @@ def test_the_gradient_of_an_output_is_taken_before_a_change_in_place() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 300])
-@pytest.mark.parametrize("name", ["residual", "matrix product", "conv2d"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "residual",
+        "matrix product",
+        "used twice",
+        "conv2d",
+        "GRU, two layers, two directions",
+        "GRU, last step of two calls",
+    ],
+)
 def test_gradients_are_added_to_sums_without_a_change_of_bits(name: str, rows: int) -> None:
     make, shape = CASES[name]
     torch.manual_seed(0)
@@ -231,3 +313,45 @@ def test_a_product_is_added_in_place_only_if_the_bits_stay_the_same() -> None:
     assert not add_product(torch.zeros(9, 9), torch.randn(9, 500), torch.randn(500, 9))
     repeated = torch.ones(1, 9).expand(4, 9)
     assert not add_product(torch.zeros(9, 9), repeated.t(), torch.randn(4, 9))
+
+
+@pytest.mark.parametrize(("rows", "waits"), [(64, True), (300, False)])
+def test_a_backward_pass_can_leave_only_what_is_better_added_in_place(rows: int, waits: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8)), torch.randn(rows, 512)
+    (stage,) = split(model, torch.randn(4, 512), stages=1).stages
+    module = StageModule(stage.spec, stage.tensors)
+    for needs_gradient in (True, False):
+        (_, first), _ = _gradients(module, x, needs_gradient, None)
+        deferred = DeferredGradients(sums_only=True)
+        (_, found), _ = _gradients(module, x, needs_gradient, deferred)
+        assert bool(deferred) == waits
+        assert first.keys() - found.keys() == ({"0.weight", "0.bias"} if waits else set())
+        sums = {key: gradient.clone() for key, gradient in first.items()}
+        deferred.compute(lambda key, _: pytest.fail(key), sums)
+        for key, gradient in found.items():
+            sums[key].add_(gradient)
+        assert all(torch.equal(sums[key], gradient + gradient) for key, gradient in first.items())
+
+
+class UsedWithManyRows(nn.Module):
+    """A layer that is used with few rows and with many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x)).mean(1))
+
+
+def test_autograd_sums_the_gradients_of_a_weight_with_several_uses() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 100, 512)
+    (stage,) = split(UsedWithManyRows(), x, stages=1).stages
+    module = StageModule(stage.spec, stage.tensors)
+    (_, expected), _ = _gradients(module, x, True, None)
+    deferred = DeferredGradients(sums_only=True)
+    (_, found), _ = _gradients(module, x, True, deferred)
+    assert not deferred
+    assert all(torch.equal(found[key], expected[key]) for key in expected)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import ExactnessError
-from ravnest.split import prepare, split, verify
+from ravnest.split import prepare, self_check, split, verify
 
 
 def _model() -> nn.Module:
@@ -80,3 +80,95 @@ def test_the_batch_of_the_check_follows_the_free_memory(
         result = verify(prepared.capture, [prepared.cut([1]).stages], activation_bytes=60_000)
     assert result.batch_size == batch
     assert ("not checked" in caplog.text) == (batch is None)
+
+
+def _images() -> tuple[nn.Module, torch.Tensor]:
+    """Return a convolution whose activations are large, for a limit that is lowered in tests."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 4)
+    )
+    return model, torch.randn(7, 3, 8, 8)
+
+
+@pytest.mark.parametrize(("operation_bytes", "part"), [(1_000, 7), (10_000, 3), (2_800, 3), (1_500, 4)])
+def test_a_batch_with_large_operations_is_compared_in_parts(
+    monkeypatch: pytest.MonkeyPatch, operation_bytes: int, part: int
+) -> None:
+    monkeypatch.setattr(self_check, "_SMALL_OPERATION", 1_000)
+    monkeypatch.setattr(self_check, "_PARAMETERS_PER_OPERATION", 100)
+    model, images = _images()
+    seen: list[int] = []
+    prepared = prepare(model, (images,))
+    model.register_forward_pre_hook(lambda _module, args: seen.append(len(args[0])))
+    result = verify(prepared.capture, [prepared.cut([1]).stages], operation_bytes=operation_bytes)
+    assert result.bitwise
+    assert result.batch_size == 7
+    assert result.part_size == part
+    assert sum(seen) == 2 * 7, "every sample is compared once per mode"
+    assert min(seen) >= 2
+
+
+@pytest.mark.parametrize("row", [0, 6])
+def test_a_difference_in_any_part_is_detected(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
+    """The bias of a broken stage differs only if a sample is negative, so that one part shows it."""
+    monkeypatch.setattr(self_check, "_SMALL_OPERATION", 1)
+    monkeypatch.setattr(self_check, "_PARAMETERS_PER_OPERATION", 10**6)
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].bias.fill_(0.0)
+    samples = torch.ones(7, 1) * -1
+    samples[row] = 1.0
+    prepared = prepare(model, (samples,))
+    stages = prepared.cut([2]).stages
+    tensors = dict(stages[1].tensors)
+    tensors["2.weight"] = tensors["2.weight"] + 1
+    broken = SimpleNamespace(spec=stages[1].spec, tensors=tensors)
+    with pytest.raises(ExactnessError, match="in train mode output is the first tensor that differs"):
+        verify(prepared.capture, [[stages[0], broken]], operation_bytes=100)
+
+
+class _Pairs(nn.Module):
+    """A model of pairs: it takes an even number of samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.outer = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x).reshape(-1, 8))
+
+
+def test_parts_have_a_size_that_the_model_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "_SMALL_OPERATION", 1)
+    monkeypatch.setattr(self_check, "_PARAMETERS_PER_OPERATION", 10**6)
+    prepared = prepare(_Pairs(), (torch.randn(10, 4),))
+    result = verify(prepared.capture, [prepared.cut([1]).stages], operation_bytes=100)
+    assert result.bitwise
+    assert result.batch_size == 10
+    assert result.part_size is not None
+    assert result.part_size % 2 == 0
+
+
+def test_a_model_that_fails_on_parts_is_compared_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(self_check, "_SMALL_OPERATION", 1)
+    monkeypatch.setattr(self_check, "_PARAMETERS_PER_OPERATION", 10**6)
+    model, seen = _model(), []
+    prepared = prepare(model, (torch.randn(6, 4),))
+
+    def refuse(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen.append(len(args[0]))
+        if len(args[0]) != 6:
+            raise RuntimeError("six samples are needed")
+
+    model.register_forward_pre_hook(refuse)
+    with caplog.at_level(logging.INFO, logger="ravnest"):
+        result = verify(prepared.capture, [prepared.cut([1]).stages], operation_bytes=100)
+    assert result.bitwise
+    assert result.part_size == 6
+    assert seen == [2, 6, 6], "one part fails, then both modes of the whole"
+    assert "six samples are needed" in caplog.text

@@ -243,7 +243,12 @@ def _check_merged(prepared: PreparedModel, profile: ModelProfile, units: UnitMod
     ]
     memory = sum(unit.activation_bytes for unit in profile.units)
     memory += max(unit.workspace_bytes for unit in profile.units)
-    verify(prepared.capture, [stages], activation_bytes=memory)
+    verify(
+        prepared.capture,
+        [stages],
+        activation_bytes=memory,
+        operation_bytes=prepared.operation_bytes,
+    )
 
 
 def _pack_data(

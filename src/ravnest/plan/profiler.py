@@ -21,6 +21,7 @@ from ravnest.split.deferred import deferrable_input
 from ravnest.split.eval_cuts import crossing_bytes, state_keys
 from ravnest.split.loss_head import match_loss_head
 from ravnest.split.measure import Measurement, OperationCost
+from ravnest.split.recurrent import DEFERRED_COPIES
 from ravnest.split.sample_coupling import row_split
 from ravnest.split.splitter import PreparedModel
 
@@ -271,7 +272,8 @@ def _parameter_gradients(prepared: PreparedModel, layout: CutLayout) -> np.ndarr
 def _deferred_bytes(prepared: PreparedModel, layout: CutLayout, measurement: Measurement) -> np.ndarray:
     """Return the bytes that each operation keeps until its weight gradients are computed.
 
-    These are its input and the gradient of its output. An input of several operations counts once.
+    These are its input and the gradient of its output; for a recurrent layer, those of its steps. An
+    input of several operations counts once.
     """
     found = np.zeros(len(layout.operations), dtype=np.int64)
     roots = find_aliases(layout.capture.graph).root
@@ -285,7 +287,8 @@ def _deferred_bytes(prepared: PreparedModel, layout: CutLayout, measurement: Mea
         x = deferrable_input(node, trained)
         if x is None or not measurement.costs[position].differentiated:
             continue
-        found[position] += measurement.value_bytes.get(node, 0)
+        copies = DEFERRED_COPIES.get(node.target, 1)  # type: ignore[call-overload]
+        found[position] += copies * measurement.value_bytes.get(node, 0)
         if (root := roots.get(x, x)) not in seen:
             seen.add(root)
             found[position] += measurement.value_bytes.get(x, 0)

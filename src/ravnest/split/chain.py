@@ -6,8 +6,9 @@ split model without providers.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ except ImportError:
 
 Leaf = torch.Tensor | GradientEdge
 """End of a backward pass."""
+Receive = Callable[[str, torch.Tensor], None]
+"""Function that takes the key of a parameter and its gradient."""
 
 
 @dataclass
@@ -44,26 +47,29 @@ class StagePass:
     """Version of the weights that the pass used, by key."""
 
     def backward(
-        self, outputs: Sequence[tuple[Any, torch.Tensor | None]], seeds: Mapping[str, torch.Tensor]
-    ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-        """Return the gradients of the inputs, and of the trainable parameters by key.
+        self,
+        outputs: Sequence[tuple[Any, torch.Tensor | None]],
+        seeds: Mapping[str, torch.Tensor],
+        receive: Receive,
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the inputs, and pass those of the trainable parameters to ``receive``.
 
-        ``outputs`` pairs tensors with their gradients. ``seeds`` are gradients of later stages for
-        parameters that this stage holds too; starting from them keeps autograd's order of summation.
+        ``receive`` is called with the key and the gradient as soon as autograd has it, so that gradients
+        that are not kept never exist at the same time. ``outputs`` pairs tensors with their gradients.
+        ``seeds`` are gradients of later stages for parameters that this stage holds too; starting from
+        them keeps autograd's order of summation.
         """
         parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
-        needs = [_needs_gradient(value) for value in self.inputs]
-        leaves = [value for value, need in zip(self.inputs, needs, strict=True) if need]
-        leaves += parameters.values()
+        inputs = [value if _needs_gradient(value) else None for value in self.inputs]
+        leaves = [value for value in inputs if value is not None]
         ends = [end for end in outputs if _needs_gradient(end[0])]
         if seeds:
             ends += [(p, seeds[key]) for key, p in parameters.items() if key in seeds]
-        if not ends or not leaves:
-            return [None] * len(self.inputs), {}
-        found = iter(_differentiate(ends, leaves))
-        for_inputs = [next(found) if need else None for need in needs]
-        for_parameters = {key: g for key, g in zip(parameters, found, strict=True) if g is not None}
-        return for_inputs, for_parameters
+        if not ends or not (leaves or parameters):
+            return [None] * len(inputs)
+        with gradients_received(parameters, receive):
+            _accumulate(ends, [*leaves, *parameters.values()])
+        return [None if value is None else value.grad for value in inputs]
 
     def accumulate(
         self,
@@ -77,7 +83,11 @@ class StagePass:
         ``deferred`` captures, the few that are not deferred exist twice for a moment.
         """
         if deferred is not None and deferred.captures:
-            return self._capture(outputs, gradients, deferred)
+
+            def take(key: str, gradient: torch.Tensor, taken: set[int]) -> None:
+                gradients[key] = sum_gradients(gradients.get(key), gradient, self.parameters[key], taken)
+
+            return self.capture(outputs, deferred, take)
         parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
         inputs = [value if _needs_gradient(value) else None for value in self.inputs]
         leaves = [value for value in inputs if value is not None]
@@ -96,14 +106,19 @@ class StagePass:
                 gradients[key] = own_gradient(gradient, parameter, taken) if new else gradient
         return found
 
-    def _capture(
+    def capture(
         self,
         outputs: Sequence[tuple[Any, torch.Tensor | None]],
-        gradients: dict[str, torch.Tensor],
         deferred: DeferredGradients,
+        take: Callable[[str, torch.Tensor, set[int]], None],
     ) -> list[torch.Tensor | None]:
-        """Do as ``accumulate`` does, and pass the gradients to ``deferred`` that it needs."""
-        parameters = {k: p for k, p in self.parameters.items() if p.requires_grad}
+        """Return the gradients of the inputs; give ``deferred`` the gradients that it needs.
+
+        ``take`` gets the gradients of the other parameters, each with its key and with the memory that
+        gradients use (``add_gradient``).
+        """
+        captured = deferred.captured
+        parameters = {k: p for k, p in self.parameters.items() if k not in captured and p.requires_grad}
         needs = [_needs_gradient(value) for value in self.inputs]
         leaves = [value for value, need in zip(self.inputs, needs, strict=True) if need]
         ends = [end for end in outputs if _needs_gradient(end[0])]
@@ -115,9 +130,9 @@ class StagePass:
         rest = iter(found)
         of_inputs = [next(rest) if need else None for need in needs]
         taken = {memory_of(gradient) for gradient in of_inputs if gradient is not None}
-        for key, parameter in parameters.items():
-            if (gradient := next(rest)) is not None:
-                gradients[key] = sum_gradients(gradients.get(key), gradient, parameter, taken)
+        for key, gradient in zip(parameters, rest, strict=False):
+            if gradient is not None:
+                take(key, gradient, taken)
         return of_inputs
 
 
@@ -159,8 +174,9 @@ class Chain:
             inputs = [self._receive(values[s.name], s.gradient and record) for s in graph.inputs]
             outputs = module(*inputs)
             if record:
+                received = () if module is self.modules[-1] else outputs  # the caller has the last ones
                 self._passes.append(
-                    StagePass(module, tuple(inputs), outputs, module.parameters_by_key())
+                    StagePass(module, tuple(inputs), received, module.parameters_by_key())
                 )
             values = {spec.name: value for spec, value in zip(graph.outputs, outputs, strict=True)}
         assert graph.structure is not None
@@ -177,29 +193,40 @@ class Chain:
         self, ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
     ) -> dict[str, torch.Tensor]:
         """Return the gradients of all trainable parameters by key; free the chain's last forward."""
-        return dict(self.each_gradient(ends))
+        found: dict[str, torch.Tensor] = {}
+        self.pass_gradients(ends, found.__setitem__)
+        return found
 
-    def each_gradient(
-        self, ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the gradients of all trainable parameters with their keys, stage by stage.
+    def pass_gradients(
+        self,
+        ends: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        receive: Receive,
+    ) -> None:
+        """Pass the gradient of each trainable parameter to ``receive``, once it is complete.
 
-        A gradient is freed once the caller has dropped it. Frees the chain's last forward.
+        A gradient that ``receive`` does not keep is freed at once; that of a parameter in several stages
+        is kept until the first of them. Frees the chain's last forward.
         """
         outputs: Sequence[tuple[Any, torch.Tensor | None]] = ends
-        total: dict[str, torch.Tensor] = {}
+        shared: dict[str, torch.Tensor] = {}
         while self._passes:
             step = self._passes.pop()
-            of_inputs, of_parameters = step.backward(outputs, total)
-            total.update(of_parameters)
-            del of_parameters
+            earlier = {key for each in self._passes for key in each.parameters}
+            seeds, shared = shared, {key: g for key, g in shared.items() if key not in step.parameters}
+
+            def complete(
+                key: str,
+                gradient: torch.Tensor,
+                earlier: set[str] = earlier,
+                shared: dict[str, torch.Tensor] = shared,
+            ) -> None:
+                (shared.__setitem__ if key in earlier else receive)(key, gradient)
+
+            of_inputs = step.backward(outputs, seeds, complete)
             arrived = {
                 spec.name: gradient
                 for spec, gradient in zip(step.module.graph.inputs, of_inputs, strict=True)
             }
-            earlier = {key for each in self._passes for key in each.parameters}
-            for key in [key for key in total if key not in earlier]:
-                yield key, total.pop(key)
             if self._passes:
                 before = self._passes[-1]
                 names = [output.name for output in before.module.graph.outputs]
@@ -322,6 +349,33 @@ def bind_inputs(
 
 def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+@contextlib.contextmanager
+def gradients_received(parameters: Mapping[str, torch.Tensor], receive: Receive) -> Iterator[None]:
+    """Pass on each gradient of a backward pass as soon as it is complete; then restore ``.grad``."""
+    before = {key: parameter.grad for key, parameter in parameters.items()}
+    hooks = []
+    try:
+        for key, parameter in parameters.items():
+            parameter.grad = None
+            hook = parameter.register_post_accumulate_grad_hook(_passing(key, receive))  # type: ignore[no-untyped-call]
+            hooks.append(hook)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for key, parameter in parameters.items():
+            parameter.grad = before[key]
+
+
+def _passing(key: str, receive: Receive) -> Callable[[torch.Tensor], None]:
+    def on_gradient(parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        receive(key, gradient)
+
+    return on_gradient
 
 
 def _differentiate(

@@ -10,32 +10,70 @@ ones that autograd calls, so that the results are the same to the last bit.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from ravnest.split.gradients import add_product
-from ravnest.split.graph import Operation, Ref, StageGraph
+from ravnest.split.deferral_rules import RULES, DeferralRule, SavedCall
+from ravnest.split.gradients import add_product, saves_product
+from ravnest.split.graph import Operation, Ref, StageGraph, refs_in
+from ravnest.split.recurrent import DEFERRED_COPIES, DEFERRED_TARGETS
 
 Take = Callable[[str, torch.Tensor], None]
 """Function that adds the gradient of the weight with a key."""
 _NONE: Mapping[str, torch.Tensor] = {}
 
 
+class WeightUse(Protocol):
+    """Use of weights in a forward pass whose gradients are computed later."""
+
+    @property
+    def keys(self) -> Sequence[str | None]:
+        """Keys of the weights, the one with the largest gradient first; None for one that is absent."""
+
+    @property
+    def several(self) -> bool:
+        """True if its gradients are sums of several products."""
+
+    def gradients(
+        self, saved: Any, totals: Mapping[str, torch.Tensor], *, in_place: bool
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Compute the gradients with their keys, except those that are added to ``totals``.
+
+        ``in_place``: products may be added in place where a trial shows that their bits do not change.
+        """
+
+
+class WeightSteps(WeightUse, Protocol):
+    """Use of weights in several steps, each with a gradient of its own."""
+
+    edges: list[GradientEdge]
+    """Places in autograd's graph whose gradients are needed."""
+
+    def unchanged(self) -> bool:
+        """Return whether the inputs of the steps are what they were."""
+
+
 class DeferredGradients:
     """Weight gradients of one micro-batch that are still to be computed."""
 
-    def __init__(self, *, captures: bool = False) -> None:
-        """``captures``: the backward pass calls ``take`` with the gradients of ``edges``."""
+    def __init__(self, *, captures: bool = False, sums_only: bool = False) -> None:
+        """``captures``: the backward pass calls ``take`` with the gradients of ``edges``.
+
+        ``sums_only``: gradients are deferred only if they are products that are better added to ``sums``
+        in ``compute``; autograd computes the others.
+        """
         self.captures = captures
-        self._calls: list[_Captured] = []
-        self._pending: list[tuple[int, Deferral, _Saved]] = []
+        self.sums_only = sums_only
+        self._calls: list[CapturedCall] = []
+        self._steps: list[tuple[int, WeightSteps]] = []
+        self._pending: list[tuple[int, WeightUse, Any]] = []
+        self._left: set[str | None] = set()
         self._count = 0
 
     def __bool__(self) -> bool:
@@ -46,51 +84,100 @@ class DeferredGradients:
         self._count += 1
         return self._count
 
-    def capture(self, call: _Captured) -> None:
+    def capture(self, call: CapturedCall) -> None:
         """Remember a call whose gradients need that of its output."""
         self._calls.append(call)
 
-    def add(self, number: int, call: Deferral, saved: _Saved) -> None:
+    def capture_steps(self, steps: WeightSteps) -> None:
+        """Remember steps whose gradients need those of their outputs."""
+        self._steps.append((self.number(), steps))
+
+    def add(self, number: int, call: WeightUse, saved: SavedCall) -> None:
         """Remember a call whose gradients can be computed."""
         self._pending.append((number, call, saved))
+
+    def leave(self, call: WeightUse) -> None:
+        """Remember a call that needs a backward pass to its weights."""
+        self._left.update(call.keys)
+
+    @property
+    def captured(self) -> set[str | None]:
+        """Keys of weights that no backward pass needs to reach: ``edges`` suffice."""
+        return {key for each in self._calls for key in each.call.keys} - self._left
+
+    def add_steps(
+        self, number: int, steps: WeightSteps, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Remember steps whose gradients can be computed from those of ``steps.edges``."""
+        steps.edges = []
+        if any(gradient is not None for gradient in gradients):
+            if not steps.unchanged():
+                raise RuntimeError(_CHANGED)
+            self._pending.append((number, steps, gradients))
 
     @property
     def edges(self) -> list[GradientEdge]:
         """Places in autograd's graph whose gradients ``take`` needs."""
-        return [captured.edge for captured in self._calls]
+        found = [captured.edge for captured in self._calls]
+        for _, steps in self._steps:
+            found += steps.edges
+        return found
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of ``edges``; None for those that nothing depends on."""
         calls, self._calls = self._calls, []
-        for each, gradient in zip(calls, gradients, strict=True):
+        for each, gradient in zip(calls, gradients, strict=False):
             number, call, _, x, version, weight, arguments = each
             if gradient is not None:
                 if x._version != version:
                     raise RuntimeError(_CHANGED)
-                self._pending.append((number, call, _Saved(gradient, x, weight, arguments)))
+                self._pending.append((number, call, SavedCall(gradient, x, weight, arguments)))
+        groups, self._steps = self._steps, []
+        begin = len(calls)
+        for number, steps in groups:
+            end = begin + len(steps.edges)
+            self.add_steps(number, steps, gradients[begin:end])
+            begin = end
 
-    def compute(self, take: Take, sums: Mapping[str, torch.Tensor] = _NONE) -> None:
+    def compute(self, take: Take, sums: Mapping[str, torch.Tensor] | None = None) -> None:
         """Pass each gradient with its key to ``take``, and release what it was computed from.
 
         One gradient exists at a time, so that ``take`` can add it to the others of the update. A weight
         that several operators use gets the sum, formed in autograd's order: the last call comes first.
-        Gradients that can be added to ``sums`` in place without a change of their bits are not passed.
+        With ``sums``, gradients of the keys in it are added there in place and not passed. Products are
+        added without a tensor of their own where that does not change their bits: to ``sums``, or to the
+        sum of a weight with several uses.
         """
         pending, self._pending = self._pending, []
-        pending.sort(key=lambda entry: entry[0])
-        uses = Counter(key for _, call, _ in pending for key in call.keys)
+        pending.sort(key=itemgetter(0))
+        uses: dict[str | None, int] = {}
+        for _, call, _ in pending:
+            for name in call.keys:
+                uses[name] = uses.get(name, 0) + 1
+        repeated = {name for name, count in uses.items() if count > 1}
         partial: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             while pending:
                 _, call, saved = pending.pop()
-                alone = uses[call.keys[0]] == 1
-                for key, gradient in call.gradients(saved, sums if alone else _NONE):
-                    uses[key] -= 1
-                    total = partial.pop(key) + gradient if key in partial else gradient
-                    if uses[key]:
-                        partial[key] = total
+                apart = call.several or call.keys[0] in repeated
+                totals = partial if apart else sums or _NONE
+                for key, gradient in call.gradients(saved, totals, in_place=sums is not None):
+                    if key in repeated:
+                        partial[key] = partial[key].add_(gradient) if key in partial else gradient
                     else:
-                        take(key, total)
+                        _add(key, gradient, take, sums)
+                for name in call.keys if repeated else ():
+                    uses[name] -= 1
+                    if name is not None and name in partial and not uses[name]:
+                        _add(name, partial.pop(name), take, sums)
+
+
+def _add(key: str, gradient: torch.Tensor, take: Take, sums: Mapping[str, torch.Tensor] | None) -> None:
+    """Add a gradient in place to that in ``sums``, if there is one; else pass it to ``take``."""
+    if sums is not None and key in sums:
+        sums[key].add_(gradient)
+    else:
+        take(key, gradient)
 
 
 _CHANGED = (
@@ -99,11 +186,11 @@ _CHANGED = (
 )
 
 
-class _Captured(NamedTuple):
+class CapturedCall(NamedTuple):
     """Call of an operator whose output's gradient the backward pass returns."""
 
     number: int
-    call: Deferral
+    call: WeightUse
     edge: GradientEdge
     """Place of the output in autograd's graph."""
     x: torch.Tensor
@@ -113,141 +200,38 @@ class _Captured(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """Positions of an operator's input, weight and bias, and its formulas."""
-
-    input: int
-    weight: int
-    bias: int
-    dimensions: Collection[int] | None
-    """Dimensions of the input for which the formulas hold; ``None`` for two or more."""
-    input_gradient: Callable[[_Saved], torch.Tensor]
-    weight_gradients: Callable[[_Saved, bool], tuple[torch.Tensor, torch.Tensor | None]]
-    """Gradients of the weight and, if the flag is set, of the bias."""
-    factors: Callable[[_Saved], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Matrices whose product is the gradient of the weight; the bias's is the sum of the rows."""
-    any_layout: bool = False
-    """True if the kernel for an input that is not contiguous does not depend on what needs gradients."""
-
-    def fits(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Return whether the operator's arguments are of the kind that the formulas cover."""
-        if not (weight.requires_grad and torch.is_grad_enabled() and x.dtype == weight.dtype):
-            return False
-        return x.dim() >= 2 if self.dimensions is None else x.dim() in self.dimensions
-
-
-class _Saved(NamedTuple):
-    """Values that the formulas read."""
-
-    gradient: torch.Tensor
-    """Gradient of the operator's output."""
-    x: torch.Tensor
-    weight: torch.Tensor
-    arguments: tuple[Any, ...]
-    """All arguments of the operator, without its tensors."""
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _linear_input(saved: _Saved) -> torch.Tensor:
-    return _rows(saved.gradient).mm(saved.weight).view(saved.x.shape)
-
-
-def _linear_factors(saved: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
-    return _rows(saved.gradient).t(), _rows(saved.x)
-
-
-def _addmm_input(saved: _Saved) -> torch.Tensor:
-    return saved.gradient.mm(saved.weight.t())
-
-
-def _addmm_factors(saved: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
-    return saved.x.t(), saved.gradient
-
-
-def _product(
-    factors: Callable[[_Saved], tuple[torch.Tensor, torch.Tensor]],
-) -> Callable[[_Saved, bool], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the formula of a weight whose gradient is a product of two matrices."""
-
-    def weight_gradients(saved: _Saved, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        left, right = factors(saved)
-        return left.mm(right), _rows(saved.gradient).sum(0) if bias else None
-
-    return weight_gradients
-
-
-def _convolution(dimensions: int) -> _Rule:
-    """Return the rule of a convolution over this number of dimensions."""
-
-    def backward(saved: _Saved, mask: list[bool]) -> tuple[Any, ...]:
-        given = [*saved.arguments[3:], *_CONVOLUTION_DEFAULTS[max(len(saved.arguments) - 3, 0) :]]
-        stride, padding, dilation = (_each(value, dimensions) for value in given[:3])
-        found: tuple[Any, ...] = torch.ops.aten.convolution_backward(
-            saved.gradient,
-            saved.x,
-            saved.weight,
-            [saved.weight.shape[0]],
-            stride,
-            padding,
-            dilation,
-            False,  # transposed
-            [0] * dimensions,  # output padding
-            given[3],
-            mask,
-        )
-        return found
-
-    def of_input(saved: _Saved) -> torch.Tensor:
-        result: torch.Tensor = backward(saved, [True, False, False])[0]
-        return result
-
-    def of_weights(saved: _Saved, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return backward(saved, [False, True, bias])[1:]
-
-    return _Rule(0, 1, 2, (dimensions + 2,), of_input, of_weights, any_layout=True)
-
-
-_CONVOLUTION_DEFAULTS = (1, 0, 1, 1)
-"""Stride, padding, dilation and groups."""
-
-
-def _each(value: Any, dimensions: int) -> list[int]:
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return values * dimensions if len(values) == 1 else values
-
-
-_RULES = {
-    "aten::linear.default": _Rule(
-        0, 1, 2, None, _linear_input, _product(_linear_factors), _linear_factors
-    ),
-    "aten::addmm.default": _Rule(1, 2, 0, (2,), _addmm_input, _product(_addmm_factors), _addmm_factors),
-    "aten::conv1d.default": _convolution(1),
-    "aten::conv2d.default": _convolution(2),
-    "aten::conv3d.default": _convolution(3),
-}
-
-
 class Deferral:
     """One call of a graph whose weight gradients can be deferred."""
 
-    def __init__(self, function: Callable[..., Any], rule: _Rule, keys: tuple[str, str | None]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        rule: DeferralRule,
+        keys: tuple[str, str | None],
+        *,
+        alone: bool = True,
+    ) -> None:
+        """``alone``: no other operation of the graph uses the weight or the bias."""
         self._function = function
+        self._alone = alone
         self._rule = rule
         self.keys = keys
         """Keys of the weight and the bias."""
+        self.several = False
+        """True if its gradients are sums of several products."""
 
     def __call__(self, deferred: DeferredGradients | None, *arguments: Any) -> torch.Tensor:
         """Call the operator; with ``deferred``, its weight gradients go there."""
         rule = self._rule
         x, weight = arguments[rule.input], arguments[rule.weight]
-        if deferred is None or not rule.fits(x, weight):
+        if deferred is None:
+            return self.run(arguments)
+        if not rule.fits(x, weight) or (deferred.sums_only and not self._saves(x, weight)):
+            deferred.leave(self)
             return self.run(arguments)
         if deferred.captures and x.requires_grad and (rule.any_layout or _in_order(x)):
             return self._captured(deferred, arguments, x, weight.detach())
+        deferred.leave(self)
         bias = arguments[rule.bias] if rule.bias < len(arguments) else None
         output: torch.Tensor = _DeferredCall.apply(  # type: ignore[no-untyped-call]
             self, deferred, arguments, x, weight, bias
@@ -268,29 +252,43 @@ class Deferral:
         if rule.bias < len(plain) and plain[rule.bias] is not None:
             plain[rule.bias] = plain[rule.bias].detach()
         output: torch.Tensor = self._function(*plain)
-        edge, version = get_gradient_edge(output), x._version
+        node, version = output.grad_fn, x._version
+        assert node is not None, "an output has a gradient if the input has one"
+        edge = GradientEdge(node, output.output_nr)
         others = () if rule.factors is not None else _without_tensors(arguments)
-        deferred.capture(_Captured(deferred.number(), self, edge, x.detach(), version, weight, others))
+        deferred.capture(
+            CapturedCall(deferred.number(), self, edge, x.detach(), version, weight, others)
+        )
         return output
+
+    def _saves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Return whether it saves time, and changes no order of sums, to add the gradient in place."""
+        terms = x.numel() // (x.shape[-1] or 1)
+        return self._alone and self._rule.factors is not None and saves_product(terms, weight)
 
     def run(self, arguments: tuple[Any, ...]) -> torch.Tensor:
         """Call the operator as it is."""
         result: torch.Tensor = self._function(*arguments)
         return result
 
-    def of_input(self, saved: _Saved) -> torch.Tensor:
+    def of_input(self, saved: SavedCall) -> torch.Tensor:
         """Compute the gradient of the input."""
         return self._rule.input_gradient(saved)
 
     def gradients(
-        self, saved: _Saved, sums: Mapping[str, torch.Tensor]
+        self, saved: SavedCall, totals: Mapping[str, torch.Tensor], *, in_place: bool
     ) -> list[tuple[str, torch.Tensor]]:
-        """Compute the gradients of weight and bias, except one that is added to ``sums``."""
+        """Compute the gradients of weight and bias, except one that is added to ``totals``."""
         rule, (weight, bias) = self._rule, self.keys
-        factors = rule.factors
-        if factors and weight in sums and add_product(sums[weight], *factors(saved)):
-            return [] if bias is None else [(bias, _rows(saved.gradient).sum(0))]
-        of_weight, of_bias = rule.weight_gradients(saved, bias is not None)
+        if rule.factors is None:
+            assert rule.weight_gradients is not None
+            of_weight, of_bias = rule.weight_gradients(saved, bias is not None)
+        else:
+            left, right, rows = rule.factors(saved)
+            of_bias = None if bias is None else rows.sum(0)
+            if in_place and weight in totals and add_product(totals[weight], left, right):
+                return [] if bias is None or of_bias is None else [(bias, of_bias)]
+            of_weight = left.mm(right)
         found = [(weight, of_weight)]
         return found if bias is None or of_bias is None else [*found, (bias, of_bias)]
 
@@ -300,6 +298,8 @@ def _in_order(x: torch.Tensor) -> bool:
 
     ``is_contiguous`` ignores those; ``aten::matmul``, which some linear layers call, does not.
     """
+    if min(x.shape) > 1:
+        return x.is_contiguous()
     expected = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if stride != expected:
@@ -340,7 +340,7 @@ class _DeferredCall(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        saved = _Saved(gradient, x, weight, ctx.arguments)
+        saved = SavedCall(gradient, x, weight, ctx.arguments)
         of_input = ctx.call.of_input(saved) if ctx.needs_input_grad[3] else None
         ctx.deferred.add(ctx.number, ctx.call, saved)
         return None, None, None, of_input, None, None
@@ -365,21 +365,26 @@ def deferrable_keys(graph: StageGraph) -> frozenset[str]:
 
 
 def deferral_of(
-    operation: Operation, function: Callable[..., Any], keys: dict[str, str], deferrable: frozenset[str]
+    operation: Operation,
+    function: Callable[..., Any],
+    keys: Mapping[str, str],
+    deferrable: frozenset[str],
+    uses: Mapping[str, int],
 ) -> Deferral | None:
     """Return the call of an operation as one that can be deferred, or ``None`` if it cannot.
 
     ``keys`` maps the names of the graph's state to their keys; ``deferrable`` is of ``deferrable_keys``.
+    ``uses`` counts the operations that use each key.
     """
-    weights = _weight_names(operation)
-    if not weights or any(keys.get(name) not in deferrable for name in weights):
+    weights, rule = _weight_names(operation), RULES.get(operation.target)
+    if rule is None or not weights or any(keys.get(name) not in deferrable for name in weights):
         return None
-    rule = _RULES[operation.target]
     bias = _argument(operation, rule.bias)
     bias_key = keys.get(bias.name) if isinstance(bias, Ref) else None
     weight = _argument(operation, rule.weight)
     assert isinstance(weight, Ref)
-    return Deferral(function, rule, (keys[weight.name], bias_key))
+    alone = all(uses[keys[name]] == 1 for name in weights)
+    return Deferral(function, rule, (keys[weight.name], bias_key), alone=alone)
 
 
 def deferrable_input(node: fx.Node, trained: Collection[str]) -> fx.Node | None:
@@ -388,8 +393,12 @@ def deferrable_input(node: fx.Node, trained: Collection[str]) -> fx.Node | None:
     ``trained`` are the names of the placeholders of trained weights.
     """
     target: Any = node.target
+    if target in DEFERRED_COPIES:
+        weights = node.args[2]
+        alone = node.args[4] == 1 and {str(weight) for weight in weights} <= set(trained)  # type: ignore[union-attr]
+        return node.args[0] if alone else None  # type: ignore[return-value]
     name = f"{target._schema.name}.{target._overloadname}" if hasattr(target, "_schema") else ""
-    rule = _RULES.get(name)
+    rule = RULES.get(name)
     if rule is None or node.kwargs:
         return None
     x, weight = node.args[rule.input], node.args[rule.weight]
@@ -398,8 +407,10 @@ def deferrable_input(node: fx.Node, trained: Collection[str]) -> fx.Node | None:
 
 
 def _weight_names(operation: Operation) -> tuple[str, ...]:
-    """Return the names of an operation's weight and bias, if a rule covers the operation."""
-    rule = _RULES.get(operation.target)
+    """Return the names of an operation's weights, if their gradients can be deferred."""
+    if operation.target in DEFERRED_TARGETS:
+        return recurrent_weights(operation)
+    rule = RULES.get(operation.target)
     if rule is None or operation.kwargs or operation.no_grad:
         return ()
     weight, bias = _argument(operation, rule.weight), _argument(operation, rule.bias)
@@ -408,6 +419,23 @@ def _weight_names(operation: Operation) -> tuple[str, ...]:
         return ()
     names = [weight.name, *([bias.name] if isinstance(bias, Ref) else [])]
     return () if x.name in names else tuple(names)
+
+
+def recurrent_weights(operation: Operation) -> tuple[str, ...]:
+    """Return the names of a recurrent layer's weights; none if they cannot be deferred.
+
+    Several layers in one operation may draw random numbers between them.
+    """
+    if operation.target not in DEFERRED_TARGETS:
+        return ()
+    if operation.no_grad or operation.kwargs or _argument(operation, 4) != 1:
+        return ()
+    x, states, weights = operation.args[:3]
+    if not isinstance(weights, tuple):
+        return ()
+    names = tuple(weight.name for weight in weights if isinstance(weight, Ref))
+    inputs = set(refs_in((x, states)))
+    return () if not 2 <= len(names) == len(weights) or inputs & set(names) else names
 
 
 def _argument(operation: Operation, position: int) -> Any:

@@ -42,10 +42,10 @@ class Example:
         args = tuple(values[: self.positional])
         return args, dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
 
-    def narrowed(self, batch_size: int) -> Example:
-        """Return the example with its first ``batch_size`` samples only."""
+    def narrowed(self, batch_size: int, first: int = 0) -> Example:
+        """Return the example with ``batch_size`` of its samples only, from ``first`` on."""
         tensors = tuple(
-            t.narrow(self.batch_dim, 0, batch_size) if self.has_batch(t) else t for t in self.tensors
+            t.narrow(self.batch_dim, first, batch_size) if self.has_batch(t) else t for t in self.tensors
         )
         return replace(self, tensors=tensors, batch_size=batch_size)
 

@@ -46,6 +46,13 @@ def own_gradient(gradient: torch.Tensor, parameter: torch.Tensor, taken: set[int
 
 _MOST_TERMS = 256
 """Longest rows of products that are added in place. Kernels divide longer ones into several sums."""
+_LARGE_ELEMENTS = 1 << 18
+"""Size of a sum from which it pays to add a product in place, even if that takes a call in Python."""
+
+
+def saves_product(terms: int, total: torch.Tensor) -> bool:
+    """Return whether it saves time to add a product of this number of terms to ``total`` in place."""
+    return terms <= _MOST_TERMS and total.numel() >= _LARGE_ELEMENTS and total.is_cpu
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -54,19 +61,24 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     A product of its own takes memory of the size of ``total`` and the time to write and read it. Whether
     a kernel forms the same sums without it depends on the shapes; it is tried once for each.
     """
+    if not product_adds_exactly(total, left, right):
+        return False
+    total.addmm_(left, right)
+    return True
+
+
+def product_adds_exactly(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether ``left @ right`` can be added to ``total`` in place without a change of bits."""
     if total.device.type != "cpu" or left.shape[1] > _MOST_TERMS:
         return False
     if not (total.is_contiguous() and left.t().is_contiguous() and right.is_contiguous()):
         return False
-    if not _same_bits(
+    return _same_bits(
         (*left.shape, *left.stride()),
         (*right.shape, *right.stride()),
         total.dtype,
         torch.get_num_threads(),
-    ):
-        return False
-    total.addmm_(left, right)
-    return True
+    )
 
 
 @functools.cache

@@ -77,8 +77,9 @@ class StageModule(nn.Module):
         if parameters is None and buffers is None:
             state = [table[leaf] for table, leaf in self._state_places[mode]]
         else:
-            own = self.state_tensors() | dict(buffers or {}) | dict(parameters or {})
-            state = [own[use.key] for use in self.spec.graphs[mode].state]
+            given = {**(buffers or {}), **(parameters or {})}
+            uses = zip(self.spec.graphs[mode].state, self._state_places[mode], strict=True)
+            state = [given[use.key] if use.key in given else table[leaf] for use, (table, leaf) in uses]
         return self._programs[mode](inputs, state, deferred)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:

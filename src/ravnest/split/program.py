@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ravnest.split.deferred import DeferredGradients, deferrable_keys, deferral_of
+from ravnest.split.deferred import Deferral, DeferredGradients, deferrable_keys, deferral_of
 from ravnest.split.graph import Argument, Operation, Ref, StageDevice, StageGraph, refs_in
 from ravnest.split.operators import resolve
+from ravnest.split.recurrent_deferral import RecurrentDeferral, recurrent_deferral_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Program:
         """Slot of the weight gradients that are left for later."""
         self._keys = {use.name: use.key for use in graph.state}
         self._deferrable = deferrable_keys(graph)
+        read = (name for operation in graph.operations for name in operation.refs())
+        self._uses = Counter(self._keys[name] for name in read if name in self._keys)
         self._rest: list[Any] = []
         """Initial contents of the slots after inputs and state."""
         self._calls: list[_Call] = []
@@ -85,10 +89,17 @@ class Program:
         function = getattr(function, "_op", function)  # the function inside an OpOverload: saves a call
         if named:
             function = _by_name(function, named)
-        elif deferral := deferral_of(operation, function, self._keys, self._deferrable):
+        elif deferral := self._deferral(operation, function):
             function, arguments = deferral, (self._deferred, *arguments)
         self._slots[operation.name] = self._new_slot()
         self._calls.append(_Call(function, arguments, self._slots[operation.name], operation.no_grad))
+
+    def _deferral(
+        self, operation: Operation, function: Callable[..., Any]
+    ) -> Deferral | RecurrentDeferral | None:
+        """Return the call of an operation whose weight gradients can be deferred, else None."""
+        found = deferral_of(operation, function, self._keys, self._deferrable, self._uses)
+        return found or recurrent_deferral_of(operation, function, self._keys, self._deferrable)
 
     def _place(self, argument: Argument, no_grad: bool = False) -> int:
         """Return the slot of an argument; a list of values is assembled by a call of its own."""

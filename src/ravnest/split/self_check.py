@@ -7,25 +7,26 @@ much. If tensors are cut along their rows, sums have another order, and rounding
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise, product
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 import xxhash
-from torch import nn
 
-from ravnest.errors import ExactnessError
-from ravnest.split.capture import Capture, mode_of
-from ravnest.split.chain import Chain
+from ravnest.errors import ExactnessError, StageInputError
+from ravnest.host import large_blocks_mapped
+from ravnest.split.capture import Capture
+from ravnest.split.chain import bind_inputs
+from ravnest.split.check_runs import Run, run_model, run_stages
 from ravnest.split.example import Example
-from ravnest.split.graph import MODES, Mode
-from ravnest.split.module import StageModule
-from ravnest.split.structure import flatten
+from ravnest.split.graph import MODES, Mode, StageSpec
+from ravnest.split.module import check_inputs
+from ravnest.split.stored_results import StoredResults
 
 if TYPE_CHECKING:
     from ravnest.split.splitter import SplitStage
@@ -38,15 +39,12 @@ _ROW_BLOCKS_TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
 _USUAL_ROW_BLOCKS_TOLERANCE = 1e-4
 """Largest relative difference that is accepted if tensors are cut along their rows, by the least
 precise type of the parameters."""
-_NEAR_ZERO = 1e-4
-"""Gradients below this fraction of the model's largest are compared relative to the largest."""
-_SEED = 20_240_229
 _SMALL_BATCH = 2
-
-Keep = Callable[[str, torch.Tensor], None]
-"""Function that is called with the name and the value of each result."""
-Results = dict[str, torch.Tensor]
-"""Tensors by the name that reports use."""
+_PARAMETERS_PER_OPERATION = 3
+"""Parameters of a model relative to the activations of its largest operation, if the whole batch is
+compared at once."""
+_SMALL_OPERATION = 32 << 20
+"""Activations of an operation that are never divided, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,11 @@ class SelfCheckResult:
     """Result of comparing stages with their model."""
 
     batch_size: int | None
-    """Batch size of the comparison; None if the check was skipped."""
+    """Number of samples that were compared; None if the check was skipped."""
     differences: Mapping[str, float]
     """Relative differences of the tensors that are not bitwise equal."""
+    part_size: int | None = None
+    """Largest number of samples that were compared at once."""
 
     @property
     def bitwise(self) -> bool:
@@ -65,23 +65,77 @@ class SelfCheckResult:
 
 
 def verify(
-    capture: Capture, splits: Sequence[Sequence[SplitStage]], activation_bytes: int = 0
+    capture: Capture,
+    splits: Sequence[Sequence[SplitStage]],
+    activation_bytes: int = 0,
+    operation_bytes: int = 0,
 ) -> SelfCheckResult:
     """Compare the stages of each split with the captured model; raise ``ExactnessError`` if they differ.
 
     The check uses the example's batch if ``activation_bytes`` and the gradients fit in memory, else a
-    batch of 2. If that does not fit either, it is skipped with a warning.
+    batch of 2. If that does not fit either, it is skipped with a warning. The batch is compared in parts
+    if ``operation_bytes``, the activations of the largest operation, are many for a model of this size.
     """
     example = _fitting_example(capture, activation_bytes)
     if example is None:
         return SelfCheckResult(None, {})
-    differences: dict[str, float] = {}
-    with _fast_path_off():
-        for mode in MODES:
-            differences |= _compare_mode(capture, splits, example, mode)
+    parts = _parts(capture, splits, example, operation_bytes)
+    with large_blocks_mapped():
+        try:
+            differences = _compare_parts(capture, splits, parts)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, ExactnessError) or len(parts) == 1:
+                raise
+            logger.info("the split model is checked on the whole example: parts of it fail: %s", error)
+            parts = [example]
+            differences = _compare_parts(capture, splits, parts)
     if differences:
         _log_differences(capture, differences)
-    return SelfCheckResult(example.batch_size, differences)
+    sizes = [part.batch_size for part in parts if part.batch_size is not None]
+    return SelfCheckResult(example.batch_size, differences, max(sizes, default=None))
+
+
+def _parts(
+    capture: Capture,
+    splits: Sequence[Sequence[SplitStage]],
+    example: Example,
+    operation_bytes: int,
+) -> list[Example]:
+    """Return the example in the fewest parts that keep operations small, each of 2 samples or more."""
+    rows = example.batch_size
+    limit = max(_parameter_bytes(capture) // _PARAMETERS_PER_OPERATION, _SMALL_OPERATION)
+    if rows is None or capture.fixed_batch or operation_bytes <= limit:
+        return [example]
+    at_once = max(rows * limit // operation_bytes, _SMALL_BATCH)
+    for count in range(min(-(-rows // at_once), rows // _SMALL_BATCH), 1, -1):
+        bounds = [rows * index // count for index in range(count + 1)]
+        parts = [example.narrowed(end - begin, begin) for begin, end in pairwise(bounds)]
+        if all(_accepts(splits[0][0].spec, part) for part in parts):
+            return parts
+    return [example]
+
+
+def _accepts(spec: StageSpec, example: Example) -> bool:
+    """Return True if the first stage was captured for batches of this size."""
+    args, kwargs = example.rebuild(example.tensors)
+    values = bind_inputs(spec.signature, args, kwargs)
+    try:
+        for graph in spec.graphs.values():
+            check_inputs(graph, [values[value.name] for value in graph.inputs])
+    except StageInputError:
+        return False
+    return True
+
+
+def _compare_parts(
+    capture: Capture, splits: Sequence[Sequence[SplitStage]], parts: Sequence[Example]
+) -> dict[str, float]:
+    """Return the largest difference of each tensor in any part."""
+    found: dict[str, float] = {}
+    for part, mode in product(parts, MODES):
+        for name, difference in _compare_mode(capture, splits, part, mode).items():
+            found[name] = max(difference, found.get(name, 0.0))
+    return found
 
 
 def _log_differences(capture: Capture, differences: Mapping[str, float]) -> None:
@@ -119,8 +173,7 @@ def _tolerance(capture: Capture) -> float:
 
 def _fitting_example(capture: Capture, activation_bytes: int) -> Example | None:
     example = capture.example
-    tensors = [e.tensor for e in capture.state.tensors.values() if e.kind == "parameter"]
-    gradients = 2 * sum(t.numel() * t.element_size() for t in tensors if t.requires_grad)
+    gradients = 2 * _parameter_bytes(capture, trained=True)
     free = int(psutil.virtual_memory().available * 0.8)
     if gradients + activation_bytes <= free:
         return example
@@ -140,34 +193,31 @@ def _fitting_example(capture: Capture, activation_bytes: int) -> Example | None:
     return None
 
 
+def _parameter_bytes(capture: Capture, *, trained: bool = False) -> int:
+    tensors = [e.tensor for e in capture.state.tensors.values() if e.kind == "parameter"]
+    return sum(t.numel() * t.element_size() for t in tensors if t.requires_grad or not trained)
+
+
 def _compare_mode(
     capture: Capture, splits: Sequence[Sequence[SplitStage]], example: Example, mode: Mode
 ) -> dict[str, float]:
-    def unsplit(keep: Keep) -> None:
-        with mode_of(capture.model, mode), torch.set_grad_enabled(mode == "train"):
-            _run_model(capture, example, keep)
-
-    def chained(stages: Sequence[SplitStage], keep: Keep) -> None:
-        chain = Chain(_module(stage) for stage in stages).train(mode == "train")
-        with torch.set_grad_enabled(mode == "train"):
-            _run_chain(capture, chain, example, keep)
-
-    expected = None if _row_blocks(capture) else _fingerprints(capture, unsplit)
+    unsplit = partial(run_model, capture, example, mode)
+    expected = None if _row_blocks(capture) else _fingerprints(unsplit)
     found: dict[str, float] = {}
     for stages in splits:
-        split = partial(chained, stages)
-        if expected is not None and _fingerprints(capture, split) == expected:
+        split = partial(run_stages, capture, stages, example, mode)
+        if expected is not None and _fingerprints(split) == expected:
             continue
-        tensors = _tensors(capture, unsplit)
-        differences = _differences(capture, tensors, split)
-        tolerance = _tolerance(capture)
-        if any(difference > tolerance for difference in differences.values()):
-            _refuse_large(differences, _differences(capture, tensors, unsplit), tolerance, mode)
+        with StoredResults.of(unsplit) as results:
+            differences = results.differences(split)
+            tolerance = _tolerance(capture)
+            if any(difference > tolerance for difference in differences.values()):
+                _refuse_large(differences, results.differences(unsplit), tolerance, mode)
         found |= {f"{name} ({mode})": difference for name, difference in differences.items()}
     return found
 
 
-def _fingerprints(capture: Capture, run: Callable[[Keep], None]) -> dict[str, tuple[object, ...]]:
+def _fingerprints(run: Run) -> dict[str, tuple[object, ...]]:
     """Return shape, dtype and digest of each result that is not zero.
 
     Results are not kept, so that a check takes the memory of a few of them.
@@ -180,14 +230,7 @@ def _fingerprints(capture: Capture, run: Callable[[Keep], None]) -> dict[str, tu
             digest = xxhash.xxh3_128(plain.numpy().data).digest()
             found[name] = (tuple(tensor.shape), tensor.dtype, digest)
 
-    _seeded(capture, partial(run, keep))
-    return found
-
-
-def _tensors(capture: Capture, run: Callable[[Keep], None]) -> Results:
-    """Return the results themselves."""
-    found: Results = {}
-    _seeded(capture, partial(run, found.__setitem__))
+    run(keep)
     return found
 
 
@@ -203,182 +246,3 @@ def _refuse_large(
                 "random numbers from a source other than torch's default generator are possible "
                 "reasons"
             )
-
-
-def _module(stage: SplitStage) -> StageModule:
-    """Return the stage as a module that shares the model's parameters but has its own buffers."""
-    kinds = {entry.key: entry.kind for entry in stage.spec.state}
-    tensors = {k: t if kinds[k] == "parameter" else t.clone() for k, t in stage.tensors.items()}
-    return StageModule(stage.spec, tensors, _device(tensors.values()))
-
-
-def _device(tensors: Any) -> torch.device:
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def _run_model(capture: Capture, example: Example, keep: Keep) -> None:
-    args, kwargs = example.rebuild([tensor.clone() for tensor in example.tensors])
-    outputs = _named_outputs(capture.model(*args, **kwargs))
-    for name, tensor in outputs.items():
-        keep(name, tensor.detach())
-    ends = _ends(outputs)
-    trainable = _trainable(capture)
-    if ends and trainable:
-        with _gradients_passed_on(trainable, keep):
-            torch.autograd.backward([t for t, _ in ends], [g for _, g in ends])
-
-
-@contextlib.contextmanager
-def _gradients_passed_on(parameters: Mapping[str, torch.Tensor], keep: Keep) -> Iterator[None]:
-    """Pass on each gradient of a backward pass as soon as it is complete; restore the user's own."""
-    before = {key: parameter.grad for key, parameter in parameters.items()}
-
-    def passing(key: str) -> Callable[[torch.Tensor], None]:
-        def on_gradient(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            keep(_gradient_name(key), _dense(parameter.grad))
-            parameter.grad = None
-
-        return on_gradient
-
-    hooks = []
-    try:
-        for key, parameter in parameters.items():
-            parameter.grad = None
-            hook = parameter.register_post_accumulate_grad_hook(passing(key))  # type: ignore[no-untyped-call]
-            hooks.append(hook)
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for key, parameter in parameters.items():
-            parameter.grad = before[key]
-
-
-def _trainable(capture: Capture) -> dict[str, torch.Tensor]:
-    """Return the trained parameters of the model by key; a tensor that is cut into blocks as a whole."""
-    own = dict(capture.model.named_parameters(remove_duplicate=False))
-    entries = [e for e in capture.state.tensors.values() if e.kind == "parameter"]
-    keys = {entry.model_names[0]: entry for entry in entries if entry.tensor.requires_grad}
-    return {key: own[key] if entry.rows is not None else entry.tensor for key, entry in keys.items()}
-
-
-def _run_chain(capture: Capture, chain: Chain, example: Example, keep: Keep) -> None:
-    args, kwargs = example.rebuild([tensor.clone() for tensor in example.tensors])
-    outputs = _named_outputs(chain(*args, **kwargs))
-    for name, tensor in outputs.items():
-        keep(name, tensor.detach())
-    blocks: dict[str, dict[int, torch.Tensor]] = {}
-    for key, gradient in chain.each_gradient(_ends(outputs)):
-        entry = capture.state.tensors[key]
-        if entry.rows is None:
-            keep(_gradient_name(key), _dense(gradient))
-            continue
-        whole = entry.model_names[0]
-        parts = blocks.setdefault(whole, {})
-        parts[entry.rows.first] = _dense(gradient)
-        if sum(len(part) for part in parts.values()) == entry.rows.total:
-            del blocks[whole]
-            keep(_gradient_name(whole), torch.cat([parts[first] for first in sorted(parts)]))
-
-
-def _gradient_name(key: str) -> str:
-    return f"the gradient of {key}"
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _named_outputs(output: Any) -> Results:
-    leaves, structure = flatten(output, "output", lambda _path, _value: None)
-    paths = structure.leaf_paths("output")
-    return {p: leaf for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-
-
-def _ends(outputs: Results) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the outputs that need a gradient, each with a fixed pseudo-random gradient."""
-    generator = torch.Generator().manual_seed(_SEED)
-    ends: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for tensor in outputs.values():
-        if tensor.requires_grad and torch.is_grad_enabled():
-            noise = torch.rand(tensor.shape, generator=generator) - 0.5
-            ends.append((tensor, noise.to(tensor.dtype).to(tensor.device)))
-    return ends
-
-
-def _differences(capture: Capture, expected: Results, run: Callable[[Keep], None]) -> dict[str, float]:
-    """Return the relative difference of each result that is not bitwise equal, in program order."""
-    largest = max((_largest(t) for n, t in expected.items() if n.startswith("the gr")), default=0.0)
-    found: dict[str, float] = {}
-    missing = {name for name, tensor in expected.items() if bool(tensor.any())}
-
-    def compare(name: str, tensor: torch.Tensor) -> None:
-        missing.discard(name)
-        difference = _difference(expected.get(name), tensor, largest)
-        if difference is not None:
-            found[name] = difference
-
-    _seeded(capture, partial(run, compare))
-    found |= dict.fromkeys(missing, float("inf"))
-    return {name: found[name] for name in (*expected, *found) if name in found}
-
-
-def _difference(expected: torch.Tensor | None, actual: torch.Tensor, largest: float) -> float | None:
-    """Return the difference relative to the largest value; None if both have the same bits."""
-    if expected is None:
-        return float("inf") if bool(actual.any()) else None
-    if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return float("inf")
-    if _same_bits(expected, actual):
-        return None
-    scale = max(_largest(expected), _NEAR_ZERO * largest, torch.finfo(torch.float32).tiny)
-    return _largest(expected.double() - actual.double()) / scale
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    if tensor.numel() == 0:
-        return 0.0
-    values = tensor.detach().abs().double()
-    return float(torch.nan_to_num(values, nan=float("inf")).max())
-
-
-def _seeded(capture: Capture, run: Callable[[], None]) -> None:
-    """Run with a fixed seed, and restore the random state and the model's buffers afterwards."""
-    devices = {e.tensor.device for e in capture.state.tensors.values()} - {torch.device("cpu")}
-    with torch.random.fork_rng(devices=list(devices)), _buffers_kept(capture.model):
-        torch.manual_seed(_SEED)
-        run()
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers afterwards: a training forward writes to them or replaces them."""
-    before = [
-        (module, name, buffer, None if buffer is None else buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, values in before:
-                module._buffers[name] = buffer
-                if buffer is not None and values is not None:
-                    buffer.copy_(values)
-
-
-@contextlib.contextmanager
-def _fast_path_off() -> Iterator[None]:
-    """Switch off torch's fused encoder path, which rounds differently from the path with autograd."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

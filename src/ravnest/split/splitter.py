@@ -59,6 +59,12 @@ class PreparedModel:
         """Legal cuts of the training graph."""
         return self.layouts["train"].legal
 
+    @property
+    def operation_bytes(self) -> int:
+        """Activations and their gradients that the largest operation has in memory at once."""
+        costs = self.measurements["train"].costs
+        return max(2 * (c.gradient_bytes + c.output_bytes) + c.scratch_bytes for c in costs)
+
     def with_row_blocks(self, counts: Mapping[str, int]) -> PreparedModel:
         """Return the model with these tensors cut into that many blocks of rows, measured again."""
         captured = cut_into_blocks(self.capture, counts)
@@ -179,7 +185,7 @@ def split(
     shares = [1.0] * stages if isinstance(stages, int) else list(stages)
     result = prepared.cut(balanced_cuts(prepared, shares))
     if check:
-        verify(prepared.capture, [result.stages])
+        verify(prepared.capture, [result.stages], operation_bytes=prepared.operation_bytes)
     return result
 
 

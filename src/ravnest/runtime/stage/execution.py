@@ -135,7 +135,7 @@ class StageExecution:
         """
         parameters = {**self._versions.at(version, late=late), **self._replicas}
         inputs = self._receive(values, gradients=True)
-        deferred = DeferredGradients(captures=self._captures) if self.defers else None
+        deferred = self._new_deferred()
         saved = SavedForward(version, inputs, parameters, deferred, loss_part)
         if self._make_room():
             outputs, loss = self.passes.run(microbatch, saved, self._accumulated)
@@ -145,6 +145,15 @@ class StageExecution:
             outputs, loss = self.passes.run_without_gradients(microbatch, saved, self._accumulated)
         self._saved[microbatch] = saved
         return (self._send(outputs), None) if loss is None else ({}, float(loss.detach()))
+
+    def _new_deferred(self) -> DeferredGradients | None:
+        """Return the place for weight gradients that the backward pass leaves; None if there are none.
+
+        A stage that does not defer leaves those that are added in place, until the end of the pass.
+        """
+        if self.defers:
+            return DeferredGradients(captures=self._captures)
+        return None if self._frugal else DeferredGradients(sums_only=True)
 
     def backward(
         self, microbatch: MicrobatchId, gradients: Mapping[str, torch.Tensor]
@@ -173,9 +182,15 @@ class StageExecution:
                 for spec, tensor in outputs
                 if spec.name in gradients
             ]
-        with self._accumulated() as accumulated:
-            of_inputs = stage_pass.accumulate(ends, accumulated, saved.deferred)
-        self._defer(microbatch, saved)
+        if saved.deferred is not None and saved.deferred.captures:
+            of_inputs = stage_pass.capture(ends, saved.deferred, self._accumulate)
+        else:
+            with self._accumulated() as accumulated:
+                of_inputs = stage_pass.accumulate(ends, accumulated, saved.deferred)
+        if self.defers:
+            self._defer(microbatch, saved)
+        elif saved.deferred:
+            self._add_deferred(saved.deferred)
         return {
             spec.name: gradient
             for spec, gradient in zip(self.module.graph.inputs, of_inputs, strict=True)
@@ -194,10 +209,13 @@ class StageExecution:
         """Accumulate the weight gradients that ``backward`` has left, if that is not done yet."""
         saved = self._deferred.pop(microbatch, None)
         if saved is not None and saved.deferred is not None:
-            taken: set[int] = set()
-            # An owned weight's gradient is part of no message, so that it can be changed in place.
-            sums = {} if self._frugal else self.updates.gradients
-            saved.deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken), sums)
+            self._add_deferred(saved.deferred)
+
+    def _add_deferred(self, deferred: DeferredGradients) -> None:
+        taken: set[int] = set()
+        # An owned weight's gradient is part of no message, so that it can be changed in place.
+        sums = None if self._frugal else self.updates.gradients
+        deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken), sums)
 
     def add_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Accumulate gradients that later stages found for weights held here."""
@@ -221,10 +239,9 @@ class StageExecution:
 
     def _defer(self, microbatch: MicrobatchId, saved: SavedForward) -> None:
         """Keep the part of a forward that the deferred weight gradients need."""
-        if self.defers:
-            saved.stage_pass, saved.loss, saved.inputs = None, None, ()
-            saved.head_gradient = None
-            self._deferred[microbatch] = saved
+        saved.stage_pass, saved.loss, saved.inputs = None, None, ()
+        saved.head_gradient = None
+        self._deferred[microbatch] = saved
 
     def _without_loss(self, microbatch: MicrobatchId, saved: SavedForward) -> dict[str, torch.Tensor]:
         """Return zeros: the micro-batch does not count in the loss of its batch."""
@@ -233,7 +250,8 @@ class StageExecution:
             s.name: torch.zeros_like(v) for s, v in inputs if isinstance(v, torch.Tensor) and s.gradient
         }
         saved.deferred = None
-        self._defer(microbatch, saved)
+        if self.defers:
+            self._defer(microbatch, saved)
         return back
 
     def evaluate(self, microbatch: MicrobatchId, values: Mapping[str, Any]) -> tuple[Values, Any]:
