@@ -15,6 +15,7 @@ Both homes use the same private addresses, like most homes.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import signal
@@ -32,7 +33,7 @@ from ravnest.types import Address
 
 DEVICE = "net0"
 """Network device of every host."""
-_PROGRAMS = ("ip", "tc", "nft", "conntrack")
+_PROGRAMS = ("ip", "tc", "nft", "conntrack", "unshare")
 _CLONE_NEWNET = 0x40000000
 _GATEWAYS = ("198.51.100.1", "2001:db8::1")
 _LAN_GATEWAY = "192.168.1.1"
@@ -62,12 +63,16 @@ table inet home {
 """
 
 
+@functools.cache
 def missing() -> str | None:
     """Return the reason why this process cannot create such networks, or None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [program for program in _PROGRAMS if shutil.which(program) is None]
-    return f"{', '.join(absent)} not installed" if absent else None
+    if absent:
+        return f"{', '.join(absent)} not installed"
+    allowed = subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True)
+    return "this process may not create network namespaces" if allowed.returncode else None
 
 
 @dataclass(frozen=True)
@@ -105,11 +110,8 @@ class Host:
     def renumber(self, old: str, new: str) -> None:
         """Change an IPv4 address of this host; connections from the old one get no answers."""
         gateway = _run("ip", "-n", self.namespace, "route", "show", "default").split()[2]
-        _run("ip", "-n", self.namespace, "address", "add", f"{new}/24", "dev", DEVICE)
         _run("ip", "-n", self.namespace, "address", "delete", f"{old}/24", "dev", DEVICE)
-        # The new address is not promoted to primary everywhere; add it and its route again.
-        with suppress(subprocess.CalledProcessError):
-            _run("ip", "-n", self.namespace, "address", "add", f"{new}/24", "dev", DEVICE)
+        _run("ip", "-n", self.namespace, "address", "add", f"{new}/24", "dev", DEVICE)
         _run("ip", "-n", self.namespace, "route", "replace", "default", "via", gateway)
 
     def connections(self) -> list[tuple[Address, Address]]:
