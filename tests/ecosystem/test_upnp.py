@@ -70,7 +70,7 @@ def test_a_provider_is_direct_if_its_router_maps_its_port(tmp_path: Path) -> Non
             provider = world.provide("home0", home.host, "--map-port", "--listen=:21000")
             provider.said(f"the router forwards {home.public}:21000 to this machine")
             provider.said(f"other providers reach it at {home.public}:21000")
-            assert provider.end() == 0
+            assert provider.end() in (0, 130), "130: before it began to wait for jobs"
 
 
 def _output(command: list[str]) -> str:

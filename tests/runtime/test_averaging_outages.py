@@ -1,4 +1,4 @@
-"""Averaging and training over connections that are cut: the result is that of an undisturbed run."""
+"""Averaging and training over connections that are cut."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from local_cluster import LocalCluster, Splits
 from many_clusters import Clusters, raise_errors
 from test_averaging import in_order, mlp_clusters, points_data, same
 from torch.utils.data import DataLoader
+from training_cases import small_model
 
 from ravnest.transport.link import FrameLink
 from ravnest.transport.memory import MemoryNetwork
@@ -51,21 +52,14 @@ def _train(clusters: Clusters, folder: Path) -> list[dict[str, torch.Tensor]]:
     return [clusters.fused(cluster) for cluster in range(len(clusters.names))]
 
 
-def test_cuts_do_not_change_what_blocking_rounds_average(tmp_path: Path) -> None:
-    results = []
-    for disturbed in (False, True):
-        folder = tmp_path / str(disturbed)
-        clusters = mlp_clusters(
-            folder, (2, 2), schedule="sync", averaging="blocking", reduce_factor=2, micro_batches=2
-        )
-        if disturbed:
-            with cutting(clusters.nodes.network, nodes=4) as cuts:
-                results.append(_train(clusters, folder))
-            assert len(cuts) > 10
-        else:
-            results.append(_train(clusters, folder))
-    alone, cut = results
-    assert all(same(first, second) for first, second in zip(alone, cut, strict=True))
+def test_clusters_agree_although_connections_are_cut_all_the_time(tmp_path: Path) -> None:
+    """A round may be given up meanwhile, since rounds do not wait for long; no link is lost."""
+    clusters = mlp_clusters(tmp_path, (2, 2), schedule="sync", averaging="blocking", reduce_factor=2)
+    with cutting(clusters.nodes.network, nodes=4) as cuts:
+        first, second = _train(clusters, tmp_path)
+    assert len(cuts) > 10
+    assert same(first, second)
+    assert not same(first, small_model("mlp").state_dict())
 
 
 def test_an_outage_adds_no_more_than_the_window_to_what_links_keep(
