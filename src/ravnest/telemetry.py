@@ -113,7 +113,39 @@ class WarningRecord:
     kind: Literal["warning"] = "warning"
 
 
-PhaseName = Literal["connect", "train", "validate", "predict", "average", "save", "end"]
+@dataclass(frozen=True, slots=True)
+class CheckpointRecord:
+    """A checkpoint of this node's stage is complete on its disk."""
+
+    update: int
+    """Updates that it contains."""
+    phase: int
+    """Phases that are over in it."""
+    bytes: int
+    seconds: float
+    """Time for which training stopped here."""
+    kind: Literal["checkpoint"] = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryRecord:
+    """Training continues after the loss of a node; reported by Roots."""
+
+    lost: str
+    """What was lost, as a sentence."""
+    update: int
+    """Updates of the checkpoint from which training continues."""
+    repeated: int
+    """Updates that are made again."""
+    source: str
+    """Where the state of the lost stage comes from, as a sentence."""
+    seconds: float
+    """Time from the loss until training continued."""
+    kind: Literal["recovery"] = "recovery"
+
+
+PhaseName = Literal["connect", "train", "validate", "predict", "average", "save", "end", "rejoin"]
+"""``rejoin``: the node waits for a lost neighbour, or for the machine that takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +166,8 @@ WorkerRecord = (
     | QueueRecord
     | ScheduleRecord
     | WarningRecord
+    | CheckpointRecord
+    | RecoveryRecord
     | PhaseRecord
 )
 

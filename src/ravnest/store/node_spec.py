@@ -137,6 +137,8 @@ class NodeSpec:
     """Further addresses at which this node may be reached."""
     relay: RelaySpec | None = None
     """None: nodes are reached at their own addresses only."""
+    generation: int = 0
+    """Number of machines that held this node before; the one with the highest number is the node."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -163,7 +165,7 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
     yield from _neighbour_problems(spec)
     yield from _place_problems(spec)
     counts = ("microbatches", "in_flight", "smallest_rows", "update_frequency", "loss_chunks")
-    for name, least in (*((count, 1) for count in counts), ("seed", 0)):
+    for name, least in (*((count, 1) for count in counts), ("seed", 0), ("generation", 0)):
         if getattr(spec, name) < least:
             yield f"{name} must be at least {least}, is {getattr(spec, name)}"
     for name in ("microbatch_rows", "batch_size", "largest_rows"):

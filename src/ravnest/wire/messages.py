@@ -48,6 +48,8 @@ class Hello(Head, frozen=True):
     """The link exists; this is another connection."""
     relayed: bool = False
     """The connection passes a relay."""
+    generation: int = 0
+    """Number of machines that held this node before (``NodeSpec.generation``)."""
 
 
 class HelloRefused(Head, frozen=True):

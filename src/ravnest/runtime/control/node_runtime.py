@@ -195,6 +195,7 @@ class RuntimeConfig:
             settings=agreed,
             codec=self.codec,
             addresses=(spec.address, *spec.others),
+            generation=spec.generation,
         )
 
 

@@ -17,9 +17,11 @@ from sqlalchemy.dialects.sqlite import insert
 from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.db.tables import assignments, losses, records
 from ravnest.telemetry import (
+    CheckpointRecord,
     LossRecord,
     PhaseRecord,
     QueueRecord,
+    RecoveryRecord,
     RoundRecord,
     ScheduleRecord,
     TimingRecord,
@@ -38,6 +40,8 @@ NEWEST_KEPT = {
     "schedule": 10,
     "warning": 200,
     "phase": 200,
+    "checkpoint": 200,
+    "recovery": 1000,
 }
 """Records that are kept per assignment and kind."""
 
@@ -50,6 +54,8 @@ Stored = TypeVar(
     ScheduleRecord,
     WarningRecord,
     PhaseRecord,
+    CheckpointRecord,
+    RecoveryRecord,
 )
 
 _ANY_RECORD: TypeAdapter[WorkerRecord] = TypeAdapter(WorkerRecord)
@@ -61,6 +67,8 @@ _KINDS = {
     ScheduleRecord: "schedule",
     WarningRecord: "warning",
     PhaseRecord: "phase",
+    CheckpointRecord: "checkpoint",
+    RecoveryRecord: "recovery",
 }
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 
