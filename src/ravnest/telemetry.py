@@ -132,13 +132,13 @@ class RecoveryRecord:
     """Training continues after the loss of a node; reported by Roots."""
 
     lost: str
-    """What was lost, as a sentence."""
+    """The loss, as a sentence."""
     update: int
     """Updates of the checkpoint from which training continues."""
     repeated: int
     """Updates that are made again."""
     source: str
-    """Where the state of the lost stage comes from, as a sentence."""
+    """Origin of the lost state, as a sentence."""
     seconds: float
     """Time from the loss until training continued."""
     kind: Literal["recovery"] = "recovery"
