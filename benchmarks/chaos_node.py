@@ -7,6 +7,7 @@ the bottleneck, nodes that are down would leave more of them to the others, and 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -88,6 +89,8 @@ def main(given: dict[str, Any]) -> None:
     """Train; ``given`` are the arguments of ``chaos_run.ChaosRun``."""
     name, folder = given["node"], Path(given["folder"])
     os.chdir(folder)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
+    logging.info("%s starts", name)
     set_seed(42)
     torch.set_num_threads(1)
     dataset = shard(data(given["samples"]), name)

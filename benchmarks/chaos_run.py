@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import selectors
@@ -204,12 +205,9 @@ class _Watch:
     def _deadline(self) -> float:
         """Return the time of the next thing to do without an event."""
         times = [self._supervision.deadline, *(due for due, _, _ in self._later)]
-        silent = (
-            progress.changed + self._settings.silence
-            for progress, done in zip(self._progress, self._done, strict=True)
-            if not done
-        )
-        return min((each for each in (*times, *silent) if each is not None), default=time.monotonic())
+        silent = map(self._silent_from, range(self._settings.clusters))
+        latest = time.monotonic() + self._settings.silence
+        return min(latest, *silent, *(each for each in times if each is not None))
 
     # Records
 
@@ -305,14 +303,21 @@ class _Watch:
     # Results
 
     def _hang(self) -> str:
-        now, settings = time.monotonic(), self._settings
         for cluster, progress in enumerate(self._progress):
-            if not self._done[cluster] and now - progress.changed > settings.silence:
+            if self._silent_from(cluster) <= time.monotonic():
                 return (
-                    f"cluster {cluster} made no new update for {settings.silence:.0f} s after "
+                    f"cluster {cluster} made no progress for {self._settings.silence:.0f} s after "
                     f"{progress.updates} updates"
                 )
         return ""
+
+    def _silent_from(self, cluster: int) -> float:
+        """Return the time at which a cluster hangs; one that has trained waits for the others."""
+        if self._done[cluster]:
+            return math.inf
+        trained = self._progress[cluster].updates == self._settings.epochs * self._settings.epoch
+        changed = [p.changed for p in (self._progress if trained else [self._progress[cluster]])]
+        return max(changed) + self._settings.silence
 
     def _result(self, hang: str) -> RunResult:
         updates = tuple(progress.updates for progress in self._progress)
