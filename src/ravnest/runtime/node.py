@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from ravnest.deadlines import LAST_CHECKPOINT
 from ravnest.errors import RunError, RunInterruptedError, SettingsError
 from ravnest.host import map_large_blocks
 from ravnest.runtime.control.node_runtime import NodeRuntime, RuntimeConfig
@@ -249,6 +250,14 @@ class Node:
         atexit.unregister(self._close_at_exit)
         if runtime is not None:
             runtime.close(reason, recoverable=recoverable)
+
+    def hand_over(self, timeout: float = LAST_CHECKPOINT) -> bool:
+        """Have a checkpoint taken that outlives this node; call it before a node leaves on purpose.
+
+        May be called from any thread. Return False if there was none within ``timeout`` seconds.
+        """
+        runtime = self._runtime
+        return runtime is not None and runtime.hand_over(timeout)
 
     def reset(self) -> None:
         """Close the node, so that it can be started again; files are not touched."""

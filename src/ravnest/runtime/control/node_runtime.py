@@ -60,6 +60,7 @@ from ravnest.wire.messages import (
     PROTOCOL,
     Abort,
     AnyHead,
+    CheckpointWanted,
     Goodbye,
     Hello,
     LossSplit,
@@ -415,6 +416,16 @@ class NodeRuntime:
         status = self.status
         # No deadline: the Root may pause between calls, and a dead Root is detected by its link.
         status.wait(lambda: status.calls_ended >= number or status.run_ended)
+
+    def hand_over(self, timeout: float) -> bool:
+        """Ask for a last checkpoint and wait until it outlives this node; return False on a timeout."""
+        checkpoints, worker = self._checkpoints, self._worker
+        if checkpoints is None:
+            return False
+        wanted = CheckpointWanted(self._config.spec.node)
+        return checkpoints.wait_for_next(
+            lambda: worker.post(lambda: worker.want_checkpoint(wanted)), timeout
+        )
 
     def abandon(self, reason: str) -> None:
         """Stop after the loss of a node, without an end of the run; the other nodes do the same."""
