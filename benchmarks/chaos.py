@@ -3,13 +3,12 @@
 Three clusters of two nodes train a small model as real processes, without a server. A seeded plan kills
 random nodes with SIGKILL at random moments; they are started again as ``ravnest launch --restart`` does.
 The same training runs undisturbed in the same invocation. Goodput is the rate of useful updates (those
-that are made again do not count) of the disturbed run, divided by that of the undisturbed one. The Root
-of each cluster paces its batches, since on few cores the nodes that are down would otherwise leave more
-of them to the others.
+that are made again do not count) of the disturbed run, divided by that of the undisturbed one. Updates
+are paced, since on few cores the nodes that are down would otherwise leave more of them to the others.
 
 Run as a script: ``python benchmarks/chaos.py --kills 300``. It prints a report and the fault plan as one
-line, writes both as JSON with ``--json``, and ends with code 1 if something hung, failed or is wrong, or if
-a limit is missed. ``--plan`` repeats the run of such a line.
+line, writes both as JSON with ``--json``, and ends with code 1 if something hung, failed or is wrong, or
+if a limit is missed. ``--plan`` repeats the run of such a line.
 """
 
 from __future__ import annotations
@@ -113,7 +112,8 @@ def _figure(value: float | None) -> str:
 def _quantiles(values: Sequence[float]) -> str:
     if len(values) < 2:
         return ", ".join(f"{value:.1f}" for value in values)
-    return f"{statistics.median(values):.1f}, {statistics.quantiles(values, n=10)[-1]:.1f}, {values[-1]:.1f}"
+    most = statistics.quantiles(values, n=10)[-1]
+    return f"{statistics.median(values):.1f}, {most:.1f}, {values[-1]:.1f}"
 
 
 def compare(settings: ChaosRun, plan: FaultPlan, folder: Path) -> ChaosReport:

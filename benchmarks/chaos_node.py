@@ -1,17 +1,18 @@
 """Node of a chaos run: trains a small model on its cluster's share, and reports its records.
 
-The Root paces its batches, so that a node needs a small part of a core: on a machine whose cores are
-the bottleneck, nodes that are down would leave more of them to the others, and cost nothing.
+Updates are paced, so that a node needs a small part of a core: on a machine whose cores are the
+bottleneck, nodes that are down would leave more of them to the others, and cost nothing.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
+import signal
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,26 +64,18 @@ class RecordSocket:
             self._socket.send(json.dumps({"node": self._node, **asdict(record)}).encode())
 
 
-class PacedLoader:
-    """Loader whose batches come at a steady pace."""
+def paced(seconds: float) -> type[torch.optim.SGD]:
+    """Return an optimizer whose steps are at least ``seconds`` apart."""
 
-    def __init__(self, loader: DataLoader[Any], pace: float) -> None:
-        self.loader, self.pace = loader, pace
-        self.batch_size, self.dataset, self.generator = (
-            loader.batch_size,
-            loader.dataset,
-            loader.generator,
-        )
+    class PacedSGD(torch.optim.SGD):
+        _due = 0.0
 
-    def __len__(self) -> int:
-        return len(self.loader)
+        def step(self, closure: Any = None) -> Any:
+            time.sleep(max(self._due - time.monotonic(), 0.0))
+            self._due = time.monotonic() + seconds
+            return super().step(closure)
 
-    def __iter__(self) -> Iterator[Any]:
-        due = time.monotonic()
-        for batch in self.loader:
-            due = max(due + self.pace, time.monotonic())
-            time.sleep(max(due - time.monotonic(), 0.0))
-            yield batch
+    return PacedSGD
 
 
 def main(given: dict[str, Any]) -> None:
@@ -90,6 +83,7 @@ def main(given: dict[str, Any]) -> None:
     name, folder = given["node"], Path(given["folder"])
     os.chdir(folder)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
+    faulthandler.register(signal.SIGUSR1)  # a node that hangs shows where
     logging.info("%s starts", name)
     set_seed(42)
     torch.set_num_threads(1)
@@ -97,10 +91,9 @@ def main(given: dict[str, Any]) -> None:
     loader = DataLoader(
         dataset, BATCH, shuffle=True, generator=torch.Generator().manual_seed(5), drop_last=True
     )
-    paced = PacedLoader(loader, given["pace"])
     node = Node(
         name,
-        optimizer=torch.optim.SGD,
+        optimizer=paced(given["pace"]),
         optimizer_params={"lr": 0.05, "momentum": 0.9},
         lr_scheduler=torch.optim.lr_scheduler.LinearLR,
         lr_scheduler_params={
@@ -115,5 +108,5 @@ def main(given: dict[str, Any]) -> None:
         progress=False,
         **given["settings"],
     )
-    Trainer(node, train_loader=paced, epochs=given["epochs"], batch_size=BATCH, save=True).train()
+    Trainer(node, train_loader=loader, epochs=given["epochs"], batch_size=BATCH, save=True).train()
     node.close()

@@ -42,6 +42,8 @@ from ravnest.provider.supervision import (
 
 _PATIENT = RestartPolicy(limit=1000)
 """Nodes are killed on purpose, as often as the plan says."""
+_DUMP_SECONDS = 1.0
+"""Time for a node that hangs to write the stacks of its threads."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Recovery:
     """Time of the fault, in seconds since the first update."""
     update: int
     """Updates of the cluster before it."""
+    interrupted: bool = True
+    """The cluster has noticed; updates before that were under way."""
     under_way: float | None = None
     """Seconds until the cluster made an update again."""
     regained: float | None = None
@@ -220,6 +224,13 @@ class _Watch:
             cluster = self._cluster[record["node"]]
             if record["kind"] == "loss":
                 self._take_loss(cluster, record["update"] + 1)
+            elif record["kind"] == "phase" and record["phase"] in {"connect", "rejoin"}:
+                self._take_interruption(cluster, record["node"])
+
+    def _take_interruption(self, cluster: int, node: str) -> None:
+        if node == self._names[cluster][0]:
+            for recovery in self._recoveries:
+                recovery.interrupted |= recovery.cluster == cluster
 
     def _take_loss(self, cluster: int, update: int) -> None:
         progress, now = self._progress[cluster], time.monotonic()
@@ -229,7 +240,8 @@ class _Watch:
         if new:
             progress.updates, progress.last, progress.changed = update, now, now
         for recovery in self._recoveries:
-            if recovery.cluster == cluster and recovery.regained is None:
+            waits = recovery.interrupted and recovery.regained is None
+            if recovery.cluster == cluster and waits:
                 since = now - self._began - recovery.at
                 recovery.under_way = since if recovery.under_way is None else recovery.under_way
                 recovery.regained = since if update > recovery.update else None
@@ -262,8 +274,11 @@ class _Watch:
             os.kill(self._pids[name], number)
 
     def _end_all(self) -> None:
-        for name in list(self._pids):
-            self._signal(name, signal.SIGKILL)
+        """Let all nodes write to their output what they are doing, and kill them."""
+        for number in (signal.SIGUSR1, signal.SIGKILL):
+            for name in self._pids:
+                self._signal(name, number)
+            time.sleep(_DUMP_SECONDS)
         deadline = time.monotonic() + self._settings.silence
         while self._pids and time.monotonic() < deadline:
             gone = {ended.pid for ended in self._server.events(1.0)}
@@ -289,7 +304,8 @@ class _Watch:
     def _happen(self, fault: Fault, name: str, now: float) -> None:
         cluster = self._cluster[name]
         update = self._progress[cluster].updates
-        self._recoveries.append(Recovery(fault, cluster, now - self._began, update))
+        noticed = fault.kind is not FaultKind.KILL
+        self._recoveries.append(Recovery(fault, cluster, now - self._began, update, noticed))
         match fault.kind:
             case FaultKind.KILL:
                 self._signal(name, signal.SIGKILL)

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from ravnest.errors import LaunchError, StageFormatError
 from ravnest.provider.child_process import ChildProcess, run_together
-from ravnest.provider.launch import NodeOutput, launch, nodes_here, own_hosts, thread_shares
+from ravnest.provider.launch import RESUME, NodeOutput, launch, nodes_here, own_hosts, thread_shares
 from ravnest.provider.supervision import RestartPolicy, Supervision
+from ravnest.runtime.settings import RESUME_VARIABLE
 from ravnest.store.node_spec import read_nodes, write_node
 
 ROOT = Path(__file__).parents[2]
@@ -442,3 +443,8 @@ def test_node_files_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> No
         write_node(tmp_path, node_file(number, address="127.0.0.1:1", stages=11))
     (tmp_path / "nodes" / "node_x.json").write_text(json.dumps({}))
     assert [node.node for node in read_nodes(tmp_path)] == [2, 9, 10]
+
+
+def test_nodes_read_the_variable_that_the_launcher_sets() -> None:
+    """The launcher does not import the runtime, and torch with it."""
+    assert RESUME == RESUME_VARIABLE

@@ -180,6 +180,17 @@ def test_pauses_grow_up_to_a_limit_and_restarts_are_counted() -> None:
     assert reasons[-1] == "node_1 failed with exit code 1; started again (4)"
 
 
+def test_a_process_that_has_run_for_a_while_is_started_again_soon_but_counted() -> None:
+    supervision = restarting()
+    now = failing(supervision, "node_1", 0, times=1)
+    supervision.handle(ProcessEnded("node_1", -SIGKILL), now + 3)
+    assert due(supervision) == now + 4, "the first pause"
+    now = due(supervision)
+    supervision.handle(PauseOver(), now)
+    supervision.handle(ProcessEnded("node_1", -SIGKILL), now + 59)
+    assert "given up after 2 restarts" in supervision.summary()[0]
+
+
 def test_jitter_spreads_the_pauses() -> None:
     policy = RestartPolicy(first_pause=2, longest_pause=8)
     pauses = [policy.pause(1, random.Random(seed)) for seed in range(200)]

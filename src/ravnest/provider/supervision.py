@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 from collections.abc import Iterable, Mapping
@@ -68,11 +69,12 @@ class RestartPolicy:
     first_pause: float = NODE_FIRST_PAUSE
     """Seconds before the first restart; pauses double."""
     longest_pause: float = NODE_LONGEST_PAUSE
-    """Longest of these pauses, without the jitter."""
+    """Longest of these pauses, without the jitter. They are for processes that fail at once: after a
+    process has run for longer than this, the first pause is used again."""
 
-    def pause(self, restarts: int, chance: random.Random) -> float:
-        """Return the seconds to wait after ``restarts`` restarts without success."""
-        doublings = min(restarts, 32)  # of a float, without an overflow
+    def pause(self, quick: int, chance: random.Random) -> float:
+        """Return the seconds to wait after ``quick`` restarts that failed at once."""
+        doublings = min(quick, 32)  # of a float, without an overflow
         pause = min(self.first_pause * 2.0**doublings, self.longest_pause)
         return pause * chance.uniform(1 - JITTER, 1 + JITTER)
 
@@ -84,8 +86,10 @@ class _Restarts:
     count: int = 0
     """All of them."""
     unsettled: int = 0
-    """Those since the process last ran for long."""
-    started: float = 0.0
+    """Those since the process last settled."""
+    quick: int = 0
+    """Those since the process last ran for longer than the longest pause."""
+    started: float = -math.inf
     """Time of the last one."""
 
 
@@ -183,12 +187,15 @@ class Supervision:
 
     def _plan_restart(self, policy: RestartPolicy, ended: ProcessEnded, now: float) -> None:
         restarts = self._restarts.setdefault(ended.name, _Restarts())
-        if restarts.count and now - restarts.started >= policy.settled:
+        ran = now - restarts.started
+        if ran >= policy.settled:
             restarts.unsettled = 0
+        if ran >= policy.longest_pause:
+            restarts.quick = 0
         if restarts.unsettled >= policy.limit:
             self._fail(ended, now)
         else:
-            self._waiting[ended] = now + policy.pause(restarts.unsettled, self._chance)
+            self._waiting[ended] = now + policy.pause(restarts.quick, self._chance)
 
     def _due(self, now: float) -> list[ProcessEnded]:
         return [ended for ended, due in self._waiting.items() if due <= now]
@@ -197,7 +204,9 @@ class Supervision:
         del self._waiting[ended]
         self.running.append(ended.name)
         restarts = self._restarts[ended.name]
-        restarts.count, restarts.unsettled = restarts.count + 1, restarts.unsettled + 1
+        restarts.count += 1
+        restarts.unsettled += 1
+        restarts.quick += 1
         restarts.started = now
         how = (
             f"was ended by {signal_name(-ended.code)}"
