@@ -137,10 +137,14 @@ def _expect_good(result: RunResult) -> None:
         sys.exit(f"the undisturbed run went wrong: {result.hang} {result.failures} {result.corrupt}")
 
 
-def plan_kills(settings: ChaosRun, kills: int, seed: int) -> FaultPlan:
-    """Return kills of random nodes, from the first checkpoint until shortly before the end."""
+def plan_kills(settings: ChaosRun, kills: int, seed: int, until: float = 0.95) -> FaultPlan:
+    """Return kills of random nodes, until a share of the updates is made.
+
+    The rest is for the clusters to end together: one that is down while the others make the final
+    average would not be part of it.
+    """
     nodes = range(settings.clusters * settings.nodes)
-    start, end = 0.02 * settings.total, 0.95 * settings.total
+    start, end = 0.02 * settings.total, until * settings.total
     return FaultPlan.random(seed, nodes, kills, start=start, end=end, in_updates=True)
 
 

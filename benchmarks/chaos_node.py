@@ -25,6 +25,8 @@ from ravnest import Node, Trainer, set_seed, shard
 from ravnest.telemetry import CheckpointRecord, LossRecord, PhaseRecord, RecoveryRecord, WorkerRecord
 
 FEATURES, CLASSES, WIDTH, BATCH = 16, 8, 32, 16
+_SCRATCH = 64 << 20
+"""Bytes that each update allocates and does not touch: they fail when the node gets no more memory."""
 _REPORTED = (CheckpointRecord, LossRecord, PhaseRecord, RecoveryRecord)
 
 
@@ -71,6 +73,7 @@ def paced(seconds: float) -> type[torch.optim.SGD]:
         _due = 0.0
 
         def step(self, closure: Any = None) -> Any:
+            torch.empty(_SCRATCH, dtype=torch.uint8)
             time.sleep(max(self._due - time.monotonic(), 0.0))
             self._due = time.monotonic() + seconds
             return super().step(closure)

@@ -13,11 +13,12 @@ import json
 import math
 import os
 import random
+import resource
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ class _Watch:
         self._pids: dict[str, int] = {}
         self._progress = [_Progress() for _ in range(settings.clusters)]
         self._faults = list(plan.faults)
-        self._later: list[tuple[float, str, signal.Signals]] = []
+        self._later: list[tuple[float, Callable[[], None]]] = []
         self._recoveries: list[Recovery] = []
         self._done = [False] * settings.clusters
         self._began = 0.0
@@ -208,7 +209,7 @@ class _Watch:
 
     def _deadline(self) -> float:
         """Return the time of the next thing to do without an event."""
-        times = [self._supervision.deadline, *(due for due, _, _ in self._later)]
+        times = [self._supervision.deadline, *(due for due, _ in self._later)]
         silent = map(self._silent_from, range(self._settings.clusters))
         latest = time.monotonic() + self._settings.silence
         return min(latest, *silent, *(each for each in times if each is not None))
@@ -270,7 +271,7 @@ class _Watch:
                     self._start(name, {"RAVNEST_RESUME": "1"})
 
     def _signal(self, name: str, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(KeyError, ProcessLookupError):
             os.kill(self._pids[name], number)
 
     def _end_all(self) -> None:
@@ -290,8 +291,7 @@ class _Watch:
         now = time.monotonic()
         for later in [each for each in self._later if each[0] <= now]:
             self._later.remove(later)
-            if later[1] in self._pids:
-                self._signal(later[1], later[2])
+            later[1]()
         made = sum(progress.updates for progress in self._progress)
         for fault in [each for each in self._faults if each.moment.at <= made]:
             name = f"node_{fault.node}"
@@ -310,11 +310,31 @@ class _Watch:
             case FaultKind.KILL:
                 self._signal(name, signal.SIGKILL)
             case FaultKind.STOP:
-                assert fault.seconds is not None
                 self._signal(name, signal.SIGSTOP)
-                self._later.append((now + fault.seconds, name, signal.SIGCONT))
+                self._after(fault, lambda: self._signal(name, signal.SIGCONT))
+            case FaultKind.FULL_DISK:
+                self._limit(fault, name, resource.RLIMIT_FSIZE)
+            case FaultKind.OUT_OF_MEMORY:
+                self._limit(fault, name, resource.RLIMIT_AS)
             case _:
                 raise ValueError(f"{fault.kind} is not a fault of processes")
+
+    def _limit(self, fault: Fault, name: str, limit: int) -> None:
+        """Let a node get nothing more of a resource until the fault is over, or it is started again."""
+        pid = self._pids[name]
+        before = resource.prlimit(pid, limit)
+        resource.prlimit(pid, limit, (1, before[1]))
+
+        def restore() -> None:
+            if self._pids.get(name) == pid:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, limit, before)
+
+        self._after(fault, restore)
+
+    def _after(self, fault: Fault, call: Callable[[], None]) -> None:
+        assert fault.seconds is not None
+        self._later.append((time.monotonic() + fault.seconds, call))
 
     # Results
 
@@ -384,14 +404,21 @@ def form(settings: ChaosRun, folder: Path) -> list[list[str]]:
     return names
 
 
+def fused(folder: Path, cluster: int = 0) -> dict[str, torch.Tensor]:
+    """Return the model that a cluster has trained."""
+    state: dict[str, torch.Tensor] = torch.load(
+        model_fusion(cluster, folder=folder / "trained"), weights_only=True
+    )
+    return state
+
+
 def check(settings: ChaosRun, folder: Path) -> tuple[tuple[str, ...], float | None]:
     """Return what is wrong with the results of a run, and the loss of the model."""
     wrong: list[str] = []
     states: list[dict[str, torch.Tensor]] = []
     for cluster in range(settings.clusters):
         try:
-            path = model_fusion(cluster, folder=folder / "trained")
-            states.append(torch.load(path, weights_only=True))
+            states.append(fused(folder, cluster))
         except RavnestError as error:
             wrong.append(f"cluster {cluster} has no model: {error}")
         losses = folder / ("losses.txt" if cluster == 0 else f"losses_cluster_{cluster}.txt")
