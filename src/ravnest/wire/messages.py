@@ -376,7 +376,7 @@ class ResumeOffer(Head, frozen=True):
     """Reason for which a node left that run."""
 
 
-class Resume(Head, frozen=True):
+class ResumeFrom(Head, frozen=True):
     """Decision of the Root: where training continues; sent to all nodes at the start."""
 
     run: str
@@ -387,7 +387,7 @@ class Resume(Head, frozen=True):
     """Calls of the script that have ended."""
 
 
-class Resumed(Head, frozen=True):
+class StateLoaded(Head, frozen=True):
     """Statement that this and all later nodes have loaded their state; sent towards the Root."""
 
 
@@ -453,8 +453,8 @@ AnyHead = (
     | Goodbye
     | Abort
     | ResumeOffer
-    | Resume
-    | Resumed
+    | ResumeFrom
+    | StateLoaded
     | StateBlock
     | ReplicaStored
     | CheckpointWanted
