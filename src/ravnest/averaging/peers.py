@@ -14,9 +14,6 @@ from ravnest.wire.messages import AnyHead, Hello
 
 logger = logging.getLogger(__name__)
 
-REACH_SECONDS = 10.0
-"""Deadline for dialling a peer during a round; a peer that does not answer fails the round."""
-
 
 class PeerError(UnreachableError):
     """A node of another cluster cannot be reached."""
@@ -83,14 +80,17 @@ class Peers:
             (c for members in lists for c, member in enumerate(members) if member.node == node), None
         )
 
-    def reach(self, peer: NeighbourSpec, cluster: int) -> Link:
-        """Return a link to a node of a ring, dialled if needed; raises ``PeerError`` if that fails."""
+    def reach(self, peer: NeighbourSpec, cluster: int, seconds: float) -> Link:
+        """Return a link to a node of a ring, dialled if needed; raises ``PeerError`` if that fails.
+
+        The peer is dialled for ``seconds``: its network may be away when the round begins.
+        """
         with self._changed:
             link = self._links.get(peer.node)
         if link is not None:
             return link
         try:
-            link = self._dial(peer, REACH_SECONDS)
+            link = self._dial(peer, seconds)
         except RavnestError as error:
             raise PeerError(f"node_{peer.node} of cluster {cluster}: {error}", cluster) from error
         self.keep(link)
@@ -149,8 +149,8 @@ class Peers:
                     logger.warning("cluster %d refuses the connection: %s", cluster, error)
                     return
                 else:
+                    on_link(link)  # first, because ``connect`` may return after ``keep``
                     self.keep(link)
-                    on_link(link)
                     return
 
         threading.Thread(target=dial, name=f"ravnest-dial-cluster-{cluster}", daemon=True).start()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.events import (
     ClusterJoined,
     ClusterLost,
@@ -77,20 +78,33 @@ class AveragingService:
         *,
         config: AveragingConfig | None,
         failed: Callable[[str], None],
+        outage: float | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``config`` is given at Roots only. ``failed`` is called with unexpected errors."""
+        """``config`` is given at Roots only. ``failed`` is called with unexpected errors.
+
+        ``outage`` is the time for which links wait for another connection; the plan's if not given.
+        """
+        deadlines = Deadlines.outlasting(spec.outage if outage is None else outage)
         self._spec = spec
         self._weights = weights
         self._config = config
         self._failed = failed
+        self._now = now
         self._peers = Peers(spec, hello, transport, self)
-        self._participant = Participant(spec.cluster, spec.node)
+        self._participant = Participant(spec.cluster, spec.node, deadlines)
         self._member: Member | None = None
         if config is not None:
             self._member = Member(
-                spec.cluster, spec.pipeline, mode=config.mode, reduce_factor=config.reduce_factor
+                spec.cluster,
+                spec.pipeline,
+                mode=config.mode,
+                reduce_factor=config.reduce_factor,
+                deadlines=deadlines,
             )
-        self._reducer = NodeReducer(spec, weights, self._peers, hello.codec, self._reduce_ended)
+        self._reducer = NodeReducer(
+            spec, weights, self._peers, hello.codec, self._reduce_ended, deadlines, now
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._joined: set[Link] = set()
         """Links to Roots that the member has been told about."""
@@ -130,11 +144,11 @@ class AveragingService:
 
     def updated(self, samples: int) -> None:
         """Report an update made from ``samples`` samples."""
-        self._post_to_member(UpdateMade(samples, time.monotonic()))
+        self._post_to_member(UpdateMade(samples, self._now()))
 
     def epoch_ended(self) -> None:
         """Report that all updates of an epoch are made."""
-        self._post_to_member(EpochEnded(time.monotonic()))
+        self._post_to_member(EpochEnded(self._now()))
 
     def pause(self, *, final: bool) -> None:
         """Request a round that this cluster waits for; ``released`` is called when it is over."""
@@ -176,8 +190,8 @@ class AveragingService:
 
     def on_link(self, link: Link) -> None:
         """Take the link of a node of another cluster that has connected."""
+        self._link_opened(link)  # first, because ``connect`` may return after ``keep``
         self._peers.keep(link)
-        self._link_opened(link)
 
     def _link_opened(self, link: Link) -> None:
         self.post(lambda: self._join(link))
@@ -218,7 +232,7 @@ class AveragingService:
     def _timeout(self) -> float | None:
         """Return the seconds until the next deadline; None if there is none."""
         soonest = min(self._wake(), self._stall())
-        return None if soonest == math.inf else max(soonest - time.monotonic(), 0.0)
+        return None if soonest == math.inf else max(soonest - self._now(), 0.0)
 
     def _wake(self) -> float:
         return math.inf if self._member is None else self._member.wake
@@ -227,7 +241,7 @@ class AveragingService:
         return self._participant.stalls_at(self._reducer.allreduce.progress[1])
 
     def _check_clock(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         if self._wake() <= now:
             self._to_member(Tick())
         if self._stall() <= now:
@@ -269,7 +283,7 @@ class AveragingService:
 
     def _to_member(self, event: MemberEvent) -> None:
         assert self._member is not None, "only a Root has a member"
-        for action in self._member.handle(event, time.monotonic()):
+        for action in self._member.handle(event, self._now()):
             self._carry_out(action)
 
     def _carry_out(self, action: MemberAction) -> None:
@@ -302,7 +316,7 @@ class AveragingService:
     # The participant, at every node
 
     def _to_participant(self, event: ParticipantEvent) -> None:
-        for action in self._participant.handle(event, time.monotonic()):
+        for action in self._participant.handle(event, self._now()):
             self._perform(action)
 
     def _perform(self, action: ParticipantAction) -> None:

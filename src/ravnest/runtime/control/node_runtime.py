@@ -419,6 +419,7 @@ class NodeRuntime:
             self._transport,
             config=rounds,
             failed=lambda reason: inbox.post(lambda: self._worker.fail(reason)),
+            outage=settings.outage,
         )
 
     def _blocking_averages(self) -> BlockingAverages | None:
