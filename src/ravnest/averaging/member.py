@@ -215,14 +215,19 @@ class Member:
     def _joined(self, cluster: int, now: float) -> None:
         reconnected = cluster in self._live
         self._live.add(cluster)
+        self._relay.forget(cluster)
         if self._coordinator is not None:
+            if reconnected:  # it knows nothing of the open round, or has given it up
+                self._coordinate(ClusterLost(cluster, "it has connected again"), now)
             self._coordinate(ClusterJoined(cluster), now)
-        self._follow_lowest(f"cluster {cluster} has joined", now, reconnected=reconnected)
+        again = reconnected and cluster == self._relay.coordinator
+        self._follow_lowest(f"cluster {cluster} has joined", now, reconnected=again)
 
     def _lost(self, cluster: int, reason: str, now: float) -> None:
         if cluster not in self._live:
             return
         self._live.discard(cluster)
+        self._relay.forget(cluster)
         if self._coordinator is not None:
             self._coordinate(ClusterLost(cluster, reason), now)
         self._follow_lowest(f"cluster {cluster} is gone", now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +176,7 @@ class RuntimeConfig:
         )
 
     def hello(self) -> Hello:
-        """Return the node's introduction, with the settings that its neighbours must share."""
+        """Return the introduction of a new start, with the settings that its neighbours must share."""
         spec = self.spec
         agreed = {
             "schedule": self.schedule,
@@ -196,6 +197,7 @@ class RuntimeConfig:
             codec=self.codec,
             addresses=(spec.address, *spec.others),
             generation=spec.generation,
+            incarnation=secrets.token_hex(8),
         )
 
 
@@ -213,6 +215,7 @@ class NodeRuntime:
         self._config = config
         self._transport = transport
         self._links = Links()
+        self._hello = config.hello()
         last = spec.stage == spec.stages - 1
         self.execution = StageExecution(
             module,
@@ -279,7 +282,7 @@ class NodeRuntime:
         self.telemetry.phase("connect")
         rendezvous = Rendezvous(
             config.spec,
-            config.hello(),
+            self._hello,
             config.listen,
             config.settings.connect_timeout,
             self.progress.say,
@@ -415,7 +418,7 @@ class NodeRuntime:
         return AveragingService(
             spec,
             weights,
-            config.hello(),
+            self._hello,
             self._transport,
             config=rounds,
             failed=lambda reason: inbox.post(lambda: self._worker.fail(reason)),
