@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ravnest.averaging.allreduce import AllReduceResult
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.participant import (
     CancelReduce,
     CommandArrived,
@@ -23,7 +24,7 @@ from ravnest.averaging.participant import (
     WeightsCopied,
 )
 from ravnest.averaging.ports import Vectors
-from ravnest.deadlines import RING_STALL
+from ravnest.deadlines import LINK_OUTAGE, RING_STALL, ROUND_OUTAGES
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
 ROUND, BASE = RoundId(4), RoundId(3)
@@ -144,7 +145,17 @@ def test_an_all_reduce_without_chunks_is_cancelled(node: Participant) -> None:
     start(node)
     assert node.stalls_at(0.0) == 2.0 + RING_STALL
     assert node.stalls_at(9.0) == 9.0 + RING_STALL
-    (cancel,) = node.handle(Stalled(), 50.0)
+    cancel, reply = node.handle(Stalled(), 50.0)
     assert isinstance(cancel, CancelReduce)
     assert cancel.round == ROUND
-    assert node.stalls_at(9.0) == 50.0 + RING_STALL, "not again at once"
+    assert reply == SendReply(Reduced(ROUND, 2, 7, {}, 0, cancel.reason))
+    assert node.stalls_at(9.0) == math.inf, "not again"
+    assert ended(node) == [], "the reply was sent, although the all-reduce had not ended"
+
+
+def test_longer_outages_of_links_give_an_all_reduce_more_time() -> None:
+    node = Participant(2, 7, Deadlines.outlasting(LINK_OUTAGE + 100.0))
+    prepare(node)
+    copied(node)
+    start(node)
+    assert node.stalls_at(0.0) == 2.0 + RING_STALL + ROUND_OUTAGES * 100.0

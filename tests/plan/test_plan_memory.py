@@ -21,6 +21,7 @@ from ravnest.plan.memory import (
     stage_memory,
 )
 from ravnest.plan.profile import ModelProfile
+from ravnest.transport.acknowledgements import ACK_BYTES
 
 LOAD: StageLoad[float] = StageLoad(
     state=100,
@@ -35,6 +36,7 @@ LOAD: StageLoad[float] = StageLoad(
     leaving=3,
     outputs=7,
     returning=4,
+    sent_back=2,
     shared=0,
     backward=13,
 )
@@ -52,8 +54,25 @@ def test_each_purpose_is_counted() -> None:
         activations=30,
         transfer=14,
         averaging=0,
+        unacknowledged=2 * (7 + 2),
     )
-    assert memory.total == 467
+    assert memory.total == 485
+
+
+def test_links_keep_what_is_in_flight_until_it_is_acknowledged() -> None:
+    assert stage_memory(LOAD, 3, SPLIT).unacknowledged == (7 + 2) / 2
+    root, leaf = replace(LOAD, sent_back=0), replace(LOAD, outputs=0)
+    assert stage_memory(root, 3, SPLIT).unacknowledged == 7 / 2
+    assert stage_memory(leaf, 1, SPLIT).unacknowledged == 2 / 2
+    averaged = stage_memory(LOAD, 3, replace(SPLIT, averaging=2.0))
+    assert averaged.unacknowledged == (7 + 2) / 2 + 80
+
+
+def test_a_link_keeps_no_more_than_what_makes_the_peer_acknowledge() -> None:
+    large = replace(LOAD, outputs=1e9, sent_back=1e9, owned=1e9)
+    assert stage_memory(large, 3, SPLIT).unacknowledged == 2 * ACK_BYTES
+    averaged = stage_memory(large, 3, replace(SPLIT, averaging=2.0))
+    assert averaged.unacknowledged == 3 * ACK_BYTES
 
 
 def test_a_batch_that_is_split_keeps_a_share_and_works_on_a_part() -> None:
@@ -75,7 +94,7 @@ def test_averaging_keeps_copies_of_trained_parameters() -> None:
     assert averaging_copies(compressed=True) == 4
     assert averaging_copies(with_optimizer=True, optimizer_factor=2.0) == 6
     memory = stage_memory(LOAD, 3, replace(DELAYED, averaging=2.0))
-    assert (memory.averaging, memory.total) == (160, 467 + 160)
+    assert (memory.averaging, memory.total) == (160, 485 + 160 + 80)
 
 
 def test_the_update_can_be_the_peak() -> None:
@@ -155,7 +174,10 @@ def by_hand(
     leaving = 0 if last else units[-1].sent_bytes
     returning = 0 if last else units[-1].gradient_bytes
     tied = [t for t in profile.state if t.trainable and t.units[0] < stop <= t.units[-1]]
-    returning += profile.units[start - 1].gradient_bytes if start else 0
+    back = profile.units[start - 1].gradient_bytes if start else 0
+    returning += back
+    onward = 0 if last else units[-1].crossing_bytes
+    flying = share * (1 + delay)
     return (
         sum(t.bytes for t in held)
         + delay * (sum(owned) + sum(activations) + incoming)
@@ -163,6 +185,8 @@ def by_hand(
         + sum(owned) * profile.optimizer_bytes_per_parameter_byte
         + (share * leaving + min(share, 2 * part) * returning) * (1 + delay)
         + max(backward + sum(t.bytes for t in tied), profile.update_copies * max(owned, default=0))
+        + min(flying * onward, ACK_BYTES)
+        + min(flying * back, ACK_BYTES)
     )
 
 

@@ -219,6 +219,7 @@ class ModelCosts:
             leaving=np.broadcast_to(self.leaving[stops][None, :], shape),
             outputs=np.broadcast_to(self.crossing[stops][None, :], shape),
             returning=returning,
+            sent_back=np.broadcast_to(self.returning[starts][:, None], shape),
             shared=self.shared[np.ix_(starts, stops)],
             backward=backward - before,
         )
@@ -257,6 +258,7 @@ class ModelCosts:
             leaving=nothing,
             outputs=nothing,
             returning=nothing,
+            sent_back=nothing,
             shared=nothing,
             deferred=nothing,
             backward=self.backward.grid(starts, stops) - before,

@@ -111,7 +111,7 @@ def _stage_lines(
         f" {size(memory.weights)}, older versions {size(memory.versions)}, optimizer"
         f" {size(memory.optimizer)}, activations"
         f" {size(memory.activations)}, transfer {size(memory.transfer)}, gradients and workspace"
-        f" {size(memory.gradients)}{_averaging(memory)}."
+        f" {size(memory.gradients)}{_averaging(memory)}{_unacknowledged(memory)}."
     )
     if cluster.loss_chunks > 1 and stage.index == len(cluster.stages) - 1:
         yield (
@@ -137,6 +137,11 @@ def _recomputation(cluster: ClusterPlan, stage: StagePlan) -> Iterator[str]:
 
 def _averaging(memory: StageMemory[float]) -> str:
     return f", averaging with other clusters {size(memory.averaging)}" if memory.averaging else ""
+
+
+def _unacknowledged(memory: StageMemory[float]) -> str:
+    kept = memory.unacknowledged
+    return f", sent and not yet acknowledged by the neighbours {size(kept)}" if kept else ""
 
 
 def _link(cluster: ClusterPlan, stage: StagePlan) -> str:

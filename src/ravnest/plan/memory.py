@@ -20,7 +20,10 @@ A stage needs, all the time,
   updates them;
 - its outputs of each micro-batch in flight, and the gradients at both ends of two micro-batches, one
   that is computed and one that has arrived or is being sent;
-- with several clusters, the copies for averaging (``averaging_copies``).
+- with several clusters, the copies for averaging (``averaging_copies``);
+- what its links keep until the peer has acknowledged it, so that it can be sent again on another
+  connection: of each link at most ``ACK_BYTES``, after which the peer acknowledges at once, and at most
+  what is sent on it for the batches in flight or in a round.
 
 The largest of these moments comes on top:
 
@@ -44,6 +47,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ravnest.transport.acknowledgements import ACK_BYTES
 
 RECOMPUTATION = 1 / 3
 """Time of a forward pass as a share of forward and backward: what recomputing all activations adds."""
@@ -117,6 +122,8 @@ class StageLoad(Generic[Bytes]):
     """All activations that leave."""
     returning: Bytes
     """Gradients at both ends."""
+    sent_back: Bytes
+    """Gradients that the stage sends to the one before it."""
     shared: Bytes
     """Gradients that later stages send for weights of this stage, once per update, and two of the
     weights that pass through it."""
@@ -138,6 +145,8 @@ class StageMemory(Generic[Bytes]):
     transfer: Bytes
     averaging: Bytes
     """Copies for rounds with other clusters."""
+    unacknowledged: Bytes
+    """Messages that links keep until the peer has acknowledged them."""
 
     @property
     def total(self) -> Bytes:
@@ -150,6 +159,7 @@ class StageMemory(Generic[Bytes]):
             + self.activations
             + self.transfer
             + self.averaging
+            + self.unacknowledged
         )
 
 
@@ -197,7 +207,16 @@ def stage_memory(
         + (part * recomputed / (total - part) if recomputed else 0) * load.outputs
         + min(share, 2 * part) * (1 + delay) * load.returning,
         averaging=load.owned * training.averaging,
+        unacknowledged=_kept_by_link(total * load.outputs)
+        + _kept_by_link(total * load.sent_back)
+        + _kept_by_link(load.owned * (training.averaging > 0)),
     )
+
+
+def _kept_by_link(sent: Bytes) -> Bytes:
+    """Return the bytes that a link keeps although they have arrived, if it sends ``sent``."""
+    kept: Bytes = np.minimum(sent, ACK_BYTES)
+    return kept
 
 
 def memory_range(load: StageLoad[Bytes], behind: int, training: MemorySettings) -> MemoryRange[Bytes]:

@@ -50,6 +50,8 @@ class Hello(Head, frozen=True):
     """The connection passes a relay."""
     generation: int = 0
     """Number of machines that held this node before (``NodeSpec.generation``)."""
+    incarnation: str = ""
+    """Random id of the sender's start, the same on all its links; another one after a restart."""
 
 
 class HelloRefused(Head, frozen=True):
