@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -159,3 +160,36 @@ def test_longer_outages_of_links_give_an_all_reduce_more_time() -> None:
     copied(node)
     start(node)
     assert node.stalls_at(0.0) == 2.0 + RING_STALL + ROUND_OUTAGES * 100.0
+
+
+def test_commands_in_any_order_use_only_copies_and_averages_of_their_own_round() -> None:
+    """A Root that was restarted, or that follows another coordinator, may send anything at any time."""
+    for seed in range(2000):
+        drawn, node = Random(seed), Participant(2, 7)
+        ids = [RoundId(number, attempt) for number in range(3) for attempt in range(2)]
+        copies: set[RoundId] = set()
+        averages: set[RoundId] = set()
+        for step in range(30):
+            of = drawn.choice(ids)
+            result = AllReduceResult(of, {}, {}, 0, drawn.choice(["", "node_3 is gone"]))
+            event = drawn.choice(
+                [
+                    CommandArrived(Prepare(of, drawn.random() < 0.5)),
+                    WeightsCopied(of, {of.number: torch.ones(1)}, "", "raw", None),
+                    CommandArrived(Start(of, WEIGHTS)),
+                    ReduceEnded(result),
+                    Stalled(),
+                    CommandArrived(Decision(of, drawn.random() < 0.5)),
+                ]
+            )
+            for action in node.handle(event, float(step)):
+                match action:
+                    case CopyWeights(round_id):
+                        copies.add(round_id)
+                    case StartReduce(head, copy):
+                        assert head.round in copies
+                        assert list(copy) == [head.round.number]
+                    case StoreAverage(average):
+                        averages.add(average.round)
+                    case SettleCompression(round_id, applied):
+                        assert not applied or round_id in averages
