@@ -17,6 +17,7 @@ from ravnest.plan.memory import (
     StageLoad,
     StageMemory,
     averaging_copies,
+    memory_range,
     size,
     stage_memory,
 )
@@ -39,6 +40,7 @@ LOAD: StageLoad[float] = StageLoad(
     sent_back=2,
     shared=0,
     backward=13,
+    undeferred=12,
 )
 DELAYED = MemorySettings(optimizer_factor=2.0, max_delay=1)
 SPLIT = MemorySettings(optimizer_factor=2.0, share=1 / 2, part=1 / 8, accumulates=True)
@@ -89,6 +91,17 @@ def test_deferred_weight_gradients_can_need_more_than_activations() -> None:
     assert more.gradients + more.activations == 80 + 40 / 2 + 2
 
 
+def test_a_single_micro_batch_that_is_not_deferred_needs_less() -> None:
+    load = replace(LOAD, deferred=40, backward=45)
+    alone = MemorySettings(optimizer_factor=2.0)
+    assert stage_memory(load, 3, alone).gradients == 80 + 45 - 10
+    assert stage_memory(load, 3, alone, defers=False).gradients == 80 + 12 - 10
+    needs = memory_range(load, 3, alone)
+    assert needs.most - needs.least == 45 - 12
+    several = memory_range(load, 3, replace(SPLIT, recompute=False))
+    assert several.least == several.most
+
+
 def test_averaging_keeps_copies_of_trained_parameters() -> None:
     assert averaging_copies() == 2
     assert averaging_copies(compressed=True) == 4
@@ -133,7 +146,8 @@ def test_what_a_stage_keeps_fits_its_ram(profile: ModelProfile, behind: int, whe
         ram = least + where * (most - least)
         kept = costs.kept_batches(start, stop, behind, ram)
         assert costs.training.part <= kept * (1 + 1e-9)
-        assert costs.memory(start, stop, behind, kept).total <= ram * (1 + 1e-9) + 1e-6
+        defers = costs.defers(start, stop, behind, ram)
+        assert costs.memory(start, stop, behind, kept, defers=defers).total <= ram * (1 + 1e-9) + 1e-6
 
 
 def test_formatted_sizes() -> None:
@@ -141,7 +155,14 @@ def test_formatted_sizes() -> None:
 
 
 def by_hand(
-    profile: ModelProfile, start: int, stop: int, in_flight: int, frequency: int, share: float
+    profile: ModelProfile,
+    start: int,
+    stop: int,
+    in_flight: int,
+    frequency: int,
+    share: float,
+    *,
+    defers: bool = True,
 ) -> float:
     """Compute the formula directly from the profile; a micro-batch is a quarter of the share."""
     held = [t for t in profile.state if any(start <= u < stop for u in t.units)]
@@ -157,7 +178,7 @@ def by_hand(
     accumulates = splits or frequency > 1
     incoming = profile.units[start - 1].held_bytes if start else profile.input_bytes
     activations = [u.activation_bytes for u in units]
-    deferred = [u.deferred_bytes if start else 0 for u in units]
+    deferred = [u.deferred_bytes if start and defers else 0 for u in units]
     passes = [sum(deferred)]
     for here, unit in enumerate(units, start):
         to_come = [t.bytes for t in held if t.trainable and start <= t.units[-1] <= here]
@@ -178,13 +199,17 @@ def by_hand(
     returning += back
     onward = 0 if last else units[-1].crossing_bytes
     flying = share * (1 + delay)
+    passing = sorted(t.bytes for t in tied if t not in held)[-2:]
     return (
         sum(t.bytes for t in held)
         + delay * (sum(owned) + sum(activations) + incoming)
         + trainable
         + sum(owned) * profile.optimizer_bytes_per_parameter_byte
         + (share * leaving + min(share, 2 * part) * returning) * (1 + delay)
-        + max(backward + sum(t.bytes for t in tied), profile.update_copies * max(owned, default=0))
+        + max(
+            backward + sum(t.bytes for t in tied if t in held) + sum(passing),
+            profile.update_copies * max(owned, default=0),
+        )
         + min(flying * onward, ACK_BYTES)
         + min(flying * back, ACK_BYTES)
     )
@@ -204,6 +229,10 @@ def test_one_stage_and_a_grid_of_stages_agree_with_the_formula(
         expected = by_hand(profile, start, stop, in_flight, frequency, share)
         assert costs.memory(start, stop, in_flight).total == expected
         assert grid.most[start, stop] == expected
+        whole = by_hand(profile, start, stop, in_flight, frequency, share, defers=False)
+        assert costs.memory(start, stop, in_flight, defers=False).total == whole
+        if not splits and in_flight == 1:
+            assert grid.least[start, stop] == min(whole, expected)
     assert np.isinf(grid.most[np.tril_indices(len(every))]).all()
 
 

@@ -123,7 +123,9 @@ def _stage_lines(
 
 
 def _recomputation(cluster: ClusterPlan, stage: StagePlan) -> Iterator[str]:
-    """Say what the node does because it cannot keep the activations of everything in flight."""
+    """Say what the node does because it cannot keep everything that would make it faster."""
+    if not stage.defers:
+        yield "    RAM is short: weight gradients are computed with those of the inputs, not after them."
     if stage.kept is None:
         return
     kept = f"the activations of {stage.kept} of {cluster.in_flight} micro-batches fit at once"

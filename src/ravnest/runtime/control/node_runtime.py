@@ -103,7 +103,7 @@ class NodeRuntime:
             seed=config.seed,
             stash=config.schedule == "async" and not last,
             kept=config.kept,
-            defer=spec.stage > 0,
+            defer=spec.stage > 0 and spec.defers,
             frugal=spec.tight,
         )
         self._tuner = MicrobatchTuner() if spec.stage == 0 and config.tunes_split else None
