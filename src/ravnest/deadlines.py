@@ -74,6 +74,12 @@ NEIGHBOUR_CONNECT = 300.0
 """Longest wait of a worker for its neighbours; it starts when all have fetched their assignments."""
 TRAINING_STALL = 900.0
 """Time without progress after which the Root ends the run."""
+NODE_RETURN = 600.0
+"""Longest wait of a cluster for a lost node, or for the machine that takes its place."""
+BLOCK_WRITTEN = 120.0
+"""Longest wait for one block of a checkpoint to leave for a neighbour."""
+LAST_CHECKPOINT = 30.0
+"""Longest wait of a node that leaves for a last checkpoint at its neighbour."""
 RESULT_WAIT = 3600.0
 """Longest wait for a provider that has trained to the end and is away before its result arrived."""
 
@@ -263,6 +269,8 @@ RELATIONS = (
         "the same if nobody but the server notices the loss",
     ),
     Relation(NEIGHBOUR_CONNECT, TRAINING_STALL, "a run does not stall because it still connects"),
+    Relation(NEIGHBOUR_CONNECT, NODE_RETURN, "a lost node has more time than one that starts"),
+    Relation(LINK_OUTAGE, BLOCK_WRITTEN, "a checkpoint on its way outlasts an outage of its link"),
     Relation(WITNESSED_LIMIT, RESULT_WAIT, "a finished training gets more time than a running one"),
     Relation(RESTART_GRACE, RESULT_WAIT, "a finished training outlasts a restart of the server"),
     Relation(ROUND_ANSWER_MOST, FINAL_ANSWER, "the final round waits longer than a round of training"),

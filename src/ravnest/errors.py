@@ -16,6 +16,7 @@ RavnestError
 ├── JobError (ValueError)            a job cannot be submitted as given
 ├── JobEndedError                    a job ended without a trained model
 ├── RunError                         the run ended on all nodes; the message has the reason
+│   └── RunInterruptedError          a node was lost; training can continue from a checkpoint
 ├── ServerError                      communication with the intermediary server failed
 │   ├── ServerUnreachableError       no Ravnest server answers at its address
 │   └── ServerRefusedError           the server rejected the request
@@ -95,6 +96,10 @@ class JobEndedError(RavnestError):
 
 class RunError(RavnestError):
     """The run ended on all nodes; the message has the reason."""
+
+
+class RunInterruptedError(RunError):
+    """A node was lost; training can continue from a checkpoint."""
 
 
 class ServerError(RavnestError):

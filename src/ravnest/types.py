@@ -53,6 +53,22 @@ class MicrobatchId(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"micro-batch {self.index} of phase {self.phase}"
 
 
+class CheckpointId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Identifier of a checkpoint within a run; a later one is larger."""
+
+    update: int
+    """Number of updates that it contains."""
+    phase: int
+    """Number of phases that are over in it."""
+
+    def __str__(self) -> str:
+        return f"update {self.update}"
+
+
+BEGINNING = CheckpointId(0, 0)
+"""State before the first update, which every node has: the weights that its stage was shipped with."""
+
+
 @dataclass(frozen=True, order=True)
 class Address:
     """Network address of a node."""

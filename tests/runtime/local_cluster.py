@@ -70,7 +70,8 @@ class LocalCluster:
             "loss_filename": self.folder / "losses.txt",
             "folder": self.node_data or self.folder / "node_data",
             "trained_folder": self.folder / "trained",
-            "transport": self.network.transport(),
+            "transport": self.network.transport,
+            "checkpoint_folder": self.folder / "checkpoints",
             "connect_timeout": 30.0,
             "progress": False,
         }

@@ -554,7 +554,7 @@ class TestFailures:
             (2, [ForwardArrived(B(0))], BackwardArrived(B(0)), "no micro-batch was sent"),
             (1, [], Done(), "none was requested"),
             (1, [], PhaseBegun(1, True), "phase 1 began before phase 0 had ended"),
-            (1, [PhaseEnded(0, 0)], PhaseBegun(2, True), "expected phase 1 to begin, but phase 2 began"),
+            (1, [PhaseEnded(0, 0)], PhaseBegun(0, True), "phase 0 began after phase 0"),
             (1, [], PhaseEnded(0, 2), "phase 0 ended with 2 micro-batches, but 0 have arrived"),
             (1, [], PhaseEnded(1, 0), "but phase 1 has not begun"),
             (1, [ForwardArrived(B(0))], ClipNormArrived(0), "none are expected"),

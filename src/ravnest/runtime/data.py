@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from ravnest.errors import DataError
+from ravnest.runtime.random_state import RandomState
 from ravnest.runtime.stage.randomness import generator_lock
 from ravnest.split.structure import tensors_in
 
@@ -80,9 +81,19 @@ class WatchedLoader:
     On nodes other than the Root it is empty, so that loops written for the Root do nothing there.
     """
 
-    def __init__(self, loader: Iterable[Any], *, active: bool) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        active: bool,
+        random: Callable[[], RandomState] = lambda: {},
+    ) -> None:
+        """``random`` returns the state of the generators that loaders use."""
         self._loader = loader
         self._active = active
+        self._capture = random
+        self.random: RandomState | None = None
+        """State of the generators when the iteration in progress began."""
         self.last: Any = None
         """Last batch, until ``take`` returns it."""
         self.exhausted = False
@@ -93,6 +104,7 @@ class WatchedLoader:
             return
         self.exhausted = False
         with generator_lock:
+            self.random = self._capture()
             iterator = iter(self._loader)
         while True:
             with generator_lock:
@@ -102,7 +114,7 @@ class WatchedLoader:
                     break
             self.last = batch
             yield batch
-        self.last = None
+        self.last = self.random = None
         self.exhausted = True
 
     def __len__(self) -> int:
@@ -146,6 +158,20 @@ class Targets:
             return
         with generator_lock:
             self._iterator = iter(self._labels)
+
+    def skip(self, batches: int, samples: int) -> None:
+        """Leave out the next labels."""
+        if isinstance(self._labels, torch.Tensor):
+            self._at += samples
+            return
+        assert self._iterator is not None
+        for _ in range(batches):
+            with generator_lock:
+                if next(self._iterator, _END) is _END:
+                    raise DataError(
+                        f"training continues after batch {batches}, but {self._parameter} at the Leaf "
+                        f"ends before it; {_CHECK}"
+                    )
 
     def take(self, index: int, size: int, digests: Mapping[str, str]) -> Any:
         """Return the labels of a micro-batch; ``DataError`` if they do not match the Root's batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +17,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ravnest.errors import RunError, SettingsError
+from ravnest.deadlines import LAST_CHECKPOINT
+from ravnest.errors import RunError, RunInterruptedError, SettingsError
 from ravnest.host import map_large_blocks
 from ravnest.runtime.control.node_runtime import NodeRuntime, RuntimeConfig
+from ravnest.runtime.control.resume_exchange import ResumeWish
 from ravnest.runtime.control.root_controller import RootController
 from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, has_targets, size_of
 from ravnest.runtime.inputs import bind
+from ravnest.runtime.random_state import RandomState, capture_random_state, restore_random_state
 from ravnest.runtime.settings import NodeSettings, codec_for, is_count
 from ravnest.runtime.stage.updates import OptimizerParams, UpdateRule
 from ravnest.split.graph import InputEntry
@@ -32,10 +36,12 @@ from ravnest.transport.base import Transport
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.tls import Credentials
 from ravnest.types import MicrobatchId, Role
-from ravnest.wire.messages import Call, ValidationResult
+from ravnest.wire.messages import Call, PhaseKind, ValidationResult
 
 logger = logging.getLogger(__name__)
 
+_MOST_RECOVERIES = 20
+"""Recoveries in a row from the same checkpoint, after which the run fails."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _IGNORED = frozenset({"data_id"})
 """Accepted keywords that are not needed: the node numbers micro-batches itself."""
@@ -120,6 +126,14 @@ class Node:
         self._device = _device(device)
         self._runtime: NodeRuntime | None = None
         self._closed = False
+        self._calls = 0
+        """Calls of the script that have begun, this one included."""
+        self._call_phases = 0
+        """Phases of the calls before this one; at the Root."""
+        self._restores_random = False
+        """The next iteration of a loader begins with the generators of a checkpoint."""
+        self._recoveries = 0
+        """Recoveries in a row from the same checkpoint."""
         self._watched: list[weakref.ref[WatchedLoader]] = []
         self.epoch = 0
         """Epoch that ``forward_compute`` submits to, from 0."""
@@ -173,24 +187,83 @@ class Node:
         if self._closed:
             raise RunError(f"{self.name} is closed: create a new Node for another run")
         self._config.rule.check()
-        runtime = NodeRuntime(self._config, self._load_stage(), self._transport())
-        runtime.open()
-        self._runtime = runtime
+        settings = self._config.settings
+        self._open(ResumeWish(any_run=settings.resume), settings.connect_timeout)
         atexit.register(self._close_at_exit)
 
-    def close(self, reason: str | None = None) -> None:
-        """Leave the run and stop; with a ``reason``, end the run on all nodes."""
+    def _open(self, wish: ResumeWish, timeout: float) -> None:
+        """Connect to the other nodes; again if one of them is lost before all have connected."""
+        ends = time.monotonic() + timeout
+        while True:
+            left = max(ends - time.monotonic(), 1.0)
+            runtime = NodeRuntime(self._config, self._load_stage(), self._transport(), wish, left)
+            try:
+                runtime.open()
+            except RunInterruptedError as error:
+                if not self._config.settings.rejoin_timeout or time.monotonic() >= ends:
+                    raise
+                logger.info("%s connects again: %s", self.name, error)
+                continue
+            if runtime.controller is not None:
+                try:
+                    runtime.controller.start_at(self._call_phases)
+                except RunError as error:
+                    runtime.close(str(error))
+                    raise
+            self._restores_random = runtime.random_state is not None
+            self._runtime = runtime
+            return
+
+    def _recover(self, error: RunInterruptedError) -> None:
+        """Go back to the newest checkpoint that all nodes have, once the lost one is back."""
+        lost = self._runtime
+        if lost is None or lost.resumed is None:
+            raise error
+        began, before = time.monotonic(), lost.resumed
+        self._runtime = None
+        lost.progress.say(
+            f"{self.name} ({self.role}): {error}. It waits up to "
+            f"{self._config.settings.rejoin_timeout:.0f} s and continues from the last checkpoint"
+        )
+        made = 0 if lost.controller is None else lost.status.updates
+        lost.abandon(str(error))
+        wish = ResumeWish(before.run, lost=str(error), calls=self._calls - 1)
+        self._open(wish, self._config.settings.rejoin_timeout)
+        runtime = self._ensure_started()
+        assert runtime.resumed is not None
+        same = runtime.resumed.checkpoint == before.checkpoint
+        self._recoveries = self._recoveries + 1 if same else 0
+        if self._recoveries >= _MOST_RECOVERIES:
+            reason = f"nodes were lost {self._recoveries} times at the same checkpoint: {error}"
+            self.close(reason)
+            raise RunError(reason)
+        if self.is_root:
+            runtime.report_recovery(str(error), made, time.monotonic() - began)
+
+    def close(self, reason: str | None = None, *, recoverable: bool = False) -> None:
+        """Leave the run and stop; with a ``reason``, end the run on all nodes.
+
+        ``recoverable``: the other nodes wait for this one to return, or for one that takes its place.
+        """
         runtime, self._runtime = self._runtime, None
         self._closed = True
         atexit.unregister(self._close_at_exit)
         if runtime is not None:
-            runtime.close(reason)
+            runtime.close(reason, recoverable=recoverable)
+
+    def hand_over(self, timeout: float = LAST_CHECKPOINT) -> bool:
+        """Have a checkpoint taken that outlives this node; call it before a node leaves on purpose.
+
+        May be called from any thread. Return False if there was none within ``timeout`` seconds.
+        """
+        runtime = self._runtime
+        return runtime is not None and runtime.hand_over(timeout)
 
     def reset(self) -> None:
         """Close the node, so that it can be started again; files are not touched."""
         self.close()
         self._closed = False
-        self.epoch = 0
+        self.epoch = self._calls = self._call_phases = 0
 
     def init_server(  # noqa: PLR0913, PLR0917 - the documented signature
         self,
@@ -232,7 +305,7 @@ class Node:
             return
         controller = self._controller()
         if controller.open is None:
-            controller.begin("train", self.epoch)
+            controller.begin("train", self.epoch, self._random_at_begin())
         elif controller.open.kind != "train":
             raise RunError("forward_compute was called in the middle of a validation")
         self._submit(controller, tensors, kwargs)
@@ -280,7 +353,8 @@ class Node:
         controller = self._controller()
         if controller.open is not None and controller.open.kind == "train":
             self.epoch += 1
-            controller.end(exhausted=self._exhausted())
+            random = capture_random_state(self._loaders())
+            controller.end(exhausted=self._exhausted(), random=random)
 
     def _end_phase(self) -> ValidationResult | None:
         """End the open phase and wait for it; return the result of a validation."""
@@ -305,7 +379,9 @@ class Node:
 
     def _watch(self, loader: Any) -> WatchedLoader:
         """Wrap a loader, so that its batches can be compared with the Leaf's; empty at other nodes."""
-        watched = WatchedLoader(loader, active=self.is_root)
+        watched = WatchedLoader(
+            loader, active=self.is_root, random=lambda: capture_random_state(self._loaders())
+        )
         self._watched.append(weakref.ref(watched))
         return watched
 
@@ -315,6 +391,13 @@ class Node:
             raise SettingsError("the node has already started: create the Trainer first")
         rule = replace(self._config.rule, scheduler=scheduler, scheduler_params=params)
         self._config = replace(self._config, rule=rule)
+
+    def _use_resume(self) -> None:
+        """Continue from a checkpoint; only before the start."""
+        if self._runtime is not None:
+            raise SettingsError("the node has already started: create the Trainer first")
+        settings = replace(self._config.settings, resume=True)
+        self._config = replace(self._config, settings=settings)
 
     @property
     def _started(self) -> bool:
@@ -338,13 +421,52 @@ class Node:
             self.close(self._blame(error))
             raise
 
+    def _begin_call(self) -> None:
+        """Count a call of the script."""
+        self._calls += 1
+        runtime = self._runtime
+        if runtime is not None and runtime.controller is not None:
+            self._call_phases = runtime.controller.phases
+
     def _finish_call(self, call: Call) -> None:
         """End a call of the user on all nodes; on nodes other than the Root, wait for that."""
         if not self.is_root:
-            self._ensure_started().serve(call)
+            self._ensure_started().serve(self._calls)
             return
         self._end_phase()
-        self._controller().end_call(call)
+        self._controller().end_call(call, self._calls)
+
+    def _skip(self, kind: PhaseKind) -> ValidationResult | bool | None:
+        """Leave out a phase that is part of the checkpoint.
+
+        Return False if it is not part of it, else its validation result, or None for training.
+        """
+        controller = self._controller()
+        if controller.open is not None or not controller.skips_phase:
+            return False
+        controller.begin(kind, self.epoch)
+        if kind == "train":
+            self.epoch += 1
+        phase = controller.end(exhausted=True)
+        return controller.validation(phase) if kind == "validate" else None
+
+    def _restore_random(self) -> None:
+        """Set the generators for the first iteration of a loader after a checkpoint."""
+        if self._restores_random:
+            self._restores_random = False
+            state = self._ensure_started().random_state
+            assert state is not None
+            restore_random_state(state, self._loaders())
+
+    def _random_at_begin(self) -> RandomState | None:
+        """Return the state of the generators when the iteration in progress began."""
+        states = [loader.random for loader in self._loaders() if loader.random is not None]
+        return states[-1] if states else None
+
+    def _take_checkpoint(self) -> None:
+        """Write a checkpoint of the end of training on all nodes (Root only)."""
+        self._end_phase()
+        self._controller().take_checkpoint(self.epoch, capture_random_state(self._loaders()))
 
     def _average(self) -> None:
         """Wait for the other clusters and average with them for the last time (Root only).
@@ -408,6 +530,8 @@ class Node:
 
     def _transport(self) -> Transport:
         given = self._config.settings.transport
+        if callable(given):
+            return given()
         if given is not None:
             return given
         spec, outage = self._config.spec, self._config.settings.outage

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from ravnest.averaging.coordinator import Mode
-from ravnest.deadlines import NEIGHBOUR_CONNECT, TRAINING_STALL
+from ravnest.deadlines import NEIGHBOUR_CONNECT, NODE_RETURN, TRAINING_STALL
 from ravnest.errors import SettingsError
 from ravnest.telemetry import RecordSink
 from ravnest.transport.base import Transport
 from ravnest.types import Schedule
 from ravnest.wire.codecs import CODECS, FP16, RAW
+
+RESUME_VARIABLE = "RAVNEST_RESUME"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,20 @@ class NodeSettings:
     outage: float | None = None
     """Seconds for which the connection to another node may be down: nodes connect again and lose
     nothing. None: what the plan says, 60 s."""
+    checkpoints: bool = True
+    """Write checkpoints, so that training can continue after the loss of a node."""
+    checkpoint_updates: int | None = None
+    """Updates between two checkpoints; None: only the time and the ends of epochs count."""
+    checkpoint_minutes: float = 1.0
+    """Minutes between two checkpoints at most. One is also taken after each epoch, unless the last one
+    is too recent for its cost."""
+    checkpoint_folder: str | Path = "checkpoints"
+    """Folder of checkpoints and of replicas of the neighbours' checkpoints."""
+    resume: bool = field(default_factory=lambda: os.environ.get(RESUME_VARIABLE) == "1")
+    """Continue the newest run of which all nodes have a checkpoint. The default is False, unless the
+    environment variable ``RAVNEST_RESUME`` is 1, as ``ravnest launch --restart`` sets it."""
+    rejoin_timeout: float = NODE_RETURN
+    """Seconds to wait for a lost node, or the one that takes its place; 0: the run ends."""
     stall_timeout: float = TRAINING_STALL
     """Seconds without progress after which the Root ends the run."""
     seed: int | None = None
@@ -61,15 +78,15 @@ class NodeSettings:
     """Folder for trained stages."""
     progress: bool = True
     """Show a progress line; validation results and waiting messages are always printed."""
-    transport: Transport | None = None
-    """Transport to use instead of gRPC."""
+    transport: Transport | Callable[[], Transport] | None = None
+    """Transport to use instead of gRPC, or a function that makes one each time the node connects."""
     record_sink: RecordSink | None = None
     """Receiver of telemetry records (``ravnest.telemetry``); set by the provider's worker process."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> NodeSettings:
         """Return settings from keywords; the error for an unknown one names the closest known one."""
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(name, [*known, *_NAMED], n=1)
@@ -90,15 +107,20 @@ class NodeSettings:
             raise SettingsError(f"recompute must be True, False or 'auto', not {self.recompute!r}")
         if self.averaging not in ("background", "blocking"):
             raise SettingsError(f"averaging must be 'background' or 'blocking', not {self.averaging!r}")
-        if self.in_flight is not None and not is_count(self.in_flight):
-            raise SettingsError(f"in_flight must be a whole number from 1, not {self.in_flight!r}")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for name in ("in_flight", "checkpoint_updates"):
+            if (count := getattr(self, name)) is not None and not is_count(count):
+                raise SettingsError(f"{name} must be a whole number from 1, not {count!r}")
         if not self.scheduler_steps > 0:
             raise SettingsError(f"scheduler_steps must be positive, not {self.scheduler_steps!r}")
-        if self.outage is not None and not self.outage >= 0:
-            raise SettingsError(f"outage must be a number of seconds from 0, not {self.outage!r}")
-        for name in ("connect_timeout", "stall_timeout"):
+        for name in ("outage", "rejoin_timeout"):
+            if (seconds := getattr(self, name)) is not None and not seconds >= 0:
+                raise SettingsError(f"{name} must be a number of seconds from 0, not {seconds!r}")
+        for name in ("connect_timeout", "stall_timeout", "checkpoint_minutes"):
             if not getattr(self, name) > 0:
-                raise SettingsError(f"{name} must be a positive number of seconds")
+                raise SettingsError(f"{name} must be a positive number")
 
 
 def codec_for(compression: object) -> str:

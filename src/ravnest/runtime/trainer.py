@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ravnest.errors import RavnestError, SettingsError
+from ravnest.errors import RavnestError, RunInterruptedError, SettingsError
 from ravnest.runtime.inputs import inputs_in
 from ravnest.runtime.node import Node
+from ravnest.runtime.random_state import capture_random_state, restore_random_state
 from ravnest.runtime.settings import is_count
 from ravnest.sharding import Shard
 from ravnest.split.structure import map_tensors, tensors_in
@@ -39,13 +40,17 @@ def _on_every_node(call: Call) -> Callable[[Callable[..., Any]], Callable[..., A
             if self._call is not None:
                 return method(self, *args, **kwargs)
             self._call = call
+
+            def once() -> Any:
+                self.node.start()
+                runs = self.node.is_root or call == "train"
+                result = method(self, *args, **kwargs) if runs else None
+                self._finish_call()
+                return result if runs else self._result_elsewhere(call)
+
             try:
                 with self.node._guarding():
-                    self.node.start()
-                    runs = self.node.is_root or call == "train"
-                    result = method(self, *args, **kwargs) if runs else None
-                    self._finish_call()
-                    return result if runs else self._result_elsewhere(call)
+                    return self._repeat_if_interrupted(once)
             except (RavnestError, KeyboardInterrupt) as error:
                 logger.debug("%s failed", call, exc_info=True)
                 raise _shortened(error) from None
@@ -91,13 +96,14 @@ class Trainer:
         batch_size: int = _DEFAULT_BATCH_SIZE,
         step_size: int = 1,
         inputs_dtype: torch.dtype | None = None,
+        resume: bool = False,
     ) -> None:
         """Check the arguments and wrap the loaders.
 
         ``val_freq`` is the number of epochs between validations. ``save``: write the trained stages.
         ``batch_size`` must be equal to the loader's. ``step_size`` is passed to a scheduler that takes
         one. ``inputs_dtype``: convert inputs to this type; if some inputs are floating point, only
-        those, otherwise all.
+        those, otherwise all. ``resume``: continue from the newest checkpoint that all nodes have.
         """
         if node is None:
             raise SettingsError("Trainer needs the node: Trainer(node=Node(...), ...)")
@@ -116,6 +122,8 @@ class Trainer:
         self.n_forwards = 0
         self._call: Call | None = None
         self._ended = False
+        if resume:
+            node._use_resume()
         self._check_batch_size(train_loader)
         self._set_scheduler(lr_scheduler, lr_scheduler_params)
 
@@ -126,6 +134,21 @@ class Trainer:
             if name in cls.__dict__:
                 setattr(cls, name, _on_every_node(name)(cls.__dict__[name]))
 
+    def _repeat_if_interrupted(self, once: Callable[[], Any]) -> Any:
+        """Make a call; repeat it if a node was lost, without what the last checkpoint contains."""
+        node = self.node
+        node._begin_call()
+        loaders = [loader for loader in (self.train_loader, self.val_loader) if loader is not None]
+        before, forwards, epoch = capture_random_state(loaders), self.n_forwards, node.epoch
+        while True:
+            try:
+                return once()
+            except RunInterruptedError as error:
+                node._recover(error)
+                self._ended = False
+                self.n_forwards, node.epoch = forwards, epoch
+                restore_random_state(before, loaders)
+
     @_on_every_node("train")
     def train(self) -> None:
         """Train for ``epochs`` epochs with validations; returns on all nodes at the same time."""
@@ -134,13 +157,21 @@ class Trainer:
             return
         assert self.train_loader is not None
         for epoch in range(self.epochs):
-            for batch in self.train_loader:
-                tensors, named = self._inputs(batch)
-                self.node.forward_compute(tensors, **named)
-                self.n_forwards += 1
-            self.node._end_epoch()
-            if self.val_loader is not None and (epoch + 1) % self.val_freq == 0:
+            if self.node._skip("train") is False:
+                self._train_epoch()
+            if self.val_loader is None or (epoch + 1) % self.val_freq:
+                continue
+            if self.node._skip("validate") is False:
                 self._report(self._validate(), f"epoch {epoch + 1}, validation ")
+
+    def _train_epoch(self) -> None:
+        assert self.train_loader is not None
+        self.node._restore_random()
+        for batch in self.train_loader:
+            tensors, named = self._inputs(batch)
+            self.node.forward_compute(tensors, **named)
+            self.n_forwards += 1
+        self.node._end_epoch()
 
     @_on_every_node("evaluate")
     def evaluate(self) -> float | None:
@@ -186,6 +217,7 @@ class Trainer:
         self._ended = True
         if self.node.is_root and call == "train":
             self.node._average()
+            self.node._take_checkpoint()
             if self.save:
                 self.node._save()
         self.node._finish_call(call)
@@ -199,6 +231,7 @@ class Trainer:
 
     def _validate(self) -> ValidationResult:
         assert self.val_loader is not None
+        self.node._restore_random()
         return self.node._validate(self._inputs(batch) for batch in self.val_loader)
 
     def _report(self, result: ValidationResult, title: str) -> None:

@@ -20,7 +20,7 @@ _CHUNK = 4 << 20
 T = TypeVar("T")
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a new file beside ``path``, then move that file to ``path``.
 
     The file gets the mode that the umask gives to new files, however ``write`` opens it.

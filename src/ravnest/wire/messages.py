@@ -12,9 +12,9 @@ from typing import Literal
 import msgspec
 import torch
 
-from ravnest.types import MicrobatchId
+from ravnest.types import CheckpointId, MicrobatchId
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
@@ -91,6 +91,8 @@ class Forward(Head, frozen=True):
     """The micro-batch is the last of an update."""
     digests: dict[str, str] = {}
     """Digests of the batch as the Root loaded it (``targets``, ``inputs``), with its first part."""
+    checkpoint: bool = False
+    """A checkpoint is taken after the update that the micro-batch ends."""
 
 
 class Backward(Head, frozen=True):
@@ -160,6 +162,12 @@ class PhaseBegin(Head, frozen=True):
     epoch: int
     late: bool = False
     """From this phase on gradients may be one update late, whatever the plan's schedule."""
+    first: int = 0
+    """Index of the first micro-batch; those before it are part of a checkpoint."""
+    batches: int = 0
+    """Batches that those micro-batches are parts of."""
+    samples: int = 0
+    """Samples of those batches."""
 
 
 class PhaseEnd(Head, frozen=True):
@@ -170,6 +178,8 @@ class PhaseEnd(Head, frozen=True):
     count: int
     exhausted: bool
     """True if the Root's loader reached its end."""
+    checkpoint: bool = False
+    """A checkpoint is taken after the phase."""
 
 
 class ForwardResult(Head, frozen=True):
@@ -207,11 +217,19 @@ class StageSaved(Head, frozen=True):
     manifest: str
 
 
+class TakeCheckpoint(Head, frozen=True):
+    """Request for a checkpoint when all phases so far are over; at the end of training."""
+
+    run: str
+
+
 class CallEnd(Head, frozen=True):
     """End of a call of the user on all nodes."""
 
     run: str
     call: Call
+    number: int
+    """Position of the call among all calls of the script, from 1."""
 
 
 class RunEnd(Head, frozen=True):
@@ -332,6 +350,77 @@ class Abort(Head, frozen=True):
 
     node: int
     reason: str
+    recoverable: bool = False
+    """A node was lost: the others go back to a checkpoint and wait for it."""
+
+
+class HeldCheckpoint(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint of a stage that a node can read."""
+
+    run: str
+    checkpoint: CheckpointId
+    holder: int
+    """Stage of the node that has it: the stage's own node, or the one with its replica."""
+
+
+class ResumeOffer(Head, frozen=True):
+    """State that this and all later nodes can continue from; sent towards the Root at the start."""
+
+    held: dict[int, tuple[HeldCheckpoint, ...]]
+    """Checkpoints by the stage that they belong to."""
+    wanted: str = ""
+    """Run that a node of these wants to continue; empty: a new one."""
+    any_run: bool = False
+    """A node wants to continue the newest run, whichever it is."""
+    lost: str = ""
+    """Reason for which a node left that run."""
+
+
+class Resume(Head, frozen=True):
+    """Decision of the Root: where training continues; sent to all nodes at the start."""
+
+    run: str
+    checkpoint: CheckpointId
+    sources: dict[int, int]
+    """Stages whose own node lacks the checkpoint, and the stage of the node that sends it."""
+    calls: int = 0
+    """Calls of the script that have ended."""
+
+
+class Resumed(Head, frozen=True):
+    """Statement that this and all later nodes have loaded their state; sent towards the Root."""
+
+
+class StateBlock(Head, frozen=True):
+    """Part of a file of a checkpoint; its bytes are the tensor ``bytes``.
+
+    The manifest comes with the first block, as JSON.
+    """
+
+    stage: int
+    checkpoint: CheckpointId
+    offset: int
+    manifest: str = ""
+    base: CheckpointId | None = None
+    """Replica that the receiver copies ``same`` bytes from, instead of receiving them."""
+    same: int = 0
+    is_last: bool = False
+    restore: bool = False
+    """True if the receiver continues from it; False for a replica."""
+
+
+class ReplicaStored(Head, frozen=True):
+    """Statement that a replica is complete, or the reason why it is not."""
+
+    stage: int
+    checkpoint: CheckpointId
+    problem: str = ""
+
+
+class CheckpointWanted(Head, frozen=True):
+    """Request to the Root for a checkpoint after the next update: a node is about to leave."""
+
+    node: int
 
 
 AnyHead = (
@@ -350,6 +439,7 @@ AnyHead = (
     | ValidationResult
     | SaveStage
     | StageSaved
+    | TakeCheckpoint
     | CallEnd
     | RunEnd
     | RoundRequest
@@ -362,6 +452,12 @@ AnyHead = (
     | RateProbe
     | Goodbye
     | Abort
+    | ResumeOffer
+    | Resume
+    | Resumed
+    | StateBlock
+    | ReplicaStored
+    | CheckpointWanted
 )
 
 LOSSY = (Forward, Backward, SharedGradients, RingChunk)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TextIO
 
+from ravnest.store.files import write_atomically
+
 ACCURACIES = "val_accuracies.txt"
 
 
@@ -20,6 +22,15 @@ class MetricFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
+
+    def resume(self, lines: int) -> None:
+        """Continue an earlier file after its first ``lines`` lines."""
+        try:
+            kept = self._path.read_text(encoding="utf-8").splitlines(keepends=True)[:lines]
+        except FileNotFoundError:
+            return
+        write_atomically(self._path, lambda target: target.write_text("".join(kept), encoding="utf-8"))
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def append(self, value: float) -> None:
         """Write a line; it is in the file when this returns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +15,32 @@ from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
 from ravnest.deadlines import LINK_CLOSE
-from ravnest.errors import SettingsError, StageInputError
+from ravnest.errors import RunError, RunInterruptedError, SettingsError, StageInputError
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
-from ravnest.runtime.control.checkpoint import TrainedStages
+from ravnest.runtime.control.checkpoint_policy import CheckpointPolicy
+from ravnest.runtime.control.checkpoints import CheckpointReport, Checkpoints
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
 from ravnest.runtime.control.metrics import MetricsObserver
 from ravnest.runtime.control.microbatch_tuner import MicrobatchTuner
 from ravnest.runtime.control.progress import ProgressLine, RunState
 from ravnest.runtime.control.rendezvous import Links, Rendezvous
-from ravnest.runtime.control.root_controller import BlockingAverages, RootController
+from ravnest.runtime.control.resume_exchange import (
+    Recovery,
+    ResumedState,
+    ResumeExchange,
+    ResumeWish,
+)
+from ravnest.runtime.control.root_controller import (
+    NOTHING_DONE,
+    BlockingAverages,
+    ResumePoint,
+    RootController,
+)
 from ravnest.runtime.control.run_status import RunStatus
 from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
+from ravnest.runtime.control.trained_stages import TrainedStages
 from ravnest.runtime.data import Criterion
+from ravnest.runtime.random_state import RandomState
 from ravnest.runtime.schedule.machine import MAX_DELAY, ScheduleMachine
 from ravnest.runtime.schedule.progress import StageTraits
 from ravnest.runtime.settings import NodeSettings
@@ -33,17 +48,19 @@ from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf, start_chunks
+from ravnest.runtime.stage.microbatches import RootCut
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
 from ravnest.store.node_spec import NodeSpec
-from ravnest.transport.base import Link, Transport, send_and_close
+from ravnest.telemetry import RecoveryRecord
+from ravnest.transport.base import Link, Transport, send_and_close, try_send
 from ravnest.types import Address, Schedule
 from ravnest.wire.messages import (
     PROTOCOL,
     Abort,
     AnyHead,
-    Call,
+    CheckpointWanted,
     Goodbye,
     Hello,
     LossSplit,
@@ -174,6 +191,16 @@ class RuntimeConfig:
             and spec.in_flight >= spec.microbatches
         )
 
+    @property
+    def checkpoint_policy(self) -> CheckpointPolicy | None:
+        """Rule for checkpoints, at the Root; None elsewhere, and if none are taken."""
+        settings = self.settings
+        if self.spec.stage > 0 or not settings.checkpoints:
+            return None
+        return CheckpointPolicy(
+            settings.checkpoint_updates, settings.checkpoint_minutes * 60, 0, time.monotonic()
+        )
+
     def hello(self) -> Hello:
         """Return the node's introduction, with the settings that its neighbours must share."""
         spec = self.spec
@@ -202,8 +229,18 @@ class RuntimeConfig:
 class NodeRuntime:
     """Parts of a started node. ``controller`` exists at the Root only."""
 
-    def __init__(self, config: RuntimeConfig, module: StageModule, transport: Transport) -> None:
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        module: StageModule,
+        transport: Transport,
+        wish: ResumeWish,
+        timeout: float,
+    ) -> None:
+        """``wish``: the run to continue. ``timeout``: seconds to wait for the other nodes."""
         spec, settings = config.spec, config.settings
+        self._wish = wish
+        self._timeout = timeout
         self.status = RunStatus()
         self.progress = ProgressLine(RunState(spec.role), console=Console(), shown=settings.progress)
         self.telemetry = TelemetryReporter(settings.record_sink)
@@ -225,7 +262,7 @@ class NodeRuntime:
         )
         self._tuner = MicrobatchTuner() if spec.stage == 0 and config.tunes_split else None
         window = config.window
-        machine = ScheduleMachine(
+        self._machine = ScheduleMachine(
             spec.stage,
             spec.stages,
             schedule=config.schedule,
@@ -240,19 +277,29 @@ class NodeRuntime:
         )
         leaf = Leaf(config.criterion, config.labels, config.test_labels) if last else None
         self._leaf = leaf
+        self._checkpoints: Checkpoints | None = None
+        if settings.checkpoints:
+            self._checkpoints = Checkpoints(
+                Path(settings.checkpoint_folder), spec, self.execution, self._checkpoint_taken
+            )
+        self._policy = config.checkpoint_policy
+        self._exchange = ResumeExchange(spec, self._checkpoints, timeout)
+        rejoins = settings.checkpoints and settings.rejoin_timeout > 0
         inbox = WorkerInbox()
         self._averaging = self._make_averaging(inbox) if len(spec.roots) > 1 else None
         self._worker = Worker(
             self.execution,
-            machine,
+            self._machine,
             self.status,
             inbox,
-            node=spec.node,
             leaf=leaf,
             keeper=TrainedStages(Path(settings.trained_folder), spec, self.execution),
             observer=self._observer(),
             averaging=self._averaging,
+            recovery=Recovery(self._checkpoints, self._exchange, rejoins),
         )
+        self.resumed: ResumedState | None = None
+        """Point at which training continues; set by ``open``."""
         self.controller: RootController | None = None
         if spec.stage == 0:
             self.controller = RootController(
@@ -264,6 +311,7 @@ class NodeRuntime:
                 choose_split=self._choose_split,
                 tuner=self._tuner,
                 averages=self._blocking_averages(),
+                policy=self._policy,
             )
         self.rounds: Counter[str] = Counter()
         """Counts of averaging rounds at the coordinator: ``averaged``, ``failed``, ``sent_bytes``."""
@@ -281,15 +329,19 @@ class NodeRuntime:
             config.spec,
             config.hello(),
             config.listen,
-            config.settings.connect_timeout,
+            self._timeout,
             self.progress.say,
         )
         try:
             self._links = rendezvous.listen_and_dial(self._transport, self._worker, self._averaging)
-        except BaseException:
-            self._transport.close()
-            self.telemetry.close()
+            new_run = "" if self.controller is None else self.controller.run
+            self.resumed = self._exchange.agree(self._links, self._wish, new_run)
+            self._continue(self.resumed)
+        except BaseException as error:
+            self._leave_early(error)
             raise
+        if self._checkpoints is not None:
+            self._checkpoints.start(self._links)
         self._worker.start(self._links)
         if self._leaf is not None:
             self._chunk_loss(self._leaf)
@@ -300,13 +352,96 @@ class NodeRuntime:
         if self.controller is not None and self._averaging is not None:
             self._averaging.connect(config.settings.connect_timeout, self.progress.say)
 
-    def serve(self, call: Call) -> None:
-        """Wait until the Root ends this call of the user, or the run."""
+    def _leave_early(self, error: BaseException) -> None:
+        """Close everything after a failed start; the neighbours learn at once if a node was lost."""
+        node = self._config.spec.node
+        if isinstance(error, RunError):
+            abort = Abort(node, str(error), isinstance(error, RunInterruptedError))
+            for link in self._neighbours():
+                try_send(link, abort)
+        self._transport.close()
+        self.telemetry.close()
+
+    def _continue(self, resumed: ResumedState) -> None:
+        """Set the parts of the node to the point at which training continues."""
+        checkpoint, progress, status = resumed.checkpoint, resumed.progress, self.status
+        self._machine.continue_from(checkpoint.update)
+        status.phases_over = checkpoint.phase
+        status.updates = checkpoint.update
+        status.calls_ended = resumed.calls
+        if progress is not None:
+            status.validations = {
+                phase: ValidationResult(resumed.run, phase, name, value, samples)
+                for phase, (name, value, samples) in progress["validations"].items()
+            }
+            if self._leaf is not None:
+                self._leaf.resume(progress["leaf"])
+        if self.controller is None:
+            return
+        cut = RootCut(**progress["root"]) if progress is not None else NOTHING_DONE
+        self.controller.resume(ResumePoint(resumed.run, checkpoint.phase, checkpoint.update, cut))
+        if progress is not None or resumed.lost:
+            self._losses.resume(checkpoint.update)
+            self._accuracies.resume(len(status.validations))
+            self.telemetry.resume(len(status.validations))
+
+    @property
+    def random_state(self) -> RandomState | None:
+        """State of the generators for the first iteration of a loader, at a Root that continues."""
+        progress = None if self.resumed is None else self.resumed.progress
+        return None if progress is None or progress["root"] is None else progress["root"]["random"]
+
+    def report_recovery(self, lost: str, made: int, seconds: float) -> None:
+        """Show and report that training continues after the loss of a node (Root only)."""
+        resumed = self.resumed
+        assert resumed is not None
+        update = resumed.checkpoint.update
+        record = RecoveryRecord(lost, update, max(made - update, 0), resumed.source, seconds)
+        self.progress.say(
+            f"{self._config.spec.role}: training continues from {resumed.checkpoint}; "
+            f"{record.repeated} updates are repeated; state: {record.source}"
+        )
+        self.telemetry.recovery(record)
+
+    def _checkpoint_taken(self, report: CheckpointReport) -> None:
+        if self._policy is not None:
+            self._policy.cost = report.seconds
+        self.telemetry.checkpoint(report)
+
+    def _neighbours(self) -> list[Link]:
+        return [link for link in (self._links.previous, self._links.next) if link is not None]
+
+    def serve(self, number: int) -> None:
+        """Wait until the Root ends the script's call with this number, or the run."""
         status = self.status
         # No deadline: the Root may pause between calls, and a dead Root is detected by its link.
-        status.wait(lambda: status.ended_calls[call] > 0 or status.run_ended)
-        with status.writing():
-            status.ended_calls[call] = max(status.ended_calls[call] - 1, 0)
+        status.wait(lambda: status.calls_ended >= number or status.run_ended)
+
+    def hand_over(self, timeout: float) -> bool:
+        """Ask for a last checkpoint and wait until it outlives this node; return False on a timeout."""
+        checkpoints, worker = self._checkpoints, self._worker
+        if checkpoints is None:
+            return False
+        wanted = CheckpointWanted(self._config.spec.node)
+        return checkpoints.wait_for_next(
+            lambda: worker.post(lambda: worker.want_checkpoint(wanted)), timeout
+        )
+
+    def abandon(self, reason: str) -> None:
+        """Stop after the loss of a node, without an end of the run; the other nodes do the same."""
+        self._worker.stop(LINK_CLOSE)
+        node = self._config.spec.node
+        for link in self._neighbours():
+            send_and_close(link, Abort(node, reason, recoverable=True))
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        if self._averaging is not None:
+            self._averaging.close(None)
+        self._transport.close()
+        self._losses.close()
+        self._accuracies.close()
+        self.telemetry.phase("rejoin")
+        self.telemetry.stop_warnings()
 
     def report_validation(self, result: ValidationResult, epoch: int, title: str) -> None:
         """Show, record and report the result of a validation after ``epoch`` epochs of training."""
@@ -320,15 +455,20 @@ class NodeRuntime:
         results = self.status.validations
         return results[max(results)] if results else None
 
-    def close(self, reason: str | None) -> None:
-        """Leave the run; with a ``reason``, end it on all nodes."""
+    def close(self, reason: str | None, *, recoverable: bool = False) -> None:
+        """Leave the run; with a ``reason``, end it on all nodes.
+
+        ``recoverable``: the other nodes wait for this one to return, or for one that takes its place.
+        """
         failed = self.status.failure is not None
         if self.controller is not None and reason is None and not failed:
             self.controller.finish()
         self._worker.stop(LINK_CLOSE)
         node = self._config.spec.node
-        last: AnyHead = Goodbye(node) if reason is None else Abort(node, reason)
-        links = [link for link in (self._links.previous, self._links.next) if link is not None]
+        last: AnyHead = Goodbye(node) if reason is None else Abort(node, reason, recoverable)
+        links = self._neighbours()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         for link in links:
             send_and_close(link, last)
         if self._averaging is not None:

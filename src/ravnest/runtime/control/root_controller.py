@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import xxhash
+
 from ravnest.errors import DataError, RunError
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
+from ravnest.runtime.control.checkpoint_policy import CheckpointPolicy
 from ravnest.runtime.control.microbatch_tuner import MicrobatchTuner
 from ravnest.runtime.control.run_status import MicrobatchResult, RunStatus
-from ravnest.runtime.stage.microbatches import Microbatch
+from ravnest.runtime.random_state import RandomState
+from ravnest.runtime.stage.microbatches import Microbatch, RootCut
 from ravnest.runtime.stage.worker import Worker
 from ravnest.split.rows import cut_rows
 from ravnest.types import MicrobatchId
@@ -25,8 +30,24 @@ from ravnest.wire.messages import (
     PhaseKind,
     RunEnd,
     SaveStage,
+    TakeCheckpoint,
     ValidationResult,
 )
+
+NOTHING_DONE = RootCut(0, 0, 0, 0, "", None)
+"""Position before the first batch of a phase."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Checkpoint that a Root continues from."""
+
+    run: str
+    phases: int
+    """Phases that are over."""
+    updates: int
+    cut: RootCut
+    """Position in the next phase."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +80,21 @@ class RootController:
         choose_split: Callable[[LossSplit], BatchSplit],
         tuner: MicrobatchTuner | None,
         averages: BlockingAverages | None,
+        policy: CheckpointPolicy | None,
     ) -> None:
-        """``averages`` is given if there are other clusters; ``tuner`` if it may change the split."""
+        """``averages`` is given if there are other clusters; ``tuner`` if it may change the split.
+
+        ``policy`` is None if no checkpoints are taken.
+        """
+        self._policy = policy
+        self._point: ResumePoint | None = None
+        """Checkpoint that training continues from, until it is reached."""
+        self._random: RandomState | None = None
+        """State of the generators when the iteration of the open phase's loader began."""
+        self._data = xxhash.xxh3_64()
+        """Digest of the batches of the open phase."""
+        self._samples = 0
+        """Samples of the open phase."""
         self._choose_split = choose_split
         self._tuner = tuner
         self._batch_split: BatchSplit | None = None
@@ -84,19 +118,65 @@ class RootController:
         self._updates = 0
         """Number of updates that the submitted micro-batches result in."""
 
-    def begin(self, kind: PhaseKind, epoch: int) -> None:
-        """Begin a phase; the previous one must have ended."""
+    @property
+    def phases(self) -> int:
+        """Number of phases that have begun."""
+        return self._phases
+
+    @property
+    def updates(self) -> int:
+        """Number of updates that the submitted micro-batches result in."""
+        return self._updates
+
+    def start_at(self, phase: int) -> None:
+        """Number the next phase ``phase``: earlier calls of the script have had those before it."""
+        if self._point is not None and self._point.phases < phase:
+            raise RunError(
+                "the newest checkpoint is older than this call of the script: start all nodes again "
+                "with resume=True, which repeats the calls before it"
+            )
+        self._phases = phase
+
+    def resume(self, point: ResumePoint) -> None:
+        """Continue from a checkpoint: what is part of it is counted, and not computed again."""
+        self.run = point.run
+        self._updates = point.updates
+        self._point = point if point.phases or point.cut.batches else None
+        if self._policy is not None:
+            self._policy.last_update = point.updates
+
+    @property
+    def skips_phase(self) -> bool:
+        """True if the phase that is open, or else the next one, is part of the checkpoint."""
+        number = self._phases - (self.open is not None)
+        return self._point is not None and number < self._point.phases
+
+    def begin(self, kind: PhaseKind, epoch: int, random: RandomState | None = None) -> None:
+        """Begin a phase; the previous one must have ended.
+
+        ``random``: the state of the generators when the iteration of the phase's loader began.
+        """
         assert self.open is None, "a phase is open"
         self._status.check()
+        self._random, self._samples = random, 0
+        self._data.reset()
+        if self.skips_phase and kind != "predict":
+            self.open = PhaseBegin(self.run, self._phases, kind, epoch)
+            self._phases += 1
+            self._batches = 0
+            return
         if self._status.departed is not None:
             raise RunError(
                 f"node_{self._status.departed} has left the run: its script has ended. Every node's "
                 "script must make the same calls (train, evaluate, pred) as the Root's"
             )
         late = kind == "train" and self._split().late
-        self.open = PhaseBegin(self.run, self._phases, kind, epoch, late)
+        done = self._skipped()
+        self.open = PhaseBegin(
+            self.run, self._phases, kind, epoch, late, done.microbatches, done.batches, done.samples
+        )
         self._phases += 1
-        self._count = self._batches = 0
+        self._count, self._batches = done.microbatches, 0
         self._worker.post(functools.partial(self._worker.begin_phase, self.open))
 
     def submit(
@@ -105,6 +185,10 @@ class RootController:
         """Submit a batch to the pipeline, once it has a free place; return its last micro-batch."""
         begin = self.open
         assert begin is not None, "no phase is open"
+        self._data.update(repr(digests).encode())
+        self._samples += size
+        if self._is_skipped(begin):
+            return MicrobatchId(begin.phase, self._batches)
         trains = begin.kind == "train"
         parts = self._parts(size) if trains else 1
         cut = cut_rows(values, part_sizes(size, parts)) if parts > 1 else [values]
@@ -113,6 +197,7 @@ class RootController:
         self._wait(lambda: self._submitted < self._status.admitted, "micro-batches to return")
         self._batches += 1
         ends_update = trains and self._batches % self._update_frequency == 0
+        saves = ends_update and self._saves_after_update()
         for part, part_values in enumerate(cut):
             first, last = part == 0, part == parts - 1
             microbatch = Microbatch(
@@ -124,6 +209,8 @@ class RootController:
                 ends_update and last,
                 digests if first else {},
                 item if first else None,
+                saves and last,
+                self._cut(self._count + 1) if saves and last else None,
             )
             self._worker.post(functools.partial(self._worker.submit, microbatch))
             self._count += 1
@@ -152,17 +239,97 @@ class RootController:
             self._batch_split = self._choose_split(self._status.loss_split)
         return self._batch_split
 
-    def end(self, *, exhausted: bool) -> int:
-        """End the open phase and return its number."""
-        begin, self.open = self.open, None
+    def end(self, *, exhausted: bool, random: RandomState | None = None) -> int:
+        """End the open phase and return its number; ``random``: the state of the generators now."""
+        begin, skips = self.open, self.skips_phase
         assert begin is not None, "no phase is open"
-        end = PhaseEnd(self.run, begin.phase, self._count, exhausted)
-        self._worker.post(functools.partial(self._worker.end_phase, end))
+        self.open = None
+        if skips and begin.kind != "predict":
+            return begin.phase
+        if self._batches < begin.batches:
+            raise DataError(
+                f"training continues after batch {begin.batches} of the epoch, but the loader has only "
+                f"{self._batches}"
+            )
+        saves = begin.kind == "train" and self._saves_after_epoch(begin)
+        end = PhaseEnd(self.run, begin.phase, self._count, exhausted, saves)
+        cut = RootCut(begin.epoch + 1, 0, 0, 0, "", random) if saves else None
+        self._worker.post(functools.partial(self._worker.end_phase, end, cut))
         if begin.kind == "train":
             rest = self._batches % self._update_frequency
             self._updates += rest > 0
             self._stand_still_if_due(made_update=rest > 0, epoch_over=True)
         return begin.phase
+
+    # Checkpoints
+
+    def _skipped(self) -> RootCut:
+        """Return what the checkpoint contains of the next phase."""
+        point = self._point
+        return NOTHING_DONE if point is None or self._phases != point.phases else point.cut
+
+    def _is_skipped(self, begin: PhaseBegin) -> bool:
+        """Count a batch and return True if the checkpoint contains it."""
+        point = self._point
+        if point is None or begin.kind == "predict":
+            return False
+        if begin.phase < point.phases:
+            self._batches += 1
+            return True
+        if begin.phase > point.phases or self._batches == point.cut.batches:
+            self._point = None
+            return False
+        self._batches += 1
+        if self._batches == point.cut.batches and self._data.hexdigest() != point.cut.data:
+            raise DataError(
+                f"training continues after batch {self._batches} of the epoch, but the batches before "
+                "it are not those of the interrupted run: use the same dataset, batch size and "
+                "set_seed(), and a loader whose order depends on nothing else"
+            )
+        return True
+
+    def _saves_after_update(self) -> bool:
+        policy, averages = self._policy, self._averages
+        if policy is None:
+            return False
+        update = self._updates + 1
+        if averages is not None and averages.blocking and averages.reduce_factor not in (None, 1):
+            assert averages.reduce_factor is not None
+            if update % averages.reduce_factor == 0:  # the round follows; the next update has its result
+                return False
+        if self._status.checkpoint_wanted:
+            self._status.checkpoint_wanted, policy.wanted = False, True
+        return policy.due_after_update(update, time.monotonic())
+
+    def _saves_after_epoch(self, begin: PhaseBegin) -> bool:
+        policy, averages = self._policy, self._averages
+        if policy is None or self._count == begin.first:
+            return False
+        update = self._updates + (self._batches % self._update_frequency > 0)
+        due = policy.due_after_epoch(update, time.monotonic())
+        if due and averages is not None and averages.blocking and averages.reduce_factor is None:
+            policy.wanted = True  # the round follows; the next update has its result
+            return False
+        return due
+
+    def take_checkpoint(self, epoch: int, random: RandomState) -> None:
+        """Make all nodes write a checkpoint of the end of training."""
+        if self._policy is not None:
+            cut = RootCut(epoch, 0, 0, 0, "", random)
+            head = TakeCheckpoint(self.run)
+            self._worker.post(functools.partial(self._worker.announce, head, cut))
+
+    def _cut(self, microbatches: int) -> RootCut:
+        """Return the position of the data after this number of micro-batches of the open phase."""
+        assert self.open is not None
+        return RootCut(
+            self.open.epoch,
+            self._batches,
+            microbatches,
+            self._samples,
+            self._data.hexdigest(),
+            self._random,
+        )
 
     def average(self, *, final: bool) -> None:
         """Wait until the clusters have averaged; submitted micro-batches are applied first."""
@@ -195,7 +362,13 @@ class RootController:
         return self._status.validations[phase]
 
     def result(self, microbatch: MicrobatchId) -> MicrobatchResult:
-        """Wait for the Leaf's result for a micro-batch and return it."""
+        """Wait for the Leaf's result for a micro-batch and return it.
+
+        If the validation is part of the checkpoint, return the result of the whole validation.
+        """
+        stored = self._status.validations.get(microbatch.phase)
+        if self.open is not None and self.skips_phase and stored is not None:
+            return MicrobatchResult(value=stored.value)
         self._wait(lambda: microbatch in self._status.results, "the Leaf's result")
         return self._status.results.pop(microbatch)
 
@@ -207,12 +380,11 @@ class RootController:
         with self._status.writing():
             self._status.saved_stages.clear()
 
-    def end_call(self, call: Call) -> None:
-        """End a call of the user on all nodes."""
-        self._worker.post(functools.partial(self._worker.announce, CallEnd(self.run, call)))
-        self._wait(lambda: self._status.ended_calls[call] > 0, "the call to end")
-        with self._status.writing():
-            self._status.ended_calls[call] -= 1
+    def end_call(self, call: Call, number: int) -> None:
+        """End a call of the user on all nodes; ``number`` is its position in the script, from 1."""
+        end = CallEnd(self.run, call, number)
+        self._worker.post(functools.partial(self._worker.announce, end))
+        self._wait(lambda: self._status.calls_ended >= number, "the call to end")
 
     def finish(self) -> None:
         """End the run on all nodes; calls that wait there return."""

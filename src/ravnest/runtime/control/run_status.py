@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ravnest.errors import RunError
+from ravnest.errors import RunError, RunInterruptedError
 from ravnest.types import MicrobatchId
-from ravnest.wire.messages import Call, LossSplit, ValidationResult
+from ravnest.wire.messages import LossSplit, ValidationResult
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,12 @@ class RunStatus:
         """Results of micro-batches that the user's thread has not fetched."""
         self.saved_stages: set[int] = set()
         """Stages whose trained weights have reached the Root."""
-        self.ended_calls: Counter[Call] = Counter()
-        """Calls that the Root has ended and that have not returned here."""
+        self.calls_ended = 0
+        """Number of the script's calls that the Root has ended."""
+        self.checkpoint_wanted = False
+        """A node is about to leave and asks for a checkpoint; at the Root."""
         self.updates = 0
-        """Number of updates made here; counted only if there are several clusters."""
+        """Number of updates made here."""
         self.rounds = 0
         """Number of finished averaging rounds for which this cluster stopped training."""
         self.loss_split: LossSplit | None = None
@@ -63,18 +64,21 @@ class RunStatus:
             self._changes += 1
             self._condition.notify_all()
 
-    def fail(self, reason: str) -> bool:
-        """Fail the run; waiting threads raise the reason. Return False if it had already failed."""
+    def fail(self, reason: str, *, interrupted: bool = False) -> bool:
+        """Fail the run; waiting threads raise the reason. Return False if it had already failed.
+
+        ``interrupted``: a node was lost, and training can continue from a checkpoint.
+        """
         with self.writing():
             if self.failure is not None:
                 return False
-            self.failure = RunError(reason)
+            self.failure = (RunInterruptedError if interrupted else RunError)(reason)
             return True
 
     def check(self) -> None:
         """Raise ``RunError`` if the run has failed."""
         if self.failure is not None:
-            raise RunError(str(self.failure))
+            raise type(self.failure)(str(self.failure))
 
     def wait(
         self, ready: Callable[[], bool], *, stall: float | None = None, waiting_for: str = ""

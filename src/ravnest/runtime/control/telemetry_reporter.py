@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable
 
 from ravnest.averaging.outcome import RoundOutcome
+from ravnest.runtime.control.checkpoints import CheckpointReport
 from ravnest.runtime.stage.observer import UpdateReport
 from ravnest.telemetry import (
+    CheckpointRecord,
     LossRecord,
     PhaseName,
     PhaseRecord,
     QueueRecord,
     RecordSink,
+    RecoveryRecord,
     RoundRecord,
     ScheduleRecord,
     TimingRecord,
@@ -52,8 +55,29 @@ class TelemetryReporter:
     def close(self) -> None:
         """Report the end, and no warnings from now on."""
         self.phase("end")
+        self.stop_warnings()
+
+    def stop_warnings(self) -> None:
+        """Report no warnings from now on."""
         if self._warnings is not None:
             logging.getLogger("ravnest").removeHandler(self._warnings)
+
+    def resume(self, validations: int) -> None:
+        """Continue to count validations after this number."""
+        self._validations = validations
+
+    def checkpoint(self, report: CheckpointReport) -> None:
+        """Report a checkpoint of this node."""
+        if self._sink is not None:
+            identifier = report.id
+            self._sink.emit(
+                CheckpointRecord(identifier.update, identifier.phase, report.bytes, report.seconds)
+            )
+
+    def recovery(self, record: RecoveryRecord) -> None:
+        """Report that training continues after a loss."""
+        if self._sink is not None:
+            self._sink.emit(record)
 
     def phase(self, phase: PhaseName, epoch: int | None = None) -> None:
         """Report the start of a phase, unless it is the one reported last.

@@ -19,6 +19,8 @@ class PhaseBegun:
 
     phase: int
     trains: bool
+    first: int = 0
+    """Index of the first micro-batch that arrives; those before it are part of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

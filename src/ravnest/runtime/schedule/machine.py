@@ -147,6 +147,12 @@ class ScheduleMachine:
             return [Fail(f"{self._name()}: {error}" + (f" (last run here: {ran})" if ran else ""))]
         return actions
 
+    def continue_from(self, version: int) -> None:
+        """Count updates from ``version``, which the weights contain already; before the first event."""
+        assert self._newest is None, "a phase has begun"
+        self.version = version
+        self._users = {version: 0}
+
     @property
     def idle(self) -> bool:
         """True if no computation is requested and no micro-batch is in flight here."""
@@ -180,8 +186,8 @@ class ScheduleMachine:
                 update.norms = True
             case ClipNormArrived(number):
                 self._clip_norm_arrived(number)
-            case PhaseBegun(phase, trains):
-                self._phase_begun(phase, trains=trains)
+            case PhaseBegun():
+                self._phase_begun(event)
             case PhaseEnded(phase, count):
                 self._phase_ended(phase, count)
             case WindowSet(size):
@@ -190,15 +196,16 @@ class ScheduleMachine:
                 self._window = size
                 self._admit()
 
-    def _phase_begun(self, number: int, *, trains: bool) -> None:
-        newest = self._newest
+    def _phase_begun(self, event: PhaseBegun) -> None:
+        newest, number, first = self._newest, event.phase, event.first
         if newest is not None and newest.count is None:
             raise _ProtocolError(f"phase {number} began before phase {newest.number} had ended")
-        if newest is not None and number != newest.number + 1:
-            raise _ProtocolError(
-                f"expected phase {newest.number + 1} to begin, but phase {number} began"
-            )
-        self._newest = self._phases[number] = PhaseProgress(number, trains)
+        # Phases that are part of a checkpoint are left out.
+        if newest is not None and number <= newest.number:
+            raise _ProtocolError(f"phase {number} began after phase {newest.number}")
+        self._newest = self._phases[number] = PhaseProgress(
+            number, event.trains, arrived=first, forwarded=first, finished=first
+        )
         self._send_phases()
         self._admit()
 

@@ -11,6 +11,7 @@ import torch
 from ravnest.errors import DataError, StageInputError
 from ravnest.runtime.batch_parts import part_sizes
 from ravnest.runtime.data import Criterion, Targets, count_correct, size_of
+from ravnest.runtime.random_state import RandomState, capture_random_state, restore_random_state
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.loss_chunks import ChunkedLoss
 from ravnest.split.loss_head import cut_positions, few_positions, find_chunking, made_up_logits
@@ -108,6 +109,11 @@ class Leaf:
         self._weighting: LossWeighting | None = None
         self._chunking: _Chunking | None = None
         self._tally = _Tally()
+        self._loaders = (labels, test_labels)
+        self._random: RandomState | None = None
+        """State of the generators when the labels' iteration in progress began."""
+        self._resumed: RandomState | None = None
+        """State of the generators for the next iteration of labels, after a checkpoint was loaded."""
 
     def find_weighting(self, example_output: Callable[[int], Any], rows: int) -> LossSplit:
         """Find out how the loss of a batch follows from the losses of its parts.
@@ -212,7 +218,24 @@ class Leaf:
         """
         self._tally = _Tally()
         if loads and kind != "predict":
+            if self._resumed is not None:
+                restore_random_state(self._resumed, self._loaders)
+                self._resumed = None
+            self._random = capture_random_state(self._loaders)
             self._targets[kind].begin()
+
+    def skip(self, kind: PhaseKind, batches: int, samples: int) -> None:
+        """Leave out the labels of batches that are part of a checkpoint."""
+        if kind != "predict":
+            self._targets[kind].skip(batches, samples)
+
+    def random_state(self, *, between_phases: bool) -> RandomState | None:
+        """Return the state of the generators with which the labels' iteration can be repeated."""
+        return capture_random_state(self._loaders) if between_phases else self._random
+
+    def resume(self, state: RandomState | None) -> None:
+        """Set the generators before the next iteration of labels."""
+        self._resumed = state
 
     def end(self, kind: PhaseKind, count: int, *, exhausted: bool) -> None:
         """End a phase after ``count`` micro-batches."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from ravnest.errors import RunError
 from ravnest.runtime.batch_parts import part_sizes
 from ravnest.runtime.control.run_status import MicrobatchResult
+from ravnest.runtime.random_state import RandomState
 from ravnest.runtime.stage.execution import LossPart, StageExecution
 from ravnest.runtime.stage.leaf import LabelChunk, LabelPart, Leaf
 from ravnest.runtime.stage.loss_chunks import LossChunk
@@ -38,6 +39,21 @@ SHARED = "shared/"
 """Prefix of the names of weights that several stages use, in a message."""
 
 
+@dataclass(frozen=True)
+class RootCut:
+    """Position of the Root's data at a checkpoint."""
+
+    epoch: int
+    batches: int
+    """Batches of the open phase that are part of the checkpoint."""
+    microbatches: int
+    samples: int
+    data: str
+    """Digest of those batches as they were loaded."""
+    random: RandomState | None
+    """State of the generators when the iteration of the phase's loader began, or at the end of it."""
+
+
 @dataclass
 class Microbatch:
     """State of a micro-batch at this stage."""
@@ -57,6 +73,10 @@ class Microbatch:
     """Digests of the batch as the Root loaded it, with its first part."""
     item: Any = None
     """Batch as loaded at the Root, with its first part, if the node is both Root and Leaf."""
+    checkpoint: bool = False
+    """A checkpoint is taken after the update that the micro-batch ends."""
+    cut: RootCut | None = None
+    """Position of the data after the micro-batch, with ``checkpoint``; at the Root."""
     outputs: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, Any] = field(default_factory=dict)
     result: ForwardResult | None = None
@@ -91,6 +111,8 @@ class MicrobatchStore:
         self._microbatches: dict[MicrobatchId, Microbatch] = {}
         self._begins: dict[int, PhaseBegin] = {}
         self._ends: dict[int, PhaseEnd] = {}
+        self._cuts: dict[int, RootCut] = {}
+        """Positions of the data at the ends of phases that a checkpoint follows; at the Root."""
         self._shared_version = -1, -1, False
         """Version in which shared weights were last sent to the following stages, the number of
         assignments until then, and whether they were predicted."""
@@ -115,10 +137,26 @@ class MicrobatchStore:
         """Register a phase that begins."""
         self.run = begin.run
         self._begins[begin.phase] = begin
+        if begin.first and self._leaf is not None:
+            loads = self.execution.index > 0
+            self._leaf.begin(begin.kind, loads=loads)
+            if loads:
+                self._leaf.skip(begin.kind, begin.batches, begin.samples)
 
-    def end_phase(self, end: PhaseEnd) -> None:
+    def end_phase(self, end: PhaseEnd, cut: RootCut | None = None) -> None:
         """Register the end of a phase: all its micro-batches have arrived."""
         self._ends[end.phase] = end
+        if cut is not None:
+            self._cuts[end.phase] = cut
+
+    def progress(self, cut: RootCut | None, *, between_phases: bool) -> dict[str, Any]:
+        """Return the position of the data that this node loads, for a checkpoint."""
+        leaf = None if self._leaf is None else self._leaf.random_state(between_phases=between_phases)
+        return {"root": None if cut is None else asdict(cut), "leaf": leaf}
+
+    def take_cut(self, phase: int) -> RootCut | None:
+        """Return the position of the data after a phase; None on nodes other than the Root."""
+        return self._cuts.pop(phase, None)
 
     def phase_begin(self, number: int) -> PhaseBegin:
         """Return the begin message of a phase that is not over here."""
@@ -348,6 +386,7 @@ class MicrobatchStore:
             microbatch.parts,
             microbatch.ends_update,
             microbatch.digests,
+            microbatch.checkpoint,
         )
         yield Message(head, outputs)
 

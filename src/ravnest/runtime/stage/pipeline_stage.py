@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from ravnest.averaging.ports import AveragingPort
 from ravnest.errors import RunError
+from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.run_status import RunStatus
 from ravnest.runtime.schedule.events import (
@@ -42,10 +44,10 @@ from ravnest.runtime.schedule.events import (
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.stage.inbox import WorkerInbox
-from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore
+from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore, RootCut
 from ravnest.runtime.stage.observer import MicrobatchReport, UpdateReport, WorkerObserver
 from ravnest.transport.base import LinkDelay
-from ravnest.types import MicrobatchId
+from ravnest.types import CheckpointId, MicrobatchId
 from ravnest.wire.messages import (
     ClipNorm,
     GradientNorms,
@@ -74,6 +76,7 @@ class PipelineStage:
         *,
         observer: WorkerObserver,
         averaging: AveragingPort | None,
+        checkpoints: Checkpoints | None,
         report_validation: Callable[[ValidationResult], None],
     ) -> None:
         """``report_validation`` is called with the result of each validation, at the Leaf."""
@@ -84,6 +87,7 @@ class PipelineStage:
         self._inbox = inbox
         self._observer = observer
         self._averaging = averaging
+        self._checkpoints = checkpoints
         self._report_validation = report_validation
         self._run: Run | None = None
         self._clip: float | None = None
@@ -222,18 +226,40 @@ class PipelineStage:
             UpdateReport(update, epoch, loss, stale, batches, last.parts, in_flight, waiting)
         )
         self._step_seconds = self._lap()
-        if self._averaging is not None:
+        with self._status.writing():
+            self._status.updates = update + 1
+        if last.checkpoint:
+            progress = self._store.progress(last.cut, between_phases=False)
+            self._save(CheckpointId(update + 1, last.id.phase), progress)
+
+    def _save(self, checkpoint: CheckpointId, progress: dict[str, Any]) -> None:
+        """Write a checkpoint; its time does not count as part of a computation."""
+        if self._checkpoints is not None:
             with self._status.writing():
-                self._status.updates = update + 1
+                validations = {
+                    phase: (result.name, result.value, result.samples)
+                    for phase, result in self._status.validations.items()
+                }
+            progress["validations"] = validations
+            self._checkpoints.save(self._store.run, checkpoint, progress)
+        self.wake()
 
     def _finish_phase(self, phase: int) -> None:
         if self._averaging is not None and self._store.phase_begin(phase).kind == "train":
             self._averaging.epoch_ended()
+        saves = self._store.phase_end(phase).checkpoint
         validation = self._store.finish_phase(phase)
         if validation is not None:
             self._report_validation(validation)
         with self._status.writing():
-            self._status.phases_over = phase + 1
+            self._status.phases_over = max(self._status.phases_over, phase + 1)
+        if saves:
+            self.save_between_phases(self._store.take_cut(phase))
+
+    def save_between_phases(self, cut: RootCut | None) -> None:
+        """Write a checkpoint after the end of a phase; ``cut`` is given at the Root."""
+        progress = self._store.progress(cut, between_phases=True)
+        self._save(CheckpointId(self._machine.version, self._status.phases_over), progress)
 
     # Sending
 

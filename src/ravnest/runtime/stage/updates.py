@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ravnest.errors import SettingsError
+from ravnest.errors import SettingsError, StageFormatError
 from ravnest.split.gradients import add_gradient
 from ravnest.split.graph import StateSpec
 from ravnest.split.row_blocks import element_wise
@@ -168,6 +168,52 @@ class Updates:
         """Pass the result of a validation to a ``ReduceLROnPlateau`` scheduler."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(value)
+
+    def capture(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the optimizer's tensors, by ``key/field``, and everything else as plain values.
+
+        The tensors are not copies. Nothing is accumulated between two updates.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, Any] = {"done": self.done, "scheduler_steps": self._scheduler_steps}
+        if self._optimizer is None:
+            return tensors, plain
+        fields: dict[str, dict[str, Any]] = {}
+        for key, parameter in self._parameters.items():
+            for name, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key}/{name}"] = value
+                else:
+                    fields.setdefault(key, {})[name] = value
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+        return tensors, plain | {"fields": fields, "groups": groups, "scheduler": scheduler}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        """Continue from what ``capture`` has returned; ``StageFormatError`` if it does not fit."""
+        self.done, self._scheduler_steps = plain["done"], plain["scheduler_steps"]
+        if self._optimizer is None:
+            return
+        groups = plain["groups"]
+        if len(groups) != len(self._optimizer.param_groups):
+            raise StageFormatError(
+                f"the checkpoint has {len(groups)} parameter groups, the optimizer has "
+                f"{len(self._optimizer.param_groups)}: use the optimizer_params of the earlier run"
+            )
+        for group, stored in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update(stored)
+        states: dict[str, dict[str, Any]] = {key: dict(f) for key, f in plain["fields"].items()}
+        for name, value in tensors.items():
+            key, _, field_name = name.rpartition("/")
+            states.setdefault(key, {})[field_name] = value
+        for key, state in states.items():
+            if key in self._parameters:
+                self._optimizer.state[self._parameters[key]] = state
+        if self._scheduler is not None and plain["scheduler"] is not None:
+            self._scheduler.load_state_dict(plain["scheduler"])
 
     def _step_scheduler(self) -> None:
         if self._scheduler is not None:

@@ -17,6 +17,7 @@ from typing import Any
 from ravnest.averaging.ports import AveragingPort
 from ravnest.errors import LinkClosedError, RavnestError, RunError
 from ravnest.runtime.control.rendezvous import Links
+from ravnest.runtime.control.resume_exchange import Recovery
 from ravnest.runtime.control.run_status import RunStatus
 from ravnest.runtime.schedule.events import (
     BackwardArrived,
@@ -32,7 +33,7 @@ from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
-from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore
+from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore, RootCut
 from ravnest.runtime.stage.observer import (
     StageKeeper,
     WorkerObserver,
@@ -43,8 +44,8 @@ from ravnest.wire.messages import (
     Abort,
     AnyHead,
     Backward,
-    Call,
     CallEnd,
+    CheckpointWanted,
     ClipNorm,
     Decision,
     Forward,
@@ -58,12 +59,15 @@ from ravnest.wire.messages import (
     Prepare,
     Prepared,
     Reduced,
+    ReplicaStored,
     RunEnd,
     SaveStage,
     SharedGradients,
     SharedWeights,
     StageSaved,
     Start,
+    StateBlock,
+    TakeCheckpoint,
     ValidationResult,
 )
 
@@ -83,13 +87,14 @@ class Worker:
         status: RunStatus,
         inbox: WorkerInbox,
         *,
-        node: int,
         leaf: Leaf | None,
         keeper: StageKeeper,
         observer: WorkerObserver,
         averaging: AveragingPort | None,
+        recovery: Recovery,
     ) -> None:
         """``leaf`` is given at the last stage, ``averaging`` if there are other clusters."""
+        node = recovery.exchange.spec.node
         self._store = MicrobatchStore(execution, leaf)
         self._keys = frozenset(entry.key for entry in execution.module.spec.state)
         """Weights and buffers of this stage."""
@@ -100,8 +105,12 @@ class Worker:
             inbox,
             observer=observer,
             averaging=averaging,
+            checkpoints=recovery.checkpoints,
             report_validation=self._send_validation,
         )
+        self._checkpoints = recovery.checkpoints
+        self._exchange = recovery.exchange
+        self._rejoins = recovery.rejoins
         self._status = status
         self._links = Links()
         self._node = node
@@ -136,7 +145,11 @@ class Worker:
     def on_message(self, link: Link, message: Message) -> None:
         """Queue a message of a neighbour."""
         head = message.head
-        if self._averaging is not None and isinstance(
+        if self._exchange.on_message(message):
+            return
+        if isinstance(head, StateBlock | ReplicaStored):
+            self._take_state(link, message)
+        elif self._averaging is not None and isinstance(
             head, Prepare | Start | Decision | Prepared | Reduced
         ):
             self._averaging.from_pipeline(head)
@@ -144,6 +157,13 @@ class Worker:
             self._pass_on(message)
         else:
             self.post(lambda: self._receive(link, message))
+
+    def _take_state(self, link: Link, message: Message) -> None:
+        """Take a part of a checkpoint, in the link's thread: it is written to the disk."""
+        if self._checkpoints is not None:
+            manifest = self._checkpoints.on_message(link, message)
+            if manifest is not None:
+                self._exchange.on_state(manifest)
 
     def _held(self, message: Message) -> bool:
         """Return whether this stage holds a weight of the message."""
@@ -164,6 +184,7 @@ class Worker:
 
     def on_lost(self, link: Link, reason: str) -> None:
         """Queue the loss of the link to a neighbour."""
+        self._exchange.on_lost(link, reason)
         self.post(lambda: self._neighbour_lost(link, reason))
 
     # Called by the Root controller, through post()
@@ -174,24 +195,27 @@ class Worker:
             self._stage.allow_delay()
         self._store.begin_phase(begin)
         self._observer.begun(begin)
-        self._stage.handle(PhaseBegun(begin.phase, trains=begin.kind == "train"))
+        self._stage.handle(PhaseBegun(begin.phase, begin.kind == "train", begin.first))
 
     def submit(self, microbatch: Microbatch) -> None:
         """Process a micro-batch that has arrived: from the user at the Root, else from a message."""
         self._store.add(microbatch)
         self._stage.handle(ForwardArrived(microbatch.id, microbatch.ends_batch, microbatch.ends_update))
 
-    def end_phase(self, end: PhaseEnd) -> None:
-        """End a phase: all its micro-batches have arrived."""
-        self._store.end_phase(end)
+    def end_phase(self, end: PhaseEnd, cut: RootCut | None = None) -> None:
+        """End a phase: all its micro-batches have arrived; ``cut`` is given at the Root."""
+        self._store.end_phase(end, cut)
         self._stage.handle(PhaseEnded(end.phase, end.count))
 
     def set_window(self, size: int) -> None:
         """Set the number of micro-batches that the Root keeps in flight."""
         self._stage.handle(WindowSet(size))
 
-    def announce(self, head: AnyHead) -> None:
-        """Act on a message of the Root to all nodes, and pass it on to the next node."""
+    def announce(self, head: AnyHead, cut: RootCut | None = None) -> None:
+        """Act on a message of the Root to all nodes, and pass it on to the next node.
+
+        ``cut`` is the position of the data, for a checkpoint at the Root.
+        """
         match head:
             case ValidationResult():
                 self._store.execution.updates.validated(head.value)
@@ -199,8 +223,10 @@ class Worker:
                     self._status.validations[head.phase] = head
             case SaveStage(run):
                 self._when_over.append(lambda: self._save(run))
-            case CallEnd(_, call):
-                self._when_idle.append(lambda: self._end_call(call))
+            case TakeCheckpoint():
+                self._when_over.append(lambda: self._stage.save_between_phases(cut))
+            case CallEnd(number=number):
+                self._when_idle.append(lambda: self._end_call(number))
             case RunEnd():
                 self._when_idle.append(self._end_run)
             case _:
@@ -251,11 +277,22 @@ class Worker:
             logger.exception("node_%d failed", self._node)
             self.fail(f"node_{self._node}: {type(error).__name__}: {error}")
 
-    def fail(self, reason: str, source: Link | None = None, node: int | None = None) -> None:
-        """End the run on all nodes; ``reason`` names the node where the failure began."""
-        if self._closed or not self._status.fail(reason):
+    def fail(
+        self,
+        reason: str,
+        source: Link | None = None,
+        node: int | None = None,
+        *,
+        recoverable: bool = False,
+    ) -> None:
+        """End the run on all nodes; ``reason`` names the node where the failure began.
+
+        ``recoverable``: a node was lost, and the others may continue from a checkpoint.
+        """
+        recoverable = recoverable and self._rejoins
+        if self._closed or not self._status.fail(reason, interrupted=recoverable):
             return
-        abort = Abort(self._node if node is None else node, reason)
+        abort = Abort(self._node if node is None else node, reason, recoverable)
         for link in (self._links.previous, self._links.next):
             if link is not None and link is not source:
                 try_send(link, abort)
@@ -285,6 +322,7 @@ class Worker:
                         head.parts,
                         head.ends_update,
                         head.digests,
+                        checkpoint=head.checkpoint,
                     )
                 )
             case Backward() as head:
@@ -314,8 +352,10 @@ class Worker:
                 self._send_validation(head)
             case StageSaved() as head:
                 self._stage_saved(head, message.values)
+            case CheckpointWanted() as head:
+                self.want_checkpoint(head)
             case Abort() as head:
-                self.fail(head.reason, source=link, node=head.node)
+                self.fail(head.reason, link, head.node, recoverable=head.recoverable)
             case Goodbye(node):
                 self._when_idle.append(lambda: self._neighbour_left(link, node))
             case head:
@@ -338,24 +378,33 @@ class Worker:
         with self._status.writing():
             self._status.loss_split = head
 
-    def _end_call(self, call: Call) -> None:
+    def want_checkpoint(self, head: CheckpointWanted) -> None:
+        """Ask the Root for a checkpoint after the next update."""
+        if self._links.previous is not None:
+            try_send(self._links.previous, head)
+            return
         with self._status.writing():
-            self._status.ended_calls[call] += 1
+            self._status.checkpoint_wanted = True
+
+    def _end_call(self, number: int) -> None:
+        with self._status.writing():
+            self._status.calls_ended = max(self._status.calls_ended, number)
 
     def _end_run(self) -> None:
         with self._status.writing():
             self._status.run_ended = True
 
     def _neighbour_lost(self, link: Link, reason: str) -> None:
+        advice = "" if self._rejoins else "; look at its output, then start the run again"
         self.fail(
-            f"{reason}. The process of node_{link.peer.node} ended or its network failed; look at its "
-            "output, then start the run again",
+            f"{reason}. The process of node_{link.peer.node} ended or its network failed{advice}",
             source=link,
+            recoverable=True,
         )
 
     def _neighbour_left(self, link: Link, node: int) -> None:
         if not self._stage.idle:
-            self.fail(f"node_{node} has closed in the middle of the run", source=link)
+            self.fail(f"node_{node} has closed in the middle of the run", source=link, recoverable=True)
             return
         with self._status.writing():
             if link is self._links.previous:

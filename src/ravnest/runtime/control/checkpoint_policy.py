@@ -1,0 +1,46 @@
+"""Decision at the Root: after which updates and phases checkpoints are taken. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LEAST_SECONDS = 2.0
+"""Shortest time between the checkpoints of two epochs, if epochs are shorter."""
+_COST = 100.0
+"""Least time between two checkpoints, in terms of the time for which one stops training: 1% is lost."""
+
+
+@dataclass
+class CheckpointPolicy:
+    """Times and updates at which the Root asks all stages for a checkpoint."""
+
+    updates: int | None
+    """Updates between two checkpoints; None: only ``seconds`` and the ends of epochs count."""
+    seconds: float
+    """Seconds between two checkpoints."""
+    last_update: int
+    last_time: float
+    cost: float = 0.0
+    """Seconds for which the last checkpoint stopped training at the Root."""
+    wanted: bool = False
+    """A node is about to leave and asks for a checkpoint."""
+
+    def due_after_update(self, update: int, now: float) -> bool:
+        """Return whether a checkpoint follows an update; ``update`` counts those done with it."""
+        if self.wanted:
+            return self._take(update, now)
+        if self.updates is not None and update - self.last_update >= self.updates:
+            return self._take(update, now)
+        if now - self.last_time >= max(self.seconds, _COST * self.cost):
+            return self._take(update, now)
+        return False
+
+    def due_after_epoch(self, update: int, now: float) -> bool:
+        """Return whether a checkpoint follows the end of an epoch."""
+        if self.wanted or now - self.last_time >= max(_LEAST_SECONDS, _COST * self.cost):
+            return self._take(update, now)
+        return False
+
+    def _take(self, update: int, now: float) -> bool:
+        self.last_update, self.last_time, self.wanted = update, now, False
+        return True

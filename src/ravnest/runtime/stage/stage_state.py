@@ -1,0 +1,80 @@
+"""State of a stage between two updates: what a checkpoint stores, and how training continues from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ravnest.errors import StageFormatError
+from ravnest.runtime.stage.execution import StageExecution
+from ravnest.split.graph import StageSpec, StateSpec
+from ravnest.store.checkpoint import OPTIMIZER, STATE, StoredTensor
+
+
+@dataclass(frozen=True)
+class StageState:
+    """Tensors by their names in a checkpoint, and the optimizer's other state as plain values."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Not copies: they change with the next computation."""
+    updates: Mapping[str, Any]
+
+
+def capture(execution: StageExecution) -> StageState:
+    """Return the state of a stage after an update, before its next forward pass."""
+    assert not execution.predicted, "predicted weights must not be stored"
+    own = execution.module.state_tensors()
+    tensors = {STATE + entry.key: own[entry.key] for entry in stored_entries(execution.module.spec)}
+    of_optimizer, updates = execution.updates.capture()
+    tensors |= {OPTIMIZER + name: tensor for name, tensor in of_optimizer.items()}
+    return StageState(tensors, updates)
+
+
+def restore(
+    execution: StageExecution,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    updates: Mapping[str, Any],
+) -> None:
+    """Continue from a checkpoint; ``StageFormatError`` if it is not one of this stage."""
+    own = execution.module.state_tensors()
+    missing = {entry.key for entry in stored_entries(execution.module.spec)}
+    of_optimizer: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if name.startswith(OPTIMIZER):
+                of_optimizer[name.removeprefix(OPTIMIZER)] = execution.to_device(tensor.clone())
+                continue
+            key = name.removeprefix(STATE)
+            if key not in missing or own[key].shape != tensor.shape or own[key].dtype != tensor.dtype:
+                raise StageFormatError(f"the checkpoint has {key}, which does not fit this stage")
+            own[key].copy_(tensor)
+            missing.discard(key)
+    if missing:
+        raise StageFormatError(f"the checkpoint lacks {min(missing)}")
+    execution.updates.restore(of_optimizer, updates)
+
+
+def stored_entries(spec: StageSpec) -> list[StateSpec]:
+    """Return the state that training changes here: owned weights that train, and buffers.
+
+    Weights that an earlier stage owns arrive with the first micro-batch.
+    """
+    return [
+        entry
+        for entry in spec.state
+        if entry.kind == "buffer"
+        or (entry.kind == "parameter" and entry.trainable and entry.stages[0] == spec.index)
+    ]
+
+
+def stored_tensors(spec: StageSpec) -> dict[str, StoredTensor]:
+    """Return the weights and buffers of a stage's checkpoint in terms of the model, by key."""
+    stored = {}
+    for entry in stored_entries(spec):
+        rows = entry.rows
+        first, count = (0, None) if rows is None else (rows.first, rows.stop - rows.first)
+        stored[entry.key] = StoredTensor(entry.model_names[0], first, count)
+    return stored

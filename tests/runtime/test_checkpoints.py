@@ -1,0 +1,196 @@
+"""Training that continues from a checkpoint ends as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster, form
+from torch import nn
+from torch.utils.data import DataLoader
+from training_cases import SmallCNN, TiedGPT, image_loaders, token_loaders, token_loss
+
+from ravnest import Trainer, set_seed
+from ravnest.store.checkpoint import CheckpointFolder
+
+EPOCHS = 3
+
+
+class StoppedError(Exception):
+    """The script stops here."""
+
+
+@dataclass
+class StoppingLoader:
+    """Loader that ends the script after a number of batches, counted over all epochs."""
+
+    loader: DataLoader[Any]
+    after: int
+    batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        self.batch_size = self.loader.batch_size or 0
+        self.dataset = self.loader.dataset
+        self.generator = self.loader.generator
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if self.after == 0:
+                raise StoppedError
+            self.after -= 1
+            yield batch
+
+
+def cnn() -> nn.Module:
+    return SmallCNN(dropout=0.3)
+
+
+CASES = {
+    "cnn": (cnn, (torch.rand(8, 1, 8, 8),), image_loaders, nn.functional.cross_entropy),
+    "tied-gpt": (TiedGPT, (torch.randint(0, 16, (4, 8)),), token_loaders, token_loss),
+}
+
+
+@pytest.fixture(scope="module")
+def formed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[tuple[str, int], tuple[Path, list[str]]] = {}
+
+    def get(case: str, nodes: int) -> tuple[Path, list[str]]:
+        if (case, nodes) not in made:
+            set_seed(7)
+            folder = tmp_path_factory.mktemp(f"{case}-{nodes}")
+            made[case, nodes] = folder, form(folder, CASES[case][0](), CASES[case][1], nodes)
+        return made[case, nodes]
+
+    return get
+
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "epochs": {
+        "lr_scheduler": torch.optim.lr_scheduler.StepLR,
+        "lr_scheduler_params": {"step_size": 1, "gamma": 0.5},
+    },
+    "updates": {
+        "lr_scheduler": torch.optim.lr_scheduler.OneCycleLR,
+        "lr_scheduler_params": {"max_lr": 1e-2, "total_steps": 100},
+        "lr_step_on_epoch_change": False,
+    },
+}
+
+
+def train(
+    folder: Path, node_data: Path, names: list[str], case: str, *, stop: int | None = None, **given: Any
+) -> list[BaseException | None]:
+    """Train and return the errors of the nodes; ``stop``: the Root's script ends after a batch."""
+    _, _, loaders, criterion = CASES[case]
+    cluster = LocalCluster(folder, names, node_data=node_data)
+    options = {
+        "schedule": "sync",
+        "micro_batches": 2 if case == "tied-gpt" else 1,
+        "optimizer": torch.optim.AdamW,
+        "optimizer_params": {"lr": 1e-2},
+        "criterion": criterion,
+        "checkpoint_updates": 4,
+        **given,
+    }
+
+    def script(name: str) -> None:
+        train_loader, val_loader = loaders()
+        labels = {"labels": train_loader, "test_labels": val_loader}
+        with cluster.node(name, **(labels | options)) as own:
+            data = (
+                train_loader if stop is None or not own.is_root else StoppingLoader(train_loader, stop)
+            )
+            Trainer(own, train_loader=data, val_loader=val_loader, epochs=EPOCHS, save=True).train()
+
+    return cluster.errors(script)
+
+
+def assert_same_result(one: Path, other: Path) -> None:
+    """Check that two trainings have made the same updates and the same model."""
+    assert (one / "losses.txt").read_text() == (other / "losses.txt").read_text()
+    states = [LocalCluster(folder, []).fused() for folder in (one, other)]
+    assert list(states[0]) == list(states[1])
+    assert [n for n in states[0] if not torch.equal(states[0][n], states[1][n])] == []
+    validations = [folder / "val_accuracies.txt" for folder in (one, other)]
+    if validations[0].exists():
+        assert validations[0].read_text() == validations[1].read_text()
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("stop", "settings"),
+    [
+        (3, {}),  # before the first checkpoint
+        (14, SCHEDULERS["epochs"]),
+        (14, SCHEDULERS["updates"]),
+        (20, {"update_frequency": 3, **SCHEDULERS["updates"]}),  # between two epochs
+        (17, {"clip_grad_norm": 0.05, "optimizer": torch.optim.SGD}),
+        (25, {"optimizer_params": {"lr": 1e-2, "amsgrad": True}}),
+    ],
+    ids=["early", "epochs", "updates", "accumulated", "clipped-sgd", "amsgrad"],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    formed: Any, tmp_path: Path, case: str, nodes: int, stop: int, settings: dict[str, Any]
+) -> None:
+    folder, names = formed(case, nodes)
+    node_data = folder / "node_data"
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert not any(train(whole, node_data, names, case, **settings))
+    errors = train(resumed, node_data, names, case, stop=stop, **settings)
+    assert isinstance(errors[0], StoppedError)
+    assert not any(train(resumed, node_data, names, case, resume=True, **settings))
+    assert_same_result(whole, resumed)
+
+
+def test_a_damaged_checkpoint_is_not_used(
+    formed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, names = formed("cnn", 3)
+    node_data = folder / "node_data"
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert not any(train(whole, node_data, names, "cnn"))
+    assert any(train(resumed, node_data, names, "cnn", stop=14))
+    own = CheckpointFolder(resumed / "checkpoints" / names[1])
+    newest = own.tensors_path(own.ids()[-1])
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    replica = CheckpointFolder(resumed / "checkpoints" / names[0] / "replica_of_stage_1")
+    for checkpoint in replica.ids():
+        replica.remove(checkpoint)
+    assert not any(train(resumed, node_data, names, "cnn", resume=True))
+    assert "a checkpoint is damaged and not used" in caplog.text
+    assert_same_result(whole, resumed)
+
+
+def test_a_node_without_its_disk_gets_its_state_from_its_neighbour(formed: Any, tmp_path: Path) -> None:
+    folder, names = formed("cnn", 3)
+    node_data = folder / "node_data"
+    whole = tmp_path / "whole"
+    assert not any(train(whole, node_data, names, "cnn"))
+    for lost in names:
+        resumed = tmp_path / lost
+        assert any(train(resumed, node_data, names, "cnn", stop=14))
+        own = resumed / "checkpoints" / lost
+        own.rename(own.with_name("gone"))
+        assert not any(train(resumed, node_data, names, "cnn", resume=True))
+        assert_same_result(whole, resumed)
+
+
+def test_a_new_run_sets_the_checkpoints_of_an_earlier_one_aside(formed: Any, tmp_path: Path) -> None:
+    folder, names = formed("cnn", 1)
+    for _ in range(2):
+        assert not any(train(tmp_path, folder / "node_data", names, "cnn"))
+    folders = [
+        CheckpointFolder(tmp_path / "checkpoints" / name) for name in (names[0], f"{names[0]}.previous")
+    ]
+    assert [len(each.ids()) for each in folders] == [2, 2]
