@@ -48,6 +48,8 @@ TRAINING_SILENCE = 90.0
 """The same, while it trains with others: links outlast an outage of its network, and so must it."""
 WITNESSED_LIMIT = 600.0
 """Longest silence of a provider while its neighbours report progress with it."""
+REJOIN_SILENCE = 3.0
+"""The same, while its neighbours have lost their links to it and wait for it."""
 
 # Reachability and relays
 
@@ -66,6 +68,8 @@ FETCH_GRACE = 600.0
 """Time to fetch an assignment, in addition to four times the time predicted from the bandwidth."""
 WORKER_START = 120.0
 """Time in which a worker process on a slow machine imports torch, loads its stage and listens."""
+MEMBER_RETURN = 900.0
+"""Longest wait of a worker for a lost neighbour; then its provider is free, and keeps its folder."""
 NEIGHBOUR_CONNECT = 300.0
 """Longest wait of a worker for its neighbours; it starts when all have fetched their assignments."""
 TRAINING_STALL = 900.0
@@ -185,6 +189,8 @@ ENDING_GRACE = 10.0
 """Time for the nodes of a failed cluster to end and to report why."""
 LEAVE_ANSWER = 5.0
 """Longest wait for the server's answer when a provider leaves."""
+HANDOVER = 30.0
+"""Longest wait of a provider that leaves for another one to fetch its files."""
 RELAY_STOP = 3.0
 """Time for the process of a relay to close its connections before it is killed."""
 SERVER_STOP = 5.0
@@ -232,6 +238,17 @@ RELATIONS = (
     ),
     Relation(LOST_AFTER, TRAINING_SILENCE, "a provider that trains gets more time"),
     Relation(TRAINING_SILENCE, WITNESSED_LIMIT, "progress of the neighbours gives more time"),
+    Relation(
+        POLL_GAP + longest_pause(FIRST_PAUSE),
+        REJOIN_SILENCE,
+        "a provider that is there has sent its next request before its neighbours' word counts",
+    ),
+    Relation(REJOIN_SILENCE, LOST_AFTER, "the word of the neighbours only shortens the wait"),
+    Relation(
+        LINK_GONE + REPORT_INTERVAL + REJOIN_SILENCE,
+        10.0,
+        "the place of a provider that was killed is vacant in time for training to go on in 10 s",
+    ),
     Relation(TIMER_LATE, LOST_AFTER, "a halt of the server is noticed before it costs a provider"),
     Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
     Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),
@@ -250,7 +267,18 @@ RELATIONS = (
         NEIGHBOUR_CONNECT,
         "when all have fetched, every worker listens before its neighbours give up",
     ),
+    Relation(
+        LINK_OUTAGE + FETCH_GRACE + WORKER_START,
+        MEMBER_RETURN,
+        "survivors wait until a lost node is noticed, and another machine has its files and listens",
+    ),
+    Relation(
+        TRAINING_SILENCE + FETCH_GRACE + WORKER_START,
+        MEMBER_RETURN,
+        "the same if nobody but the server notices the loss",
+    ),
     Relation(NEIGHBOUR_CONNECT, TRAINING_STALL, "a run does not stall because it still connects"),
+    Relation(NODE_RETURN, MEMBER_RETURN, "with a server, another machine may have to be found first"),
     Relation(NEIGHBOUR_CONNECT, NODE_RETURN, "a lost node has more time than one that starts"),
     Relation(LINK_OUTAGE, BLOCK_WRITTEN, "a checkpoint on its way outlasts an outage of its link"),
     Relation(WITNESSED_LIMIT, RESULT_WAIT, "a finished training gets more time than a running one"),
@@ -310,6 +338,7 @@ RELATIONS = (
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
     Relation(ENDING_GRACE, LOST_AFTER, "nodes of a failed cluster report before they can be lost"),
+    Relation(LEAVE_ANSWER, HANDOVER, "a provider without a spare leaves faster than one with a spare"),
     Relation(LEAVE_ANSWER, WORKER_STOP, "a provider leaves faster than its worker stops"),
     Relation(RELAY_STOP, SERVER_STOP, "a server does not stop later because of its relay"),
     Relation(
