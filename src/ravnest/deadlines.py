@@ -78,7 +78,7 @@ NODE_RETURN = 600.0
 """Longest wait of a cluster for a lost node, or for the machine that takes its place."""
 BLOCK_WRITTEN = 120.0
 """Longest wait for one block of a checkpoint to leave for a neighbour."""
-LAST_CHECKPOINT = 30.0
+LAST_CHECKPOINT = 15.0
 """Longest wait of a node that leaves for a last checkpoint at its neighbour."""
 RESULT_WAIT = 3600.0
 """Longest wait for a provider that has trained to the end and is away before its result arrived."""
@@ -338,6 +338,7 @@ RELATIONS = (
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
     Relation(ENDING_GRACE, LOST_AFTER, "nodes of a failed cluster report before they can be lost"),
+    Relation(LAST_CHECKPOINT, HANDOVER, "a last checkpoint takes less time than finding a spare"),
     Relation(LEAVE_ANSWER, HANDOVER, "a provider without a spare leaves faster than one with a spare"),
     Relation(LEAVE_ANSWER, WORKER_STOP, "a provider leaves faster than its worker stops"),
     Relation(RELAY_STOP, SERVER_STOP, "a server does not stop later because of its relay"),

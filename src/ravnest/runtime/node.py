@@ -25,6 +25,7 @@ from ravnest.runtime.control.runtime_config import RuntimeConfig
 from ravnest.runtime.control.runtime_restarts import RuntimeRestarts
 from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, has_targets, size_of
 from ravnest.runtime.inputs import bind
+from ravnest.runtime.machine_failures import is_machine_failure
 from ravnest.runtime.module_setup import device_for, initialise
 from ravnest.runtime.random_state import RandomState, capture_random_state, restore_random_state
 from ravnest.runtime.settings import NodeSettings, codec_for, is_count
@@ -381,7 +382,8 @@ class Node:
         try:
             yield
         except BaseException as error:
-            self.close(self._blame(error))
+            passing = self._config.settings.hands_over and is_machine_failure(error)
+            self.close(self._blame(error), recoverable=passing)
             raise
 
     def _begin_call(self) -> None:
@@ -460,8 +462,7 @@ class Node:
         values = bind(self._signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
         item = self._own_item(controller, loaded)
-        compared = loaded is not None and item is None  # otherwise the Leaf loads no batch to compare
-        digests = digests_of(loaded) if compared else {}
+        digests = {} if loaded is None else digests_of(loaded)
         return controller.submit(values, size_of(values), digests, item)
 
     def _own_item(self, controller: RootController, loaded: Any) -> Any:

@@ -46,6 +46,7 @@ from ravnest.runtime.stage.leaf import Leaf, start_chunks
 from ravnest.runtime.stage.microbatches import RootCut
 from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
+from ravnest.store.checkpoint import SEED
 from ravnest.telemetry import RecoveryRecord
 from ravnest.transport.base import Link, Transport, send_and_close, try_send
 from ravnest.transport.generations import Generations
@@ -126,7 +127,11 @@ class NodeRuntime:
         self._checkpoints: Checkpoints | None = None
         if settings.checkpoints:
             self._checkpoints = Checkpoints(
-                Path(settings.checkpoint_folder), spec, self.execution, self._checkpoint_taken
+                Path(settings.checkpoint_folder),
+                Path(settings.folder) / spec.bundle / SEED,
+                spec,
+                self.execution,
+                self._checkpoint_taken,
             )
         self._policy = config.checkpoint_policy
         self._exchange = ResumeExchange(spec, self._checkpoints, timeout)
@@ -142,7 +147,7 @@ class NodeRuntime:
             keeper=TrainedStages(Path(settings.trained_folder), spec, self.execution),
             observer=self._observer(),
             averaging=self._averaging,
-            recovery=Recovery(self._checkpoints, self._exchange, rejoins),
+            recovery=Recovery(self._checkpoints, self._exchange, rejoins, settings.hands_over),
         )
         self.resumed: ResumedState | None = None
         """Point at which training continues; set by ``open``."""

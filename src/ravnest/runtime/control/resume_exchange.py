@@ -144,7 +144,7 @@ class ResumeExchange:
         if own in decision.sources:
             self._await(CheckpointManifest, deadline, "its state from a neighbour")
         checkpoints.drop_later(decision.run, chosen)
-        return checkpoints.load(chosen)
+        return checkpoints.load(decision.run, chosen)
 
     def _await(self, kind: type[Any], deadline: float, what: str) -> Any:
         while True:
@@ -169,6 +169,8 @@ class Recovery:
     exchange: ResumeExchange
     rejoins: bool
     """If a node is lost, the run is interrupted; otherwise it fails."""
+    hands_over: bool
+    """If this process fails for a reason of its machine, the others have lost it."""
 
 
 def _origin(decision: ResumeFrom) -> str:
