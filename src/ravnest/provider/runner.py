@@ -163,11 +163,11 @@ class Provider:
             case Upload():
                 task = self._task = self._task or _Task(name)  # no task: an earlier process trained it
                 self._start(lambda: self._upload(task), lambda why: Uploaded(name, failure=why))
-            case Stop():
+            case Stop(_, hand_over):
                 task = self._current(name)
                 task.stopped.set()
                 if task.worker is not None:
-                    task.worker.stop()
+                    task.worker.stop(hand_over=hand_over)
             case Discard():
                 if self._task is not None and self._task.assignment == name:
                     self._task = None
@@ -247,7 +247,8 @@ class Provider:
         try:
             worker.start()
         except (OSError, LaunchError) as error:
-            self._events.put(WorkerEnded(task.assignment, f"the worker cannot be started: {error}"))
+            failure = f"the worker cannot be started: {error}"
+            self._events.put(WorkerEnded(task.assignment, failure, "machine"))
             return
         task.worker = worker
 
