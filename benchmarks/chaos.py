@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from chaos_run import ChaosRun, RunResult, run
+from chaos_run import run
+from chaos_values import ChaosRun, RunResult
 from fault_plan import FaultPlan
 from fork_server import ForkServer
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from chaos import plan_kills
 from chaos_node import CLASSES
-from chaos_run import ChaosRun, RunResult, fused, run
+from chaos_run import run
+from chaos_values import ChaosRun, RunResult, fused
 from fault_plan import FaultPlan
 from fork_server import ForkServer
 
@@ -41,6 +42,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) ->
     return Undisturbed(result, fused(folder), (folder / "losses.txt").read_text())
 
 
+def same_result(folder: Path, undisturbed: Undisturbed) -> None:
+    assert (folder / "losses.txt").read_text() == undisturbed.losses
+    weights = fused(folder)
+    assert [name for name in weights if not torch.equal(weights[name], undisturbed.weights[name])] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "restarts"),
@@ -61,9 +68,28 @@ def test_a_cluster_ends_with_the_same_bits(
     assert result.good, result
     assert len(result.recoveries) == len(plan.faults)
     assert (result.restarts >= restarts) if restarts else (result.restarts == 0)
-    assert (tmp_path / "run" / "losses.txt").read_text() == undisturbed.losses
-    weights = fused(tmp_path / "run")
-    assert [name for name in weights if not torch.equal(weights[name], undisturbed.weights[name])] == []
+    same_result(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "outage"),
+    [
+        ("one_way node_0>node_1 @60.0u for 9.0s", None),  # longer than a connection may be silent
+        ("one_way node_2>node_1 @60.0u for 9.0s", None),
+        ("partition node_1>node_2 @60.0u for 9.0s", 1.0),  # longer than links wait: the nodes rejoin
+    ],
+    ids=["to-the-next", "to-the-previous", "both-ways"],
+)
+def test_a_partition_of_processes_that_live_costs_no_restart(
+    tmp_path: Path, server: ForkServer, undisturbed: Undisturbed, line: str, outage: float | None
+) -> None:
+    plan = FaultPlan.parse(f"seed=1 | {line}")
+    settings = replace(ONE, proxied=True, settings={"outage": outage})
+    result = run(settings, plan, tmp_path / "run", server)
+    assert result.good, result
+    assert (len(result.recoveries), result.restarts) == (1, 0)
+    same_result(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.slow
