@@ -157,6 +157,7 @@ def main() -> None:
         updates=max(int(options.kills * options.every / options.pace), 200),
         pace=options.pace,
         checkpoint_updates=options.checkpoint_updates,
+        limit=600.0 + 4 * options.kills * options.every,
         settings={"averaging": options.averaging},
     )
     plan = plan_kills(settings, options.kills, options.seed)

@@ -16,7 +16,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,9 @@ from ravnest.provider.supervision import (
     StartAgain,
     Supervision,
 )
+
+OnStart = Callable[[str, int], None]
+"""Called with the name and the process of each node that is started."""
 
 _PATIENT = RestartPolicy(limit=1000)
 """Nodes are killed on purpose, as often as the plan says."""
@@ -56,8 +59,16 @@ class _Progress:
 class _Watch:
     """Shell of a run: processes, records, faults."""
 
-    def __init__(self, settings: ChaosRun, plan: FaultPlan, folder: Path, server: ForkServer) -> None:
+    def __init__(
+        self,
+        settings: ChaosRun,
+        plan: FaultPlan,
+        folder: Path,
+        server: ForkServer,
+        on_start: OnStart,
+    ) -> None:
         self._settings = settings
+        self._on_start = on_start
         self._plan = plan
         self._folder = folder
         self._server = server
@@ -127,6 +138,7 @@ class _Watch:
         }
         output = self._folder / f"{name}.out"
         self._pids[name] = self._server.start("chaos_node:main", arguments, output, environment)
+        self._on_start(name, self._pids[name])
 
     def _deadline(self) -> float:
         """Return the time of the next thing to do without an event."""
@@ -227,6 +239,8 @@ class _Watch:
     # Results
 
     def _hang(self) -> str:
+        if time.monotonic() - self._began > self._settings.limit:
+            return f"the run did not end within {self._settings.limit:.0f} s"
         for cluster, progress in enumerate(self._progress):
             if self._silent_from(cluster) <= time.monotonic():
                 return (
@@ -265,10 +279,16 @@ class _Watch:
         )
 
 
-def run(settings: ChaosRun, plan: FaultPlan, folder: Path, server: ForkServer) -> RunResult:
+def run(
+    settings: ChaosRun,
+    plan: FaultPlan,
+    folder: Path,
+    server: ForkServer,
+    on_start: OnStart = lambda _name, _pid: None,
+) -> RunResult:
     """Train in ``folder`` under a fault plan."""
     folder.mkdir(parents=True)
-    return _Watch(settings, plan, folder, server).run()
+    return _Watch(settings, plan, folder, server, on_start).run()
 
 
 @contextlib.contextmanager

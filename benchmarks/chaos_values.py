@@ -35,6 +35,8 @@ class ChaosRun:
     """Updates between two averages of the clusters."""
     silence: float = 60.0
     """Seconds without a new update in a cluster that has not finished, after which the run hangs."""
+    limit: float = 3 * 3600.0
+    """Seconds after which a run that still makes progress is ended nevertheless."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the nodes."""
     proxied: bool = False
