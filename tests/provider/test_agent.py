@@ -658,7 +658,7 @@ def test_a_busy_provider_asks_the_server_and_stops_its_worker_first(scene: Scene
     scene.train()
     assert scene.give(InterruptReceived()) == []
     assert scene.sent[scene.report_number].leaving == "its owner stopped it"
-    assert scene.answer_report("a", may_leave=True) == [Stop("a")]
+    assert scene.answer_report("a", may_leave=True) == [Stop("a", hand_over=True)]
     assert scene.give(WorkerEnded("a", "it was stopped")) == [Leave("its owner stopped it")]
     assert scene.give(Left()) == [Exit()]
 
@@ -688,7 +688,7 @@ def test_a_provider_that_leaves_does_not_wait_forever(scene: Scene, answers: boo
         for number in [n for n, beat in scene.sent.items() if beat.leaving and answers]:
             scene.answer(number, "a")
         scene.sent.clear()
-    assert actions == [Stop("a")]
+    assert actions == [Stop("a", hand_over=True)]
     assert scene.now - begin == limit
     assert scene.give(WorkerEnded("a", "it was stopped")) == [Leave("its owner stopped it")]
 
@@ -698,7 +698,7 @@ def test_a_provider_whose_server_is_away_leaves_at_once(scene: Scene) -> None:
     number = scene.poll
     del scene.sent[number]
     scene.give(ServerUnreachable(number, "gone"))
-    assert scene.give(InterruptReceived()) == [Stop("a")]
+    assert scene.give(InterruptReceived()) == [Stop("a", hand_over=True)]
 
 
 def test_a_training_that_ends_while_its_provider_wants_to_leave_is_kept(scene: Scene) -> None:
@@ -728,7 +728,7 @@ def test_hours_end() -> None:
     scene.train()
     scene.now = 150.0
     assert scene.later(0) == []
-    assert scene.answer_report("a", may_leave=True) == [Stop("a")]
+    assert scene.answer_report("a", may_leave=True) == [Stop("a", hand_over=True)]
     assert scene.give(WorkerEnded("a", "stopped")) == [Leave("the offered hours are over")]
 
 
