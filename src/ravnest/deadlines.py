@@ -172,6 +172,8 @@ LINK_CLOSE = 5.0
 """Longest wait for a thread or a link of a node when the node closes."""
 RECORDS_CLOSE = 5.0
 """Longest wait for the last records of a worker to be written to its pipe."""
+DEPARTURE = 4.0
+"""Longest wait of a worker that is stopped for a last checkpoint at its neighbour."""
 WORKER_STOP = 10.0
 """Time for a worker to close its links before it is killed."""
 OUTPUT_CLOSE = 2.0
@@ -317,6 +319,8 @@ RELATIONS = (
     Relation(LINK_HELLO, LINK_TEST_DIAL, "a test tries a relay if no address answers"),
     Relation(LINK_TEST, LINK_FAILURE_KEPT, "a pair that fails is not tested all the time"),
     Relation(LINK_FAILURE_KEPT, LINK_FIGURES_KEPT, "failures pass sooner than figures change"),
+    Relation(DEPARTURE, LAST_CHECKPOINT, "a worker that is stopped has less time than one that leaves"),
+    Relation(DEPARTURE + LINK_CLOSE, WORKER_STOP, "a worker hands over before it is killed"),
     Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),

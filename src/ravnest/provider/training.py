@@ -14,6 +14,7 @@ from ravnest.jobs.dataset_reader import Rows, SharedData
 from ravnest.jobs.graph_loss import load_loss
 from ravnest.jobs.registry import loss_function, optimizer_class, scheduler_class
 from ravnest.provider.job_dir import JobDir, WorkerSettings
+from ravnest.provider.node_departure import departure_on_interrupt
 from ravnest.runtime.node import Node
 from ravnest.runtime.trainer import Trainer
 from ravnest.schemas.jobs import GraphLoss, TrainingSpec
@@ -41,7 +42,7 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
     )
     val_loader = loader(job_dir, assignment.validation, training)
     scheduler = training.scheduler
-    with Node(
+    node = Node(
         name=f"node_{assignment.node}",
         optimizer=optimizer_class(training.optimizer.name),
         optimizer_params=training.optimizer.params,
@@ -71,7 +72,8 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         rejoin_timeout=MEMBER_RETURN,
         progress=False,
         record_sink=sink,
-    ) as node:
+    )
+    with node, departure_on_interrupt(node):
         trainer = Trainer(
             node=node,
             train_loader=train_loader,
