@@ -533,7 +533,7 @@ def test_a_provider_with_an_open_poll_is_there(case: Case) -> None:
 
 def test_recoveries_are_counted_and_told(case: Case) -> None:
     rita, job, alice, bob = training_pair(case)
-    record = RecoveryRecord("node_1 (laptop-2)", 120, 3, "node_0's replica", 6.14)
+    record = RecoveryRecord("node_1 has left", 120, 3, "stage 1 from the replica at stage 0", 6.14)
     alice.report("training", records=[checkpoint(120), asdict(record), checkpoint(140)])
     bob.report("training", records=[checkpoint(120)])
     found = view(rita, job)
@@ -541,8 +541,8 @@ def test_recoveries_are_counted_and_told(case: Case) -> None:
     time = case.time.now
     assert found["checkpoint"] == {"cluster": 0, "update": 120, "time": time}
     assert recoveries(rita, job) == [
-        "node_0: training continues from update 120 after the loss of node_1 (laptop-2); 3 updates are "
-        "repeated; state from node_0's replica; 6.1 s"
+        "node_0: training continues from update 120 after a loss (node_1 has left); 3 updates are "
+        "repeated; state: stage 1 from the replica at stage 0; 6.1 s"
     ]
     (listed,) = rita.get("/api/jobs")
     assert (listed["recoveries"], listed["checkpoint"]) == (1, None)

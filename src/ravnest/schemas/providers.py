@@ -95,7 +95,7 @@ class DataShare(Schema):
 
 
 class StageNeeds(Schema):
-    """What the plan expects of the provider of a stage; 0: not known."""
+    """Demands of a stage on its provider, as planned; 0: not known."""
 
     ram: Annotated[int, Field(ge=0)] = 0
     """Bytes."""

@@ -26,7 +26,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class PlaceNeeds:
-    """What the place of a node needs that has no provider."""
+    """Demands of a vacant place."""
 
     ram: int
     """Bytes; 0: not known."""
