@@ -20,7 +20,7 @@ from ravnest.store.checkpoint import CheckpointFolder
 EPOCHS = 3
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The script stops here."""
 
 
@@ -43,7 +43,7 @@ class StoppingLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             if self.after == 0:
-                raise Stopped
+                raise StoppedError
             self.after -= 1
             yield batch
 
@@ -146,7 +146,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert not any(train(whole, node_data, names, case, **settings))
     errors = train(resumed, node_data, names, case, stop=stop, **settings)
-    assert isinstance(errors[0], Stopped)
+    assert isinstance(errors[0], StoppedError)
     assert not any(train(resumed, node_data, names, case, resume=True, **settings))
     assert_same_result(whole, resumed)
 

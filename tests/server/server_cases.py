@@ -22,7 +22,7 @@ from ravnest.schemas.jobs import (
     NamedComponent,
     TrainingSpec,
 )
-from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
+from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange, StageNeeds
 from ravnest.server.http.app import create_app
 from ravnest.server.scheduling.link_tests import NO_LINKS, ProviderLinks
 from ravnest.server.scheduling.planning import Candidates, PlannedJob
@@ -96,6 +96,8 @@ class FakePlanner:
 
     needs: int = 1
     tls: bool = False
+    ram: int = 0
+    """Bytes that each stage needs."""
     error: Exception | None = None
     while_planning: Callable[[], None] = lambda: None
     while_shipping: Callable[[], None] = lambda: None
@@ -142,6 +144,7 @@ class FakePlanner:
             train=DataShare(samples=8, total=8, inputs=(rows,) if alone or role is Role.ROOT else ()),
             training=wanted.training,
             tls=self.tls,
+            needs=StageNeeds(ram=self.ram),
         )
 
 

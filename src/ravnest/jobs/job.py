@@ -117,8 +117,9 @@ class Job:
     """Number of idle providers that the job waits for before it is planned."""
     max_providers: int | None = None
     """Maximum number of providers that the job uses; `None`: all idle providers."""
-    on_insufficient: Literal["wait", "fail"] = "wait"
-    """Reaction if the providers are too few or cannot hold the model: `wait` for more, or `fail`."""
+    on_insufficient: Literal["wait", "fail"] | float = "wait"
+    """Reaction if the providers are too few or cannot hold the model, also after a loss during training:
+    `wait` for more, `fail`, or wait for this number of seconds."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ravnest.provider.outcome import Outcome
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.link_tests import LinkTestOrder
-from ravnest.schemas.providers import Heartbeat, HeartbeatReply, TlsRejections
+from ravnest.schemas.providers import FailureCause, Heartbeat, HeartbeatReply, TlsRejections
 from ravnest.telemetry import WorkerRecord
 
 # Events
@@ -79,6 +79,7 @@ class WorkerEnded:
 
     assignment: str
     failure: str = ""
+    cause: FailureCause = "job"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobView
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.auth.tokens import AuthService
+from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Database
 from ravnest.server.db.records import JobRecord, MemberRecord
 from ravnest.server.folder import ServerFolder
@@ -20,10 +21,12 @@ from ravnest.server.notifications import Notifications
 from ravnest.server.provider_service import ProviderService
 from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
+from ravnest.server.report_service import ReportService
 from ravnest.server.scheduling.matching import Matching, MatchingThread
 from ravnest.server.scheduling.planning import JobPlanner
 from ravnest.server.scheduling.shipping import ArtifactPlanner
 from ravnest.server.settings import Clock, ServerSettings
+from ravnest.server.takeover_service import TakeoverService
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 from ravnest.server.views import job_view
 
@@ -58,7 +61,7 @@ class Server:
         self.notifications = Notifications()
         self._matching_thread = MatchingThread()
         self._units = UnitOfWorkFactory(
-            self.db, self.auth, self.notifications, self.clock, self._matching_thread.request
+            self.db, self.auth, self.notifications, self.clock, self._use_idle_providers
         )
         self.dial_backs = DialBackService(self.clock.steady)
         self.relay_service = RelayService(self._units, self.folder, self.settings)
@@ -66,9 +69,15 @@ class Server:
         self.link_test_service = LinkTestService(
             self._units, self.auth, self.settings, self.relay_service
         )
+        self.takeover_service = TakeoverService(
+            self._units, self.job_service, self.relay_service, self.link_test_service
+        )
+        activity = ClusterActivity()
         self.provider_service = ProviderService(
             self._units,
-            self.auth,
+            ReportService(self._units, self.auth, self.job_service, activity),
+            self.takeover_service,
+            activity,
             self.job_service,
             self.settings,
             self.dial_backs,
@@ -80,6 +89,7 @@ class Server:
             planner or ArtifactPlanner(self.artifacts, self.folder.scratch, self.relay_service),
             self.relay_service.live,
             self.link_test_service,
+            self.job_service,
         )
 
     @contextmanager
@@ -109,7 +119,12 @@ class Server:
 
     def run_due(self) -> float:
         """Carry out what is due; return the seconds until the next call is needed."""
-        services = (self.provider_service, self.job_service, self.link_test_service)
+        services = (
+            self.provider_service,
+            self.job_service,
+            self.takeover_service,
+            self.link_test_service,
+        )
         deadlines = [service.run_due() for service in services]
         with self.db.write(self.clock.wall()) as db:
             db.events.forget(self.settings.kept_events)
@@ -135,6 +150,11 @@ class Server:
         owner = member.id if member.role is ApiRole.REQUESTER else None
         with self.db.read() as db:
             return [job_view(db, job, with_records=False) for job in db.jobs.listed(owner, limit)]
+
+    def _use_idle_providers(self) -> None:
+        """Fill vacant places at once; the matching thread starts jobs with the providers that remain."""
+        self.takeover_service.fill()
+        self._matching_thread.request()
 
     def _resume(self) -> None:
         with self._units.begin() as uow:

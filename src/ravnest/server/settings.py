@@ -21,6 +21,8 @@ class ServerSettings:
     """The same, while it trains with others, whose links to it wait for its return."""
     witnessed_limit: float = deadlines.WITNESSED_LIMIT
     """Longest silence of a provider while its neighbours report progress with it."""
+    rejoin_silence: float = deadlines.REJOIN_SILENCE
+    """Silence of a provider after which it is lost while its neighbours wait for it."""
     result_wait: float = deadlines.RESULT_WAIT
     """Longest wait for a lost provider that has trained to the end, until it sends its result."""
     fetch_grace: float = deadlines.FETCH_GRACE

@@ -83,8 +83,8 @@ class Checkpoints:
         """Newest checkpoint of which the neighbour has a replica."""
         self._sending: SentFile | None = None
         self._stored = threading.Condition()
-        self.replicated: CheckpointId | None = None
-        """Newest checkpoint of which the neighbour has a replica, for those who wait for it."""
+        self._safe: CheckpointId | None = None
+        """Newest checkpoint that outlives this node: at a neighbour, or here if there is none."""
         self._failed = False
         """The last checkpoint could not be written; reported once."""
         self.cost = 0.0
@@ -272,15 +272,15 @@ class Checkpoints:
         with self._stored:
             if self._sending is not None and self._sending.checkpoint == checkpoint:
                 self._acknowledged = self._sending
-            self.replicated = checkpoint
+            self._safe = checkpoint
             self._stored.notify_all()
 
-    def wait_replicated(self, checkpoint: CheckpointId, timeout: float) -> bool:
-        """Wait until a neighbour has a replica of this checkpoint or a newer one."""
+    def wait_for_next(self, ask: Callable[[], None], timeout: float) -> bool:
+        """Call ``ask`` and wait for a checkpoint that outlives this node; return False on a timeout."""
         with self._stored:
-            return self._stored.wait_for(
-                lambda: self.replicated is not None and self.replicated >= checkpoint, timeout
-            )
+            before = self._safe
+            ask()
+            return self._stored.wait_for(lambda: self._safe != before, timeout)
 
     # The thread
 
@@ -308,6 +308,7 @@ class Checkpoints:
         """Send a copy to a neighbour, one block at a time, so that activations pass in between."""
         link = self._links.next if self._spec.stage == 0 else self._links.previous
         if link is None:
+            self._replica_stored(manifest.id)
             return
         reader = BlockReader(self._own, manifest, self._acknowledged)
         for message in reader.messages(restore=False):

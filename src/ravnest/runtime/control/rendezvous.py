@@ -10,6 +10,7 @@ from typing import Protocol
 from ravnest.errors import RunError, UnreachableError
 from ravnest.store.node_spec import NeighbourSpec, NodeSpec
 from ravnest.transport.base import Link, LinkHandler, Transport
+from ravnest.transport.generations import Generations
 from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, Message
 
@@ -50,6 +51,63 @@ class Links:
     next: Link | None = None
 
 
+class _NotNeededError(Exception):
+    """The neighbour that is dialled has connected itself."""
+
+
+class _Places:
+    """Links to the neighbours as they connect; thread-safe."""
+
+    def __init__(self, spec: NodeSpec, handler: LinkHandler) -> None:
+        self._spec = spec
+        self._handler = handler
+        self._changed = threading.Condition()
+        self._links: dict[int, Link] = {}
+        self._error: Exception | None = None
+        self._complete = False
+
+    def take(self, link: Link) -> None:
+        """Add the link of a neighbour. If training is under way, the neighbour was started again."""
+        with self._changed:
+            before = self._links.get(link.peer.node)
+            self._links[link.peer.node] = link
+            complete = self._complete
+            self._changed.notify_all()
+        if complete and before is not None:
+            self._handler.on_lost(before, f"node_{link.peer.node} has started again")
+
+    def fail(self, error: Exception) -> None:
+        """End the wait with an error, unless everybody is connected."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def has(self, node: int) -> bool:
+        """Return whether a neighbour is connected."""
+        with self._changed:
+            return node in self._links
+
+    def wait(self, timeout: float, missing: Callable[[NeighbourSpec], Exception]) -> Links:
+        """Wait for all neighbours; ``missing`` makes the error if one does not connect in time."""
+        neighbours = [each for each in (self._spec.previous, self._spec.next) if each is not None]
+        absent: list[NeighbourSpec] = []
+
+        def ready() -> bool:
+            absent[:] = [each for each in neighbours if each.node not in self._links]
+            return not absent or self._error is not None
+
+        with self._changed:
+            self._changed.wait_for(ready, timeout)
+            if absent:
+                raise self._error or missing(absent[0])
+            self._complete = True
+            links = [
+                None if each is None else self._links[each.node]
+                for each in (self._spec.previous, self._spec.next)
+            ]
+        return Links(*links)
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """Connection of a node to its neighbours at the start of a run."""
@@ -60,65 +118,86 @@ class Rendezvous:
     timeout: float
     say: Callable[[str], None]
     """Prints a line for the user."""
+    generations: Generations
+    """Processes that were seen of the neighbours, in this run and earlier ones."""
 
     def listen_and_dial(
         self, transport: Transport, handler: LinkHandler, others: ClusterLinkHandler | None = None
     ) -> Links:
         """Connect to both neighbours and return the links; they may start in any order.
 
-        ``RunError`` names the neighbour that is missing. ``others`` receives the links of nodes of other
-        clusters, which may connect at any time.
+        Each node dials the next one. A node that takes the place of another dials both neighbours, as
+        they do not know its address. ``RunError`` names the neighbour that is missing. ``others``
+        receives the links of nodes of other clusters, which may connect at any time.
         """
         spec = self.spec
         if spec.previous is None and spec.next is None and others is None:
             return Links()
-        arrived = threading.Event()
-        found: list[Link] = []
+        places = _Places(spec, handler)
 
         def on_link(link: Link) -> None:
             if others is not None and link.peer.cluster != spec.cluster:
                 others.on_link(link)
-                return
-            found.append(link)
-            arrived.set()
+            else:
+                places.take(link)
 
         advertised = Address.parse(spec.address)
         router = handler if others is None else _Router(spec.cluster, handler, others)
         transport.serve(self.listen, self._admit, router, on_link, known_as=advertised)
-        following = None if spec.next is None else self._dial(spec.next, transport, handler)
-        if spec.previous is not None:
-            self._await(spec.previous, arrived)
-        return Links(found[0] if found else None, following)
+        for neighbour in (spec.next, spec.previous if spec.generation else None):
+            if neighbour is not None:
+                self._dial(neighbour, transport, handler, places)
+        if spec.previous is not None and not places.has(spec.previous.node):
+            self.say(f"{self._name} waits for {_named(spec.previous)} to connect")
+        return places.wait(self.timeout, self._missing)
 
-    def _dial(self, following: NeighbourSpec, transport: Transport, handler: LinkHandler) -> Link:
-        try:
-            return transport.dial(
-                Address.parse(following.address),
-                self.hello,
-                handler,
-                deadline=self.timeout,
-                waiting=lambda reason: self.say(f"{self._name} waits for {_named(following)}: {reason}"),
-                expect=following.node,
-                others=following.further,
-            )
-        except UnreachableError as error:
-            raise UnreachableError(
-                f"{self.spec.name} cannot reach {_named(following)}: {error}; start it, or check that "
-                "this machine can reach the address"
-            ) from error
+    def _dial(
+        self, neighbour: NeighbourSpec, transport: Transport, handler: LinkHandler, places: _Places
+    ) -> None:
+        """Dial a neighbour in a thread, until it is connected in either direction."""
+
+        def waiting(reason: str) -> None:
+            if places.has(neighbour.node):
+                raise _NotNeededError
+            self.say(f"{self._name} waits for {_named(neighbour)}: {reason}")
+
+        def dial() -> None:
+            try:
+                link = transport.dial(
+                    Address.parse(neighbour.address),
+                    self.hello,
+                    handler,
+                    deadline=self.timeout,
+                    waiting=waiting,
+                    expect=neighbour.node,
+                    others=neighbour.further,
+                )
+            except _NotNeededError:
+                return
+            except UnreachableError as error:
+                places.fail(
+                    UnreachableError(
+                        f"{self.spec.name} cannot reach {_named(neighbour)}: {error}; start it, or "
+                        "check that this machine can reach the address"
+                    )
+                )
+            except Exception as error:  # top of the thread: the waiting thread raises it
+                places.fail(error)
+            else:
+                places.take(link)
+
+        name = f"ravnest-dial-{self.spec.name}-{neighbour.node}"
+        threading.Thread(target=dial, name=name, daemon=True).start()
+
+    def _missing(self, neighbour: NeighbourSpec) -> RunError:
+        return RunError(
+            f"{_named(neighbour)} has not connected to {self.spec.name} at {self.listen} in "
+            f"{self.timeout:.0f} s: start it, or check that it can reach this address"
+        )
 
     @property
     def _name(self) -> str:
         return f"{self.spec.name} ({self.spec.role})"
-
-    def _await(self, previous: NeighbourSpec, arrived: threading.Event) -> None:
-        if not arrived.is_set():
-            self.say(f"{self._name} waits for {_named(previous)} to connect")
-        if not arrived.wait(self.timeout):
-            raise RunError(
-                f"{_named(previous)} has not connected to {self.spec.name} at {self.listen} in "
-                f"{self.timeout:.0f} s: start it, or check that it can reach this address"
-            )
 
     def _admit(self, hello: Hello) -> Hello | HelloRefused:
         """Accept only the previous node, with the same plan and the same settings."""
@@ -133,11 +212,18 @@ class Rendezvous:
                 f"its node_data comes from another clusterize() call (plan {hello.plan[:12]}, here "
                 f"{own.plan[:12]}): copy the same node_data to all nodes"
             )
+        if not self.generations.is_current(hello):
+            return HelloRefused(self.generations.admit(hello) or "")
         if hello.cluster != own.cluster:
             return self._admit_other(hello)
-        if previous is None or (hello.node, hello.cluster) != (previous.node, own.cluster):
+        following = self.spec.next
+        replaces_next = following is not None and hello.node == following.node and hello.generation > 0
+        if not replaces_next and (previous is None or hello.node != previous.node):
             return HelloRefused(f"node_{hello.node} is not the previous node of {self.spec.name}")
-        return self._compare(hello, own.settings, "all nodes of a cluster need the same")
+        answer = self._compare(hello, own.settings, "all nodes of a cluster need the same")
+        if isinstance(answer, Hello):
+            self.generations.admit(hello)
+        return answer
 
     def _admit_other(self, hello: Hello) -> Hello | HelloRefused:
         """Accept only members of this node's rings and, at a Root, other Roots."""

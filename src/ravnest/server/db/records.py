@@ -10,8 +10,10 @@ from ravnest.schemas.link_tests import LinkRoute
 from ravnest.schemas.providers import ProviderOffer, ProviderState, TlsRejections
 from ravnest.schemas.reachability import AddressCheck
 
-ENDED = ("finished", "failed", "stopped")
-"""Final phases of an assignment."""
+LOST = "lost"
+"""Phase of an assignment whose provider is gone, while another one may take its place."""
+ENDED = ("finished", "failed", "stopped", LOST)
+"""Phases of an assignment that its provider does not work on any more."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,18 @@ class AssignmentRecord:
     has_result: bool
     tls_rejections: TlsRejections
     """Rejections reported so far."""
+    generation: int = 0
+    """Number of assignments of the same node before this one."""
+    cause: str = ""
+    """Cause of its failure or loss, a ``FailureCause``; empty while it works."""
+    phase_before: str = ""
+    """Phase before it was lost."""
+    refills: int = 0
+    """Number of times that the place of its node was filled since ``checkpoint``, with this one."""
+    checkpoint: int = 0
+    """Updates of the newest checkpoint of its cluster when it got its place."""
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the assignment is in a final phase."""
+        """Return whether its provider does not work on it any more."""
         return self.phase in ENDED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 4
+VERSION = 5
 """Version of this layout; the server refuses a database of a later one."""
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: ("ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{}'",),
@@ -25,6 +25,13 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "json_extract(spec, '$.if_short')), '$.if_short')",
     ),
     3: ("ALTER TABLE providers ADD COLUMN checks TEXT NOT NULL DEFAULT '[]'",),
+    4: (
+        "ALTER TABLE assignments ADD COLUMN generation INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE assignments ADD COLUMN cause VARCHAR NOT NULL DEFAULT ''",
+        "ALTER TABLE assignments ADD COLUMN phase_before VARCHAR NOT NULL DEFAULT ''",
+        "ALTER TABLE assignments ADD COLUMN refills INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE assignments ADD COLUMN checkpoint INTEGER NOT NULL DEFAULT 0",
+    ),
 }
 """Statements that turn each earlier layout into the next one; tables that are missing exist by then."""
 
@@ -99,6 +106,11 @@ assignments = Table(
     Column("losses", Integer, nullable=False, default=0),  # rows in `losses`
     Column("result", Text),
     Column("tls_rejections", Text, nullable=False, server_default="{}"),
+    Column("generation", Integer, nullable=False, server_default="0"),  # of the node
+    Column("cause", String, nullable=False, server_default=""),  # of a failure or a loss
+    Column("phase_before", String, nullable=False, server_default=""),  # it was lost
+    Column("refills", Integer, nullable=False, server_default="0"),  # of the place since `checkpoint`
+    Column("checkpoint", Integer, nullable=False, server_default="0"),  # when it got the place
 )
 
 links = Table(

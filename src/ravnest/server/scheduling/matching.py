@@ -21,6 +21,7 @@ from ravnest.schemas.reachability import RelayView
 from ravnest.server.assignments import needed_by
 from ravnest.server.db.jobs import RUNNING
 from ravnest.server.db.records import JobRecord, ProviderRecord
+from ravnest.server.job_service import JobService
 from ravnest.server.reachability.status import reachability
 from ravnest.server.scheduling.link_tests import ProviderLinks, ProviderPair
 from ravnest.server.scheduling.planning import JobPlanner, PlannedJob
@@ -75,8 +76,10 @@ class Matching:
         planner: JobPlanner,
         live_relays: Callable[[], Mapping[str, RelayView]],
         link_tests: LinkTests,
+        jobs: JobService,
     ) -> None:
         self._units = units
+        self._jobs = jobs
         self._planner = planner
         self._live_relays = live_relays
         self._link_tests = link_tests
@@ -205,9 +208,14 @@ class Matching:
             record = uow.db.jobs.get(decision.job)
             if record is None or record.state is not JobState.SUBMITTED:
                 return
-            if is_insufficient and uow.db.jobs.spec(record.id).on_insufficient == "fail":
+            limit = uow.db.jobs.spec(record.id).on_insufficient if is_insufficient else "wait"
+            if limit == "fail":
                 uow.end_job(record, JobState.FAILED, decision.reason)
                 return
+            if limit == "wait":
+                self._jobs.unlimit_wait(record.id)
+            else:
+                self._jobs.limit_wait(uow, record.id, limit)
             uow.db.jobs.set_passed_over(record.id, decision.passed_over)
             if decision.reason != record.reason:
                 uow.db.jobs.explain(record, decision.reason)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ravnest.jobs.model import UnitModel, read_units, write_stage
 from ravnest.plan.infeasible import Infeasible
-from ravnest.plan.plan import ClusterPlan, Plan
+from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobSpec
-from ravnest.schemas.providers import Assignment, ProviderOffer
+from ravnest.schemas.providers import Assignment, ProviderOffer, StageNeeds
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.reachability.routes import with_addresses
@@ -105,9 +105,28 @@ def ship(
             validation=whole(spec.validation, plan, stage),
             training=spec.training,
             tls=tls,
+            needs=stage_needs(plan, stage),
         )
         for stage, node_spec in zip(plan.stages, specs, strict=True)
     )
+
+
+def stage_needs(plan: Plan, stage: StagePlan) -> StageNeeds:
+    """Return what another provider needs to take the place of a stage's node."""
+    before = plan.previous(stage.node.id)
+    links = stage.link_seconds * _link_rate(stage)
+    if before is not None:
+        links += before.link_seconds * _link_rate(before)
+    return StageNeeds(
+        ram=round(stage.memory.total),
+        work=stage.compute_seconds * (stage.node.compute or 0.0),
+        traffic=links,
+    )
+
+
+def _link_rate(stage: StagePlan) -> float:
+    """Return the Mbit/s with which the link to the next stage was planned, roughly."""
+    return stage.node.bandwidth if stage.link is None else stage.link.rate
 
 
 def _with_routes(
