@@ -11,7 +11,7 @@ import pytest
 import torch
 from local_cluster import LocalCluster, form
 from many_clusters import Clusters, form_clusters, raise_errors
-from test_checkpoints import SCHEDULERS, Stopped, StoppingLoader, assert_same_result
+from test_checkpoints import SCHEDULERS, StoppedError, StoppingLoader, assert_same_result
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import (
@@ -143,7 +143,7 @@ def test_training_continues_with_another_number_of_stages(
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     assert not any(model.train(whole, first))
     errors = model.train(moved, first, stop=14)
-    assert isinstance(errors[0], Stopped)
+    assert isinstance(errors[0], StoppedError)
     for nodes in after:
         folder = tmp_path / f"to-{nodes}"
         shutil.copytree(moved, folder)

@@ -16,7 +16,7 @@ from ravnest.plan.row_cuts import row_cut_models
 from ravnest.split import PreparedModel, prepare
 from ravnest.split.graph import StageSpec, StateSpec
 from ravnest.store.checkpoint import OPTIMIZER, STATE, CheckpointFolder, CheckpointManifest
-from ravnest.store.checkpoint_sets import StoredCheckpoint
+from ravnest.store.checkpoint_sets import StageCheckpoint
 from ravnest.store.checkpoint_state import stored_entries, stored_tensors
 from ravnest.store.plain_data import encode
 from ravnest.types import CheckpointId
@@ -87,7 +87,7 @@ class WholeState:
 
     def checkpoint(
         self, folder: Path, spec: StageSpec, plan: str = "old", node: int = 0, **changed: Any
-    ) -> StoredCheckpoint:
+    ) -> StageCheckpoint:
         """Write the checkpoint that a stage would write; ``changed`` replaces settings of updates."""
         tensors, of_optimizer, fields = {}, {}, {}
         for entry in stored_entries(spec):
@@ -121,7 +121,7 @@ class WholeState:
         )
         own = CheckpointFolder(folder)
         complete = own.commit(own.write_tensors(self.id, tensors | of_optimizer), manifest)
-        return StoredCheckpoint(complete, own.tensors_path(self.id))
+        return StageCheckpoint(complete, own.tensors_path(self.id))
 
 
 def random_stages(model: PreparedModel, choice: random.Random) -> list[StageSpec]:

@@ -24,7 +24,7 @@ from ravnest.split import PreparedModel
 from ravnest.split.graph import StageSpec
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest, StoredTensor, read_manifest
 from ravnest.store.checkpoint_conversion import NewStage, convert_checkpoints
-from ravnest.store.checkpoint_sets import StoredCheckpoint, checkpoint_set
+from ravnest.store.checkpoint_sets import StageCheckpoint, checkpoint_set
 from ravnest.store.plain_data import decode, encode
 from ravnest.types import CheckpointId
 
@@ -42,7 +42,7 @@ def new_stages(folder: Path, specs: list[StageSpec]) -> list[NewStage]:
     return [NewStage("new", 10 + s.index, 3, s, folder / f"new_{s.index}") for s in specs]
 
 
-def write_all(folder: Path, state: WholeState, specs: list[StageSpec]) -> list[StoredCheckpoint]:
+def write_all(folder: Path, state: WholeState, specs: list[StageSpec]) -> list[StageCheckpoint]:
     return [state.checkpoint(folder / f"old_{spec.index}", spec, node=spec.index) for spec in specs]
 
 
@@ -270,7 +270,7 @@ def test_a_forged_manifest_is_refused(
 ) -> None:
     (whole,) = write_all(tmp_path, WholeState.at_random(variants[0], 1), stages_of(variants[0]))
     forged = msgspec.structs.replace(whole.manifest, **change(whole.manifest))
-    old = checkpoint_set([StoredCheckpoint(forged, whole.tensors)])
+    old = checkpoint_set([StageCheckpoint(forged, whole.tensors)])
     stages = new_stages(tmp_path, stages_of(variants[0], 2))
     with pytest.raises(StageFormatError):
         convert_checkpoints(old, stages)
@@ -293,7 +293,7 @@ def test_checkpoints_of_a_set_belong_together(
     first, second = write_all(tmp_path, WholeState.at_random(variants[0], 1), stages_of(variants[0], 2))
     other = msgspec.structs.replace(second.manifest, **changed)
     with pytest.raises(StageFormatError, match=message):
-        checkpoint_set([first, StoredCheckpoint(other, second.tensors)])
+        checkpoint_set([first, StageCheckpoint(other, second.tensors)])
     with pytest.raises(StageFormatError, match="not none"):
         checkpoint_set([])
 
@@ -320,7 +320,7 @@ def test_files_of_any_name_become_checkpoints_of_a_plan_without_the_models_code(
         stored = state.checkpoint(tmp_path / f"old_{spec.index}", spec)
         manifest = CheckpointFolder(stored.tensors.parent).manifest_path(state.id)
         artifacts.append((manifest.rename(tmp_path / f"{spec.index}"), stored.tensors))
-    old = checkpoint_set(StoredCheckpoint(read_manifest(m), tensors) for m, tensors in artifacts)
+    old = checkpoint_set(StageCheckpoint(read_manifest(m), tensors) for m, tensors in artifacts)
     stages = new_stages(tmp_path, list(model.stages([1, 4])))
     for stage, manifest in zip(stages, convert_checkpoints(old, stages), strict=True):
         expected = state.checkpoint(tmp_path / f"expected_{stage.spec.index}", stage.spec)
