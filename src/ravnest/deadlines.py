@@ -175,6 +175,15 @@ LINK_FAILURE_KEPT = 600.0
 LINK_FIGURES_KEPT = 6 * 3600.0
 """Time for which measured figures are used."""
 
+# Nodes that `ravnest launch --restart` starts again
+
+NODE_FIRST_PAUSE = 0.25
+"""First pause before a node that failed is started again; pauses double."""
+NODE_LONGEST_PAUSE = 10.0
+"""Longest of these pauses, without the jitter."""
+NODE_SETTLED = 360.0
+"""Time after which a node that was started again counts as running: pauses and limits start anew."""
+
 # Ends
 
 LINK_CLOSE = 5.0
@@ -334,6 +343,15 @@ RELATIONS = (
     Relation(LINK_HELLO, LINK_TEST_DIAL, "a test tries a relay if no address answers"),
     Relation(LINK_TEST, LINK_FAILURE_KEPT, "a pair that fails is not tested all the time"),
     Relation(LINK_FAILURE_KEPT, LINK_FIGURES_KEPT, "failures pass sooner than figures change"),
+    Relation(NODE_FIRST_PAUSE, LINK_GONE, "a node is started again before its neighbours call it gone"),
+    Relation(
+        longest_pause(NODE_LONGEST_PAUSE) + WORKER_START,
+        NEIGHBOUR_CONNECT,
+        "neighbours wait for a node that is started again",
+    ),
+    Relation(
+        NEIGHBOUR_CONNECT, NODE_SETTLED, "a node that only waits for its neighbours does not settle"
+    ),
     Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
