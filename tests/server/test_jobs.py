@@ -70,6 +70,7 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
         "may_train": False,
         "records_known": 0,
         "link_test": None,
+        "upload": None,
         "may_leave": False,
         "keep": [],
         "reason": alice_reason(case),

@@ -72,6 +72,16 @@ class JobDir:
         return sorted(path for path in found if path.suffix in (".json", ".safetensors"))
 
     @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints, as ``Node(checkpoint_folder=...)`` takes it."""
+        return self.folder / "checkpoints"
+
+    @property
+    def uploads(self) -> Path:
+        """Folder of further names of checkpoints while they are uploaded."""
+        return self.folder / "uploads"
+
+    @property
     def losses(self) -> Path:
         """Loss file of the node, as ``Node(loss_filename=...)`` takes it."""
         return self.folder / "losses.txt"

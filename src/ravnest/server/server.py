@@ -11,6 +11,7 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobView
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.auth.tokens import AuthService
+from ravnest.server.checkpoint_service import CheckpointService
 from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Database
 from ravnest.server.db.records import JobRecord, MemberRecord
@@ -72,11 +73,13 @@ class Server:
         self.takeover_service = TakeoverService(
             self._units, self.job_service, self.relay_service, self.link_test_service
         )
+        self.checkpoint_service = CheckpointService(self._units, self.artifacts, self.settings)
         activity = ClusterActivity()
         self.provider_service = ProviderService(
             self._units,
             ReportService(self._units, self.auth, self.job_service, activity),
             self.takeover_service,
+            self.checkpoint_service,
             activity,
             self.job_service,
             self.settings,
@@ -124,6 +127,7 @@ class Server:
             self.job_service,
             self.takeover_service,
             self.link_test_service,
+            self.checkpoint_service,
         )
         deadlines = [service.run_due() for service in services]
         with self.db.write(self.clock.wall()) as db:
