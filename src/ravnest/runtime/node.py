@@ -497,8 +497,7 @@ class Node:
         values = bind(self._signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
         item = self._own_item(controller, loaded)
-        compared = loaded is not None and item is None  # otherwise the Leaf loads no batch to compare
-        digests = digests_of(loaded) if compared else {}
+        digests = {} if loaded is None else digests_of(loaded)
         return controller.submit(values, size_of(values), digests, item)
 
     def _own_item(self, controller: RootController, loaded: Any) -> Any:

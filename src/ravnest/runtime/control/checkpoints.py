@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from ravnest.errors import RavnestError, StageFormatError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.state_blocks import BlockReader, BlockWriter, ExpectedFile, SentFile
 from ravnest.runtime.stage.execution import StageExecution
-from ravnest.runtime.stage.stage_state import capture, restore, stored_tensors
+from ravnest.runtime.stage.stage_state import capture, restore
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
+from ravnest.store.checkpoint_state import stored_tensors
 from ravnest.store.node_spec import NodeSpec
 from ravnest.store.plain_data import NotPlainError, decode, encode
 from ravnest.transport.base import Link, try_send
@@ -56,15 +57,22 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
+        seed: Path,
         spec: NodeSpec,
         execution: StageExecution,
         reported: Callable[[CheckpointReport], None],
     ) -> None:
-        """``reported`` is called in a thread of its own when a checkpoint is complete."""
+        """``seed``: the folder of the checkpoint that the stage was shipped with, if it was.
+
+        ``reported`` is called in a thread of its own when a checkpoint is complete.
+        """
         self._spec = spec
         self._execution = execution
         self._reported = reported
         self._own = CheckpointFolder(folder / spec.name)
+        self._seed = CheckpointFolder(seed)
+        self._seeds: set[tuple[str, CheckpointId]] = set()
+        """Runs and checkpoints that are loaded from there."""
         neighbours = [stage for stage in (spec.stage - 1, spec.stage + 1) if 0 <= stage < spec.stages]
         self._replicas = {
             stage: CheckpointFolder(self._own.path / f"replica_of_stage_{stage}") for stage in neighbours
@@ -105,14 +113,27 @@ class Checkpoints:
         """Return the undamaged checkpoints on this node's disk, by stage; reads all files."""
         own = self._spec.stage
         folders = {own: self._own, **self._replicas}
-        return {
-            stage: tuple(
-                HeldCheckpoint(manifest.run, manifest.id, own)
+        held = {
+            stage: {
+                (manifest.run, manifest.id)
                 for manifest in folder.usable()
                 if self._fits(manifest, stage)
-            )
+            }
             for stage, folder in folders.items()
         }
+        self._seeds = self._usable_seeds(held[own])
+        held[own] |= self._seeds
+        return {
+            stage: tuple(HeldCheckpoint(run, each, own) for run, each in sorted(checkpoints))
+            for stage, checkpoints in held.items()
+        }
+
+    def _usable_seeds(self, own: Collection[tuple[str, CheckpointId]]) -> set[tuple[str, CheckpointId]]:
+        """Return what the stage was shipped with; nothing after a new run has begun without it."""
+        manifests = (each for each in self._seed.usable() if self._fits(each, self._spec.stage))
+        seeds = {(manifest.run, manifest.id) for manifest in manifests} - set(own)
+        runs = {run for run, _ in own}
+        return {(run, checkpoint) for run, checkpoint in seeds if not runs or run in runs}
 
     def _fits(self, manifest: CheckpointManifest, stage: int) -> bool:
         """Return whether a checkpoint belongs to a stage of this plan."""
@@ -127,6 +148,12 @@ class Checkpoints:
 
     def begin_new_run(self) -> None:
         """Set the checkpoints of earlier runs aside."""
+        if self._seeds:
+            logger.warning(
+                "%s was shipped with a checkpoint and begins without it: Trainer(resume=True) "
+                "continues from it",
+                self._spec.name,
+            )
         for folder in (*self._replicas.values(), self._own):
             folder.set_aside()
 
@@ -141,12 +168,13 @@ class Checkpoints:
                 if not keep:
                     folder.remove(each)
 
-    def load(self, checkpoint: CheckpointId) -> Any:
+    def load(self, run: str, checkpoint: CheckpointId) -> Any:
         """Set the stage to a checkpoint and return the rest of the progress that it was saved with."""
-        manifest = self._own.manifest(checkpoint)
+        folder = self._seed if (run, checkpoint) in self._seeds else self._own
+        manifest = folder.manifest(checkpoint)
         try:
             progress = decode(manifest.progress)
-            restore(self._execution, self._own.load(manifest), progress["updates"])
+            restore(self._execution, folder.load(manifest), progress["updates"])
         except (NotPlainError, KeyError, TypeError) as error:
             raise StageFormatError(f"the checkpoint of {checkpoint} is damaged: {error}") from error
         return progress

@@ -52,6 +52,7 @@ from ravnest.runtime.stage.microbatches import RootCut
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
+from ravnest.store.checkpoint import SEED
 from ravnest.store.node_spec import NodeSpec
 from ravnest.telemetry import RecoveryRecord
 from ravnest.transport.base import Link, Transport, send_and_close, try_send
@@ -280,7 +281,11 @@ class NodeRuntime:
         self._checkpoints: Checkpoints | None = None
         if settings.checkpoints:
             self._checkpoints = Checkpoints(
-                Path(settings.checkpoint_folder), spec, self.execution, self._checkpoint_taken
+                Path(settings.checkpoint_folder),
+                Path(settings.folder) / spec.bundle / SEED,
+                spec,
+                self.execution,
+                self._checkpoint_taken,
             )
         self._policy = config.checkpoint_policy
         self._exchange = ResumeExchange(spec, self._checkpoints, timeout)

@@ -144,7 +144,7 @@ class ResumeExchange:
         if own in decision.sources:
             self._await(CheckpointManifest, deadline, "its state from a neighbour")
         checkpoints.drop_later(decision.run, chosen)
-        return checkpoints.load(chosen)
+        return checkpoints.load(decision.run, chosen)
 
     def _await(self, kind: type[Any], deadline: float, what: str) -> Any:
         while True:
