@@ -104,10 +104,10 @@ class CheckpointService:
             self._rescues[key] = _Rescue(frozenset(lost), at_least)
         uow.topics |= {("provider", each.provider) for each in live}
 
-    def end_rescue(self, job: str, attempt: int, cluster: int) -> None:
-        """Return to uploads from time to time, because the cluster is complete again or given up."""
+    def end_rescues(self, job: str) -> None:
+        """Return to uploads from time to time: the clusters of a job are complete again, or given up."""
         with self._lock:
-            self._rescues.pop((job, attempt, cluster), None)
+            self._rescues = {key: each for key, each in self._rescues.items() if key[0] != job}
 
     def is_rescued(self, db: Transaction, cluster: Sequence[AssignmentRecord]) -> bool:
         """Return whether all remaining nodes of a cluster have uploaded their checkpoints."""
@@ -169,16 +169,21 @@ class CheckpointService:
             assignment = db.assignments.get(report.assignment)
             if assignment is None or assignment.provider != provider or assignment.has_ended:
                 return
-            if report.upload_done is not None:
-                self._done[assignment.id] = report.upload_done
             known = {_name(each) for each in db.checkpoints.of_job(assignment.job)}
             own = db.assignments.body(assignment.id).node_spec
             weights = _weights(db, assignment)
         new = [each for each in report.checkpoints if _name(each) not in known]
         usable = [each for each in new if self._is_usable(assignment, each, own, weights)]
+        done = report.upload_done
+        rescues = done is not None and done.rescue and self._done.get(assignment.id) != done
         if usable:
             with self._units.begin() as uow:
                 self._add(uow, assignment, own, usable)
+        if done is not None:
+            self._done[assignment.id] = done
+        if rescues:
+            with self._units.begin() as uow:
+                uow.needs_matching = True  # the job may be planned anew now
 
     def _is_usable(
         self,

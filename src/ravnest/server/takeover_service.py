@@ -127,9 +127,7 @@ class TakeoverService:
                 self._take_over(uow, found, each, chosen[each.node], words)
             return
         limit = uow.db.jobs.spec(found.record.id).on_insufficient
-        if limit == "fail":
-            self._give_up(uow, empty[0], f"{empty[0].reason}; {chosen.reason}")
-        elif limit != "wait":
+        if isinstance(limit, float):  # otherwise the job waits, or ``ReplanningService`` fails it
             for each in empty:
                 self._waits.add(each.id, self._units.clock.steady() + limit)
             uow.topics.add(("clock", ""))
