@@ -69,7 +69,7 @@ FETCH_GRACE = 600.0
 WORKER_START = 120.0
 """Time in which a worker process on a slow machine imports torch, loads its stage and listens."""
 MEMBER_RETURN = 900.0
-"""Longest wait of a node without a server for a lost neighbour, or for the one that takes its place."""
+"""Longest wait of a worker for a lost neighbour; then its provider is free, and keeps its folder."""
 NEIGHBOUR_CONNECT = 300.0
 """Longest wait of a worker for its neighbours; it starts when all have fetched their assignments."""
 TRAINING_STALL = 900.0
@@ -292,6 +292,7 @@ RELATIONS = (
         "the nodes that remain have uploaded their checkpoints before they give up",
     ),
     Relation(NEIGHBOUR_CONNECT, TRAINING_STALL, "a run does not stall because it still connects"),
+    Relation(NODE_RETURN, MEMBER_RETURN, "with a server, another machine may have to be found first"),
     Relation(NEIGHBOUR_CONNECT, NODE_RETURN, "a lost node has more time than one that starts"),
     Relation(LINK_OUTAGE, BLOCK_WRITTEN, "a checkpoint on its way outlasts an outage of its link"),
     Relation(WITNESSED_LIMIT, RESULT_WAIT, "a finished training gets more time than a running one"),

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from ravnest.errors import ServerError, StageFormatError
 from ravnest.http.api import ApiClient
 from ravnest.http.transfer import download
-from ravnest.provider.job_dir import BUNDLE, CERTIFICATES, JobDir
+from ravnest.provider.job_dir import BUNDLE, CERTIFICATES, JobDir, JobsDir
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.providers import Assignment, CertificateRequest, DataShare, SignedCertificate
 from ravnest.store.checkpoint import SEED, CheckpointFolder
@@ -46,6 +46,8 @@ class AssignmentDownload:
         if assignment.id != name:
             raise ServerError(f"the server sent the assignment {assignment.id[:100]} instead of {name}")
         node = own_node_spec(assignment, self.addresses)
+        if assignment.continues is not None:
+            JobsDir(job_dir.folder.parent).adopt(assignment.continues, name)
         write_node(job_dir.node_data, node)
         files = files_of(job_dir, assignment)
         _check_disk(job_dir.folder, files)

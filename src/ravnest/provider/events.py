@@ -8,7 +8,7 @@ from ravnest.provider.outcome import Outcome
 from ravnest.schemas.checkpoints import CheckpointOrder, UploadedCheckpoint
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.link_tests import LinkTestOrder
-from ravnest.schemas.providers import Heartbeat, HeartbeatReply, TlsRejections
+from ravnest.schemas.providers import FailureCause, Heartbeat, HeartbeatReply, TlsRejections
 from ravnest.telemetry import WorkerRecord
 
 # Events
@@ -80,6 +80,7 @@ class WorkerEnded:
 
     assignment: str
     failure: str = ""
+    cause: FailureCause = "job"
 
 
 @dataclass(frozen=True)

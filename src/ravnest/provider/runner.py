@@ -259,7 +259,8 @@ class Provider:
         try:
             worker.start()
         except (OSError, LaunchError) as error:
-            self._events.put(WorkerEnded(task.assignment, f"the worker cannot be started: {error}"))
+            failure = f"the worker cannot be started: {error}"
+            self._events.put(WorkerEnded(task.assignment, failure, "machine"))
             return
         task.worker = worker
 

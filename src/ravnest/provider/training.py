@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ravnest.deadlines import NEIGHBOUR_CONNECT
+from ravnest.deadlines import MEMBER_RETURN, NEIGHBOUR_CONNECT
 from ravnest.errors import DataError
 from ravnest.jobs.dataset_reader import Rows, SharedData
 from ravnest.jobs.graph_loss import load_loss
@@ -63,9 +63,12 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         clip_grad_norm=training.clip_grad_norm,
         look_ahead=training.look_ahead,
         listen=settings.listen,
-        connect_timeout=NEIGHBOUR_CONNECT,
+        connect_timeout=MEMBER_RETURN if assignment.resume else NEIGHBOUR_CONNECT,
         folder=job_dir.node_data,
         trained_folder=job_dir.trained,
+        checkpoint_folder=job_dir.checkpoints,
+        resume=assignment.resume,
+        rejoin_timeout=MEMBER_RETURN,
         progress=False,
         record_sink=sink,
     ) as node:

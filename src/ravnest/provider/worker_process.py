@@ -18,11 +18,12 @@ from ravnest.deadlines import OUTPUT_CLOSE, WORKER_STOP
 from ravnest.host import INTERRUPT, KILL, signal_name
 from ravnest.provider.child_process import ChildProcess
 from ravnest.provider.events import ConnectionsRejected, RecordsReceived, WorkerEnded
+from ravnest.provider.failure import cause_of_exit
 from ravnest.provider.job_dir import JobDir, WorkerSettings
 from ravnest.provider.limits import HOME, TEMPORARY, environment, excess, held_memory
 from ravnest.provider.record_pipe import read_records
 from ravnest.provider.tls_rejections import is_log_line, rejection_kind
-from ravnest.schemas.providers import TlsRejections
+from ravnest.schemas.providers import FailureCause, TlsRejections
 from ravnest.telemetry import WorkerRecord
 
 _SAMPLE_SECONDS = 0.25
@@ -70,6 +71,7 @@ class WorkerProcess:
         root = Path(__file__).parents[2]
         reading, writing = os.pipe()
         job_dir.errors.write_bytes(b"")
+        job_dir.idle.unlink(missing_ok=True)  # of an earlier worker in this folder
         try:
             with job_dir.output.open("wb") as output:
                 self._child = ChildProcess(
@@ -124,7 +126,8 @@ class WorkerProcess:
 
     def _on_end(self, code: int) -> None:
         self._records.join(OUTPUT_CLOSE)
-        self.on_event(WorkerEnded(self.assignment, self._failure(code)))
+        cause: FailureCause = "machine" if self._excess else cause_of_exit(code)
+        self.on_event(WorkerEnded(self.assignment, self._failure(code), cause))
 
     def _watch(self) -> None:
         """Look at the worker's memory now and then, and end it if it takes too much or too long."""
