@@ -161,11 +161,16 @@ class ReplanningService:
                 self._checkpoints.is_rescued(db, vacancy.cluster(each)) for each in vacancy.clusters
             )
             limit = self._upload_limit(db, vacancy)
+            names = db.providers.names(each.provider for each in vacancy.empty)
             on_insufficient = db.jobs.spec(job.id).on_insufficient
         whole = {each.cluster for each in vacancy.held} - vacancy.clusters
         update = None if newest is None else newest.id.update
         state = VacantJob(
             lost=vacancy.lost,
+            why="; ".join(
+                f"node_{each.node} of cluster {each.cluster} ({names[each.provider]}): {each.reason}"
+                for each in vacancy.empty
+            ),
             waited=waited,
             checkpoint=update,
             is_rescued=rescued or waited >= limit,

@@ -28,6 +28,8 @@ class VacantJob:
 
     lost: str
     """Names of the vacant places."""
+    why: str
+    """Who had them, and the reasons of the losses."""
     waited: float
     """Seconds since the first place became vacant."""
     checkpoint: int | None
@@ -95,10 +97,7 @@ def decide_replan(job: VacantJob, answer: PlanAnswer | None, limits: ReplanLimit
     if job.replans >= MOST_REPLANS:
         if job.others_train:
             return KeepWaiting(f"waits for a provider for {job.lost}", None)
-        return GiveUp(
-            f"{job.lost} has lost its provider, and the job was planned anew {job.replans} times "
-            "without a new checkpoint"
-        )
+        return GiveUp(f"{job.why}; planned anew {job.replans} times without a new checkpoint")
     assert answer is not None
     return _decide_for_others(job, answer) if job.others_train else _decide_alone(job, answer, limits)
 
@@ -117,9 +116,7 @@ def _decide_alone(job: VacantJob, answer: PlanAnswer, limits: ReplanLimits) -> R
     if answer.is_feasible:
         return PlanAnew(f"planned anew without {job.lost}: {answer.reason}; {_state(job)}")
     if job.on_insufficient == "fail":
-        return GiveUp(
-            f"{job.lost} has lost its provider, and no plan without it exists: {answer.reason}"
-        )
+        return GiveUp(f"{job.why}; no plan without it exists: {answer.reason}")
     if job.waited < limits.requeue_after:
         reason = f"waits for a provider for {job.lost}: {answer.reason}; {_state(job)}"
         return KeepWaiting(reason, limits.requeue_after)
