@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from checkpoint_cases import complete, provider, took, training_pair, upload, uploaded
-from server_cases import Caller, Case, losses, opened
+from server_cases import Caller, Case, FakePlanner, Time, losses, opened
 
 from ravnest.schemas.jobs import JobState
 from ravnest.server.scheduling.replanning import (

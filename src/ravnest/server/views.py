@@ -141,9 +141,8 @@ def _history(
     Each holds the records of its own time.
     """
     earlier = db.assignments.of_earlier_plans(job)
-    plans = [assignments]
-    for attempt in sorted({each.attempt for each in earlier}, reverse=True):
-        plans.append([each for each in earlier if each.attempt == attempt])
+    attempts = sorted({each.attempt for each in earlier}, reverse=True)
+    plans = [assignments, *([e for e in earlier if e.attempt == attempt] for attempt in attempts)]
     roots_of_plans = [(plan, leading_root(plan)) for plan in plans]
     return [
         each for plan, root in roots_of_plans if root is not None for each in lineage(plan, root.node)
