@@ -78,7 +78,7 @@ NODE_RETURN = 600.0
 """Longest wait of a cluster for a lost node, or for the machine that takes its place."""
 BLOCK_WRITTEN = 120.0
 """Longest wait for one block of a checkpoint to leave for a neighbour."""
-LAST_CHECKPOINT = 30.0
+LAST_CHECKPOINT = 15.0
 """Longest wait of a node that leaves for a last checkpoint at its neighbour."""
 CHECKPOINT_UPLOAD = 600.0
 """Time between two checkpoints that a cluster uploads to the server."""
@@ -91,21 +91,6 @@ REQUEUE_AFTER = 240.0
 """Time for which the other nodes of a job keep their places if no plan without the lost one exists."""
 RESULT_WAIT = 3600.0
 """Longest wait for a provider that has trained to the end and is away before its result arrived."""
-
-# Rounds
-
-ROUND_ANSWER_MOST = 30.0
-"""Longest wait for a cluster's copy of its parameters in a round while training goes on."""
-ROUND_REDUCE_MOST = 3600.0
-"""Longest wait for the average of a round, used too while nothing is measured."""
-RING_STALL = 30.0
-"""Time without a chunk after which a node gives up an all-reduce."""
-FINAL_ANSWER = 120.0
-"""Shortest limit of the wait for a cluster's copy in the final round."""
-FINAL_REDUCE = 120.0
-"""Shortest limit of the all-reduce of the final round."""
-FINAL_MOST = 7200.0
-"""Longest duration of a final round, with all its attempts."""
 
 # Links between nodes
 
@@ -125,6 +110,30 @@ LINK_DIRECT_RETRY_MOST = 600.0
 """Longest of these pauses."""
 LINK_OUTAGE = 60.0
 """Time for which a link waits for another connection, unless the plan or the user says otherwise."""
+
+# Rounds: links give up a peer that is gone, so that rounds only wait for what is slow
+
+ROUND_OUTAGES = 3
+"""Outages one after the other that each step of a round outlasts: of the link between two Roots, in a
+pipeline and in a ring."""
+ROUND_REACH = 75.0
+"""Longest wait of a node for the connection to another member of a ring."""
+RING_STALL = 240.0
+"""Time without a chunk after which a node gives up an all-reduce."""
+ROUND_ANSWER = 200.0
+"""Wait for a cluster's copy of its parameters in a round, in addition to what is measured."""
+ROUND_ANSWER_MOST = 300.0
+"""Longest wait for a cluster's copy of its parameters in a round while training goes on."""
+ROUND_REQUEST = 200.0
+"""Wait for a cluster's request in blocking rounds, in addition to what it states."""
+ROUND_REQUEST_UNKNOWN = 300.0
+"""The same, for a cluster that has not stated anything yet."""
+ROUND_REDUCE_MOST = 3600.0
+"""Longest wait for the average of a round; an all-reduce that makes no progress ends earlier."""
+FINAL_ANSWER = 360.0
+"""Shortest limit of the wait for a cluster's copy in the final round."""
+FINAL_MOST = 7200.0
+"""Longest duration of a final round, with all its attempts."""
 
 # Port of a provider at its router
 
@@ -297,9 +306,18 @@ RELATIONS = (
     Relation(LINK_OUTAGE, BLOCK_WRITTEN, "a checkpoint on its way outlasts an outage of its link"),
     Relation(WITNESSED_LIMIT, RESULT_WAIT, "a finished training gets more time than a running one"),
     Relation(RESTART_GRACE, RESULT_WAIT, "a finished training outlasts a restart of the server"),
+    Relation(LINK_OUTAGE + LINK_HELLO, ROUND_REACH, "a member of a ring is dialled for a whole outage"),
+    Relation(ROUND_REACH, RING_STALL, "a member that cannot be dialled is named before the ring stalls"),
+    Relation(
+        ROUND_OUTAGES * (LINK_OUTAGE + LINK_HELLO),
+        min(RING_STALL, ROUND_ANSWER, ROUND_REQUEST),
+        "a round outlasts outages of links that the links themselves outlast",
+    ),
+    Relation(ROUND_ANSWER, ROUND_ANSWER_MOST, "a measured time lengthens the wait for a copy"),
+    Relation(ROUND_REQUEST, ROUND_REQUEST_UNKNOWN, "a cluster that is new gets more time"),
     Relation(ROUND_ANSWER_MOST, FINAL_ANSWER, "the final round waits longer than a round of training"),
-    Relation(RING_STALL, FINAL_REDUCE, "a stalled ring reports before the final round gives it up"),
-    Relation(FINAL_REDUCE, ROUND_REDUCE_MOST, "a measured time can lengthen the final all-reduce"),
+    Relation(RING_STALL, ROUND_REDUCE_MOST, "a stalled ring reports before the coordinator gives it up"),
+    Relation(RING_STALL, TRAINING_STALL, "a round that stalls ends before the run does"),
     Relation(
         FINAL_ANSWER + ROUND_REDUCE_MOST,
         FINAL_MOST,
@@ -316,7 +334,6 @@ RELATIONS = (
     Relation(LINK_DIRECT_RETRY, LINK_DIRECT_RETRY_MOST, "a relay that is needed is left in peace"),
     Relation(2 * LINK_HELLO, LINK_OUTAGE, "a link can dial several times before it gives up"),
     Relation(LINK_OUTAGE, TRAINING_STALL, "a run does not stall because a link connects again"),
-    Relation(LINK_OUTAGE, FINAL_ANSWER, "the final round outlasts an outage of a link"),
     Relation(3 * PORT_RENEWAL, PORT_LEASE, "two renewals that fail do not end the mapping of a port"),
     Relation(PORT_SEARCH, PORT_ANSWER, "a router has more time to answer than to be found"),
     Relation(PORT_ANSWER, WORKER_STOP, "a provider leaves its router faster than its worker stops"),
@@ -344,6 +361,7 @@ RELATIONS = (
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
     Relation(ENDING_GRACE, LOST_AFTER, "nodes of a failed cluster report before they can be lost"),
+    Relation(LAST_CHECKPOINT, HANDOVER, "a last checkpoint takes less time than finding a spare"),
     Relation(LEAVE_ANSWER, HANDOVER, "a provider without a spare leaves faster than one with a spare"),
     Relation(LEAVE_ANSWER, WORKER_STOP, "a provider leaves faster than its worker stops"),
     Relation(RELAY_STOP, SERVER_STOP, "a server does not stop later because of its relay"),

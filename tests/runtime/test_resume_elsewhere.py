@@ -26,7 +26,6 @@ from training_cases import (
 from ravnest import Trainer, set_seed
 from ravnest.errors import StageFormatError
 from ravnest.store.checkpoint import SEED, CheckpointFolder
-from ravnest.store.checkpoint_sets import find_checkpoint_sets
 
 EPOCHS = 3
 Loaders = Callable[[], tuple[DataLoader[Any], DataLoader[Any] | None]]

@@ -365,7 +365,9 @@ class Agent:
         if work is not None and (work.assignment != wanted or work.stopping):
             if work.busy:
                 stops, work.stopping = work.stopping, True
-                return [] if stops else [Announce(f"{work.title}: stops"), Stop(work.assignment)]
+                leaves = self._leaving is not None and work.phase == "training"
+                stop = Stop(work.assignment, hand_over=leaves and work.assignment == self._wanted)
+                return [] if stops else [Announce(f"{work.title}: stops"), stop]
             actions += self._end_work(work, wanted)
             work = None
         if self._leaving is not None:

@@ -204,6 +204,8 @@ class Stop:
     """End the fetch, worker or upload of an assignment; its end is reported in a bounded time."""
 
     assignment: str
+    hand_over: bool = False
+    """The worker takes a last checkpoint before it ends, because another provider takes over."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ravnest.errors import AddressInUseError, RunInterruptedError, TransportError
+from ravnest.runtime.machine_failures import is_out_of_memory
 from ravnest.schemas.providers import FailureCause
 
 EXIT_CODES: dict[FailureCause, int] = {"job": 1, "machine": 3, "passing": 4}
@@ -21,11 +22,6 @@ def cause_of(error: BaseException) -> FailureCause:
     if isinstance(error, AddressInUseError | OSError) or is_out_of_memory(error):
         return "machine"
     return "passing" if isinstance(error, TransportError) else "job"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory cannot be allocated."""
-    return isinstance(error, MemoryError) or "allocate memory" in str(error)
 
 
 def cause_of_exit(code: int) -> FailureCause:

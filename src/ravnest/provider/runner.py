@@ -175,11 +175,11 @@ class Provider:
                     lambda: self._upload_checkpoints(task, order),
                     lambda _: CheckpointsUploaded(name, order),
                 )
-            case Stop():
+            case Stop(_, hand_over):
                 task = self._current(name)
                 task.stopped.set()
                 if task.worker is not None:
-                    task.worker.stop()
+                    task.worker.stop(hand_over=hand_over)
             case Discard():
                 if self._task is not None and self._task.assignment == name:
                     self._task = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ravnest.deadlines import MEMBER_RETURN, NEIGHBOUR_CONNECT
 from ravnest.errors import DataError
+from ravnest.host import TERMINATE
 from ravnest.jobs.dataset_reader import Rows, SharedData
 from ravnest.jobs.graph_loss import load_loss
 from ravnest.jobs.registry import loss_function, optimizer_class, scheduler_class
@@ -41,7 +45,7 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
     )
     val_loader = loader(job_dir, assignment.validation, training)
     scheduler = training.scheduler
-    with Node(
+    node = Node(
         name=f"node_{assignment.node}",
         optimizer=optimizer_class(training.optimizer.name),
         optimizer_params=training.optimizer.params,
@@ -69,9 +73,11 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         checkpoint_folder=job_dir.checkpoints,
         resume=assignment.resume,
         rejoin_timeout=MEMBER_RETURN,
+        hands_over=True,
         progress=False,
         record_sink=sink,
-    ) as node:
+    )
+    with node, handing_over(node):
         trainer = Trainer(
             node=node,
             train_loader=train_loader,
@@ -84,6 +90,27 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         trainer.train()
         if assignment.validation is not None:
             trainer.evaluate()
+
+
+@contextmanager
+def handing_over(node: Node) -> Iterator[None]:
+    """Have the node leave for one that takes its place when the agent sends ``TERMINATE``.
+
+    A last checkpoint is taken first, so that no update is made twice.
+    """
+
+    def leave() -> None:
+        node.hand_over()
+        signal.raise_signal(signal.SIGINT)
+
+    def on_signal(*_: object) -> None:
+        threading.Thread(target=leave, name="hand over", daemon=True).start()
+
+    before = signal.signal(TERMINATE, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(TERMINATE, before)
 
 
 def scheduler_steps(share: DataShare, training: TrainingSpec) -> float:

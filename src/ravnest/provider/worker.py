@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 from ravnest.errors import RavnestError
-from ravnest.provider.failure import EXIT_CODES, cause_of, is_out_of_memory
+from ravnest.provider.failure import EXIT_CODES, cause_of
 from ravnest.provider.job_dir import JobDir
 from ravnest.provider.limits import limit_memory
 from ravnest.provider.record_pipe import record_writer
 from ravnest.provider.training import train, warm_up
+from ravnest.runtime.machine_failures import is_out_of_memory
 from ravnest.store.files import write_json
 
 logger = logging.getLogger(__name__)

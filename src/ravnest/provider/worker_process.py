@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from ravnest.deadlines import OUTPUT_CLOSE, WORKER_STOP
-from ravnest.host import INTERRUPT, KILL, signal_name
+from ravnest.deadlines import LAST_CHECKPOINT, OUTPUT_CLOSE, WORKER_STOP
+from ravnest.host import INTERRUPT, KILL, TERMINATE, signal_name
 from ravnest.provider.child_process import ChildProcess
 from ravnest.provider.events import ConnectionsRejected, RecordsReceived, WorkerEnded
 from ravnest.provider.failure import cause_of_exit
@@ -101,10 +101,13 @@ class WorkerProcess:
         """Process id."""
         return self._child.pid
 
-    def stop(self) -> None:
-        """Ask the worker to end; it is killed if it does not end in time."""
-        self._kill_at = time.monotonic() + WORKER_STOP
-        self._child.send_to_group(INTERRUPT)
+    def stop(self, *, hand_over: bool = False) -> None:
+        """Ask the worker to end; it is killed if it does not end in time.
+
+        ``hand_over``: it takes a last checkpoint first.
+        """
+        self._kill_at = time.monotonic() + WORKER_STOP + (LAST_CHECKPOINT if hand_over else 0.0)
+        self._child.send_to_group(TERMINATE if hand_over else INTERRUPT)
 
     def kill(self) -> None:
         """End the worker at once, with all processes that it may have started."""

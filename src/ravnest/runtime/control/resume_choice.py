@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ravnest.types import BEGINNING, CheckpointId
-from ravnest.wire.messages import HeldCheckpoint, Resume, ResumeOffer
+from ravnest.wire.messages import HeldCheckpoint, ResumeFrom, ResumeOffer
 
 Held = Mapping[int, tuple[HeldCheckpoint, ...]]
 
@@ -25,7 +25,7 @@ def merge_offers(own: ResumeOffer, following: ResumeOffer | None) -> ResumeOffer
     )
 
 
-def choose_resume(offer: ResumeOffer, stages: int, new_run: str) -> Resume:
+def choose_resume(offer: ResumeOffer, stages: int, new_run: str) -> ResumeFrom:
     """Return the newest checkpoint that every stage can load, of the run that the nodes want.
 
     Without a wanted run, or without any checkpoint of it, training begins at the beginning; a run that
@@ -38,9 +38,9 @@ def choose_resume(offer: ResumeOffer, stages: int, new_run: str) -> Resume:
         runs = set()
     candidates = [(common, run) for run in sorted(runs) if (common := _common(offer.held, run, stages))]
     if not candidates:
-        return Resume(offer.wanted or new_run, BEGINNING, {})
+        return ResumeFrom(offer.wanted or new_run, BEGINNING, {})
     checkpoint, run = max(candidates)
-    return Resume(run, checkpoint, _sources(offer.held, run, checkpoint, stages))
+    return ResumeFrom(run, checkpoint, _sources(offer.held, run, checkpoint, stages))
 
 
 def _common(held: Held, run: str, stages: int) -> CheckpointId | None:
