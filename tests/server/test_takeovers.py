@@ -320,6 +320,7 @@ def test_other_clusters_go_on_meanwhile(case: Case) -> None:
 @pytest.mark.parametrize("limit", ["fail", 100])
 def test_a_job_that_does_not_wait_forever_fails_its_cluster(case: Case, limit: str | int) -> None:
     rita, job, alice, bob = training_pair(case, on_insufficient=limit)
+    case.planner.needs = 2
     leave(bob)
     if limit == 100:
         for _ in range(9):
@@ -327,6 +328,12 @@ def test_a_job_that_does_not_wait_forever_fails_its_cluster(case: Case, limit: s
             alice.heartbeat()
         assert "waits for a provider" in view(rita, job)["reason"]
         case.pass_time(10)
+    else:
+        case.match()
+        for _ in range(7):
+            case.pass_time(10)
+            alice.heartbeat()
+        case.match()
     case.pass_time(case.server.settings.ending_grace)
     found = view(rita, job)
     assert found["state"] == "failed"
