@@ -16,7 +16,7 @@ from ravnest.server.complete_checkpoints import CompleteCheckpoint
 from ravnest.server.scheduling.planning import PlannedJob
 from ravnest.store.checkpoint import CheckpointFolder
 from ravnest.store.checkpoint_conversion import NewStage, convert_checkpoints
-from ravnest.store.checkpoint_sets import CheckpointSet, StoredCheckpoint, checkpoint_set
+from ravnest.store.checkpoint_sets import CheckpointSet, StageCheckpoint, checkpoint_set
 
 
 def with_seeds(
@@ -55,7 +55,7 @@ def stage_starts(cluster: ClusterPlan) -> tuple[int, ...]:
 def stored_set(checkpoint: CompleteCheckpoint, artifacts: ArtifactFolder) -> CheckpointSet:
     """Return the files of a checkpoint; ``StageFormatError`` if they are damaged."""
     return checkpoint_set(
-        StoredCheckpoint(
+        StageCheckpoint(
             read_uploaded_manifest(artifacts.path(each.manifest.sha256)),
             artifacts.path(each.tensors.sha256),
         )
