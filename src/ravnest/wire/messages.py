@@ -361,6 +361,8 @@ class HeldCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     checkpoint: CheckpointId
     holder: int
     """Stage of the node that has it: the stage's own node, or the one with its replica."""
+    attempt: str = ""
+    """Attempt of the run in which it was taken."""
 
 
 class ResumeOffer(Head, frozen=True):
@@ -385,6 +387,12 @@ class Resume(Head, frozen=True):
     """Stages whose own node lacks the checkpoint, and the stage of the node that sends it."""
     calls: int = 0
     """Calls of the script that have ended."""
+    taken: str = ""
+    """Attempt of the run in which the checkpoint was taken."""
+    attempt: str = ""
+    """Name of the attempt that begins, for the checkpoints that are taken in it."""
+    alone: tuple[int, ...] = ()
+    """Stages of whose checkpoint there is no replica; their nodes send one again."""
 
 
 class Resumed(Head, frozen=True):
@@ -415,6 +423,19 @@ class ReplicaStored(Head, frozen=True):
     stage: int
     checkpoint: CheckpointId
     problem: str = ""
+
+
+class CheckpointStored(Head, frozen=True):
+    """Statement whether this and all later nodes have stored a checkpoint; sent towards the Root."""
+
+    checkpoint: CheckpointId
+    stored: bool
+
+
+class CheckpointComplete(Head, frozen=True):
+    """Statement of the Root that all nodes have stored a checkpoint: each keeps it until the next."""
+
+    checkpoint: CheckpointId
 
 
 class CheckpointWanted(Head, frozen=True):
@@ -457,6 +478,8 @@ AnyHead = (
     | Resumed
     | StateBlock
     | ReplicaStored
+    | CheckpointStored
+    | CheckpointComplete
     | CheckpointWanted
 )
 

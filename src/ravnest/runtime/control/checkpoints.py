@@ -15,14 +15,23 @@ from ravnest.deadlines import BLOCK_WRITTEN, LINK_CLOSE
 from ravnest.errors import RavnestError, StageFormatError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.state_blocks import BlockReader, BlockWriter, ExpectedFile, SentFile
+from ravnest.runtime.control.stored_checkpoints import StoredCheckpoints
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.stage_state import capture, restore, stored_tensors
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
 from ravnest.store.node_spec import NodeSpec
 from ravnest.store.plain_data import NotPlainError, decode, encode
 from ravnest.transport.base import Link, try_send
-from ravnest.types import CheckpointId
-from ravnest.wire.messages import HeldCheckpoint, Message, ReplicaStored, StateBlock
+from ravnest.types import BEGINNING, CheckpointId
+from ravnest.wire.messages import (
+    CheckpointComplete,
+    CheckpointStored,
+    HeldCheckpoint,
+    Message,
+    ReplicaStored,
+    Resume,
+    StateBlock,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +68,14 @@ class Checkpoints:
         spec: NodeSpec,
         execution: StageExecution,
         reported: Callable[[CheckpointReport], None],
+        settled: Callable[[], None],
     ) -> None:
-        """``reported`` is called in a thread of its own when a checkpoint is complete."""
+        """``reported`` is called in a thread of its own when a checkpoint is on this node's disk.
+
+        ``settled`` is called at the Root when all nodes have stored a checkpoint, or one of them could
+        not.
+        """
+        self._settled = settled
         self._spec = spec
         self._execution = execution
         self._reported = reported
@@ -73,10 +88,20 @@ class Checkpoints:
         self._links = Links()
         self._acknowledged: SentFile | None = None
         """Newest checkpoint of which the neighbour has a replica."""
-        self._sending: SentFile | None = None
+        self._sending: BlockReader | None = None
+        """Replica whose outcome is open."""
         self._stored = threading.Condition()
         self._safe: CheckpointId | None = None
         """Newest checkpoint that outlives this node: at a neighbour, or here if there is none."""
+        self._decision: Resume | None = None
+        """Where training began here, and the name of the attempt."""
+        self._known = StoredCheckpoints(is_leaf=spec.stage == spec.stages - 1)
+        self._complete: CheckpointId | None = None
+        """Newest checkpoint that all stages have, as far as known here; it is kept."""
+        self._abandoned = False
+        """The node has left its attempt; checkpoints of it that are not finished are dropped."""
+        self._adding = threading.Lock()
+        """Held while a checkpoint of the attempt is added to the folder."""
         self._failed = False
         """The last checkpoint could not be written; reported once."""
         self.cost = 0.0
@@ -86,20 +111,33 @@ class Checkpoints:
             target=self._work, name=f"ravnest-checkpoints-{spec.name}", daemon=True
         )
 
-    def start(self, links: Links) -> None:
-        """Start the thread; ``links`` are the links to the neighbours."""
+    def connect(self, links: Links) -> None:
+        """Use these links to the neighbours; before messages arrive."""
         self._links = links
+
+    def start(self) -> None:
+        """Start the thread; a replica that is missing is sent first."""
+        decision = self._decision
+        if decision is not None and decision.checkpoint != BEGINNING:
+            self._tasks.put(lambda: self._secure(decision))
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the checkpoint in progress and stop the thread."""
+        """Finish the checkpoint in progress and stop the thread; what takes too long is dropped."""
         self._tasks.put(None)
         if self._thread.is_alive():
             self._thread.join(LINK_CLOSE)
+        with self._adding:
+            self._abandoned = True
         for writer in self._writers.values():
             writer.abandon()
 
     # Before training
+
+    def clean(self) -> None:
+        """Remove unfinished files of an earlier process."""
+        for folder in (self._own, *self._replicas.values()):
+            folder.clean()
 
     def held(self) -> dict[int, tuple[HeldCheckpoint, ...]]:
         """Return the undamaged checkpoints on this node's disk, by stage; reads all files."""
@@ -107,7 +145,7 @@ class Checkpoints:
         folders = {own: self._own, **self._replicas}
         return {
             stage: tuple(
-                HeldCheckpoint(manifest.run, manifest.id, own)
+                HeldCheckpoint(manifest.run, manifest.id, own, manifest.attempt)
                 for manifest in folder.usable()
                 if self._fits(manifest, stage)
             )
@@ -125,20 +163,26 @@ class Checkpoints:
         usable = self._own.usable()
         return usable[-1].run if usable else ""
 
-    def begin_new_run(self) -> None:
-        """Set the checkpoints of earlier runs aside."""
+    def begin_attempt(self, decision: Resume) -> None:
+        """Take the checkpoints that follow in this attempt; before a state arrives or is loaded."""
+        self._decision = decision
+        if decision.checkpoint != BEGINNING:
+            self._complete = decision.checkpoint
+            return
         for folder in (*self._replicas.values(), self._own):
             folder.set_aside()
 
-    def drop_later(self, run: str, checkpoint: CheckpointId) -> None:
+    def drop_later(self, decision: Resume) -> None:
         """Remove what is newer than the checkpoint that training continues from, or of another run."""
         for folder in (self._own, *self._replicas.values()):
             for each in folder.ids():
                 try:
-                    keep = each <= checkpoint and folder.manifest(each).run == run
+                    manifest = folder.manifest(each)
                 except StageFormatError:
-                    keep = False
-                if not keep:
+                    folder.remove(each)
+                    continue
+                same = each == decision.checkpoint and manifest.attempt == decision.taken
+                if manifest.run != decision.run or not (same or each < decision.checkpoint):
                     folder.remove(each)
 
     def load(self, checkpoint: CheckpointId) -> Any:
@@ -181,10 +225,12 @@ class Checkpoints:
                 checkpoint,
                 stored_tensors(self._execution.module.spec),
                 encode({**progress, "updates": state.updates}),
+                attempt="" if self._decision is None else self._decision.attempt,
             )
             path = self._own.write_tensors(checkpoint, state.tensors)
         except (OSError, NotPlainError, StageFormatError) as error:
             self._fail(checkpoint, error)
+            self._settle(checkpoint, stored=False)
             return
         self.cost = time.monotonic() - began
         written = _Written(path, manifest, self.cost)
@@ -204,15 +250,21 @@ class Checkpoints:
     # Messages, in link threads
 
     def on_message(self, link: Link, message: Message) -> CheckpointManifest | None:
-        """Take a block or an acknowledgement; return the manifest of a complete checkpoint."""
+        """Take a message; return the manifest of a checkpoint that has arrived as a whole.
+
+        ``StageFormatError`` or ``OSError`` if this node's own state cannot be stored.
+        """
         match message.head:
             case StateBlock() as head:
                 return self._take_block(link, head, message)
             case ReplicaStored(checkpoint=checkpoint, problem=problem):
-                if problem:
-                    logger.warning("%s: no replica of %s: %s", self._spec.name, checkpoint, problem)
-                else:
-                    self._replica_stored(checkpoint)
+                self._replica_settled(checkpoint, problem)
+            case CheckpointStored(checkpoint, stored) if link is self._links.next:
+                with self._stored:
+                    report = self._known.settled_behind(checkpoint, stored)
+                self._report(report)
+            case CheckpointComplete(checkpoint) if link is self._links.previous:
+                self._keep(checkpoint)
         return None
 
     def _take_block(self, link: Link, head: StateBlock, message: Message) -> CheckpointManifest | None:
@@ -230,22 +282,55 @@ class Checkpoints:
             if writer is not None:
                 writer.abandon()
             expected = ExpectedFile(spec.plan, spec.cluster, stage, spec.stages)
-            writer = self._writers[sender] = BlockWriter(folder, expected)
+            writer = self._writers[sender] = BlockWriter(folder, expected, lambda: self._complete)
         try:
             manifest = writer.take(message)
         except (StageFormatError, OSError) as error:
+            if head.restore:
+                raise
             try_send(link, ReplicaStored(head.stage, head.checkpoint, f"{error}"[:1000]))
             return None
         if manifest is not None and not head.restore:
             try_send(link, ReplicaStored(head.stage, head.checkpoint))
         return manifest
 
-    def _replica_stored(self, checkpoint: CheckpointId) -> None:
+    def _replica_settled(self, checkpoint: CheckpointId, problem: str = "") -> None:
+        """Note that a neighbour has a replica, or why not; the checkpoint is as safe as it can be."""
         with self._stored:
-            if self._sending is not None and self._sending.checkpoint == checkpoint:
-                self._acknowledged = self._sending
-            self._safe = checkpoint
-            self._stored.notify_all()
+            sending = self._sending
+            if sending is None or sending.checkpoint != checkpoint:
+                return
+            self._sending = None
+            if not problem:
+                self._acknowledged = sending.sent
+                self._safe = checkpoint
+                self._stored.notify_all()
+        if problem:
+            logger.warning("%s: no replica of %s: %s", self._spec.name, checkpoint, problem)
+        self._settle(checkpoint, stored=True)
+
+    def _settle(self, checkpoint: CheckpointId, *, stored: bool) -> None:
+        """Note whether this node has stored a checkpoint."""
+        with self._stored:
+            report = self._known.settled_here(checkpoint, stored)
+        self._report(report)
+
+    def _report(self, report: CheckpointStored | None) -> None:
+        """Report the outcome of a checkpoint at this and all later nodes towards the Root."""
+        if report is None:
+            return
+        if self._links.previous is not None:
+            try_send(self._links.previous, report)
+            return
+        if report.stored:
+            self._keep(report.checkpoint)
+        self._settled()  # after the others were told, so that they know before the next checkpoint
+
+    def _keep(self, checkpoint: CheckpointId) -> None:
+        """Keep a checkpoint that all nodes have, and tell the nodes behind."""
+        self._complete = checkpoint
+        if self._links.next is not None:
+            try_send(self._links.next, CheckpointComplete(checkpoint))
 
     def wait_for_next(self, ask: Callable[[], None], timeout: float) -> bool:
         """Call ``ask`` and wait for a checkpoint that outlives this node; return False on a timeout."""
@@ -265,27 +350,51 @@ class Checkpoints:
             except Exception:  # top of the thread: training must not depend on it
                 logger.exception("%s: a checkpoint failed", self._spec.name)
 
+    def _secure(self, decision: Resume) -> None:
+        """Send a replica of the checkpoint that training continues from, if there is none."""
+        if self._spec.stage in decision.alone:
+            self._replicate(self._own.manifest(decision.checkpoint))
+        else:
+            self._settle(decision.checkpoint, stored=True)
+
     def _finish(self, written: _Written) -> None:
+        manifest = None
         try:
-            manifest = self._own.commit(written.path, written.manifest)
+            if not self._abandoned:
+                manifest = self._add(written)
         except OSError as error:
-            written.path.unlink(missing_ok=True)
             self._fail(written.manifest.id, error)
-            return
-        self._failed = False
-        self._reported(CheckpointReport(manifest.id, manifest.size, written.seconds))
-        self._replicate(manifest)
+        finally:
+            written.path.unlink(missing_ok=True)
+            if manifest is None:
+                self._settle(written.manifest.id, stored=False)
+        if manifest is not None:
+            self._failed = False
+            self._reported(CheckpointReport(manifest.id, manifest.size, written.seconds))
+            self._replicate(manifest)
+
+    def _add(self, written: _Written) -> CheckpointManifest | None:
+        """Make a written file a checkpoint; return None if the node has left the attempt meanwhile."""
+        manifest = self._own.finish(written.path, written.manifest)
+        with self._adding:
+            if self._abandoned:
+                return None
+            self._own.add(written.path, manifest, self._complete)
+        return manifest
 
     def _replicate(self, manifest: CheckpointManifest) -> None:
         """Send a copy to a neighbour, one block at a time, so that activations pass in between."""
         link = self._links.next if self._spec.stage == 0 else self._links.previous
-        if link is None:
-            self._replica_stored(manifest.id)
-            return
         reader = BlockReader(self._own, manifest, self._acknowledged)
+        self._sending = reader
+        if link is None:
+            self._replica_settled(manifest.id)
+            return
         for message in reader.messages(restore=False):
-            if (head := message.head) and isinstance(head, StateBlock) and head.is_last:
-                self._sending = reader.sent
             link.send(message)
-            if not link.wait_written(BLOCK_WRITTEN):
+            if not link.wait_written(BLOCK_WRITTEN) or self._is_refused():
                 return
+
+    def _is_refused(self) -> bool:
+        """Return whether the neighbour has answered already, and more blocks are of no use."""
+        return self._sending is None
