@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ravnest.errors import StageFormatError
@@ -71,10 +71,13 @@ class _Cut:
     cluster: int
     stages: int
     id: CheckpointId
+    attempt: str = ""
+    """Attempt of the run: after a loss, updates are made again, and may differ with late gradients."""
 
     @classmethod
     def of(cls, manifest: CheckpointManifest) -> _Cut:
-        return cls(manifest.plan, manifest.run, manifest.cluster, manifest.stages, manifest.id)
+        plan, run, cluster, stages = manifest.plan, manifest.run, manifest.cluster, manifest.stages
+        return cls(plan, run, cluster, stages, manifest.id, manifest.attempt)
 
     def __str__(self) -> str:
         return f"{self.id} of run {self.run[:8]}"
@@ -89,7 +92,7 @@ def checkpoint_set(checkpoints: Iterable[StageCheckpoint]) -> CheckpointSet:
     cuts = set()
     for checkpoint in checkpoints:
         by_stage[checkpoint.manifest.stage] = checkpoint
-        cuts.add(_Cut.of(checkpoint.manifest))
+        cuts.add(replace(_Cut.of(checkpoint.manifest), attempt=""))
     if len(cuts) != 1:
         found = ", ".join(sorted(map(str, cuts))) or "none"
         raise StageFormatError(f"the checkpoints must be of one update of one plan and run, not {found}")
