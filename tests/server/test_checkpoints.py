@@ -9,7 +9,7 @@ from server_cases import Caller, Case, Time, opened
 
 from ravnest.schemas.base import Artifact
 from ravnest.server.complete_checkpoints import complete_checkpoints, superseded
-from ravnest.server.db.records import StageCheckpoint
+from ravnest.server.db.records import StageCheckpointRecord
 from ravnest.server.settings import ServerSettings
 from ravnest.types import CheckpointId
 
@@ -214,9 +214,11 @@ def test_the_newest_checkpoints_of_some_ended_jobs_stay_for_some_days(tmp_path: 
 # Pure
 
 
-def stage_checkpoint(update: int, stage: int, *, attempt: int = 0, cluster: int = 0) -> StageCheckpoint:
+def stage_checkpoint(
+    update: int, stage: int, *, attempt: int = 0, cluster: int = 0
+) -> StageCheckpointRecord:
     file = Artifact(sha256="0" * 64, size=1)
-    return StageCheckpoint(
+    return StageCheckpointRecord(
         "job", "plan", "run", CheckpointId(update, 0), cluster, stage, 2, attempt, 0.0, file, file
     )
 

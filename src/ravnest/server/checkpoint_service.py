@@ -16,7 +16,7 @@ from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.checkpoint_check import check_manifest, misfit_of
 from ravnest.server.complete_checkpoints import complete_checkpoints, newest_by_cluster, superseded
 from ravnest.server.db.database import Transaction
-from ravnest.server.db.records import AssignmentRecord, JobRecord, StageCheckpoint
+from ravnest.server.db.records import AssignmentRecord, JobRecord, StageCheckpointRecord
 from ravnest.server.job_status import holders
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
@@ -229,7 +229,7 @@ class CheckpointService:
         for each in uploaded:
             files = (each.tensors, each.manifest)
             uow.db.checkpoints.add(
-                StageCheckpoint(
+                StageCheckpointRecord(
                     job=assignment.job,
                     plan=each.plan,
                     run=each.run,
@@ -275,7 +275,7 @@ class CheckpointService:
             with self._units.begin() as uow:
                 self._drop(uow, [each for each in before if each not in keep])
 
-    def _drop(self, uow: UnitOfWork, unneeded: Sequence[StageCheckpoint]) -> None:
+    def _drop(self, uow: UnitOfWork, unneeded: Sequence[StageCheckpointRecord]) -> None:
         """Remove checkpoints of one job, and the grants of files that no other one of it has."""
         if not unneeded:
             return
@@ -310,17 +310,19 @@ def _key(assignment: AssignmentRecord) -> _ClusterKey:
     return assignment.job, assignment.attempt, assignment.cluster
 
 
-def _is_of(checkpoint: StageCheckpoint, assignment: AssignmentRecord) -> bool:
+def _is_of(checkpoint: StageCheckpointRecord, assignment: AssignmentRecord) -> bool:
     """Return whether a checkpoint is one of an assignment's cluster."""
     found = (checkpoint.job, checkpoint.attempt, checkpoint.cluster)
     return found == _key(assignment)
 
 
-def _name(checkpoint: StageCheckpoint | UploadedCheckpoint) -> tuple[str, str, CheckpointId, int, int]:
+def _name(
+    checkpoint: StageCheckpointRecord | UploadedCheckpoint,
+) -> tuple[str, str, CheckpointId, int, int]:
     return checkpoint.plan, checkpoint.run, checkpoint.id, checkpoint.cluster, checkpoint.stage
 
 
-def _digests(checkpoint: StageCheckpoint) -> tuple[str, str]:
+def _digests(checkpoint: StageCheckpointRecord) -> tuple[str, str]:
     return checkpoint.tensors.sha256, checkpoint.manifest.sha256
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ravnest.server.db.records import StageCheckpoint
+from ravnest.server.db.records import StageCheckpointRecord
 from ravnest.types import CheckpointId
 
 KEPT_COMPLETE = 2
@@ -18,7 +18,7 @@ KEPT_PARTS = 4
 class CompleteCheckpoint:
     """Uploaded checkpoints of all stages of a cluster, taken at the same point of one run."""
 
-    stages: tuple[StageCheckpoint, ...]
+    stages: tuple[StageCheckpointRecord, ...]
     """By stage."""
 
     @property
@@ -45,9 +45,9 @@ class CompleteCheckpoint:
 _Cut = tuple[int, int, str, str, CheckpointId]
 
 
-def complete_checkpoints(uploaded: Iterable[StageCheckpoint]) -> list[CompleteCheckpoint]:
+def complete_checkpoints(uploaded: Iterable[StageCheckpointRecord]) -> list[CompleteCheckpoint]:
     """Return the complete checkpoints of a job, newest plan and update first."""
-    cuts: dict[_Cut, dict[int, StageCheckpoint]] = {}
+    cuts: dict[_Cut, dict[int, StageCheckpointRecord]] = {}
     for each in uploaded:
         cut = (each.attempt, each.cluster, each.plan, each.run, each.id)
         cuts.setdefault(cut, {})[each.stage] = each
@@ -68,7 +68,9 @@ def newest_by_cluster(complete: Sequence[CompleteCheckpoint]) -> Mapping[int, Co
     return found
 
 
-def superseded(uploaded: Sequence[StageCheckpoint], kept: int = KEPT_COMPLETE) -> list[StageCheckpoint]:
+def superseded(
+    uploaded: Sequence[StageCheckpointRecord], kept: int = KEPT_COMPLETE
+) -> list[StageCheckpointRecord]:
     """Return the checkpoints that are not needed any more.
 
     The newest complete ones of each cluster are kept, and newer parts, of which the other stages may
@@ -76,7 +78,7 @@ def superseded(uploaded: Sequence[StageCheckpoint], kept: int = KEPT_COMPLETE) -
     """
     complete = complete_checkpoints(uploaded)
     base = complete[0].attempt if complete else -1
-    keep: set[StageCheckpoint] = set()
+    keep: set[StageCheckpointRecord] = set()
     newest: dict[int, CheckpointId] = {}
     counts: dict[int, int] = {}
     for each in complete:

@@ -30,8 +30,12 @@ def starts_of(db: Transaction, job: str, planned: PlannedJob) -> list[JobStart]:
         cluster: tuple(slices(spec.train.inputs, rows_of(spec, planned.plan, cluster)))
         for cluster in count
     }
-    same = origin is not None and same_loader(spec, db.jobs.spec(origin))
-    return job_starts(complete, old, new, same_loader=same)
+    before = spec if origin is None else db.jobs.spec(origin)
+    same = origin is not None and same_loader(spec, before)
+    # Checkpoints of this job's own plans have its parameters already.
+    changed = origin != job and spec.training.optimizer != before.training.optimizer
+    optimizer = spec.training.optimizer if changed else None
+    return job_starts(complete, old, new, same_loader=same, optimizer=optimizer)
 
 
 def same_loader(one: JobSpec, other: JobSpec) -> bool:

@@ -67,7 +67,7 @@ class Server:
         )
         self.dial_backs = DialBackService(self.clock.steady)
         self.relay_service = RelayService(self._units, self.folder, self.settings)
-        self.job_service = JobService(self._units, self.settings)
+        self.job_service = JobService(self._units, self.settings, self.artifacts)
         self.link_test_service = LinkTestService(
             self._units, self.auth, self.settings, self.relay_service
         )

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Row, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
 from ravnest.schemas.base import Artifact
-from ravnest.server.db.records import StageCheckpoint
+from ravnest.server.db.records import StageCheckpointRecord
 from ravnest.server.db.tables import checkpoints
 from ravnest.types import CheckpointId
 
@@ -20,12 +20,12 @@ class CheckpointRepository:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def add(self, checkpoint: StageCheckpoint) -> None:
+    def add(self, checkpoint: StageCheckpointRecord) -> None:
         """Add a checkpoint; one of the same stage and update stays as it is."""
         values = {**_key(checkpoint), **_files(checkpoint)}
         self._connection.execute(insert(checkpoints).values(**values).on_conflict_do_nothing())
 
-    def of_job(self, job: str) -> list[StageCheckpoint]:
+    def of_job(self, job: str) -> list[StageCheckpointRecord]:
         """Return the checkpoints of a job, oldest plan and update first."""
         c = checkpoints.c
         order = (c.attempt, c.update_number, c.phase, c.cluster, c.stage)
@@ -36,14 +36,14 @@ class CheckpointRepository:
         """Return the jobs that have checkpoints."""
         return list(self._connection.execute(select(checkpoints.c.job).distinct()).scalars())
 
-    def remove(self, unneeded: Iterable[StageCheckpoint]) -> None:
+    def remove(self, unneeded: Iterable[StageCheckpointRecord]) -> None:
         """Remove checkpoints."""
         for checkpoint in unneeded:
             same = [checkpoints.c[name] == value for name, value in _key(checkpoint).items()]
             self._connection.execute(delete(checkpoints).where(*same))
 
 
-def _key(checkpoint: StageCheckpoint) -> dict[str, Any]:
+def _key(checkpoint: StageCheckpointRecord) -> dict[str, Any]:
     return {
         "job": checkpoint.job,
         "plan": checkpoint.plan,
@@ -55,7 +55,7 @@ def _key(checkpoint: StageCheckpoint) -> dict[str, Any]:
     }
 
 
-def _files(checkpoint: StageCheckpoint) -> dict[str, Any]:
+def _files(checkpoint: StageCheckpointRecord) -> dict[str, Any]:
     return {
         "stages": checkpoint.stages,
         "attempt": checkpoint.attempt,
@@ -67,8 +67,8 @@ def _files(checkpoint: StageCheckpoint) -> dict[str, Any]:
     }
 
 
-def _record(row: Row[Any]) -> StageCheckpoint:
-    return StageCheckpoint(
+def _record(row: Row[Any]) -> StageCheckpointRecord:
+    return StageCheckpointRecord(
         job=row.job,
         plan=row.plan,
         run=row.run,

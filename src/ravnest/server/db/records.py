@@ -88,7 +88,7 @@ class LinkRecord:
 
 
 @dataclass(frozen=True)
-class StageCheckpoint:
+class StageCheckpointRecord:
     """Uploaded checkpoint of one stage."""
 
     job: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ravnest.schemas.jobs import NamedComponent
 from ravnest.schemas.providers import RowRange
 from ravnest.server.complete_checkpoints import CompleteCheckpoint, newest_by_cluster
 
@@ -21,7 +22,9 @@ class JobStart:
     restart_epoch: bool = False
     """The epoch begins anew, because its position means nothing for the new shares of the data."""
     note: str = ""
-    """What the requester should know about it."""
+    """Remark for the requester."""
+    optimizer: NamedComponent | None = None
+    """Optimizer whose parameters replace those of the checkpoint; None: they are the same."""
 
     def __str__(self) -> str:
         newest = max(each.id for each in self.checkpoints)
@@ -34,11 +37,12 @@ def job_starts(
     new: Mapping[int, Rows],
     *,
     same_loader: bool = True,
+    optimizer: NamedComponent | None = None,
 ) -> list[JobStart]:
     """Return the states that a job can start from, the best first; others are used if it is damaged.
 
     ``complete``: newest first. ``old`` and ``new``: the rows of each cluster before and now.
-    ``same_loader``: batches are formed like before.
+    ``same_loader``: batches are formed like before. ``optimizer``: has other parameters than before.
     """
     clusters = len(new)
     starts: list[JobStart] = []
@@ -52,4 +56,5 @@ def job_starts(
     note = f"the epoch in progress begins anew, because {why}"
     ordered = sorted(complete, key=lambda each: (each.attempt, each.id), reverse=True)
     starts += [JobStart((each,) * clusters, restart_epoch=True, note=note) for each in ordered]
-    return list(dict.fromkeys(starts))
+    distinct = [start for number, start in enumerate(starts) if start not in starts[:number]]
+    return [replace(start, optimizer=optimizer) for start in distinct]

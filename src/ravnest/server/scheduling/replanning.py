@@ -29,7 +29,7 @@ class VacantJob:
     lost: str
     """Names of the vacant places."""
     why: str
-    """Who had them, and the reasons of the losses."""
+    """Reasons of the losses, with the providers that had the places."""
     waited: float
     """Seconds since the first place became vacant."""
     checkpoint: int | None

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from ravnest.errors import StageFormatError
 from ravnest.jobs.model import UnitModel
 from ravnest.plan.plan import ClusterPlan
 from ravnest.schemas.checkpoints import SeedCheckpoint
+from ravnest.schemas.jobs import NamedComponent
 from ravnest.schemas.providers import Assignment
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.checkpoint_check import read_uploaded_manifest
 from ravnest.server.complete_checkpoints import CompleteCheckpoint
 from ravnest.server.scheduling.planning import PlannedJob
-from ravnest.store.checkpoint import CheckpointFolder
+from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
 from ravnest.store.checkpoint_conversion import NewStage, convert_checkpoints
 from ravnest.store.checkpoint_sets import CheckpointSet, StageCheckpoint, checkpoint_set
+from ravnest.store.plain_data import NotPlainError, decode, encode
 
 
 def with_seeds(
@@ -39,7 +45,7 @@ def with_seeds(
                 NewStage(each.node_spec.plan, each.node, cluster, spec, Path(folder) / str(each.node))
                 for each, spec in zip(members, model.stages(stage_starts(plan)), strict=True)
             ]
-            old = stored_set(checkpoint, artifacts)
+            old = stored_set(checkpoint, artifacts, start.optimizer)
             convert_checkpoints(old, stages, restart_epoch=start.restart_epoch)
             for each, stage in zip(members, stages, strict=True):
                 seed = _seed(CheckpointFolder(stage.folder), checkpoint, artifacts)
@@ -52,15 +58,39 @@ def stage_starts(cluster: ClusterPlan) -> tuple[int, ...]:
     return tuple(stage.start for stage in cluster.stages[1:])
 
 
-def stored_set(checkpoint: CompleteCheckpoint, artifacts: ArtifactFolder) -> CheckpointSet:
-    """Return the files of a checkpoint; ``StageFormatError`` if they are damaged."""
+def stored_set(
+    checkpoint: CompleteCheckpoint,
+    artifacts: ArtifactFolder,
+    optimizer: NamedComponent | None = None,
+) -> CheckpointSet:
+    """Return the files of a checkpoint; ``StageFormatError`` if they are damaged.
+
+    ``optimizer``: its parameters replace those in the checkpoint.
+    """
+    params = {} if optimizer is None else optimizer.params
     return checkpoint_set(
         StageCheckpoint(
-            read_uploaded_manifest(artifacts.path(each.manifest.sha256)),
+            with_params(read_uploaded_manifest(artifacts.path(each.manifest.sha256)), params),
             artifacts.path(each.tensors.sha256),
         )
         for each in checkpoint.stages
     )
+
+
+def with_params(manifest: CheckpointManifest, params: Mapping[str, Any]) -> CheckpointManifest:
+    """Return a manifest whose optimizer has these parameters; others stay."""
+    if not params:
+        return manifest
+    try:
+        progress = decode(manifest.progress)
+        for group in progress["updates"].get("groups", ()):
+            for name, value in params.items():
+                if name in group:
+                    is_tuple = isinstance(group[name], tuple) and isinstance(value, list)
+                    group[name] = tuple(value) if is_tuple else value
+    except (NotPlainError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise StageFormatError(f"the manifest of stage {manifest.stage} is damaged: {error}") from error
+    return msgspec.structs.replace(manifest, progress=encode(progress))
 
 
 def _seed(
