@@ -80,6 +80,15 @@ BLOCK_WRITTEN = 120.0
 """Longest wait for one block of a checkpoint to leave for a neighbour."""
 LAST_CHECKPOINT = 15.0
 """Longest wait of a node that leaves for a last checkpoint at its neighbour."""
+CHECKPOINT_UPLOAD = 600.0
+"""Time between two checkpoints that a cluster uploads to the server."""
+REPLAN_AFTER = 10.0
+"""Time for a lost provider to return before its job is planned anew without it."""
+RESCUE_GRACE = 60.0
+"""Time for the nodes of a cluster that has lost a node to upload their checkpoints, in addition to four
+times the time predicted from the bandwidth."""
+REQUEUE_AFTER = 240.0
+"""Time for which the other nodes of a job keep their places if no plan without the lost one exists."""
 RESULT_WAIT = 3600.0
 """Longest wait for a provider that has trained to the end and is away before its result arrived."""
 
@@ -285,6 +294,20 @@ RELATIONS = (
         TRAINING_SILENCE + FETCH_GRACE + WORKER_START,
         MEMBER_RETURN,
         "the same if nobody but the server notices the loss",
+    ),
+    Relation(POLL_WAIT, CHECKPOINT_UPLOAD, "a poll brings the order to upload a checkpoint in time"),
+    Relation(
+        REJOIN_SILENCE, REPLAN_AFTER, "a spare gets the place of a lost provider before a plan is made"
+    ),
+    Relation(
+        REPLAN_AFTER + RESCUE_GRACE,
+        REQUEUE_AFTER,
+        "a plan with the remaining providers is tried before they are given back",
+    ),
+    Relation(
+        TRAINING_SILENCE + REQUEUE_AFTER + RESCUE_GRACE,
+        MEMBER_RETURN,
+        "the nodes that remain have uploaded their checkpoints before they give up",
     ),
     Relation(NEIGHBOUR_CONNECT, TRAINING_STALL, "a run does not stall because it still connects"),
     Relation(NODE_RETURN, MEMBER_RETURN, "with a server, another machine may have to be found first"),

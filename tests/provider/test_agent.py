@@ -13,6 +13,7 @@ from ravnest.provider.events import (
     Action,
     AgentEvent,
     Announce,
+    CheckpointsUploaded,
     ConnectionsRejected,
     DeadlinePassed,
     Discard,
@@ -33,11 +34,13 @@ from ravnest.provider.events import (
     StartWorker,
     Stop,
     Upload,
+    UploadCheckpoints,
     Uploaded,
     WorkerEnded,
 )
 from ravnest.provider.outcome import Outcome
 from ravnest.schemas.base import Artifact
+from ravnest.schemas.checkpoints import CheckpointOrder, UploadedCheckpoint
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.providers import (
     MOST_RECORDS,
@@ -46,7 +49,7 @@ from ravnest.schemas.providers import (
     HeartbeatReply,
     TlsRejections,
 )
-from ravnest.telemetry import LossRecord, QueueRecord, WorkerRecord
+from ravnest.telemetry import CheckpointRecord, LossRecord, QueueRecord, WorkerRecord
 
 TITLE = "node_0, Root of cluster 0 in job j"
 FILES = (ResultFile(name="node_0.json", artifact=Artifact(sha256="0" * 64, size=1)),)
@@ -658,7 +661,7 @@ def test_a_busy_provider_asks_the_server_and_stops_its_worker_first(scene: Scene
     scene.train()
     assert scene.give(InterruptReceived()) == []
     assert scene.sent[scene.report_number].leaving == "its owner stopped it"
-    assert scene.answer_report("a", may_leave=True) == [Stop("a")]
+    assert scene.answer_report("a", may_leave=True) == [Stop("a", hand_over=True)]
     assert scene.give(WorkerEnded("a", "it was stopped")) == [Leave("its owner stopped it")]
     assert scene.give(Left()) == [Exit()]
 
@@ -688,7 +691,7 @@ def test_a_provider_that_leaves_does_not_wait_forever(scene: Scene, answers: boo
         for number in [n for n, beat in scene.sent.items() if beat.leaving and answers]:
             scene.answer(number, "a")
         scene.sent.clear()
-    assert actions == [Stop("a")]
+    assert actions == [Stop("a", hand_over=True)]
     assert scene.now - begin == limit
     assert scene.give(WorkerEnded("a", "it was stopped")) == [Leave("its owner stopped it")]
 
@@ -698,7 +701,7 @@ def test_a_provider_whose_server_is_away_leaves_at_once(scene: Scene) -> None:
     number = scene.poll
     del scene.sent[number]
     scene.give(ServerUnreachable(number, "gone"))
-    assert scene.give(InterruptReceived()) == [Stop("a")]
+    assert scene.give(InterruptReceived()) == [Stop("a", hand_over=True)]
 
 
 def test_a_training_that_ends_while_its_provider_wants_to_leave_is_kept(scene: Scene) -> None:
@@ -728,7 +731,7 @@ def test_hours_end() -> None:
     scene.train()
     scene.now = 150.0
     assert scene.later(0) == []
-    assert scene.answer_report("a", may_leave=True) == [Stop("a")]
+    assert scene.answer_report("a", may_leave=True) == [Stop("a", hand_over=True)]
     assert scene.give(WorkerEnded("a", "stopped")) == [Leave("the offered hours are over")]
 
 
@@ -745,3 +748,35 @@ def test_one_job_only(failure: str) -> None:
         assert failure in str(end.error)
     else:
         assert end.error is None
+
+
+# Checkpoints
+
+
+def test_checkpoints_are_uploaded_while_the_worker_trains() -> None:
+    scene = Scene()
+    scene.train()
+    order = CheckpointOrder(at_least=5)
+    upload = UploadCheckpoints("a", order)
+    assert scene.answer(scene.poll, "a") == [], "a report was answered later, so it polls again"
+    assert scene.answer(scene.poll, "a", upload=order, may_train=True) == [upload]
+    assert scene.give(CheckpointsUploaded("a", order)) == [], "there is none yet"
+    record = CheckpointRecord(5, 0, 10, 0.1)
+    assert scene.give(RecordsReceived("a", (record,))) == [upload]
+    named = UploadedCheckpoint(
+        run="run",
+        update=5,
+        phase=0,
+        stage=0,
+        cluster=0,
+        plan="plan",
+        tensors=FILES[0].artifact,
+        manifest=FILES[0].artifact,
+    )
+    if any(beat.report is not None for beat in scene.sent.values()):
+        scene.answer_report("a", upload=order, may_train=True)
+    assert scene.give(CheckpointsUploaded("a", order, (named,), is_done=True)) == []
+    scene.later(1)
+    assert (scene.report.checkpoints, scene.report.upload_done) == ((named,), order)
+    assert scene.sent[scene.poll].upload == order, "the server does not answer at once again"
+    assert scene.give(WorkerEnded("a"))[-1] == Upload("a"), "the end of training is not delayed"

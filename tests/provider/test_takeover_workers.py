@@ -106,3 +106,6 @@ def test_a_provider_that_leaves_hands_over_to_a_spare(server: LoopbackServer, tm
             assert not list(left.jobs_dir.assignments())
             spare.wait_for("starts training")
             check_result(handle)
+            found = recoveries(handle)
+            assert any("leaves (its owner stopped it)" in each for each in found), found
+            assert any("stage 1 from the replica at stage 0" in each for each in found), found

@@ -61,7 +61,9 @@ BLOCKING = {
 
 def _train(clusters: Clusters, folder: Path) -> list[dict[str, torch.Tensor]]:
     loaders = in_order(points_data(), folder, size=4)
-    raise_errors(clusters.train(loaders, epochs=4, save=True))
+    # A node that closes waits only some seconds for a connection to say goodbye.
+    ended = threading.Barrier(len(clusters.nodes.names), timeout=120)
+    raise_errors(clusters.train(loaders, epochs=4, save=True, then=lambda *_: ended.wait()))
     return [clusters.fused(cluster) for cluster in range(len(clusters.names))]
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from local_cluster import LocalCluster, form
-from test_checkpoints import SCHEDULERS, Stopped, StoppingLoader, assert_same_result
+from many_clusters import Clusters, form_clusters, raise_errors
+from test_checkpoints import SCHEDULERS, StoppedError, StoppingLoader, assert_same_result
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from training_cases import (
     SmallCNN,
     TiedGPT,
@@ -22,12 +23,16 @@ from training_cases import (
     token_loaders,
     token_loss,
 )
+from workloads import GPT
 
-from ravnest import Trainer, set_seed
+from ravnest import Trainer, set_seed, shard
 from ravnest.errors import StageFormatError
-from ravnest.store.checkpoint import SEED, CheckpointFolder
+from ravnest.store.checkpoint import SEED, CheckpointFolder, read_manifest
+from ravnest.store.checkpoint_sets import find_checkpoint_sets
+from ravnest.store.plain_data import decode
 
 EPOCHS = 3
+VOCABULARY = 4096
 Loaders = Callable[[], tuple[DataLoader[Any], DataLoader[Any] | None]]
 
 
@@ -90,6 +95,15 @@ class Case:
         return cluster.errors(script)
 
 
+def make_gpt() -> nn.Module:
+    return GPT(VOCABULARY, 32, 2, 4, heads=2)
+
+
+def gpt_loaders() -> tuple[DataLoader[Any], None]:
+    tokens = torch.randint(0, VOCABULARY, (12, 4), generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(tokens, tokens.flip(1)), 2), None
+
+
 def make_case(name: str, folder: Path) -> Case:
     cross_entropy = nn.functional.cross_entropy
     match name:
@@ -129,7 +143,7 @@ def test_training_continues_with_another_number_of_stages(
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     assert not any(model.train(whole, first))
     errors = model.train(moved, first, stop=14)
-    assert isinstance(errors[0], Stopped)
+    assert isinstance(errors[0], StoppedError)
     for nodes in after:
         folder = tmp_path / f"to-{nodes}"
         shutil.copytree(moved, folder)
@@ -139,11 +153,33 @@ def test_training_continues_with_another_number_of_stages(
         assert_same_result(whole, folder)
 
 
-def test_training_moves_several_times(tmp_path: Path) -> None:
-    """From whole tensors to blocks of rows and back; only the first and the last plan compute the same.
+def test_blocks_of_rows_become_whole_tensors_and_blocks_again(tmp_path: Path) -> None:
+    """Another number of blocks sums in another order, so that results agree within rounding."""
+    example = (torch.randint(0, VOCABULARY, (2, 4), generator=torch.Generator().manual_seed(0)),)
+    options = {"optimizer_params": {"lr": 1e-2, "eps": 1e-4}, "checkpoint_updates": 2}
+    model = Case(tmp_path, make_gpt, example, gpt_loaders, token_loss, **options)
+    ram = {"ram": 0.002, "optimizer": torch.optim.AdamW}
+    first = model.form(4, **ram)
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    assert not any(model.train(whole, first))
+    assert any(model.train(moved, first, stop=8))
+    second = model.form(2, moved / "checkpoints")
+    assert any(model.train(moved, second, stop=14, resume=True))
+    third = model.form(5, moved / "checkpoints", **ram)
+    assert [is_cut(*formed) for formed in (first, second, third)] == [True, False, True]
+    assert not any(model.train(moved, third, resume=True))
+    losses = [
+        [float(line) for line in (folder / "losses.txt").read_text().split()]
+        for folder in (whole, moved)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert len(losses[0]) == 18
 
-    The weights of the second plan are compared with those that it started from.
-    """
+
+def is_cut(folder: Path, names: list[str]) -> bool:
+    """Return whether the plan cuts tensors along their rows."""
+    stages = (folder / "node_data").glob("cluster_0/*/stage.json")
+    return any('"rows"' in path.read_text() for path in stages)
 
 
 def test_a_node_that_lost_its_disk_continues_with_replicas(
@@ -216,3 +252,52 @@ def test_a_folder_without_all_stages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StageFormatError, match="lacks stage 2 of 3"):
         model.form(2, checkpoints)
     assert not (tmp_path / "2-again" / "node_data" / "plan.json").exists()
+
+
+def clusters_of(folder: Path, sizes: list[int], resume_from: Path | None = None) -> Clusters:
+    """Split a model for clusters of these sizes; each cluster has its share of the data."""
+    set_seed(7)
+    options = {"schedule": "sync", "checkpoint_updates": 4, "reduce_factor": 3}
+    example = (torch.rand(5, 4),)
+    return form_clusters(folder, small_model("mlp"), example, sizes, resume_from, **options)
+
+
+def train_clusters(clusters: Clusters, **trainer: Any) -> None:
+    def loaders(name: str) -> tuple[DataLoader[Any], None]:
+        data = points(60).dataset
+        share = shard(data, name, folder=clusters.nodes.folder / "node_data")
+        return DataLoader(share, 5, shuffle=True, generator=torch.Generator().manual_seed(3)), None
+
+    raise_errors(clusters.train(loaders, save=True, **trainer))
+
+
+def positions(folder: Path) -> list[tuple[int, str, int]]:
+    """Return cluster, run and batches of the epoch of the checkpoints that Roots are shipped with."""
+    found = []
+    for path in sorted((folder / "node_data").glob(f"cluster_*/node_*/{SEED}/*.json")):
+        manifest = read_manifest(path)
+        if manifest.stage == 0:
+            found.append((manifest.cluster, manifest.run, decode(manifest.progress)["root"]["batches"]))
+    return found
+
+
+def test_clusters_continue_with_their_own_data_or_begin_the_epoch_anew(tmp_path: Path) -> None:
+    first = clusters_of(tmp_path / "first", [2, 2])
+    train_clusters(first, epochs=1)
+    checkpoints = tmp_path / "first" / "checkpoints"
+    # An epoch has 6 batches per cluster. The last checkpoint is of its end: use the one before.
+    for path in checkpoints.rglob("update_6_*"):
+        path.unlink()
+    before = find_checkpoint_sets(checkpoints)
+    assert [each.id.update for each in before.values()] == [4, 4]
+    clusters_of(tmp_path / "same", [1, 3], checkpoints)
+    assert positions(tmp_path / "same") == [(0, before[0].run, 4), (1, before[1].run, 4)]
+    clusters_of(tmp_path / "more", [1, 1, 1], checkpoints)
+    assert positions(tmp_path / "more") == [(c, before[0].run, 0) for c in range(3)]
+    one = clusters_of(tmp_path / "one", [2], checkpoints)
+    assert positions(tmp_path / "one") == [(0, before[0].run, 0)]
+    train_clusters(one, epochs=1, resume=True)
+    # The losses before are in the file of the first plan; the epoch of one cluster has 12 batches.
+    assert len((tmp_path / "one" / "losses.txt").read_text().split()) == 12
+    newest = find_checkpoint_sets(tmp_path / "one" / "checkpoints")[0]
+    assert (newest.id.update, newest.run) == (16, before[0].run)

@@ -70,6 +70,7 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
         "may_train": False,
         "records_known": 0,
         "link_test": None,
+        "upload": None,
         "may_leave": False,
         "keep": [],
         "reason": alice_reason(case),
@@ -274,12 +275,16 @@ def test_a_lost_provider_fails_its_cluster_if_the_job_does_not_wait(case: Case) 
     rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
     job = case.submit(rita, on_insufficient="fail")
     case.match()
+    case.planner.needs = 2
     case.pass_time(20)
     alice.heartbeat()
     case.pass_time(10)
     assert sorted(states(case)) == ["lost", "reserved"]
     assert alice.heartbeat()["assignment"] is not None
+    case.match()
     case.pass_time(10)
+    alice.heartbeat()
+    case.match()
     view = rita.get(f"/api/jobs/{job}")
     assert view["state"] == "failed"
     assert "(bob): the provider was lost: no heartbeat for 30 seconds" in view["reason"]

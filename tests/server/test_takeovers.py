@@ -320,6 +320,7 @@ def test_other_clusters_go_on_meanwhile(case: Case) -> None:
 @pytest.mark.parametrize("limit", ["fail", 100])
 def test_a_job_that_does_not_wait_forever_fails_its_cluster(case: Case, limit: str | int) -> None:
     rita, job, alice, bob = training_pair(case, on_insufficient=limit)
+    case.planner.needs = 2
     leave(bob)
     if limit == 100:
         for _ in range(9):
@@ -327,6 +328,12 @@ def test_a_job_that_does_not_wait_forever_fails_its_cluster(case: Case, limit: s
             alice.heartbeat()
         assert "waits for a provider" in view(rita, job)["reason"]
         case.pass_time(10)
+    else:
+        case.match()
+        for _ in range(7):
+            case.pass_time(10)
+            alice.heartbeat()
+        case.match()
     case.pass_time(case.server.settings.ending_grace)
     found = view(rita, job)
     assert found["state"] == "failed"
@@ -533,7 +540,7 @@ def test_a_provider_with_an_open_poll_is_there(case: Case) -> None:
 
 def test_recoveries_are_counted_and_told(case: Case) -> None:
     rita, job, alice, bob = training_pair(case)
-    record = RecoveryRecord("node_1 (laptop-2)", 120, 3, "node_0's replica", 6.14)
+    record = RecoveryRecord("node_1 has left", 120, 3, "stage 1 from the replica at stage 0", 6.14)
     alice.report("training", records=[checkpoint(120), asdict(record), checkpoint(140)])
     bob.report("training", records=[checkpoint(120)])
     found = view(rita, job)
@@ -541,8 +548,8 @@ def test_recoveries_are_counted_and_told(case: Case) -> None:
     time = case.time.now
     assert found["checkpoint"] == {"cluster": 0, "update": 120, "time": time}
     assert recoveries(rita, job) == [
-        "node_0: training continues from update 120 after the loss of node_1 (laptop-2); 3 updates are "
-        "repeated; state from node_0's replica; 6.1 s"
+        "node_0: training continues from update 120 after a loss (node_1 has left); 3 updates are "
+        "repeated; state: stage 1 from the replica at stage 0; 6.1 s"
     ]
     (listed,) = rita.get("/api/jobs")
     assert (listed["recoveries"], listed["checkpoint"]) == (1, None)

@@ -30,6 +30,7 @@ from ravnest.provider.events import (
     Action,
     AgentEvent,
     Announce,
+    CheckpointsUploaded,
     ConnectionsRejected,
     DeadlinePassed,
     Discard,
@@ -51,6 +52,7 @@ from ravnest.provider.events import (
     StartWorker,
     Stop,
     Upload,
+    UploadCheckpoints,
     Uploaded,
     WorkerEnded,
 )
@@ -146,6 +148,8 @@ class Agent:
                 self._interrupted = True
             case LinkTestEnded(test):
                 self._link_test.ended(test)
+            case CheckpointsUploaded():
+                self._end_upload(event, now)
             case Left():
                 return [Exit(self._error)]
         if self._left:
@@ -200,6 +204,7 @@ class Agent:
         work = self._work
         if work is not None and work.assignment == reply.assignment:
             work.records.acknowledge(reply.records_known)
+            work.checkpoints.want(reply.upload)
             self._has_news |= work.records.waiting > 0 or (is_poll and work.is_over)
         return [*actions, *self._discard_unwanted()]
 
@@ -265,6 +270,7 @@ class Agent:
     ) -> list[Action]:
         if isinstance(event, RecordsReceived):
             work.records.add(event.records)
+            work.checkpoints.note(event.records)
             self._has_news = True
             return []
         if isinstance(event, ConnectionsRejected):
@@ -338,6 +344,13 @@ class Agent:
         self._report_soon(now)
         return [Announce(f"{work.title}: failed: {event.failure}")]
 
+    def _end_upload(self, event: CheckpointsUploaded, now: float) -> None:
+        """Store which checkpoints the server has, and report it."""
+        work = self._work
+        if work is not None and work.assignment == event.assignment:
+            work.checkpoints.end(event.order, event.checkpoints, is_done=event.is_done)
+            self._report_soon(now)
+
     def _report_soon(self, now: float) -> None:
         self._has_news, self._report_at = True, now
 
@@ -401,7 +414,8 @@ class Agent:
             work.phase, work.busy = "training", True
             self._report_soon(now)
             return [Announce(f"{work.node_title}: starts training"), StartWorker(work.assignment)]
-        return []
+        order = work.checkpoints.begin() if work.phase == "training" else None
+        return [] if order is None else [UploadCheckpoints(work.assignment, order)]
 
     def _begin(self, assignment: str, now: float) -> list[Action]:
         self._report_soon(now)
@@ -454,6 +468,7 @@ class Agent:
             known=self._wanted,
             may_train=self._may_train,
             link_test=self._link_test.known,
+            upload=None if self._work is None else self._work.checkpoints.wanted,
             leaving="" if self._wish is None else self._wish.reason,
             wait=wait,
         )

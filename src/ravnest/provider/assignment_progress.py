@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ravnest.deadlines import FIRST_PAUSE
+from ravnest.provider.checkpoint_orders import CheckpointOrders
 from ravnest.provider.outcome import MOST_RECORDS_KEPT, Outcome
 from ravnest.provider.record_pipe import is_sample
 from ravnest.schemas.jobs import ResultFile
@@ -103,6 +104,7 @@ class AssignmentProgress:
     records: RecordLog = field(default_factory=RecordLog)
     result: tuple[ResultFile, ...] = ()
     tls_rejections: TlsRejections = field(default_factory=TlsRejections)
+    checkpoints: CheckpointOrders = field(default_factory=CheckpointOrders)
 
     @classmethod
     def kept(cls, assignment: str, outcome: Outcome) -> AssignmentProgress:
@@ -155,4 +157,6 @@ class AssignmentProgress:
             tls_rejections=self.tls_rejections,
             first_record=first,
             records=records,
+            checkpoints=self.checkpoints.uploaded,
+            upload_done=self.checkpoints.done,
         )

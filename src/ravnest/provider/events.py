@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ravnest.provider.outcome import Outcome
+from ravnest.schemas.checkpoints import CheckpointOrder, UploadedCheckpoint
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.providers import FailureCause, Heartbeat, HeartbeatReply, TlsRejections
@@ -94,6 +95,17 @@ class Uploaded:
 
 
 @dataclass(frozen=True)
+class CheckpointsUploaded:
+    """The server has checkpoints of an assignment, or the upload failed."""
+
+    assignment: str
+    order: CheckpointOrder
+    checkpoints: tuple[UploadedCheckpoint, ...] = ()
+    is_done: bool = False
+    """The order was carried out; otherwise its checkpoint does not exist yet, or the upload failed."""
+
+
+@dataclass(frozen=True)
 class LinkTestEnded:
     """A link test is over, and nothing listens for it any more."""
 
@@ -125,6 +137,7 @@ AgentEvent = (
     | ConnectionsRejected
     | WorkerEnded
     | Uploaded
+    | CheckpointsUploaded
     | LinkTestEnded
     | InterruptReceived
     | DeadlinePassed
@@ -176,6 +189,14 @@ class Upload:
     """Upload the trained files of an assignment."""
 
     assignment: str
+
+
+@dataclass(frozen=True)
+class UploadCheckpoints:
+    """Upload checkpoints of an assignment, while its worker runs."""
+
+    assignment: str
+    order: CheckpointOrder
 
 
 @dataclass(frozen=True)
@@ -239,6 +260,7 @@ Action = (
     | StartWorker
     | Keep
     | Upload
+    | UploadCheckpoints
     | Stop
     | Discard
     | StartLinkTest

@@ -77,6 +77,11 @@ class JobDir:
         return self.folder / "checkpoints"
 
     @property
+    def uploads(self) -> Path:
+        """Folder of further names of checkpoints while they are uploaded."""
+        return self.folder / "uploads"
+
+    @property
     def losses(self) -> Path:
         """Loss file of the node, as ``Node(loss_filename=...)`` takes it."""
         return self.folder / "losses.txt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ from ravnest.schemas.jobs import GraphLoss, TrainingSpec
 from ravnest.schemas.providers import DataShare, RowRange
 from ravnest.seed import set_seed
 from ravnest.telemetry import RecordSink
+
+logger = logging.getLogger(__name__)
 
 
 def warm_up(cores: int) -> None:
@@ -100,7 +103,8 @@ def handing_over(node: Node) -> Iterator[None]:
     """
 
     def leave() -> None:
-        node.hand_over()
+        if not node.hand_over():
+            logger.warning("%s leaves without a last checkpoint", node.name)
         signal.raise_signal(signal.SIGINT)
 
     def on_signal(*_: object) -> None:

@@ -30,15 +30,18 @@ _SAMPLE_SECONDS = 0.25
 _LONGEST_REASON = 2000
 _TAIL = 1 << 14
 _BOOT = (
-    "import sys\n"
+    "import os, sys\n"
     "sys.path.insert(0, sys.argv[1])\n"
     "from ravnest.provider.limits import confine\n"
     "confine()\n"
     "from ravnest.provider.worker import work\n"
-    "sys.exit(work(sys.argv[2], int(sys.argv[3])))\n"
+    "code = work(sys.argv[2], int(sys.argv[3]))\n"
+    "sys.stdout.flush()\n"
+    "sys.stderr.flush()\n"
+    "os._exit(code)\n"
 )
 """Program of the worker: the Ravnest that runs here, installed or not, confined before it imports torch,
-which takes seconds."""
+which takes seconds; it ends without unloading torch, because others may wait for its place."""
 
 OnWorkerEvent = Callable[[RecordsReceived | ConnectionsRejected | WorkerEnded], None]
 

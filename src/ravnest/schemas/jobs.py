@@ -105,6 +105,8 @@ class JobSpec(Schema):
     on_insufficient: WaitLimit = "wait"
     """Reaction if all connected providers together cannot hold the model, or if a node has lost its
     provider and no other one can take its place."""
+    resume_from: Annotated[str, Field(pattern=r"^job-[0-9a-f]{1,32}$")] | None = None
+    """Ended job of the same owner, whose newest checkpoint training starts from."""
 
 
 class JobState(StrEnum):

@@ -9,6 +9,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from ravnest.schemas.base import Artifact, Name, Reason, Schema, clipped
+from ravnest.schemas.checkpoints import (
+    MOST_UPLOADED,
+    CheckpointOrder,
+    SeedCheckpoint,
+    UploadedCheckpoint,
+)
 from ravnest.schemas.jobs import GraphLoss, ResultFile, TrainingSpec
 from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.reachability import HostAndPort, ReachabilityKind, RelayTrip
@@ -95,7 +101,7 @@ class DataShare(Schema):
 
 
 class StageNeeds(Schema):
-    """What the plan expects of the provider of a stage; 0: not known."""
+    """Demands of a stage on its provider, as planned; 0: not known."""
 
     ram: Annotated[int, Field(ge=0)] = 0
     """Bytes."""
@@ -126,6 +132,10 @@ class Assignment(Schema):
     all stages have, or with the initial weights if there is none."""
     continues: str | None = None
     """Earlier assignment of this provider for the same node, whose folder may have checkpoints."""
+    attempt: Annotated[int, Field(ge=0)] = 0
+    """Number of plans of the job before this one."""
+    seed: SeedCheckpoint | None = None
+    """Checkpoint to start from, made from those of an earlier plan or job."""
 
     @property
     def loss(self) -> GraphLoss | None:
@@ -196,6 +206,10 @@ class AssignmentReport(Schema):
     """Position of the first of ``records`` among all records of the assignment."""
     records: Annotated[tuple[Record, ...], Field(max_length=MOST_RECORDS)] = ()
     """Records of the worker; sent again until the server acknowledges them."""
+    checkpoints: Annotated[tuple[UploadedCheckpoint, ...], Field(max_length=MOST_UPLOADED)] = ()
+    """Newest checkpoints of this assignment that the provider has uploaded."""
+    upload_done: CheckpointOrder | None = None
+    """Last order of the server that was carried out."""
 
 
 class Heartbeat(Schema):
@@ -208,6 +222,8 @@ class Heartbeat(Schema):
     """``may_train`` of the last reply; a reply with another value is sent at once."""
     link_test: str | None = None
     """Id of the link test of the last reply; a reply with another one is sent at once."""
+    upload: CheckpointOrder | None = None
+    """``upload`` of the last reply; a reply with another one is sent at once."""
     leaving: Reason = ""
     """Why the provider wants to leave; empty: it stays."""
     wait: Annotated[float, Field(ge=0, le=60)] = 10.0
@@ -225,6 +241,8 @@ class HeartbeatReply(Schema):
     """Number of records of this assignment that the server has; the next report starts there."""
     link_test: LinkTestOrder | None = None
     """Link to measure while there is no assignment; a provider that measures another one stops."""
+    upload: CheckpointOrder | None = None
+    """Checkpoints of this assignment to upload; an order that was carried out is not repeated."""
     may_leave: bool = False
     """Nobody is about to take the place of this provider, which wants to leave."""
     keep: tuple[str, ...] = ()

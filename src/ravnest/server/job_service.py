@@ -7,9 +7,11 @@ import secrets
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.jobs import JobSpec, JobState, JobView
 from ravnest.schemas.providers import ProviderState
+from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.assignments import FETCHING, fetch_limit, needed_files
 from ravnest.server.db.records import AssignmentRecord, MemberRecord
 from ravnest.server.deadline_table import DeadlineTable
+from ravnest.server.job_resume import add_resumed, find_resumed
 from ravnest.server.job_status import failed_clusters
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
@@ -19,8 +21,11 @@ from ravnest.server.views import job_view
 class JobService:
     """Operations on jobs; the methods are thread-safe and return soon."""
 
-    def __init__(self, units: UnitOfWorkFactory, settings: ServerSettings) -> None:
+    def __init__(
+        self, units: UnitOfWorkFactory, settings: ServerSettings, artifacts: ArtifactFolder
+    ) -> None:
         self._units = units
+        self._artifacts = artifacts
         self._settings = settings
         self._stops: DeadlineTable[tuple[str, int]] = DeadlineTable()
         """Failed clusters, by job and number, and when their remaining nodes are stopped."""
@@ -49,6 +54,8 @@ class JobService:
         """Queue a job and return its id; refuse (422) if its files were not uploaded by its owner."""
         job = f"job-{secrets.token_hex(4)}"
         files = needed_files(spec)
+        with self._units.db.read() as db:
+            find_resumed(db, self._artifacts, member, spec)  # reads files, outside of the transaction
         with self._units.begin() as uow:
             known = uow.db.artifact_grants.sizes(member.id)
             missing = [file.sha256 for file in files if known.get(file.sha256) != file.size]
@@ -58,9 +65,17 @@ class JobService:
                     f"{', '.join(missing[:10])}{', …' if len(missing) > 10 else ''}",
                     422,
                 )
-            uow.db.jobs.add(job, member.id, spec, f"submitted by {member.name}")
+            how = "" if spec.resume_from is None else f", to continue {spec.resume_from}"
+            uow.db.jobs.add(job, member.id, spec, f"submitted by {member.name}{how}")
+            add_resumed(uow.db, job, find_resumed(uow.db, self._artifacts, member, spec))
             uow.needs_matching = True
         return job
+
+    def resume_job(self, member: MemberRecord, job: str) -> str:
+        """Queue a job with the specification of an ended one, which starts from its checkpoint."""
+        with self._units.db.read() as db:
+            spec = db.jobs.spec(job)
+        return self.submit(member, spec.model_copy(update={"resume_from": job}))
 
     def cancel(self, job: str, member: MemberRecord) -> JobView:
         """Cancel a job; refuse (409) if it is done or failed."""

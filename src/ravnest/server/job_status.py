@@ -26,7 +26,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class PlaceNeeds:
-    """What the place of a node needs that has no provider."""
+    """Demands of a vacant place."""
 
     ram: int
     """Bytes; 0: not known."""
@@ -62,7 +62,7 @@ def job_status(
         reason = f"every cluster has failed, their other nodes are stopping: {failures}"
         return JobStatus(JobState.SHIPPING, reason)
     gaps = {each.cluster for each in empty}
-    whole = [each for each in healthy if each.cluster not in gaps]
+    whole = [each for each in healthy if each.cluster not in gaps and each.phase != LOST]
     is_training = bool(whole) and all(each.phase in _AT_WORK for each in whole)
     if empty:
         words = "; ".join(_vacancy(each, names, (needs or {}).get(each.node)) for each in empty)
@@ -74,7 +74,7 @@ def job_status(
             f"; trained, but not delivered: {waiting}" if waiting else ""
         )
     else:
-        words = _shipping(healthy, names)
+        words = _shipping(whole, names)
     state = JobState.TRAINING if is_training else JobState.SHIPPING
     return JobStatus(state, f"{words}; failed: {failures}" if failures else words)
 

@@ -14,6 +14,7 @@ from ravnest.schemas.providers import (
     ProviderView,
 )
 from ravnest.server.assignments import FETCHING
+from ravnest.server.checkpoint_service import CheckpointService
 from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, MemberRecord, ProviderRecord
@@ -52,6 +53,7 @@ class ProviderService:
         units: UnitOfWorkFactory,
         reports: ReportService,
         takeovers: TakeoverService,
+        checkpoints: CheckpointService,
         activity: ClusterActivity,
         jobs: JobService,
         settings: ServerSettings,
@@ -63,6 +65,7 @@ class ProviderService:
         self._units = units
         self._reports = reports
         self._takeovers = takeovers
+        self._checkpoints = checkpoints
         self._activity = activity
         self._jobs = jobs
         self._settings = settings
@@ -128,6 +131,7 @@ class ProviderService:
                 if record is not None and record.state is ProviderState.LOST and not record.left:
                     self._return(uow, record)
         if heartbeat.report is not None:
+            self._checkpoints.store(provider, heartbeat.report)
             self._reports.store(provider, heartbeat.report)
         if not heartbeat.leaving:
             self._leaving.discard(provider)
@@ -142,6 +146,7 @@ class ProviderService:
             record = db.providers.get(provider)
             job = [] if assignment is None else db.assignments.of_job(assignment.job)
             keep = _kept(db, provider)
+            upload = None if assignment is None else self._checkpoints.order_for(db, assignment)
         reason = "" if record is None else record.reason
         leaves = provider in self._leaving
         if assignment is None:
@@ -154,6 +159,7 @@ class ProviderService:
             assignment=assignment.id,
             may_train=assignment.id in may_train(job),
             records_known=assignment.records,
+            upload=upload,
             may_leave=leaves and (newest.id == assignment.id or newest.has_ended),
             keep=keep,
             reason=reason,

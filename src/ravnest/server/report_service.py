@@ -169,8 +169,8 @@ def _event(record: WorkerRecord) -> tuple[Literal["warning", "round", "recovery"
             return "round", f"the final round {record.round} left clusters out: {record.reason}"
         case RecoveryRecord():
             return "recovery", (
-                f"training continues from update {record.update} after the loss of {record.lost}; "
-                f"{record.repeated} updates are repeated; state from {record.source}; "
+                f"training continues from update {record.update} after a loss ({record.lost}); "
+                f"{record.repeated} updates are repeated; state: {record.source}; "
                 f"{record.seconds:.1f} s"
             )
         case _:

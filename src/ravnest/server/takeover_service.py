@@ -15,7 +15,14 @@ from ravnest.server.assignments import FETCHING, needed_by
 from ravnest.server.db.records import AssignmentRecord, JobRecord
 from ravnest.server.deadline_table import DeadlineTable
 from ravnest.server.job_service import JobService
-from ravnest.server.job_status import can_continue, holders, lineage, place_name, vacant
+from ravnest.server.job_status import (
+    can_continue,
+    failed_clusters,
+    holders,
+    lineage,
+    place_name,
+    vacant,
+)
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.reachability.routes import peers_of
@@ -127,9 +134,10 @@ class TakeoverService:
                 self._take_over(uow, found, each, chosen[each.node], words)
             return
         limit = uow.db.jobs.spec(found.record.id).on_insufficient
-        if limit == "fail":
+        whole = {each.cluster for each in holders(found.assignments)} - {each.cluster for each in empty}
+        if limit == "fail" and whole - failed_clusters(found.assignments):
             self._give_up(uow, empty[0], f"{empty[0].reason}; {chosen.reason}")
-        elif limit != "wait":
+        elif isinstance(limit, float):  # otherwise ``ReplanningService`` decides about the job
             for each in empty:
                 self._waits.add(each.id, self._units.clock.steady() + limit)
             uow.topics.add(("clock", ""))

@@ -86,6 +86,27 @@ class UnitOfWork:
         self.topics |= {("job", job.id), ("relays", "")}
         self.needs_matching = True
 
+    def plan_anew(self, job: JobRecord, reason: str, checkpoint: int | None) -> None:
+        """Give up the plan of a running job and return it to the queue, to start from a checkpoint."""
+        for assignment in self.db.assignments.of_job(job.id):
+            if not assignment.has_ended or assignment.phase == LOST:
+                self.end_assignment(assignment, "stopped", reason)
+        for provider in self.db.providers.of_job(job.id):
+            self.release(provider, f"job {job.name} is planned anew")
+        update = -1 if checkpoint is None else checkpoint
+        self.db.jobs.move(
+            job,
+            JobState.SUBMITTED,
+            reason,
+            plan="",
+            attempt=job.attempt + 1,
+            replans=1 if update > job.resumed else job.replans + 1,
+            resumed=max(update, job.resumed),
+        )
+        self.db.events.add("recovery", job.id, reason)
+        self.topics |= {("job", job.id), ("relays", "")}
+        self.needs_matching = True
+
     def update_job_status(self, job: str) -> None:
         """Set the state and the reason of a running job from the phases of its assignments."""
         record = self.db.jobs.get(job)
@@ -139,6 +160,10 @@ class UnitOfWorkFactory:
         self._auth = auth
         self._notifications = notifications
         self._request_matching = request_matching
+
+    def wake_timers(self) -> None:
+        """Have the timers look at the deadlines: there is a new one."""
+        self._notifications.notify(("clock", ""))
 
     @contextmanager
     def begin(self) -> Iterator[UnitOfWork]:

@@ -93,7 +93,7 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
         reason=record.reason,
         created=record.created,
         changed=record.changed,
-        progress=_progress(db, record, _chain(assignments, root)),
+        progress=_progress(db, record, _history(db, record.id, assignments)),
         assignments=tuple(
             _assignment_view(db, each, names, with_records=with_records) for each in holders(assignments)
         ),
@@ -111,7 +111,7 @@ def job_losses(db: Transaction, job: str, first: int) -> LossHistory:
     Updates and validations that a later Root repeats replace those of an earlier one.
     """
     assignments = db.assignments.of_job(job)
-    oldest_first = _chain(assignments, leading_root(assignments))[::-1]
+    oldest_first = _history(db, job, assignments)[::-1]
     found = {loss.update: loss for each in oldest_first for loss in db.telemetry.losses(each.id, first)}
     results = {test.number: test for each in oldest_first for test in db.telemetry.validations(each.id)}
     return LossHistory(
@@ -126,18 +126,27 @@ def loss_curve(db: Transaction, job: str, points: int) -> list[tuple[int, float]
     """Return about ``points`` losses of a job, evenly spread, with the numbers of their updates."""
     assignments = db.assignments.of_job(job)
     found: dict[int, float] = {}
-    for each in _chain(assignments, leading_root(assignments))[::-1]:
+    for each in _history(db, job, assignments)[::-1]:
         curve = db.telemetry.sampled_losses(each, points)
         start = curve[0][0] if curve else math.inf
         found = {update: loss for update, loss in found.items() if update < start} | dict(curve)
     return sorted(found.items())
 
 
-def _chain(
-    assignments: Sequence[AssignmentRecord], root: AssignmentRecord | None
+def _history(
+    db: Transaction, job: str, assignments: Sequence[AssignmentRecord]
 ) -> list[AssignmentRecord]:
-    """Return all assignments of a Root, newest first: each holds the records of its own time."""
-    return [] if root is None else lineage(assignments, root.node)
+    """Return the assignments of the leading Root, newest first, then those of the plans before.
+
+    Each holds the records of its own time.
+    """
+    earlier = db.assignments.of_earlier_plans(job)
+    attempts = sorted({each.attempt for each in earlier}, reverse=True)
+    plans = [assignments, *([e for e in earlier if e.attempt == attempt] for attempt in attempts)]
+    roots_of_plans = [(plan, leading_root(plan)) for plan in plans]
+    return [
+        each for plan, root in roots_of_plans if root is not None for each in lineage(plan, root.node)
+    ]
 
 
 def _newest(db: Transaction, chain: Sequence[AssignmentRecord], kind: type[Stored]) -> Stored | None:

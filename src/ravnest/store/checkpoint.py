@@ -11,7 +11,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "ravnest-checkpoint"
 VERSION = 1
 KEPT = 2
-"""Checkpoints that are kept: if the newest is damaged, the one before it is used."""
+"""Newest checkpoints that are kept: if the last is damaged, the one before it is used."""
 SEED = "checkpoint"
 """Folder, beside the files of a stage, of the checkpoint that the stage was shipped with: training that
 began elsewhere continues from it."""
@@ -81,6 +82,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Digest of the safetensors file."""
     size: int = 0
     """Size of the safetensors file in bytes."""
+    attempt: str = ""
+    """Attempt of the run in which it was taken: updates that are made again may differ."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,6 @@ class CheckpointFolder:
     """Folder with the checkpoints of one stage."""
 
     path: Path
-    kept: int = KEPT
     _refused: set[str] = field(default_factory=set, compare=False)
     """Damaged files that were reported already."""
 
@@ -117,13 +119,14 @@ class CheckpointFolder:
     def write_tensors(
         self, checkpoint: CheckpointId, tensors: Mapping[str, torch.Tensor | LazyTensor]
     ) -> Path:
-        """Write tensors to a new file beside their place and return its path; ``commit`` moves it.
+        """Write tensors to a new file beside their place and return its path; ``add`` moves it.
 
         Each tensor is copied into the file from its own memory, without a second copy. A ``LazyTensor``
         is loaded for that and not kept.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        temporary = self.path / f".{name_of(checkpoint)}.partial"
+        # A name of its own: the file of an attempt that has ended may still be read.
+        temporary = self.path / f".{name_of(checkpoint)}.{uuid.uuid4().hex[:8]}.partial"
         try:
             with temporary.open("wb") as file:
                 file.write(_header(tensors))
@@ -138,23 +141,40 @@ class CheckpointFolder:
             raise
         return temporary
 
-    def commit(self, temporary: Path, manifest: CheckpointManifest) -> CheckpointManifest:
-        """Make a written file a checkpoint, and remove the oldest; return the complete manifest."""
+    def finish(self, temporary: Path, manifest: CheckpointManifest) -> CheckpointManifest:
+        """Bring a written file to the disk; return the manifest with its size and digest."""
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        complete = msgspec.structs.replace(
+        return msgspec.structs.replace(
             manifest, sha256=sha256_of(temporary), size=temporary.stat().st_size
         )
+
+    def commit(self, temporary: Path, manifest: CheckpointManifest) -> CheckpointManifest:
+        """Make a written file a checkpoint; return the manifest with its size and digest."""
+        complete = self.finish(temporary, manifest)
         self.add(temporary, complete)
         return complete
 
-    def add(self, temporary: Path, manifest: CheckpointManifest) -> None:
-        """Add a file whose digest is known, with its manifest, and remove the oldest checkpoints."""
+    def add(
+        self, temporary: Path, manifest: CheckpointManifest, complete: CheckpointId | None = None
+    ) -> None:
+        """Add a file whose digest is known, with its manifest, and remove older checkpoints.
+
+        ``complete``: the newest one that all stages are known to have, which is kept.
+        """
         temporary.replace(self.tensors_path(manifest.id))
         data = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(manifest)}
         write_json(self.manifest_path(manifest.id), data, compact=True)
-        for old in self.ids()[: -self.kept]:
+        for old in surplus(self.ids(), {manifest.id, complete}):
             self.remove(old)
+
+    def clean(self) -> None:
+        """Remove what a process left behind that ended while it wrote."""
+        valid = {self.tensors_path(checkpoint) for checkpoint in self.ids()}
+        for pattern in (".update_*.partial", ".update_*.incoming", "update_*.safetensors"):
+            for path in self.path.glob(pattern):
+                if path not in valid:
+                    path.unlink(missing_ok=True)
 
     def remove(self, checkpoint: CheckpointId) -> None:
         """Remove a checkpoint, its manifest first."""
@@ -228,6 +248,13 @@ def read_manifest(path: Path) -> CheckpointManifest:
         raise StageFormatError(f"{path} is not the manifest of a checkpoint")
     plain = {name: value for name, value in data.items() if name not in ("format", "version")}
     return convert(plain, CheckpointManifest, path)
+
+
+def surplus(
+    ids: Iterable[CheckpointId], protected: Container[CheckpointId | None]
+) -> list[CheckpointId]:
+    """Return the checkpoints to remove: all but the newest and those that are protected."""
+    return [each for each in sorted(ids)[:-KEPT] if each not in protected]
 
 
 def name_of(checkpoint: CheckpointId) -> str:

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from ravnest.errors import StageFormatError
 from ravnest.split.graph import StateSpec
 from ravnest.store.checkpoint import DTYPES, OPTIMIZER, STATE, CheckpointManifest, LazyTensor
-from ravnest.store.checkpoint_progress import ClusterProgress
-from ravnest.store.checkpoint_sets import CheckpointSet, StoredCheckpoint
+from ravnest.store.checkpoint_progress import CutProgress
+from ravnest.store.checkpoint_sets import CheckpointSet, StageCheckpoint
 from ravnest.store.plain_data import encode
 
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -47,7 +47,7 @@ class _Block:
 class ClusterState:
     """Weights and buffers of the old stages, by name in the model."""
 
-    def __init__(self, old: CheckpointSet, progress: ClusterProgress, stack: ExitStack) -> None:
+    def __init__(self, old: CheckpointSet, progress: CutProgress, stack: ExitStack) -> None:
         """``stack`` closes the files of tensors, which are read when they are needed."""
         self._files = [_open(stack, checkpoint) for checkpoint in old.stages]
         self._blocks: dict[str, dict[int, _Block]] = {}
@@ -217,7 +217,7 @@ def _optimizer_fields(names: Iterable[str], manifest: CheckpointManifest) -> dic
     return fields
 
 
-def _open(stack: ExitStack, checkpoint: StoredCheckpoint) -> Any:
+def _open(stack: ExitStack, checkpoint: StageCheckpoint) -> Any:
     try:
         return stack.enter_context(safe_open(str(checkpoint.tensors), framework="pt"))
     except SafetensorError as error:

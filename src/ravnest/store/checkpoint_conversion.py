@@ -22,7 +22,7 @@ from ravnest.store.checkpoint import (
     LazyTensor,
 )
 from ravnest.store.checkpoint_blocks import ClusterState
-from ravnest.store.checkpoint_progress import ClusterProgress, cluster_progress
+from ravnest.store.checkpoint_progress import CutProgress, cluster_progress
 from ravnest.store.checkpoint_sets import CheckpointSet
 from ravnest.store.checkpoint_state import stored_entries, stored_tensors
 
@@ -65,7 +65,7 @@ def _write(
     old: CheckpointSet,
     stage: NewStage,
     contents: _StageContents,
-    progress: ClusterProgress,
+    progress: CutProgress,
     *,
     restart_epoch: bool,
 ) -> CheckpointManifest:

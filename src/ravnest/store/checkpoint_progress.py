@@ -21,7 +21,7 @@ _NAMES_OF_PARAMETERS = "param_names"
 
 
 @dataclass(frozen=True)
-class ClusterProgress:
+class CutProgress:
     """Progress of all stages of a cluster."""
 
     root: Mapping[str, Any]
@@ -58,7 +58,7 @@ class ClusterProgress:
         )
 
 
-def cluster_progress(manifests: Sequence[CheckpointManifest]) -> ClusterProgress:
+def cluster_progress(manifests: Sequence[CheckpointManifest]) -> CutProgress:
     """Return the progress of a cluster from the manifests of all its stages, in order.
 
     ``StageFormatError`` if one is damaged, or if the stages differ in what must be the same.
@@ -76,7 +76,7 @@ def cluster_progress(manifests: Sequence[CheckpointManifest]) -> ClusterProgress
     _check_equal("done", done)
     if not isinstance(done[0], int):
         raise StageFormatError("the checkpoint of stage 0 has no number of updates")
-    return ClusterProgress(
+    return CutProgress(
         root,
         leaf,
         stages[0].get("validations", {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ravnest.errors import StageFormatError
@@ -21,7 +21,7 @@ _REPLICA = re.compile(r"replica_of_stage_\d+")
 
 
 @dataclass(frozen=True)
-class StoredCheckpoint:
+class StageCheckpoint:
     """Checkpoint of one stage: its manifest, and the path of its tensors."""
 
     manifest: CheckpointManifest
@@ -48,7 +48,7 @@ class CheckpointSet:
     ``checkpoint_set`` and ``find_checkpoint_sets`` create it.
     """
 
-    stages: tuple[StoredCheckpoint, ...]
+    stages: tuple[StageCheckpoint, ...]
     """By stage, all of them."""
 
     @property
@@ -71,25 +71,28 @@ class _Cut:
     cluster: int
     stages: int
     id: CheckpointId
+    attempt: str = ""
+    """Attempt of the run: after a loss, updates are made again, and may differ with late gradients."""
 
     @classmethod
     def of(cls, manifest: CheckpointManifest) -> _Cut:
-        return cls(manifest.plan, manifest.run, manifest.cluster, manifest.stages, manifest.id)
+        plan, run, cluster, stages = manifest.plan, manifest.run, manifest.cluster, manifest.stages
+        return cls(plan, run, cluster, stages, manifest.id, manifest.attempt)
 
     def __str__(self) -> str:
         return f"{self.id} of run {self.run[:8]}"
 
 
-def checkpoint_set(checkpoints: Iterable[StoredCheckpoint]) -> CheckpointSet:
+def checkpoint_set(checkpoints: Iterable[StageCheckpoint]) -> CheckpointSet:
     """Return the checkpoints of all stages as a set; ``StageFormatError`` says what is wrong.
 
     All files are read, for their digests.
     """
-    by_stage: dict[int, StoredCheckpoint] = {}
+    by_stage: dict[int, StageCheckpoint] = {}
     cuts = set()
     for checkpoint in checkpoints:
         by_stage[checkpoint.manifest.stage] = checkpoint
-        cuts.add(_Cut.of(checkpoint.manifest))
+        cuts.add(replace(_Cut.of(checkpoint.manifest), attempt=""))
     if len(cuts) != 1:
         found = ", ".join(sorted(map(str, cuts))) or "none"
         raise StageFormatError(f"the checkpoints must be of one update of one plan and run, not {found}")
@@ -108,7 +111,7 @@ def find_checkpoint_sets(folder: Path) -> dict[int, CheckpointSet]:
     Replicas count. A damaged checkpoint is reported, and an earlier one used. ``StageFormatError`` if
     there is no complete one, or if there are several runs.
     """
-    found: dict[_Cut, dict[int, list[StoredCheckpoint]]] = {}
+    found: dict[_Cut, dict[int, list[StageCheckpoint]]] = {}
     for checkpoint in _stored_below(folder):
         stages = found.setdefault(_Cut.of(checkpoint.manifest), {})
         stages.setdefault(checkpoint.manifest.stage, []).append(checkpoint)
@@ -126,7 +129,7 @@ def find_checkpoint_sets(folder: Path) -> dict[int, CheckpointSet]:
     return {line[2]: chosen for line, chosen in sorted(newest.items()) if line[0] == plan}
 
 
-def _stored_below(folder: Path) -> Iterator[StoredCheckpoint]:
+def _stored_below(folder: Path) -> Iterator[StageCheckpoint]:
     """Yield the checkpoints of the nodes below a folder, own ones before replicas."""
     nodes = sorted(path for path in folder.glob("node_*") if _NODE.fullmatch(path.name))
     replicas = [
@@ -139,7 +142,7 @@ def _stored_below(folder: Path) -> Iterator[StoredCheckpoint]:
         own = CheckpointFolder(path)
         for checkpoint in own.ids():
             try:
-                yield StoredCheckpoint(own.manifest(checkpoint), own.tensors_path(checkpoint))
+                yield StageCheckpoint(own.manifest(checkpoint), own.tensors_path(checkpoint))
             except StageFormatError as error:
                 logger.warning("a checkpoint is damaged and not used: %s", error)
 
@@ -149,7 +152,7 @@ def _missing(cut: _Cut, stages: Iterable[int]) -> list[int]:
     return sorted(set(range(cut.stages)) - set(stages))
 
 
-def _undamaged(cut: _Cut, stages: dict[int, list[StoredCheckpoint]]) -> CheckpointSet | None:
+def _undamaged(cut: _Cut, stages: dict[int, list[StageCheckpoint]]) -> CheckpointSet | None:
     """Return an undamaged checkpoint of every stage; None if a stage has none."""
     chosen = []
     for stage in range(cut.stages):
@@ -160,7 +163,7 @@ def _undamaged(cut: _Cut, stages: dict[int, list[StoredCheckpoint]]) -> Checkpoi
     return CheckpointSet(tuple(chosen))
 
 
-def _is_undamaged(checkpoint: StoredCheckpoint) -> bool:
+def _is_undamaged(checkpoint: StageCheckpoint) -> bool:
     try:
         checkpoint.check()
     except (StageFormatError, OSError) as error:
@@ -169,7 +172,7 @@ def _is_undamaged(checkpoint: StoredCheckpoint) -> bool:
     return True
 
 
-def _explain_nothing(folder: Path, found: dict[_Cut, dict[int, list[StoredCheckpoint]]]) -> str:
+def _explain_nothing(folder: Path, found: dict[_Cut, dict[int, list[StageCheckpoint]]]) -> str:
     if not found:
         return (
             f"{folder} holds no checkpoints: name the folder that has the node_<i> folders of all nodes "

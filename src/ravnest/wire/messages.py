@@ -363,6 +363,8 @@ class HeldCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     checkpoint: CheckpointId
     holder: int
     """Stage of the node that has it: the stage's own node, or the one with its replica."""
+    attempt: str = ""
+    """Attempt of the run in which it was taken."""
 
 
 class ResumeOffer(Head, frozen=True):
@@ -387,6 +389,12 @@ class ResumeFrom(Head, frozen=True):
     """Stages whose own node lacks the checkpoint, and the stage of the node that sends it."""
     calls: int = 0
     """Calls of the script that have ended."""
+    taken: str = ""
+    """Attempt of the run in which the checkpoint was taken."""
+    attempt: str = ""
+    """Name of the attempt that begins, for the checkpoints that are taken in it."""
+    alone: tuple[int, ...] = ()
+    """Stages of whose checkpoint there is no replica; their nodes send one again."""
 
 
 class StateLoaded(Head, frozen=True):
@@ -417,6 +425,19 @@ class ReplicaStored(Head, frozen=True):
     stage: int
     checkpoint: CheckpointId
     problem: str = ""
+
+
+class CheckpointStored(Head, frozen=True):
+    """Statement whether this and all later nodes have stored a checkpoint; sent towards the Root."""
+
+    checkpoint: CheckpointId
+    stored: bool
+
+
+class CheckpointComplete(Head, frozen=True):
+    """Statement of the Root that all nodes have stored a checkpoint: each keeps it until the next."""
+
+    checkpoint: CheckpointId
 
 
 class CheckpointWanted(Head, frozen=True):
@@ -459,6 +480,8 @@ AnyHead = (
     | StateLoaded
     | StateBlock
     | ReplicaStored
+    | CheckpointStored
+    | CheckpointComplete
     | CheckpointWanted
 )
 

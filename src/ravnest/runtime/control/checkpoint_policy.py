@@ -8,6 +8,8 @@ _LEAST_SECONDS = 2.0
 """Shortest time between the checkpoints of two epochs, if epochs are shorter."""
 _COST = 100.0
 """Least time between two checkpoints, in terms of the time for which one stops training: 1% is lost."""
+_LONGEST = 900.0
+"""Seconds after which a checkpoint whose outcome is unknown does not delay the next any longer."""
 
 
 @dataclass
@@ -24,9 +26,15 @@ class CheckpointPolicy:
     """Seconds for which the last checkpoint stopped training at the Root."""
     wanted: bool = False
     """A node is about to leave and asks for a checkpoint."""
+    taken: int = 0
+    """Checkpoints that the Root has asked for."""
+    settled: int = 0
+    """Those of them whose outcome is known: all nodes have stored it, or one of them could not."""
 
     def due_after_update(self, update: int, now: float) -> bool:
         """Return whether a checkpoint follows an update; ``update`` counts those done with it."""
+        if self._waits(now):
+            return False
         if self.wanted:
             return self._take(update, now)
         if self.updates is not None and update - self.last_update >= self.updates:
@@ -37,10 +45,26 @@ class CheckpointPolicy:
 
     def due_after_epoch(self, update: int, now: float) -> bool:
         """Return whether a checkpoint follows the end of an epoch."""
+        if self._waits(now):
+            return False
         if self.wanted or now - self.last_time >= max(_LEAST_SECONDS, _COST * self.cost):
             return self._take(update, now)
         return False
 
+    def resume(self, update: int, phase: int) -> None:
+        """Continue from a checkpoint; the next one waits until this one has its replicas again."""
+        self.last_update = update
+        self.taken = int((update, phase) > (0, 0))
+
+    def take(self, update: int, now: float) -> None:
+        """Note a checkpoint that is taken in any case."""
+        self._take(update, now)
+
+    def _waits(self, now: float) -> bool:
+        """Return whether a checkpoint is still being stored: nodes keep only a few of them."""
+        return self.taken > self.settled and now - self.last_time < _LONGEST
+
     def _take(self, update: int, now: float) -> bool:
         self.last_update, self.last_time, self.wanted = update, now, False
+        self.taken += 1
         return True

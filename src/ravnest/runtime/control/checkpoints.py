@@ -15,6 +15,7 @@ from ravnest.deadlines import BLOCK_WRITTEN, LINK_CLOSE
 from ravnest.errors import RavnestError, StageFormatError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.state_blocks import BlockReader, BlockWriter, ExpectedFile, SentFile
+from ravnest.runtime.control.stored_checkpoints import StoredCheckpoints
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.stage_state import capture, restore
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
@@ -22,10 +23,21 @@ from ravnest.store.checkpoint_state import stored_tensors
 from ravnest.store.node_spec import NodeSpec
 from ravnest.store.plain_data import NotPlainError, decode, encode
 from ravnest.transport.base import Link, try_send
-from ravnest.types import CheckpointId
-from ravnest.wire.messages import HeldCheckpoint, Message, ReplicaStored, StateBlock
+from ravnest.types import BEGINNING, CheckpointId
+from ravnest.wire.messages import (
+    CheckpointComplete,
+    CheckpointStored,
+    HeldCheckpoint,
+    Message,
+    ReplicaStored,
+    ResumeFrom,
+    StateBlock,
+)
 
 logger = logging.getLogger(__name__)
+
+_Taken = tuple[str, CheckpointId, str]
+"""Run, checkpoint, and the attempt in which it was taken."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +73,22 @@ class Checkpoints:
         spec: NodeSpec,
         execution: StageExecution,
         reported: Callable[[CheckpointReport], None],
+        settled: Callable[[], None],
     ) -> None:
         """``seed``: the folder of the checkpoint that the stage was shipped with, if it was.
 
-        ``reported`` is called in a thread of its own when a checkpoint is complete.
+        ``reported`` is called in a thread of its own when a checkpoint is on this node's disk.
+        ``settled`` is called at the Root when all nodes have stored a checkpoint, or one of them could
+        not.
         """
+        self._settled = settled
         self._spec = spec
         self._execution = execution
         self._reported = reported
         self._own = CheckpointFolder(folder / spec.name)
         self._seed = CheckpointFolder(seed)
-        self._seeds: set[tuple[str, CheckpointId]] = set()
-        """Runs and checkpoints that are loaded from there."""
+        self._seeds: set[_Taken] = set()
+        """Checkpoints that are loaded from there."""
         neighbours = [stage for stage in (spec.stage - 1, spec.stage + 1) if 0 <= stage < spec.stages]
         self._replicas = {
             stage: CheckpointFolder(self._own.path / f"replica_of_stage_{stage}") for stage in neighbours
@@ -81,10 +97,20 @@ class Checkpoints:
         self._links = Links()
         self._acknowledged: SentFile | None = None
         """Newest checkpoint of which the neighbour has a replica."""
-        self._sending: SentFile | None = None
+        self._sending: BlockReader | None = None
+        """Replica whose outcome is open."""
         self._stored = threading.Condition()
         self._safe: CheckpointId | None = None
         """Newest checkpoint that outlives this node: at a neighbour, or here if there is none."""
+        self._decision: ResumeFrom | None = None
+        """Where training began here, and the name of the attempt."""
+        self._known = StoredCheckpoints(is_leaf=spec.stage == spec.stages - 1)
+        self._complete: CheckpointId | None = None
+        """Newest checkpoint that all stages have, as far as known here; it is kept."""
+        self._abandoned = False
+        """The node has left its attempt; checkpoints of it that are not finished are dropped."""
+        self._adding = threading.Lock()
+        """Held while a checkpoint of the attempt is added to the folder."""
         self._failed = False
         """The last checkpoint could not be written; reported once."""
         self.cost = 0.0
@@ -94,20 +120,33 @@ class Checkpoints:
             target=self._work, name=f"ravnest-checkpoints-{spec.name}", daemon=True
         )
 
-    def start(self, links: Links) -> None:
-        """Start the thread; ``links`` are the links to the neighbours."""
+    def connect(self, links: Links) -> None:
+        """Use these links to the neighbours; before messages arrive."""
         self._links = links
+
+    def start(self) -> None:
+        """Start the thread; a replica that is missing is sent first."""
+        decision = self._decision
+        if decision is not None and decision.checkpoint != BEGINNING:
+            self._tasks.put(lambda: self._secure(decision))
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the checkpoint in progress and stop the thread."""
+        """Finish the checkpoint in progress and stop the thread; what takes too long is dropped."""
         self._tasks.put(None)
         if self._thread.is_alive():
             self._thread.join(LINK_CLOSE)
+        with self._adding:
+            self._abandoned = True
         for writer in self._writers.values():
             writer.abandon()
 
     # Before training
+
+    def clean(self) -> None:
+        """Remove unfinished files of an earlier process."""
+        for folder in (self._own, *self._replicas.values()):
+            folder.clean()
 
     def held(self) -> dict[int, tuple[HeldCheckpoint, ...]]:
         """Return the undamaged checkpoints on this node's disk, by stage; reads all files."""
@@ -115,7 +154,7 @@ class Checkpoints:
         folders = {own: self._own, **self._replicas}
         held = {
             stage: {
-                (manifest.run, manifest.id)
+                (manifest.run, manifest.id, manifest.attempt)
                 for manifest in folder.usable()
                 if self._fits(manifest, stage)
             }
@@ -124,16 +163,18 @@ class Checkpoints:
         self._seeds = self._usable_seeds(held[own])
         held[own] |= self._seeds
         return {
-            stage: tuple(HeldCheckpoint(run, each, own) for run, each in sorted(checkpoints))
+            stage: tuple(
+                HeldCheckpoint(run, each, own, attempt) for run, each, attempt in sorted(checkpoints)
+            )
             for stage, checkpoints in held.items()
         }
 
-    def _usable_seeds(self, own: Collection[tuple[str, CheckpointId]]) -> set[tuple[str, CheckpointId]]:
+    def _usable_seeds(self, own: Collection[_Taken]) -> set[_Taken]:
         """Return what the stage was shipped with; nothing after a new run has begun without it."""
         manifests = (each for each in self._seed.usable() if self._fits(each, self._spec.stage))
-        seeds = {(manifest.run, manifest.id) for manifest in manifests} - set(own)
-        runs = {run for run, _ in own}
-        return {(run, checkpoint) for run, checkpoint in seeds if not runs or run in runs}
+        seeds = {(manifest.run, manifest.id, manifest.attempt) for manifest in manifests} - set(own)
+        runs = {run for run, _, _ in own}
+        return {seed for seed in seeds if not runs or seed[0] in runs}
 
     def _fits(self, manifest: CheckpointManifest, stage: int) -> bool:
         """Return whether a checkpoint belongs to a stage of this plan."""
@@ -146,8 +187,12 @@ class Checkpoints:
         usable = self._own.usable()
         return usable[-1].run if usable else ""
 
-    def begin_new_run(self) -> None:
-        """Set the checkpoints of earlier runs aside."""
+    def begin_attempt(self, decision: ResumeFrom) -> None:
+        """Take the checkpoints that follow in this attempt; before a state arrives or is loaded."""
+        self._decision = decision
+        if decision.checkpoint != BEGINNING:
+            self._complete = decision.checkpoint
+            return
         if self._seeds:
             logger.warning(
                 "%s was shipped with a checkpoint and begins without it: Trainer(resume=True) "
@@ -157,20 +202,23 @@ class Checkpoints:
         for folder in (*self._replicas.values(), self._own):
             folder.set_aside()
 
-    def drop_later(self, run: str, checkpoint: CheckpointId) -> None:
+    def drop_later(self, decision: ResumeFrom) -> None:
         """Remove what is newer than the checkpoint that training continues from, or of another run."""
         for folder in (self._own, *self._replicas.values()):
             for each in folder.ids():
                 try:
-                    keep = each <= checkpoint and folder.manifest(each).run == run
+                    manifest = folder.manifest(each)
                 except StageFormatError:
-                    keep = False
-                if not keep:
+                    folder.remove(each)
+                    continue
+                same = each == decision.checkpoint and manifest.attempt == decision.taken
+                if manifest.run != decision.run or not (same or each < decision.checkpoint):
                     folder.remove(each)
 
     def load(self, run: str, checkpoint: CheckpointId) -> Any:
         """Set the stage to a checkpoint and return the rest of the progress that it was saved with."""
-        folder = self._seed if (run, checkpoint) in self._seeds else self._own
+        shipped = {(each, number) for each, number, _ in self._seeds}
+        folder = self._seed if (run, checkpoint) in shipped else self._own
         manifest = folder.manifest(checkpoint)
         try:
             progress = decode(manifest.progress)
@@ -209,10 +257,12 @@ class Checkpoints:
                 checkpoint,
                 stored_tensors(self._execution.module.spec),
                 encode({**progress, "updates": state.updates}),
+                attempt="" if self._decision is None else self._decision.attempt,
             )
             path = self._own.write_tensors(checkpoint, state.tensors)
         except (OSError, NotPlainError, StageFormatError) as error:
             self._fail(checkpoint, error)
+            self._settle(checkpoint, stored=False)
             return
         self.cost = time.monotonic() - began
         written = _Written(path, manifest, self.cost)
@@ -232,15 +282,21 @@ class Checkpoints:
     # Messages, in link threads
 
     def on_message(self, link: Link, message: Message) -> CheckpointManifest | None:
-        """Take a block or an acknowledgement; return the manifest of a complete checkpoint."""
+        """Take a message; return the manifest of a checkpoint that has arrived as a whole.
+
+        ``StageFormatError`` or ``OSError`` if this node's own state cannot be stored.
+        """
         match message.head:
             case StateBlock() as head:
                 return self._take_block(link, head, message)
             case ReplicaStored(checkpoint=checkpoint, problem=problem):
-                if problem:
-                    logger.warning("%s: no replica of %s: %s", self._spec.name, checkpoint, problem)
-                else:
-                    self._replica_stored(checkpoint)
+                self._replica_settled(checkpoint, problem)
+            case CheckpointStored(checkpoint, stored) if link is self._links.next:
+                with self._stored:
+                    report = self._known.settled_behind(checkpoint, stored)
+                self._report(report)
+            case CheckpointComplete(checkpoint) if link is self._links.previous:
+                self._keep(checkpoint)
         return None
 
     def _take_block(self, link: Link, head: StateBlock, message: Message) -> CheckpointManifest | None:
@@ -258,22 +314,55 @@ class Checkpoints:
             if writer is not None:
                 writer.abandon()
             expected = ExpectedFile(spec.plan, spec.cluster, stage, spec.stages)
-            writer = self._writers[sender] = BlockWriter(folder, expected)
+            writer = self._writers[sender] = BlockWriter(folder, expected, lambda: self._complete)
         try:
             manifest = writer.take(message)
         except (StageFormatError, OSError) as error:
+            if head.restore:
+                raise
             try_send(link, ReplicaStored(head.stage, head.checkpoint, f"{error}"[:1000]))
             return None
         if manifest is not None and not head.restore:
             try_send(link, ReplicaStored(head.stage, head.checkpoint))
         return manifest
 
-    def _replica_stored(self, checkpoint: CheckpointId) -> None:
+    def _replica_settled(self, checkpoint: CheckpointId, problem: str = "") -> None:
+        """Note that a neighbour has a replica, or why not; the checkpoint is as safe as it can be."""
         with self._stored:
-            if self._sending is not None and self._sending.checkpoint == checkpoint:
-                self._acknowledged = self._sending
-            self._safe = checkpoint
-            self._stored.notify_all()
+            sending = self._sending
+            if sending is None or sending.checkpoint != checkpoint:
+                return
+            self._sending = None
+            if not problem:
+                self._acknowledged = sending.sent
+                self._safe = checkpoint
+                self._stored.notify_all()
+        if problem:
+            logger.warning("%s: no replica of %s: %s", self._spec.name, checkpoint, problem)
+        self._settle(checkpoint, stored=True)
+
+    def _settle(self, checkpoint: CheckpointId, *, stored: bool) -> None:
+        """Note whether this node has stored a checkpoint."""
+        with self._stored:
+            report = self._known.settled_here(checkpoint, stored)
+        self._report(report)
+
+    def _report(self, report: CheckpointStored | None) -> None:
+        """Report the outcome of a checkpoint at this and all later nodes towards the Root."""
+        if report is None:
+            return
+        if self._links.previous is not None:
+            try_send(self._links.previous, report)
+            return
+        if report.stored:
+            self._keep(report.checkpoint)
+        self._settled()  # after the others were told, so that they know before the next checkpoint
+
+    def _keep(self, checkpoint: CheckpointId) -> None:
+        """Keep a checkpoint that all nodes have, and tell the nodes behind."""
+        self._complete = checkpoint
+        if self._links.next is not None:
+            try_send(self._links.next, CheckpointComplete(checkpoint))
 
     def wait_for_next(self, ask: Callable[[], None], timeout: float) -> bool:
         """Call ``ask`` and wait for a checkpoint that outlives this node; return False on a timeout."""
@@ -293,27 +382,51 @@ class Checkpoints:
             except Exception:  # top of the thread: training must not depend on it
                 logger.exception("%s: a checkpoint failed", self._spec.name)
 
+    def _secure(self, decision: ResumeFrom) -> None:
+        """Send a replica of the checkpoint that training continues from, if there is none."""
+        if self._spec.stage in decision.alone:
+            self._replicate(self._own.manifest(decision.checkpoint))
+        else:
+            self._settle(decision.checkpoint, stored=True)
+
     def _finish(self, written: _Written) -> None:
+        manifest = None
         try:
-            manifest = self._own.commit(written.path, written.manifest)
+            if not self._abandoned:
+                manifest = self._add(written)
         except OSError as error:
-            written.path.unlink(missing_ok=True)
             self._fail(written.manifest.id, error)
-            return
-        self._failed = False
-        self._reported(CheckpointReport(manifest.id, manifest.size, written.seconds))
-        self._replicate(manifest)
+        finally:
+            written.path.unlink(missing_ok=True)
+            if manifest is None:
+                self._settle(written.manifest.id, stored=False)
+        if manifest is not None:
+            self._failed = False
+            self._reported(CheckpointReport(manifest.id, manifest.size, written.seconds))
+            self._replicate(manifest)
+
+    def _add(self, written: _Written) -> CheckpointManifest | None:
+        """Make a written file a checkpoint; return None if the node has left the attempt meanwhile."""
+        manifest = self._own.finish(written.path, written.manifest)
+        with self._adding:
+            if self._abandoned:
+                return None
+            self._own.add(written.path, manifest, self._complete)
+        return manifest
 
     def _replicate(self, manifest: CheckpointManifest) -> None:
         """Send a copy to a neighbour, one block at a time, so that activations pass in between."""
         link = self._links.next if self._spec.stage == 0 else self._links.previous
-        if link is None:
-            self._replica_stored(manifest.id)
-            return
         reader = BlockReader(self._own, manifest, self._acknowledged)
+        self._sending = reader
+        if link is None:
+            self._replica_settled(manifest.id)
+            return
         for message in reader.messages(restore=False):
-            if (head := message.head) and isinstance(head, StateBlock) and head.is_last:
-                self._sending = reader.sent
             link.send(message)
-            if not link.wait_written(BLOCK_WRITTEN):
+            if not link.wait_written(BLOCK_WRITTEN) or self._is_refused():
                 return
+
+    def _is_refused(self) -> bool:
+        """Return whether the neighbour has answered already, and more blocks are of no use."""
+        return self._sending is None

@@ -132,6 +132,7 @@ class NodeRuntime:
                 spec,
                 self.execution,
                 self._checkpoint_taken,
+                self._checkpoint_settled,
             )
         self._policy = config.checkpoint_policy
         self._exchange = ResumeExchange(spec, self._checkpoints, timeout)
@@ -186,6 +187,8 @@ class NodeRuntime:
         )
         try:
             self._links = rendezvous.listen_and_dial(self._transport, self._worker, self._averaging)
+            if self._checkpoints is not None:
+                self._checkpoints.connect(self._links)
             new_run = "" if self.controller is None else self.controller.run
             self.resumed = self._exchange.agree(self._links, self._wish, new_run)
             self._continue(self.resumed)
@@ -193,7 +196,7 @@ class NodeRuntime:
             self._leave_early(error)
             raise
         if self._checkpoints is not None:
-            self._checkpoints.start(self._links)
+            self._checkpoints.start()
         self._worker.start(self._links)
         if self._leaf is not None:
             self._chunk_loss(self._leaf)
@@ -262,6 +265,10 @@ class NodeRuntime:
         if self._policy is not None:
             self._policy.cost = report.seconds
         self.telemetry.checkpoint(report)
+
+    def _checkpoint_settled(self) -> None:
+        with self.status.writing():
+            self.status.checkpoints_settled += 1
 
     def _neighbours(self) -> list[Link]:
         return [link for link in (self._links.previous, self._links.next) if link is not None]

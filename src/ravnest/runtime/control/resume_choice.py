@@ -29,40 +29,49 @@ def choose_resume(offer: ResumeOffer, stages: int, new_run: str) -> ResumeFrom:
     """Return the newest checkpoint that every stage can load, of the run that the nodes want.
 
     Without a wanted run, or without any checkpoint of it, training begins at the beginning; a run that
-    nodes of this cluster have left keeps its name.
+    nodes of this cluster have left keeps its name. ``new_run`` names the attempt, and the run if it is a
+    new one.
     """
     runs = {each.run for checkpoints in offer.held.values() for each in checkpoints}
     if offer.wanted:
         runs &= {offer.wanted}
     elif not offer.any_run:
         runs = set()
-    candidates = [(common, run) for run in sorted(runs) if (common := _common(offer.held, run, stages))]
+    candidates = [(*common, run) for run in runs if (common := _common(offer.held, run, stages))]
     if not candidates:
-        return ResumeFrom(offer.wanted or new_run, BEGINNING, {})
-    checkpoint, run = max(candidates)
-    return ResumeFrom(run, checkpoint, _sources(offer.held, run, checkpoint, stages))
+        return ResumeFrom(offer.wanted or new_run, BEGINNING, {}, attempt=new_run)
+    checkpoint, taken, run = max(candidates)
+    holders = [
+        {
+            each.holder
+            for each in offer.held[stage]
+            if (each.run, each.checkpoint, each.attempt) == (run, checkpoint, taken)
+        }
+        for stage in range(stages)
+    ]
+    return ResumeFrom(
+        run,
+        checkpoint,
+        {stage: _nearest(stage, found) for stage, found in enumerate(holders) if stage not in found},
+        taken=taken,
+        attempt=new_run,
+        alone=tuple(stage for stage, found in enumerate(holders) if found == {stage}),
+    )
 
 
-def _common(held: Held, run: str, stages: int) -> CheckpointId | None:
-    """Return the newest checkpoint of a run that is held for every stage."""
+def _nearest(stage: int, holders: Iterable[int]) -> int:
+    return min(holders, key=lambda holder: abs(holder - stage))
+
+
+def _common(held: Held, run: str, stages: int) -> tuple[CheckpointId, str] | None:
+    """Return the newest checkpoint of a run that is held for every stage, with its attempt.
+
+    After the loss of a node, updates are made again; with late gradients their results differ. States
+    of different attempts therefore do not belong together, though they have the same update.
+    """
     found = [_ids(held.get(stage, ()), run) for stage in range(stages)]
     return max(set.intersection(*found), default=None)
 
 
-def _ids(checkpoints: Iterable[HeldCheckpoint], run: str) -> set[CheckpointId]:
-    return {each.checkpoint for each in checkpoints if each.run == run}
-
-
-def _sources(held: Held, run: str, checkpoint: CheckpointId, stages: int) -> dict[int, int]:
-    """Return the stages whose own node lacks a checkpoint, and the nearest stage that has it."""
-    sources: dict[int, int] = {}
-    for stage in range(stages):
-        holders = [
-            each.holder
-            for each in held.get(stage, ())
-            if (each.run, each.checkpoint) == (run, checkpoint)
-        ]
-        nearest = min(holders, key=lambda holder: abs(holder - stage))
-        if nearest != stage:
-            sources[stage] = nearest
-    return sources
+def _ids(checkpoints: Iterable[HeldCheckpoint], run: str) -> set[tuple[CheckpointId, str]]:
+    return {(each.checkpoint, each.attempt) for each in checkpoints if each.run == run}

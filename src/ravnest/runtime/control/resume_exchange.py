@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ravnest.errors import RunError, RunInterruptedError
 from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.rendezvous import Links
@@ -97,6 +99,10 @@ class ResumeExchange:
         if manifest.stage == self.spec.stage:
             self._events.put(lambda: manifest)
 
+    def on_problem(self, reason: str) -> None:
+        """Note that the state of this node cannot be stored here."""
+        self._events.put(lambda: _fail(reason))
+
     # The user's thread
 
     def agree(self, links: Links, wish: ResumeWish, new_run: str) -> ResumedState:
@@ -108,10 +114,12 @@ class ResumeExchange:
         offer = merge_offers(self._offer(wish), following)
         if links.previous is None:
             chosen = choose_resume(offer, self.spec.stages, new_run)
-            decision = ResumeFrom(chosen.run, chosen.checkpoint, chosen.sources, wish.calls)
+            decision = msgspec.structs.replace(chosen, calls=wish.calls)
         else:
             links.previous.send(Message(offer))
             decision = self._await(ResumeFrom, deadline, "the Root to choose a checkpoint")
+        if self.checkpoints is not None:
+            self.checkpoints.begin_attempt(decision)
         if links.next is not None:
             links.next.send(Message(decision))
         progress = self._load(links, decision, deadline)
@@ -126,7 +134,10 @@ class ResumeExchange:
         )
 
     def _offer(self, wish: ResumeWish) -> ResumeOffer:
-        held = {} if self.checkpoints is None else self.checkpoints.held()
+        held = {}
+        if self.checkpoints is not None:
+            self.checkpoints.clean()
+            held = self.checkpoints.held()
         return ResumeOffer(held, wish.run, wish.any_run, wish.lost)
 
     def _load(self, links: Links, decision: ResumeFrom, deadline: float) -> Any:
@@ -135,7 +146,6 @@ class ResumeExchange:
         if checkpoints is None:
             return None
         if chosen == BEGINNING:
-            checkpoints.begin_new_run()
             return None
         for stage, holder in decision.sources.items():
             link = links.previous if stage < own else links.next
@@ -143,7 +153,7 @@ class ResumeExchange:
                 checkpoints.supply(stage, chosen, link)
         if own in decision.sources:
             self._await(CheckpointManifest, deadline, "its state from a neighbour")
-        checkpoints.drop_later(decision.run, chosen)
+        checkpoints.drop_later(decision)
         return checkpoints.load(decision.run, chosen)
 
     def _await(self, kind: type[Any], deadline: float, what: str) -> Any:

@@ -143,7 +143,7 @@ class RootController:
         self._updates = point.updates
         self._point = point if point.phases or point.cut.batches else None
         if self._policy is not None:
-            self._policy.last_update = point.updates
+            self._policy.resume(point.updates, point.phases)
 
     @property
     def skips_phase(self) -> bool:
@@ -300,6 +300,7 @@ class RootController:
                 return False
         if self._status.checkpoint_wanted:
             self._status.checkpoint_wanted, policy.wanted = False, True
+        policy.settled = self._status.checkpoints_settled
         return policy.due_after_update(update, time.monotonic())
 
     def _saves_after_epoch(self, begin: PhaseBegin) -> bool:
@@ -307,6 +308,7 @@ class RootController:
         if policy is None or self._count == begin.first:
             return False
         update = self._updates + (self._batches % self._update_frequency > 0)
+        policy.settled = self._status.checkpoints_settled
         due = policy.due_after_epoch(update, time.monotonic())
         if due and averages is not None and averages.blocking and averages.reduce_factor is None:
             policy.wanted = True  # the round follows; the next update has its result
@@ -316,6 +318,7 @@ class RootController:
     def take_checkpoint(self, epoch: int, random: RandomState) -> None:
         """Make all nodes write a checkpoint of the end of training."""
         if self._policy is not None:
+            self._policy.take(self._updates, time.monotonic())
             cut = RootCut(epoch, 0, 0, 0, "", random)
             head = TakeCheckpoint(self.run)
             self._worker.post(functools.partial(self._worker.announce, head, cut))

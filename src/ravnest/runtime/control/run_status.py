@@ -43,6 +43,8 @@ class RunStatus:
         """Number of the script's calls that the Root has ended."""
         self.checkpoint_wanted = False
         """A node is about to leave and asks for a checkpoint; at the Root."""
+        self.checkpoints_settled = 0
+        """Number of checkpoints whose outcome is known; at the Root."""
         self.updates = 0
         """Number of updates made here."""
         self.rounds = 0

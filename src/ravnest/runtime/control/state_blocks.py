@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -46,6 +46,11 @@ class BlockReader:
         self._manifest = manifest
         self._base = base
         self._digests: list[bytes] = []
+
+    @property
+    def checkpoint(self) -> CheckpointId:
+        """The checkpoint."""
+        return self._manifest.id
 
     @property
     def sent(self) -> SentFile:
@@ -93,12 +98,21 @@ class ExpectedFile:
 class BlockWriter:
     """File of a checkpoint that arrives in blocks. Bytes come from a peer and are not trusted."""
 
-    def __init__(self, folder: CheckpointFolder, expected: ExpectedFile) -> None:
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        expected: ExpectedFile,
+        complete: Callable[[], CheckpointId | None],
+    ) -> None:
+        """``complete`` returns the newest checkpoint that all stages have, which the folder keeps."""
+        self._complete = complete
         self._folder = folder
         self._expected = expected
         self._manifest: CheckpointManifest | None = None
         self._file: BinaryIO | None = None
         self._path = Path()
+        self._refused: CheckpointId | None = None
+        """Checkpoint of which a block was not usable."""
 
     def take(self, message: Message) -> CheckpointManifest | None:
         """Write a block; return the manifest after the last one, when the checkpoint is complete.
@@ -107,6 +121,8 @@ class BlockWriter:
         """
         head = message.head
         assert isinstance(head, StateBlock)
+        if head.offset > 0 and head.checkpoint == self._refused:
+            return None  # the rest of a file whose sender does not know yet that it is of no use
         try:
             if head.offset == 0:
                 self._begin(head)
@@ -124,6 +140,7 @@ class BlockWriter:
             return self._finish(manifest)
         except (StageFormatError, OSError):
             self.abandon()
+            self._refused = head.checkpoint
             raise
 
     def abandon(self, *, keep: bool = False) -> None:
@@ -174,7 +191,7 @@ class BlockWriter:
             size, digest = self._path.stat().st_size, sha256_of(self._path)
             if (size, digest) != (manifest.size, manifest.sha256):
                 raise StageFormatError(f"the checkpoint of {manifest.id} arrived with another digest")
-            self._folder.add(self._path, manifest)
+            self._folder.add(self._path, manifest, self._complete())
         finally:
             self._path.unlink(missing_ok=True)
         return manifest

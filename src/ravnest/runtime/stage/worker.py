@@ -46,6 +46,8 @@ from ravnest.wire.messages import (
     AnyHead,
     Backward,
     CallEnd,
+    CheckpointComplete,
+    CheckpointStored,
     CheckpointWanted,
     ClipNorm,
     Decision,
@@ -149,7 +151,7 @@ class Worker:
         head = message.head
         if self._exchange.on_message(message):
             return
-        if isinstance(head, StateBlock | ReplicaStored):
+        if isinstance(head, StateBlock | ReplicaStored | CheckpointStored | CheckpointComplete):
             self._take_state(link, message)
         elif self._averaging is not None and isinstance(
             head, Prepare | Start | Decision | Prepared | Reduced
@@ -162,10 +164,15 @@ class Worker:
 
     def _take_state(self, link: Link, message: Message) -> None:
         """Take a part of a checkpoint, in the link's thread: it is written to the disk."""
-        if self._checkpoints is not None:
+        if self._checkpoints is None:
+            return
+        try:
             manifest = self._checkpoints.on_message(link, message)
-            if manifest is not None:
-                self._exchange.on_state(manifest)
+        except (RavnestError, OSError) as error:
+            self._exchange.on_problem(f"node_{self._node} cannot store its state: {error}")
+            return
+        if manifest is not None:
+            self._exchange.on_state(manifest)
 
     def _held(self, message: Message) -> bool:
         """Return whether this stage holds a weight of the message."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, insert, select, update
 
 from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobState, ResultFile
@@ -42,6 +42,7 @@ class AssignmentRepository:
                 generation=assignment.node_spec.generation,
                 refills=refills,
                 checkpoint=checkpoint,
+                attempt=assignment.attempt,
             )
         )
 
@@ -56,9 +57,18 @@ class AssignmentRepository:
         return Assignment.model_validate_json(self._connection.execute(query).scalar_one())
 
     def of_job(self, job: str) -> list[AssignmentRecord]:
-        """Return a job's assignments, ordered by node and generation."""
-        order = (assignments.c.node, assignments.c.generation)
-        query = select(*_SHORT).where(assignments.c.job == job).order_by(*order)
+        """Return the assignments of a job's current plan, ordered by node and generation."""
+        current = select(jobs.c.attempt).where(jobs.c.id == job).scalar_subquery()
+        return self._of_job(job, assignments.c.attempt == current)
+
+    def of_earlier_plans(self, job: str) -> list[AssignmentRecord]:
+        """Return the assignments of a job's plans that were given up, by plan, node and generation."""
+        current = select(jobs.c.attempt).where(jobs.c.id == job).scalar_subquery()
+        return self._of_job(job, assignments.c.attempt < current)
+
+    def _of_job(self, job: str, condition: ColumnElement[bool]) -> list[AssignmentRecord]:
+        order = (assignments.c.attempt, assignments.c.node, assignments.c.generation)
+        query = select(*_SHORT).where(assignments.c.job == job, condition).order_by(*order)
         return [_record(row) for row in self._connection.execute(query)]
 
     def current(self, provider: str) -> AssignmentRecord | None:
@@ -132,4 +142,5 @@ def _record(row: Row[Any]) -> AssignmentRecord:
         phase_before=row.phase_before,
         refills=row.refills,
         checkpoint=row.checkpoint,
+        attempt=row.attempt,
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.link_tests import LinkRoute
 from ravnest.schemas.providers import ProviderOffer, ProviderState, TlsRejections
 from ravnest.schemas.reachability import AddressCheck
+from ravnest.types import CheckpointId
 
 LOST = "lost"
 """Phase of an assignment whose provider is gone, while another one may take its place."""
@@ -57,6 +59,12 @@ class JobRecord:
     changed: float
     plan: str
     passed_over: int
+    attempt: int = 0
+    """Number of plans that were given up because providers were lost."""
+    replans: int = 0
+    """Number of them without a new checkpoint."""
+    resumed: int = -1
+    """Updates of the checkpoint at the last new plan; -1: there was none."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,26 @@ class LinkRecord:
     back: float = 0.0
     round_trip: float = 0.0
     """Seconds."""
+
+
+@dataclass(frozen=True)
+class StageCheckpointRecord:
+    """Uploaded checkpoint of one stage."""
+
+    job: str
+    plan: str
+    """Digest of the plan."""
+    run: str
+    id: CheckpointId
+    cluster: int
+    stage: int
+    stages: int
+    """Number of stages of the cluster."""
+    attempt: int
+    """Number of plans of the job before this one."""
+    time: float
+    tensors: Artifact
+    manifest: Artifact
 
 
 @dataclass(frozen=True)
@@ -108,6 +136,8 @@ class AssignmentRecord:
     """Number of times that the place of its node was filled since ``checkpoint``, with this one."""
     checkpoint: int = 0
     """Updates of the newest checkpoint of its cluster when it got its place."""
+    attempt: int = 0
+    """Number of plans of its job before the one that it belongs to."""
 
     @property
     def has_ended(self) -> bool:

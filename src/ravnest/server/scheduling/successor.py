@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ravnest.schemas.providers import Assignment, ProviderOffer
+from ravnest.server.assignments import assignment_id
 from ravnest.store.node_spec import NeighbourSpec, NodeSpec, RelaySpec
 
 
@@ -49,7 +50,7 @@ def successor(
     )
     return assignment.model_copy(
         update={
-            "id": f"{assignment.job}-{assignment.node}-g{generation}",
+            "id": f"{assignment_id(assignment.job, assignment.attempt, assignment.node)}-g{generation}",
             "node_spec": moved,
             "resume": resume,
             "continues": continues,

@@ -66,13 +66,14 @@ async def heartbeat(
         await run_in_threadpool(require_self, server, member, provider, "send a heartbeat of")
         await run_in_threadpool(server.provider_service.heartbeat, provider, body)
         deadline = clock() + min(body.wait, server.settings.heartbeat_wait)
-        known = (body.known, body.may_train, body.link_test)
+        known = (body.known, body.may_train, body.link_test, body.upload)
         try:
             with server.provider_service.liveness.polling(provider, server.clock.steady):
                 while True:
                     reply = await run_in_threadpool(server.provider_service.reply, provider)
                     test = None if reply.link_test is None else reply.link_test.id
-                    is_new = (reply.assignment, reply.may_train, test) != known or reply.may_leave
+                    news_of_reply = (reply.assignment, reply.may_train, test, reply.upload)
+                    is_new = news_of_reply != known or reply.may_leave
                     if is_new or disconnected.is_set() or not await news.wait(deadline - clock()):
                         return reply
         finally:
