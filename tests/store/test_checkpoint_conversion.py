@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from checkpoint_cases import RANDOM, ROOT, WholeState, prepared_variants, random_stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from whole_state import RANDOM, ROOT, WholeState, prepared_variants, random_stages
 
 from ravnest.errors import StageFormatError
 from ravnest.jobs.model import pack_model, read_units

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_cases import WholeState, prepared_variants
+from whole_state import WholeState, prepared_variants
 
 from ravnest.errors import StageFormatError
 from ravnest.split import PreparedModel
