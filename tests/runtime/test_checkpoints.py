@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from training_cases import SmallCNN, TiedGPT, image_loaders, token_loaders, toke
 
 from ravnest import Trainer, set_seed
 from ravnest.store.checkpoint import CheckpointFolder
+from ravnest.types import CheckpointId
 
 EPOCHS = 3
 
@@ -184,6 +187,31 @@ def test_a_node_without_its_disk_gets_its_state_from_its_neighbour(formed: Any, 
         own.rename(own.with_name("gone"))
         assert not any(train(resumed, node_data, names, "cnn", resume=True))
         assert_same_result(whole, resumed)
+
+
+def test_a_full_disk_at_one_node_leaves_a_checkpoint_that_all_have(
+    formed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, names = formed("cnn", 3)
+    node_data = folder / "node_data"
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert not any(train(whole, node_data, names, "cnn"))
+    write = CheckpointFolder.write_tensors
+
+    def full(self: CheckpointFolder, checkpoint: CheckpointId, tensors: Any) -> Path:
+        if self.path.name == names[1] and self.ids():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, checkpoint, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "write_tensors", full)
+        assert any(train(resumed, node_data, names, "cnn", stop=25, checkpoint_updates=1))
+    found = [set(CheckpointFolder(resumed / "checkpoints" / name).ids()) for name in names]
+    assert found[0] - found[1], "the other nodes have taken more"
+    assert set.intersection(*found)
+    assert "no checkpoint after update" in caplog.text
+    assert not any(train(resumed, node_data, names, "cnn", resume=True))
+    assert_same_result(whole, resumed)
 
 
 def test_a_new_run_sets_the_checkpoints_of_an_earlier_one_aside(formed: Any, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ class CheckpointFolder:
     def clean(self) -> None:
         """Remove what a process left behind that ended while it wrote."""
         valid = {self.tensors_path(checkpoint) for checkpoint in self.ids()}
-        for pattern in (".update_*.partial", ".update_*.incoming", "update_*.safetensors"):
+        for pattern in (".update_*", "update_*.safetensors"):
             for path in self.path.glob(pattern):
                 if path not in valid:
                     path.unlink(missing_ok=True)

@@ -45,11 +45,18 @@ def encode(value: Any) -> Any:
 
 def decode(data: Any) -> Any:
     """Return the value that ``encode`` has encoded; raise ``NotPlainError`` for other data."""
+    try:
+        return _decode(data)
+    except RecursionError as error:
+        raise NotPlainError("the data is nested too deeply") from error
+
+
+def _decode(data: Any) -> Any:
     match data:
         case None | bool() | int() | float() | str():
             return data
         case list():
-            return [decode(each) for each in data]
+            return [_decode(each) for each in data]
         case dict():
             return _decode_object(data)
         case _:
@@ -59,17 +66,17 @@ def decode(data: Any) -> Any:
 def _decode_object(data: dict[str, Any]) -> Any:
     tag = next((key for key in data if key.startswith("$")), None)
     if tag is None:
-        return {key: decode(each) for key, each in data.items()}
+        return {key: _decode(each) for key, each in data.items()}
     if len(data) != 1:
         raise NotPlainError(f"an object with {tag} has other keys too")
     try:
         match tag:
             case "$tuple":
-                return tuple(decode(each) for each in data[tag])
+                return tuple(_decode(each) for each in data[tag])
             case "$pairs":
-                return {decode(key): decode(each) for key, each in data[tag]}
+                return {_decode(key): _decode(each) for key, each in data[tag]}
             case "$counter":
-                return Counter({decode(key): decode(each) for key, each in data[tag]})
+                return Counter({_decode(key): _decode(each) for key, each in data[tag]})
             case "$bytes":
                 return base64.b64decode(data[tag], validate=True)
             case "$float":

@@ -223,7 +223,9 @@ class Checkpoints:
         try:
             progress = decode(manifest.progress)
             restore(self._execution, folder.load(manifest), progress["updates"])
-        except (NotPlainError, KeyError, TypeError) as error:
+        except StageFormatError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise StageFormatError(f"the checkpoint of {checkpoint} is damaged: {error}") from error
         return progress
 

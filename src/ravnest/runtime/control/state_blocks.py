@@ -154,6 +154,7 @@ class BlockWriter:
 
     def _begin(self, head: StateBlock) -> None:
         self.abandon()
+        self._refused = None
         if len(head.manifest) > _LONGEST_MANIFEST:
             raise StageFormatError("the manifest of a checkpoint is too long")
         try:
