@@ -195,6 +195,7 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "outage",
         "others",
         "generation",
+        "defers",
         "relay",
         "splittable",
         "batch_size",
