@@ -211,6 +211,16 @@ def test_the_newest_checkpoints_of_some_ended_jobs_stay_for_some_days(tmp_path: 
             assert all(db.artifact_grants.sizes(job) == {} for job in jobs)
 
 
+def test_stages_of_two_attempts_of_a_run_are_not_one_checkpoint(case: Case) -> None:
+    """After a loss, updates are made again, and may have another result."""
+    _, job, alice, bob = training_pair(case)
+    upload(alice, 0, 5, attempt="one", named={"taken": "one"})
+    upload(bob, 1, 5, attempt="two", named={"taken": "two"})
+    assert complete(case, job) == []
+    upload(alice, 0, 5, attempt="two", named={"taken": "two"})
+    assert complete(case, job) == [(5, 0)]
+
+
 # Pure
 
 
@@ -219,7 +229,7 @@ def stage_checkpoint(
 ) -> StageCheckpointRecord:
     file = Artifact(sha256="0" * 64, size=1)
     return StageCheckpointRecord(
-        "job", "plan", "run", CheckpointId(update, 0), cluster, stage, 2, attempt, 0.0, file, file
+        "job", "plan", "run", "", CheckpointId(update, 0), cluster, stage, 2, attempt, 0.0, file, file
     )
 
 

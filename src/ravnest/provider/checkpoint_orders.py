@@ -48,5 +48,7 @@ class CheckpointOrders:
         self._running = None
         if is_done:
             self.done = order
-        known = {(each.stage, each.run, each.id): each for each in (*self.uploaded, *uploaded)}
+        known = {
+            (each.stage, each.run, each.taken, each.id): each for each in (*self.uploaded, *uploaded)
+        }
         self.uploaded = tuple(known.values())[-MOST_UPLOADED:]

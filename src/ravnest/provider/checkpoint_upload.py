@@ -68,6 +68,7 @@ class CheckpointUpload:
         tensors, description = linked.tensors_path(checkpoint), linked.manifest_path(checkpoint)
         result = UploadedCheckpoint(
             run=manifest.run,
+            taken=manifest.attempt,
             update=checkpoint.update,
             phase=checkpoint.phase,
             stage=manifest.stage,

@@ -34,6 +34,8 @@ class UploadedCheckpoint(Schema):
     """Checkpoint of one stage whose files the provider has uploaded."""
 
     run: Annotated[str, Field(min_length=1, max_length=100)]
+    taken: Annotated[str, Field(max_length=100)] = ""
+    """Attempt of the run in which it was taken; after a loss, updates are made again."""
     update: Number
     """Updates that it contains."""
     phase: Number

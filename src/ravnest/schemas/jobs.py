@@ -219,6 +219,9 @@ class JobView(Schema):
     """Number of times that training continued after the loss of a node."""
     checkpoint: CheckpointView | None = None
     """Newest checkpoint of the leading cluster; not in lists of jobs."""
+    saved_update: int | None = None
+    """Updates of the newest complete checkpoint at the server, from which the job can be resumed; not in
+    lists of jobs."""
 
 
 class LossHistory(Schema):

@@ -37,9 +37,9 @@ def misfit_of(uploaded: UploadedCheckpoint, own: NodeSpec, weights: Mapping[int,
 def check_manifest(path: Path, uploaded: UploadedCheckpoint, stages: int) -> None:
     """Raise ``StageFormatError`` unless a file is the manifest of this checkpoint."""
     manifest = read_uploaded_manifest(path)
-    described = (manifest.plan, manifest.run, manifest.cluster, manifest.stage, manifest.id)
-    named = (uploaded.plan, uploaded.run, uploaded.cluster, uploaded.stage, uploaded.id)
-    if described != named or manifest.stages != stages:
+    described = (manifest.plan, manifest.run, manifest.attempt, manifest.cluster, manifest.stage)
+    named = (uploaded.plan, uploaded.run, uploaded.taken, uploaded.cluster, uploaded.stage)
+    if described != named or (manifest.id, manifest.stages) != (uploaded.id, stages):
         raise StageFormatError("its manifest describes another checkpoint")
     if (manifest.sha256, manifest.size) != (uploaded.tensors.sha256, uploaded.tensors.size):
         raise StageFormatError("its manifest describes other tensors")

@@ -21,7 +21,6 @@ from ravnest.server.job_status import holders
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.store.node_spec import NodeSpec
-from ravnest.types import CheckpointId
 
 _ClusterKey = tuple[str, int, int]
 """Job, plan and cluster."""
@@ -233,6 +232,7 @@ class CheckpointService:
                     job=assignment.job,
                     plan=each.plan,
                     run=each.run,
+                    taken=each.taken,
                     id=each.id,
                     cluster=each.cluster,
                     stage=each.stage,
@@ -316,10 +316,8 @@ def _is_of(checkpoint: StageCheckpointRecord, assignment: AssignmentRecord) -> b
     return found == _key(assignment)
 
 
-def _name(
-    checkpoint: StageCheckpointRecord | UploadedCheckpoint,
-) -> tuple[str, str, CheckpointId, int, int]:
-    return checkpoint.plan, checkpoint.run, checkpoint.id, checkpoint.cluster, checkpoint.stage
+def _name(each: StageCheckpointRecord | UploadedCheckpoint) -> tuple[object, ...]:
+    return each.plan, each.run, each.taken, each.id, each.cluster, each.stage
 
 
 def _digests(checkpoint: StageCheckpointRecord) -> tuple[str, str]:

@@ -42,14 +42,14 @@ class CompleteCheckpoint:
         return max(each.time for each in self.stages)
 
 
-_Cut = tuple[int, int, str, str, CheckpointId]
+_Cut = tuple[int, int, str, str, str, CheckpointId]
 
 
 def complete_checkpoints(uploaded: Iterable[StageCheckpointRecord]) -> list[CompleteCheckpoint]:
     """Return the complete checkpoints of a job, newest plan and update first."""
     cuts: dict[_Cut, dict[int, StageCheckpointRecord]] = {}
     for each in uploaded:
-        cut = (each.attempt, each.cluster, each.plan, each.run, each.id)
+        cut = (each.attempt, each.cluster, each.plan, each.run, each.taken, each.id)
         cuts.setdefault(cut, {})[each.stage] = each
     found = [
         CompleteCheckpoint(tuple(stages[number] for number in sorted(stages)))

@@ -17,6 +17,7 @@ from ravnest.schemas.jobs import (
 from ravnest.schemas.link_tests import LinkView
 from ravnest.schemas.providers import ProviderView
 from ravnest.schemas.reachability import RelayView
+from ravnest.server.complete_checkpoints import complete_checkpoints
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
 from ravnest.server.db.telemetry import Stored
@@ -102,6 +103,7 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
         plan=record.plan,
         recoveries=db.telemetry.count((each.id for each in assignments), RecoveryRecord),
         checkpoint=_checkpoint(db, assignments, root) if with_records else None,
+        saved_update=_saved_update(db, record.id) if with_records else None,
     )
 
 
@@ -170,6 +172,12 @@ def _checkpoint(
     oldest = min(found.values(), key=lambda each: each.update)
     time = max(each.time for each in found.values() if each.update == oldest.update)
     return CheckpointView(cluster=root.cluster, update=oldest.update, time=time)
+
+
+def _saved_update(db: Transaction, job: str) -> int | None:
+    """Return the updates of the newest checkpoint that all stages of a cluster have uploaded."""
+    complete = complete_checkpoints(db.checkpoints.of_job(job))
+    return complete[0].id.update if complete else None
 
 
 def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentRecord]) -> JobProgress:

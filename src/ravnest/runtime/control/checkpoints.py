@@ -217,8 +217,7 @@ class Checkpoints:
 
     def load(self, run: str, checkpoint: CheckpointId) -> Any:
         """Set the stage to a checkpoint and return the rest of the progress that it was saved with."""
-        shipped = {(each, number) for each, number, _ in self._seeds}
-        folder = self._seed if (run, checkpoint) in shipped else self._own
+        folder = self._folder_with(run, checkpoint)
         manifest = folder.manifest(checkpoint)
         try:
             progress = decode(manifest.progress)
@@ -384,10 +383,16 @@ class Checkpoints:
             except Exception:  # top of the thread: training must not depend on it
                 logger.exception("%s: a checkpoint failed", self._spec.name)
 
+    def _folder_with(self, run: str, checkpoint: CheckpointId) -> CheckpointFolder:
+        """Return the folder that holds a checkpoint of this stage."""
+        shipped = {(each, number) for each, number, _ in self._seeds}
+        return self._seed if (run, checkpoint) in shipped else self._own
+
     def _secure(self, decision: ResumeFrom) -> None:
         """Send a replica of the checkpoint that training continues from, if there is none."""
         if self._spec.stage in decision.alone:
-            self._replicate(self._own.manifest(decision.checkpoint))
+            folder = self._folder_with(decision.run, decision.checkpoint)
+            self._replicate(folder, folder.manifest(decision.checkpoint))
         else:
             self._settle(decision.checkpoint, stored=True)
 
@@ -405,7 +410,7 @@ class Checkpoints:
         if manifest is not None:
             self._failed = False
             self._reported(CheckpointReport(manifest.id, manifest.size, written.seconds))
-            self._replicate(manifest)
+            self._replicate(self._own, manifest)
 
     def _add(self, written: _Written) -> CheckpointManifest | None:
         """Make a written file a checkpoint; return None if the node has left the attempt meanwhile."""
@@ -416,10 +421,10 @@ class Checkpoints:
             self._own.add(written.path, manifest, self._complete)
         return manifest
 
-    def _replicate(self, manifest: CheckpointManifest) -> None:
+    def _replicate(self, folder: CheckpointFolder, manifest: CheckpointManifest) -> None:
         """Send a copy to a neighbour, one block at a time, so that activations pass in between."""
         link = self._links.next if self._spec.stage == 0 else self._links.previous
-        reader = BlockReader(self._own, manifest, self._acknowledged)
+        reader = BlockReader(folder, manifest, self._acknowledged)
         self._sending = reader
         if link is None:
             self._replica_settled(manifest.id)

@@ -95,6 +95,8 @@ class StageCheckpointRecord:
     plan: str
     """Digest of the plan."""
     run: str
+    taken: str
+    """Attempt of the run in which it was taken."""
     id: CheckpointId
     cluster: int
     stage: int

@@ -129,6 +129,7 @@ checkpoints = Table(
     Column("job", ForeignKey("jobs.id"), primary_key=True),
     Column("plan", String, primary_key=True),
     Column("run", String, primary_key=True),
+    Column("taken", String, primary_key=True),  # attempt of the run
     Column("update_number", Integer, primary_key=True),
     Column("phase", Integer, primary_key=True),
     Column("cluster", Integer, primary_key=True),
