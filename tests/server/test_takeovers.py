@@ -501,7 +501,7 @@ def test_a_provider_that_its_neighbours_miss_is_lost_within_seconds(case: Case) 
     bob.heartbeat()
     case.pass_time(REJOIN_SILENCE)
     assert state_of(case, bob) == "training", "silence alone is no evidence"
-    alice.report("training", records=[phase("rejoin")])
+    alice.report("training", records=[phase("rejoin"), phase("connect")])
     case.server.run_due()
     assert state_of(case, bob) == "lost"
     assert carol.heartbeat()["assignment"] == f"{job}-1-g1"
@@ -637,7 +637,7 @@ def test_a_restarted_server_remembers_who_is_missed(tmp_path: Path) -> None:
     time = Time()
     with opened(tmp_path, time=time) as case:
         _, _, alice, bob = training_pair(case)
-        alice.report("training", records=[phase("rejoin")])
+        alice.report("training", records=[phase("train"), phase("rejoin"), phase("connect")])
     with opened(tmp_path, time=time) as case:
         alice = replace(alice, client=case.client)
         grace = case.server.settings.restart_grace - LOST_AFTER

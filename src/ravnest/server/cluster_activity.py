@@ -34,7 +34,10 @@ class ClusterActivity:
 
     def note(self, assignment: AssignmentRecord, new: Sequence[WorkerRecord], now: float) -> bool:
         """Take the new records of an assignment; return whether it began to wait for a lost node."""
-        phases = [each.phase for each in new if isinstance(each, PhaseRecord)]
+        # A worker that waits for a lost node connects again meanwhile, and says so.
+        phases = [
+            each.phase for each in new if isinstance(each, PhaseRecord) and each.phase != "connect"
+        ]
         with self._lock:
             if any(isinstance(record, _PROGRESS) for record in new):
                 self._progress[assignment.id] = now

@@ -32,6 +32,8 @@ from ravnest.server.views import provider_view
 from ravnest.telemetry import PhaseRecord
 from ravnest.types import Address
 
+_PHASES_READ = 4
+"""Newest phases of a worker that say, after a restart of the server, if it waits for a lost node."""
 _MISSED = "its neighbours wait for it"
 _WITNESSED = "but its neighbours report progress with it"
 
@@ -85,7 +87,8 @@ class ProviderService:
             self._see(provider.id, grace)
             own = uow.db.assignments.current(provider.id)
             if own is not None:
-                self._activity.note(own, uow.db.telemetry.newest(own.id, PhaseRecord), 0.0)
+                phases = uow.db.telemetry.newest(own.id, PhaseRecord, _PHASES_READ)
+                self._activity.note(own, phases[::-1], 0.0)
         return len(present)
 
     def offer(self, member: MemberRecord, offer: ProviderOffer) -> ProviderView:
