@@ -239,6 +239,21 @@ def test_a_plan_without_resume_from_ships_no_checkpoint(tmp_path: Path) -> None:
     assert not any(model.train(tmp_path / "anew", second, resume=True))
 
 
+def test_training_that_stops_at_once_can_move_again(tmp_path: Path) -> None:
+    model = make_case("half-frozen", tmp_path)
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    first = model.form(3)
+    assert not any(model.train(whole, first))
+    assert any(model.train(moved, first, stop=14))
+    second = model.form(2, moved / "checkpoints")
+    before = find_checkpoint_sets(moved / "checkpoints")[0].id
+    assert any(model.train(moved, second, stop=0, resume=True))
+    assert find_checkpoint_sets(moved / "checkpoints")[0].id == before
+    third = model.form(4, moved / "checkpoints")
+    assert not any(model.train(moved, third, resume=True))
+    assert_same_result(whole, moved)
+
+
 def test_a_folder_without_all_stages_is_refused(tmp_path: Path) -> None:
     model = make_case("half-frozen", tmp_path)
     first = model.form(3)

@@ -118,6 +118,7 @@ class WholeState:
             self.id,
             stored_tensors(spec),
             encode(progress),
+            attempt="attempt",
         )
         own = CheckpointFolder(folder)
         complete = own.commit(own.write_tensors(self.id, tensors | of_optimizer), manifest)

@@ -80,6 +80,8 @@ def _write(
         old.id,
         stored_tensors(spec),
         progress.of_stage(spec.index, spec.count, contents.fields, restart_epoch=restart_epoch),
+        # The same state as before: nodes keep their old checkpoints of it until they have newer ones.
+        attempt=old.stages[0].manifest.attempt,
     )
     return folder.commit(folder.write_tensors(old.id, contents.tensors), manifest)
 
