@@ -202,8 +202,6 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "largest_rows",
         "tight",
         "kept",
-        "defers",
-        "generation",
         "smallest_rows",
         "split_reason",
         "update_frequency",

@@ -76,6 +76,8 @@ TRAINING_STALL = 900.0
 """Time without progress after which the Root ends the run."""
 NODE_RETURN = 600.0
 """Longest wait of a cluster for a lost node, or for the machine that takes its place."""
+ROOTS_RETURN = 10.0
+"""Longest wait of a cluster that continues for the connections to the other clusters."""
 BLOCK_WRITTEN = 120.0
 """Longest wait for one block of a checkpoint to leave for a neighbour."""
 LAST_CHECKPOINT = 15.0
@@ -312,6 +314,7 @@ RELATIONS = (
     Relation(NEIGHBOUR_CONNECT, TRAINING_STALL, "a run does not stall because it still connects"),
     Relation(NODE_RETURN, MEMBER_RETURN, "with a server, another machine may have to be found first"),
     Relation(NEIGHBOUR_CONNECT, NODE_RETURN, "a lost node has more time than one that starts"),
+    Relation(ROOTS_RETURN, NEIGHBOUR_CONNECT, "a cluster that continues does not wait for ended ones"),
     Relation(LINK_OUTAGE, BLOCK_WRITTEN, "a checkpoint on its way outlasts an outage of its link"),
     Relation(WITNESSED_LIMIT, RESULT_WAIT, "a finished training gets more time than a running one"),
     Relation(RESTART_GRACE, RESULT_WAIT, "a finished training outlasts a restart of the server"),

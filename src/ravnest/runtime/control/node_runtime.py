@@ -11,7 +11,7 @@ from rich.console import Console
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
-from ravnest.deadlines import LINK_CLOSE
+from ravnest.deadlines import LINK_CLOSE, ROOTS_RETURN
 from ravnest.errors import RunError, RunInterruptedError, StageInputError
 from ravnest.runtime.batch_parts import BatchSplit
 from ravnest.runtime.control.checkpoints import CheckpointReport, Checkpoints
@@ -205,7 +205,10 @@ class NodeRuntime:
         if self._averaging is not None:
             self._averaging.start(self._links.previous, self._links.next)
         if self.controller is not None and self._averaging is not None:
-            self._averaging.connect(config.settings.connect_timeout, self.progress.say)
+            # Other clusters may have ended meanwhile; those that have not connect later.
+            first = self.resumed.progress is None and not self.resumed.lost
+            timeout = config.settings.connect_timeout if first else ROOTS_RETURN
+            self._averaging.connect(timeout, self.progress.say)
 
     def _leave_early(self, error: BaseException) -> None:
         """Close everything after a failed start; the neighbours learn at once if a node was lost."""

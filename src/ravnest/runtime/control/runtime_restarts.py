@@ -35,7 +35,14 @@ class RuntimeRestarts:
         """Return a runtime that is connected to the other nodes of its cluster."""
         settings = config.settings
         wish = ResumeWish(any_run=settings.resume)
-        return self._open(config, wish, settings.connect_timeout, phases=0)
+        began = time.monotonic()
+        runtime = self._open(config, wish, settings.connect_timeout, phases=0)
+        resumed = runtime.resumed
+        if resumed is not None and resumed.lost and runtime.controller is not None:
+            # This Root takes the place of the one that was lost; its last update is not known.
+            made = resumed.checkpoint.update
+            runtime.report_recovery(resumed.lost, made, time.monotonic() - began)
+        return runtime
 
     def recover(
         self,
