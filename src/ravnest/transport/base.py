@@ -158,8 +158,13 @@ def try_send(link: Link, head: AnyHead) -> None:
         logger.debug("the link to node_%d is already closed", link.peer.node)
 
 
-def send_and_close(link: Link, last: AnyHead | None) -> None:
-    """Send a last message, if there is one, and close the link."""
+def send_and_close(link: Link, last: AnyHead | None, patience: float = 0.0) -> None:
+    """Send a last message, if there is one, and close the link.
+
+    ``patience``: seconds to wait for a peer whose network is away, so that it gets the message.
+    """
     if last is not None:
         try_send(link, last)
+        if patience:
+            link.flush(patience)
     link.close()

@@ -334,8 +334,10 @@ class NodeRuntime:
         links = self._neighbours()
         if self._checkpoints is not None:
             self._checkpoints.close()
+        spec, settings = self._config.spec, self._config.settings
+        outage = spec.outage if settings.outage is None else settings.outage
         for link in links:
-            send_and_close(link, last)
+            send_and_close(link, last, 0.0 if failed or reason is not None else outage)
         if self._averaging is not None:
             self._averaging.close(Goodbye(node) if reason is None and not failed else None)
         self._log_clamped_values(links)
