@@ -343,6 +343,7 @@ def test_submit_resumes_only_jobs_that_have_ended(ravnest: Command, job: str) ->
     assert ravnest("submit", "--resume", job, "--serve-here").code == ExitCode.USAGE
 
 
+@pytest.mark.usefixtures("targets")
 def test_submit_shows_a_job_until_it_fails(ravnest: Command, server: JobServer) -> None:
     with server.provider() as provider:
 
