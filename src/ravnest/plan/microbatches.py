@@ -80,7 +80,7 @@ def cycle_seconds(
     links = [stage.link / count for stage in stages[:-1]]
     slowest = max(each)
     # The first stage has no earlier stage to serve: it computes weight gradients with the others.
-    at_once = [not stage.defers or stage is stages[0] for stage in stages]
+    at_once = [position == 0 or not stage.defers for position, stage in enumerate(stages)]
     way = sum(seconds * (1 if whole else PASSING) for seconds, whole in zip(each, at_once, strict=True))
     way += sum(2 * (link + _latency(stage, fixed)) for link, stage in zip(links, stages, strict=False))
     return max(
