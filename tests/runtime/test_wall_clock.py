@@ -23,6 +23,7 @@ USES = {
     "formation.py": "validity of the certificates of a plan",
     "provider/dial_back.py": "validity of a certificate for one check",
     "relay/service.py": "end of tickets, which servers sign with their time",
+    "server/artifacts.py": "age of files on the disk, which the file system counts by the wall clock",
     "server/settings.py": "times that people read, and validity of tokens and certificates",
 }
 """Modules that read the wall clock: for points in time that another machine or a person reads."""

@@ -285,7 +285,9 @@ def make_old(db: Database, version: int) -> None:
         node = {"format": "ravnest-node", "version": 1, **body.pop("node_spec")}
         old_spec = json.loads(spec().model_dump_json())
         old_spec["if_short"] = old_spec.pop("on_insufficient")
-        for column in ("generation", "cause", "phase_before", "refills", "checkpoint"):
+        for column in ("attempt", "replans", "resumed"):
+            connection.exec_driver_sql(f"ALTER TABLE jobs DROP COLUMN {column}")
+        for column in ("attempt", "generation", "cause", "phase_before", "refills", "checkpoint"):
             connection.exec_driver_sql(f"ALTER TABLE assignments DROP COLUMN {column}")
         if version == 4:
             connection.exec_driver_sql("PRAGMA user_version=4")
