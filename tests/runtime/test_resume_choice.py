@@ -11,7 +11,7 @@ from ravnest.runtime.control.checkpoint_policy import CheckpointPolicy
 from ravnest.runtime.control.resume_choice import choose_resume, merge_offers
 from ravnest.runtime.control.stored_checkpoints import StoredCheckpoints
 from ravnest.types import BEGINNING, CheckpointId
-from ravnest.wire.messages import CheckpointStored, HeldCheckpoint, Resume, ResumeOffer
+from ravnest.wire.messages import CheckpointStored, HeldCheckpoint, ResumeFrom, ResumeOffer
 
 C1, C2, C3 = (CheckpointId(update, 0) for update in (1, 2, 3))
 
@@ -22,13 +22,13 @@ def held(
     return tuple(HeldCheckpoint(run, each, holder, attempt) for each in ids)
 
 
-def choose(offer: ResumeOffer, stages: int = 2) -> Resume:
+def choose(offer: ResumeOffer, stages: int = 2) -> ResumeFrom:
     return choose_resume(offer, stages, "new")
 
 
 def test_the_newest_checkpoint_that_all_stages_have_is_chosen() -> None:
     offer = ResumeOffer({0: held(0, C1, C2, C3), 1: held(1, C1, C2)}, "r")
-    assert choose(offer) == Resume("r", C2, {}, taken="a", attempt="new", alone=(0, 1))
+    assert choose(offer) == ResumeFrom("r", C2, {}, taken="a", attempt="new", alone=(0, 1))
 
 
 def test_a_phase_end_is_newer_than_the_update_before_it() -> None:

@@ -280,6 +280,8 @@ class Worker:
     def _guarded(self, call: Callable[[], None]) -> None:
         try:
             call()
+        except LinkClosedError as error:  # the link reports its loss itself, and may be later
+            self.fail(f"node_{self._node}: {error}", recoverable=True)
         except RavnestError as error:
             self.fail(f"node_{self._node}: {error}")
         except Exception as error:  # top of the thread: no error may end it silently
