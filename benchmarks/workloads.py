@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import random
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -93,15 +94,21 @@ def free_addresses(count: int) -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Return free ports below those that the system gives to outgoing connections.
+
+    Nodes listen at them later, or again after a restart; meanwhile no connection takes them.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(12_000, 32_000), 1000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"{count} free ports were not found")
 
 
 class Block(nn.Module):

@@ -384,12 +384,19 @@ def test_probes_are_not_delivered(pair: Pair) -> None:
     assert nothing_more(pair.far_inbox)
 
 
-def test_threads_end_with_their_links(pair: Pair) -> None:
+@pytest.fixture
+def earlier_threads() -> set[threading.Thread]:
+    """Threads of earlier tests, which may not have ended yet."""
+    return set(threading.enumerate())
+
+
+@pytest.mark.usefixtures("kind")
+def test_threads_end_with_their_links(earlier_threads: set[threading.Thread], pair: Pair) -> None:
     pair.near.close()
     pair.far_inbox.loss()
     pair.far.close()
     deadline = time.monotonic() + SECONDS
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - earlier_threads:
         if "link" in thread.name:
             thread.join(max(0.0, deadline - time.monotonic()))
             assert not thread.is_alive(), thread.name
