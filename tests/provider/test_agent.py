@@ -675,7 +675,7 @@ def test_a_provider_that_leaves_works_until_another_one_has_its_files(scene: Sce
         scene.give(RecordsReceived("a", losses(1.0)))
         assert scene.answer_report("a", may_leave=False) == []
     scene.later(REPORT_INTERVAL)
-    assert scene.order(None) == [Stop("a")]
+    assert scene.order(None) == [Stop("a", hand_over=True)]
     expected = [Discard("a"), Leave("its owner stopped it")]
     assert scene.give(WorkerEnded("a", "it was stopped")) == expected
 

@@ -365,8 +365,8 @@ class Agent:
         if work is not None and (work.assignment != wanted or work.stopping):
             if work.busy:
                 stops, work.stopping = work.stopping, True
-                leaves = self._leaving is not None and work.phase == "training"
-                stop = Stop(work.assignment, hand_over=leaves and work.assignment == self._wanted)
+                leaves = self._leaving is not None or self._wish is not None
+                stop = Stop(work.assignment, hand_over=leaves and work.phase == "training")
                 return [] if stops else [Announce(f"{work.title}: stops"), stop]
             actions += self._end_work(work, wanted)
             work = None
