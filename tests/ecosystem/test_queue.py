@@ -8,13 +8,8 @@ import pytest
 from torch import nn
 from world import LONG, World, eventually, providers, small_job
 
-from ravnest.client.handle import JobHandle
 from ravnest.errors import JobEndedError
-from ravnest.http.credentials import join
-from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobState
-from ravnest.server.http.runner import serve
-from ravnest.server.settings import ServerSettings
 
 
 @pytest.mark.slow
@@ -69,24 +64,3 @@ def test_a_provider_that_leaves_while_idle_is_gone_from_the_list_and_the_plans(w
     handle.result(timeout=120)
     assert [place.provider_name for place in handle.view().assignments] == ["staying"]
     assert staying.process.poll() is None
-
-
-@pytest.mark.slow
-def test_a_provider_that_dies_fails_its_job_and_the_others_are_free(world: World) -> None:
-    settings = ServerSettings(lost_after=6.0, ending_grace=3.0)
-    with serve(folder=world.folder / "ravnest_server", settings=settings) as running:
-        world.url = running.url
-        crew = {name: world.provide(name) for name in ("a", "b")}
-        with join(running.url, running.token(ApiRole.REQUESTER), "ann").api() as api:
-            handle = world.submit(api, small_job(epochs=LONG, min_providers=2))
-            eventually(handle.progress, lambda progress: progress.updates > 20)
-            crew["a"].end(signal.SIGKILL)
-            with pytest.raises(JobEndedError) as caught:
-                handle.result(timeout=120)
-            assert "job-" in str(caught.value)
-            found = eventually(lambda: providers(api), lambda found: found["b"].state == "offered")
-            eventually(lambda: providers(api), lambda found: found["a"].state == "lost")
-            assert found["b"].job is None
-
-            again: JobHandle = world.submit(api, small_job())
-            again.result(timeout=120)
