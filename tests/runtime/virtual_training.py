@@ -413,10 +413,10 @@ class VirtualTraining:
         self.clock.at(self.clock.soon(self.case.delay), self._arrive, stage, "_settle", settled)
 
     def _settle(self, stage: VirtualStage, here: CheckpointStored) -> None:
-        self._report(stage, stage.known.settled_here(here.checkpoint, here.stored))
+        self._report(stage, stage.known.settled_here(here))
 
     def _settle_behind(self, stage: VirtualStage, behind: CheckpointStored) -> None:
-        self._report(stage, stage.known.settled_behind(behind.checkpoint, behind.stored))
+        self._report(stage, stage.known.settled_behind(behind))
 
     def _report(self, stage: VirtualStage, report: CheckpointStored | None) -> None:
         if report is None or not self.alive:
