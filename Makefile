@@ -1,12 +1,14 @@
 # Each target creates .venv and installs what it needs.
 PYTHON ?= python3
 CLUSTERS ?= 1
+KILLS ?= 300
+MINUTES ?= 30
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full network-tools check format zoo bench clean
+.PHONY: help demo test test-full network-tools check format zoo bench chaos soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -62,6 +64,12 @@ zoo: $(VENV)/.dev ## split every model of the zoo into 2, 3 and 4 stages; writes
 
 bench: $(VENV)/.dev ## measure cost, memory and planning; writes docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+chaos: $(VENV)/.dev ## kill nodes of a training at random, KILLS=300 times, and report what it costs; about an hour
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos.py --kills $(KILLS) $(ARGS)
+
+soak: $(VENV)/.dev ## train for MINUTES=30 with kills, and report whether memory, threads and files stay flat
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --minutes $(MINUTES) $(ARGS)
 
 clean: ## remove the environment and caches; keeps your results
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build

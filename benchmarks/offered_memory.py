@@ -381,9 +381,12 @@ def _result(plan: Plan | str, found: list[list[Outcome]]) -> str:
     planned = max(each.planned / each.offered for run in found for each in run)
     peak = max(each.peak / each.offered for run in found for each in run)
     (cluster,) = plan.clusters
-    text = f"trains, schedule {plan.schedule}, {cluster.microbatches} micro-batches"
+    plural = "es" if cluster.microbatches > 1 else ""
+    text = f"trains, schedule {plan.schedule}, {cluster.microbatches} micro-batch{plural}"
     if recomputing := sum(s.kept is not None and s is not cluster.stages[-1] for s in cluster.stages):
         text += f", {recomputing} nodes recompute"
+    if at_once := sum(not stage.defers for stage in cluster.stages):
+        text += f", {at_once} nodes defer no weight gradients"
     if blocks := max((cut.blocks for cut in plan.row_cuts), default=0):
         text += f", weights in up to {blocks} blocks of rows"
     if cluster.loss_chunks > 1:

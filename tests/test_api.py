@@ -104,6 +104,7 @@ TRAINER = {
     "batch_size": 64,
     "step_size": 1,
     "inputs_dtype": None,
+    "resume": False,
 }
 BUFFERS = (
     "load_forward_buffer",

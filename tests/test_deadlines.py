@@ -45,5 +45,13 @@ def test_settings_use_the_deadlines() -> None:
 def test_the_final_round_waits_longer_than_others() -> None:
     limits = Deadlines()
     assert limits.answer_most < limits.final_answer
-    assert limits.reduce_floor < limits.final_reduce
-    assert limits.final_answer + limits.final_reduce < limits.final_most
+    assert limits.final_answer + limits.reduce_most < limits.final_most
+
+
+@pytest.mark.parametrize("outage", [0.0, deadlines.LINK_OUTAGE, 3600.0])
+def test_rounds_outlast_the_outages_that_links_tolerate(outage: float) -> None:
+    limits, longest = Deadlines.outlasting(outage), deadlines.ROUND_OUTAGES * outage
+    assert outage < limits.reach < limits.ring_stall < limits.reduce_most
+    assert longest < min(limits.ring_stall, limits.answer_floor, limits.request_floor)
+    assert limits.answer_floor < limits.answer_most < limits.final_answer
+    assert limits.final_answer + limits.reduce_most < limits.final_most

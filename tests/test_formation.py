@@ -194,6 +194,8 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "delay_fits",
         "outage",
         "others",
+        "generation",
+        "defers",
         "relay",
         "splittable",
         "batch_size",

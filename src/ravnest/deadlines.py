@@ -48,6 +48,8 @@ TRAINING_SILENCE = 90.0
 """The same, while it trains with others: links outlast an outage of its network, and so must it."""
 WITNESSED_LIMIT = 600.0
 """Longest silence of a provider while its neighbours report progress with it."""
+REJOIN_SILENCE = 3.0
+"""The same, while its neighbours have lost their links to it and wait for it."""
 
 # Reachability and relays
 
@@ -66,33 +68,31 @@ FETCH_GRACE = 600.0
 """Time to fetch an assignment, in addition to four times the time predicted from the bandwidth."""
 WORKER_START = 120.0
 """Time in which a worker process on a slow machine imports torch, loads its stage and listens."""
+MEMBER_RETURN = 900.0
+"""Longest wait of a worker for a lost neighbour; then its provider is free, and keeps its folder."""
 NEIGHBOUR_CONNECT = 300.0
 """Longest wait of a worker for its neighbours; it starts when all have fetched their assignments."""
 TRAINING_STALL = 900.0
 """Time without progress after which the Root ends the run."""
 NODE_RETURN = 600.0
 """Longest wait of a cluster for a lost node, or for the machine that takes its place."""
+ROOTS_RETURN = 10.0
+"""Longest wait of a cluster that continues for the connections to the other clusters."""
 BLOCK_WRITTEN = 120.0
 """Longest wait for one block of a checkpoint to leave for a neighbour."""
-LAST_CHECKPOINT = 30.0
+LAST_CHECKPOINT = 15.0
 """Longest wait of a node that leaves for a last checkpoint at its neighbour."""
+CHECKPOINT_UPLOAD = 600.0
+"""Time between two checkpoints that a cluster uploads to the server."""
+REPLAN_AFTER = 10.0
+"""Time for a lost provider to return before its job is planned anew without it."""
+RESCUE_GRACE = 60.0
+"""Time for the nodes of a cluster that has lost a node to upload their checkpoints, in addition to four
+times the time predicted from the bandwidth."""
+REQUEUE_AFTER = 240.0
+"""Time for which the other nodes of a job keep their places if no plan without the lost one exists."""
 RESULT_WAIT = 3600.0
 """Longest wait for a provider that has trained to the end and is away before its result arrived."""
-
-# Rounds
-
-ROUND_ANSWER_MOST = 30.0
-"""Longest wait for a cluster's copy of its parameters in a round while training goes on."""
-ROUND_REDUCE_MOST = 3600.0
-"""Longest wait for the average of a round, used too while nothing is measured."""
-RING_STALL = 30.0
-"""Time without a chunk after which a node gives up an all-reduce."""
-FINAL_ANSWER = 120.0
-"""Shortest limit of the wait for a cluster's copy in the final round."""
-FINAL_REDUCE = 120.0
-"""Shortest limit of the all-reduce of the final round."""
-FINAL_MOST = 7200.0
-"""Longest duration of a final round, with all its attempts."""
 
 # Links between nodes
 
@@ -112,6 +112,30 @@ LINK_DIRECT_RETRY_MOST = 600.0
 """Longest of these pauses."""
 LINK_OUTAGE = 60.0
 """Time for which a link waits for another connection, unless the plan or the user says otherwise."""
+
+# Rounds: links give up a peer that is gone, so that rounds only wait for what is slow
+
+ROUND_OUTAGES = 3
+"""Outages one after the other that each step of a round outlasts: of the link between two Roots, in a
+pipeline and in a ring."""
+ROUND_REACH = 75.0
+"""Longest wait of a node for the connection to another member of a ring."""
+RING_STALL = 240.0
+"""Time without a chunk after which a node gives up an all-reduce."""
+ROUND_ANSWER = 200.0
+"""Wait for a cluster's copy of its parameters in a round, in addition to what is measured."""
+ROUND_ANSWER_MOST = 300.0
+"""Longest wait for a cluster's copy of its parameters in a round while training goes on."""
+ROUND_REQUEST = 200.0
+"""Wait for a cluster's request in blocking rounds, in addition to what it states."""
+ROUND_REQUEST_UNKNOWN = 300.0
+"""The same, for a cluster that has not stated anything yet."""
+ROUND_REDUCE_MOST = 3600.0
+"""Longest wait for the average of a round; an all-reduce that makes no progress ends earlier."""
+FINAL_ANSWER = 360.0
+"""Shortest limit of the wait for a cluster's copy in the final round."""
+FINAL_MOST = 7200.0
+"""Longest duration of a final round, with all its attempts."""
 
 # Port of a provider at its router
 
@@ -162,6 +186,15 @@ LINK_FAILURE_KEPT = 600.0
 LINK_FIGURES_KEPT = 6 * 3600.0
 """Time for which measured figures are used."""
 
+# Nodes that `ravnest launch --restart` starts again
+
+NODE_FIRST_PAUSE = 0.25
+"""First pause before a node that failed is started again; pauses double."""
+NODE_LONGEST_PAUSE = 10.0
+"""Longest of these pauses, without the jitter."""
+NODE_SETTLED = 360.0
+"""Time after which a node that was started again counts as running: pauses and limits start anew."""
+
 # Ends
 
 LINK_CLOSE = 5.0
@@ -176,6 +209,8 @@ ENDING_GRACE = 10.0
 """Time for the nodes of a failed cluster to end and to report why."""
 LEAVE_ANSWER = 5.0
 """Longest wait for the server's answer when a provider leaves."""
+HANDOVER = 30.0
+"""Longest wait of a provider that leaves for another one to fetch its files."""
 RELAY_STOP = 3.0
 """Time for the process of a relay to close its connections before it is killed."""
 SERVER_STOP = 5.0
@@ -223,6 +258,17 @@ RELATIONS = (
     ),
     Relation(LOST_AFTER, TRAINING_SILENCE, "a provider that trains gets more time"),
     Relation(TRAINING_SILENCE, WITNESSED_LIMIT, "progress of the neighbours gives more time"),
+    Relation(
+        POLL_GAP + longest_pause(FIRST_PAUSE),
+        REJOIN_SILENCE,
+        "a provider that is there has sent its next request before its neighbours' word counts",
+    ),
+    Relation(REJOIN_SILENCE, LOST_AFTER, "the word of the neighbours only shortens the wait"),
+    Relation(
+        LINK_GONE + REPORT_INTERVAL + REJOIN_SILENCE,
+        10.0,
+        "the place of a provider that was killed is vacant in time for training to go on in 10 s",
+    ),
     Relation(TIMER_LATE, LOST_AFTER, "a halt of the server is noticed before it costs a provider"),
     Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
     Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),
@@ -241,14 +287,49 @@ RELATIONS = (
         NEIGHBOUR_CONNECT,
         "when all have fetched, every worker listens before its neighbours give up",
     ),
+    Relation(
+        LINK_OUTAGE + FETCH_GRACE + WORKER_START,
+        MEMBER_RETURN,
+        "survivors wait until a lost node is noticed, and another machine has its files and listens",
+    ),
+    Relation(
+        TRAINING_SILENCE + FETCH_GRACE + WORKER_START,
+        MEMBER_RETURN,
+        "the same if nobody but the server notices the loss",
+    ),
+    Relation(POLL_WAIT, CHECKPOINT_UPLOAD, "a poll brings the order to upload a checkpoint in time"),
+    Relation(
+        REJOIN_SILENCE, REPLAN_AFTER, "a spare gets the place of a lost provider before a plan is made"
+    ),
+    Relation(
+        REPLAN_AFTER + RESCUE_GRACE,
+        REQUEUE_AFTER,
+        "a plan with the remaining providers is tried before they are given back",
+    ),
+    Relation(
+        TRAINING_SILENCE + REQUEUE_AFTER + RESCUE_GRACE,
+        MEMBER_RETURN,
+        "the nodes that remain have uploaded their checkpoints before they give up",
+    ),
     Relation(NEIGHBOUR_CONNECT, TRAINING_STALL, "a run does not stall because it still connects"),
+    Relation(NODE_RETURN, MEMBER_RETURN, "with a server, another machine may have to be found first"),
     Relation(NEIGHBOUR_CONNECT, NODE_RETURN, "a lost node has more time than one that starts"),
+    Relation(ROOTS_RETURN, NEIGHBOUR_CONNECT, "a cluster that continues does not wait for ended ones"),
     Relation(LINK_OUTAGE, BLOCK_WRITTEN, "a checkpoint on its way outlasts an outage of its link"),
     Relation(WITNESSED_LIMIT, RESULT_WAIT, "a finished training gets more time than a running one"),
     Relation(RESTART_GRACE, RESULT_WAIT, "a finished training outlasts a restart of the server"),
+    Relation(LINK_OUTAGE + LINK_HELLO, ROUND_REACH, "a member of a ring is dialled for a whole outage"),
+    Relation(ROUND_REACH, RING_STALL, "a member that cannot be dialled is named before the ring stalls"),
+    Relation(
+        ROUND_OUTAGES * (LINK_OUTAGE + LINK_HELLO),
+        min(RING_STALL, ROUND_ANSWER, ROUND_REQUEST),
+        "a round outlasts outages of links that the links themselves outlast",
+    ),
+    Relation(ROUND_ANSWER, ROUND_ANSWER_MOST, "a measured time lengthens the wait for a copy"),
+    Relation(ROUND_REQUEST, ROUND_REQUEST_UNKNOWN, "a cluster that is new gets more time"),
     Relation(ROUND_ANSWER_MOST, FINAL_ANSWER, "the final round waits longer than a round of training"),
-    Relation(RING_STALL, FINAL_REDUCE, "a stalled ring reports before the final round gives it up"),
-    Relation(FINAL_REDUCE, ROUND_REDUCE_MOST, "a measured time can lengthen the final all-reduce"),
+    Relation(RING_STALL, ROUND_REDUCE_MOST, "a stalled ring reports before the coordinator gives it up"),
+    Relation(RING_STALL, TRAINING_STALL, "a round that stalls ends before the run does"),
     Relation(
         FINAL_ANSWER + ROUND_REDUCE_MOST,
         FINAL_MOST,
@@ -265,7 +346,6 @@ RELATIONS = (
     Relation(LINK_DIRECT_RETRY, LINK_DIRECT_RETRY_MOST, "a relay that is needed is left in peace"),
     Relation(2 * LINK_HELLO, LINK_OUTAGE, "a link can dial several times before it gives up"),
     Relation(LINK_OUTAGE, TRAINING_STALL, "a run does not stall because a link connects again"),
-    Relation(LINK_OUTAGE, FINAL_ANSWER, "the final round outlasts an outage of a link"),
     Relation(3 * PORT_RENEWAL, PORT_LEASE, "two renewals that fail do not end the mapping of a port"),
     Relation(PORT_SEARCH, PORT_ANSWER, "a router has more time to answer than to be found"),
     Relation(PORT_ANSWER, WORKER_STOP, "a provider leaves its router faster than its worker stops"),
@@ -289,10 +369,21 @@ RELATIONS = (
     Relation(LINK_HELLO, LINK_TEST_DIAL, "a test tries a relay if no address answers"),
     Relation(LINK_TEST, LINK_FAILURE_KEPT, "a pair that fails is not tested all the time"),
     Relation(LINK_FAILURE_KEPT, LINK_FIGURES_KEPT, "failures pass sooner than figures change"),
+    Relation(NODE_FIRST_PAUSE, LINK_GONE, "a node is started again before its neighbours call it gone"),
+    Relation(
+        longest_pause(NODE_LONGEST_PAUSE) + WORKER_START,
+        NEIGHBOUR_CONNECT,
+        "neighbours wait for a node that is started again",
+    ),
+    Relation(
+        NEIGHBOUR_CONNECT, NODE_SETTLED, "a node that only waits for its neighbours does not settle"
+    ),
     Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
     Relation(ENDING_GRACE, LOST_AFTER, "nodes of a failed cluster report before they can be lost"),
+    Relation(LAST_CHECKPOINT, HANDOVER, "a last checkpoint takes less time than finding a spare"),
+    Relation(LEAVE_ANSWER, HANDOVER, "a provider without a spare leaves faster than one with a spare"),
     Relation(LEAVE_ANSWER, WORKER_STOP, "a provider leaves faster than its worker stops"),
     Relation(RELAY_STOP, SERVER_STOP, "a server does not stop later because of its relay"),
     Relation(

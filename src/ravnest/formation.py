@@ -27,9 +27,12 @@ from ravnest.plan.row_cuts import row_cut_models, whole_reason
 from ravnest.split.self_check import verify
 from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.store.bundle import save_stage
+from ravnest.store.checkpoint import SEED
+from ravnest.store.checkpoint_conversion import NewStage, convert_checkpoints
+from ravnest.store.checkpoint_sets import CheckpointSet, find_checkpoint_sets
 from ravnest.store.file_set import Replacement
 from ravnest.store.files import convert, has_format, inside, read_json, write_json
-from ravnest.store.node_spec import bundle_path, make_node_spec, plan_digest, write_node
+from ravnest.store.node_spec import NodeSpec, bundle_path, make_node_spec, plan_digest, write_node
 from ravnest.transport.certificates import Authority
 
 logger = logging.getLogger(__name__)
@@ -61,7 +64,7 @@ class Formation:
         return self.prepared.cut([self.prepared.cuts[start - 1] for start in starts])
 
 
-def clusterize(
+def clusterize(  # noqa: PLR0913 - the documented signature
     model: nn.Module | None = None,
     example_args: Sequence[Any] | torch.Tensor = (),
     example_kwargs: Mapping[str, Any] = _NOTHING,
@@ -73,6 +76,7 @@ def clusterize(
     update_frequency: int = 1,
     batch_dim: int = 0,
     folder: str | Path = NODE_DATA,
+    resume_from: str | Path | None = None,
 ) -> Plan:
     """Group the nodes of ``node_data/node_configs.json`` into clusters and split the model for them.
 
@@ -82,11 +86,14 @@ def clusterize(
     ``pass_data`` measures costs with a real forward pass instead of computing them. ``clusters`` sets
     the number of clusters. Memory is planned for ``optimizer`` with ``optimizer_params`` (AdamW by
     default) and ``update_frequency`` micro-batches per update. ``batch_dim`` is the dimension of the
-    inputs that counts samples.
+    inputs that counts samples. ``resume_from`` is a folder with the ``node_<i>`` checkpoint folders of
+    an earlier training: every node gets the newest complete checkpoint, cut for its stage, and
+    ``Trainer(resume=True)`` continues from it.
 
     Raises ``ValueError`` and writes nothing if the model cannot be split or the nodes cannot hold it.
     """
     target = Path(folder)
+    earlier = None if resume_from is None else find_checkpoint_sets(Path(resume_from))
     formation = form_clusters(
         model,
         example_args,
@@ -100,9 +107,13 @@ def clusterize(
         batch_dim=batch_dim,
     )
     splits = _checked_splits(formation)
-    _write(target, formation.plan, splits)
-    sys.stdout.write(clusterize_log(formation.plan))
-    return formation.plan
+    plan = formation.plan
+    seeds = None if earlier is None else _Seeds.of(earlier, len(plan.clusters))
+    _write(target, plan, splits, seeds)
+    sys.stdout.write(clusterize_log(plan))
+    if seeds is not None:
+        sys.stdout.write(f"{seeds}\n")
+    return plan
 
 
 def form_clusters(
@@ -159,7 +170,46 @@ def _checked_splits(formation: Formation) -> dict[int, Split]:
     return splits
 
 
-def _write(target: Path, plan: Plan, splits: Mapping[int, Split]) -> None:
+@dataclass(frozen=True)
+class _Seeds:
+    """Checkpoints of an earlier training that the clusters of a plan continue from."""
+
+    sets: tuple[CheckpointSet, ...]
+    """By cluster of the new plan."""
+    restart_epoch: bool
+    """Clusters have other shares of the data than before."""
+
+    @classmethod
+    def of(cls, found: Mapping[int, CheckpointSet], clusters: int) -> _Seeds:
+        """Give each cluster its own checkpoints; if there are others than before, all the newest."""
+        if list(found) == list(range(clusters)):
+            return cls(tuple(found.values()), restart_epoch=False)
+        newest = max(found.values(), key=lambda each: each.id)
+        return cls((newest,) * clusters, restart_epoch=True)
+
+    @property
+    def name(self) -> str:
+        """Name of the state, which the plan's digest covers: it is not the plan without it."""
+        return "".join(f"{each.run} {each.id.update} {each.id.phase}\n" for each in self.sets)
+
+    def __str__(self) -> str:
+        text = f"Trainer(resume=True) continues from {', '.join(str(each.id) for each in self.sets)}"
+        if not self.restart_epoch:
+            return text
+        return f"{text}; the epoch begins anew, because its clusters are not those of the new plan"
+
+    def write(self, folder: Path, nodes: Sequence[NodeSpec], splits: Mapping[int, Split]) -> None:
+        """Write a checkpoint for each node beside its stage."""
+        for cluster, old in enumerate(self.sets):
+            members = sorted((n for n in nodes if n.cluster == cluster), key=lambda n: n.stage)
+            stages = [
+                NewStage(n.plan, n.node, cluster, stage.spec, folder / n.bundle / SEED)
+                for n, stage in zip(members, splits[cluster].stages, strict=True)
+            ]
+            convert_checkpoints(old, stages, restart_epoch=self.restart_epoch)
+
+
+def _write(target: Path, plan: Plan, splits: Mapping[int, Split], seeds: _Seeds | None) -> None:
     replacement = Replacement(target)
     try:
         nodes = []
@@ -167,9 +217,12 @@ def _write(target: Path, plan: Plan, splits: Mapping[int, Split]) -> None:
             bundle = bundle_path(stage)
             digest = save_stage(replacement.staging / bundle, splits[stage.cluster].stages[stage.index])
             nodes.append(make_node_spec(plan, stage, bundle, digest.sha256))
-        digest_of_plan = plan_digest(nodes)
+        digest_of_plan = plan_digest(nodes, "" if seeds is None else seeds.name)
+        nodes = [replace(node, plan=digest_of_plan) for node in nodes]
         for node in nodes:
-            write_node(replacement.staging, replace(node, plan=digest_of_plan))
+            write_node(replacement.staging, node)
+        if seeds is not None:
+            seeds.write(replacement.staging, nodes, splits)
         _write_certificates(replacement.staging, plan, digest_of_plan)
         files = [p.relative_to(replacement.staging) for p in replacement.staging.rglob("*")]
         listing = sorted(f.as_posix() for f in files if (replacement.staging / f).is_file())

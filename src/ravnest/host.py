@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -260,36 +260,27 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a process in a process group of its own: Ctrl-C at the terminal reaches it through us only.
 
-    ``ends_with_us``: the system kills the process if this one ends (Linux only); do not use it once
-    this process has several threads, as code runs between fork and exec. ``options`` are passed to
-    ``Popen``.
+    ``ends_with_us``: the system kills the process if the calling thread ends (Linux only). ``options``
+    are passed to ``Popen``.
     """
     if not IS_POSIX:
         if pass_fds:
             raise LaunchError("provider workers need Linux or macOS; on Windows, run `ravnest` in WSL")
         options["creationflags"] = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
         return subprocess.Popen(argv, **options)  # noqa: S603 - the callers build the command
-    return subprocess.Popen(  # noqa: S603 - the callers build the command
-        argv,
-        process_group=0,
-        pass_fds=pass_fds,
-        preexec_fn=_before_exec(os.getpid()) if ends_with_us else None,  # noqa: PLW1509
-        **options,
-    )
+    if ends_with_us and _libc is not None:
+        argv = [sys.executable, "-I", "-S", "-c", _ENDS_WITH_PARENT, str(os.getpid()), *argv]
+    return subprocess.Popen(argv, process_group=0, pass_fds=pass_fds, **options)  # noqa: S603
 
 
-def _before_exec(parent: int) -> Callable[[], None] | None:
-    """Return a function for the child to run before its program; it takes no lock."""
-    if _libc is None:
-        return None
-    prctl = _libc.prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(KILL))
-        if os.getppid() != parent:  # the parent ended before the call
-            os._exit(1)
-
-    return ask
+_ENDS_WITH_PARENT = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(KILL)})
+if os.getppid() == int(sys.argv[1]):  # else the parent ended before the call
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Program that becomes another one which the system kills if its parent ends; a process with several
+threads can use it, while no code may run between its fork and exec (``preexec_fn``)."""
 
 
 def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

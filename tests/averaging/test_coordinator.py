@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from round_cases import Case, asked, decided, weights
 
+from ravnest.averaging.coordinator import Mode
 from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.events import RoundEnded, SendToCluster, Tick, Wake
 from ravnest.averaging.two_phase_commit import ATTEMPTS
+from ravnest.deadlines import LINK_HELLO, LINK_OUTAGE, ROUND_OUTAGES
 from ravnest.wire.messages import Decision, Prepare, RoundId, Start
 
 LIMITS = Deadlines()
@@ -90,7 +92,7 @@ class TestBackground:
         assert decided(actions) == {2: False}
         case.all_reduce(0, 1)
         assert case.outcome.committed
-        assert case.outcome.missing == {2: "no reply within 30.0 s"}
+        assert case.outcome.missing == {2: f"no reply within {LIMITS.answer_most:.1f} s"}
 
     def test_the_deadline_comes_from_measured_answers(self) -> None:
         case = Case(2)
@@ -112,9 +114,9 @@ class TestBackground:
         case.all_prepare(0, 1)
         assert decided(case.wait(LIMITS.answer_floor)) == {2: False}
         case.all_reduce(0, 1)
-        assert case.outcome.missing == {2: "no reply within 1.0 s"}
+        assert case.outcome.missing == {2: f"no reply within {LIMITS.answer_floor:.1f} s"}
         start = case.now
-        assert case.request(0, 24)[-1] == Wake(start + 3 * 1.0 + LIMITS.answer_floor)
+        assert case.request(0, 24)[-1] == Wake(start + LIMITS.answer_most)
         case.all_prepare(0, 1, 2)
         case.all_reduce(0, 1, 2)
         assert sorted(case.outcome.weights) == [0, 1, 2]
@@ -245,15 +247,19 @@ class TestFailures:
         assert case.outcome.committed
         assert case.outcome.missing == {2: "not done within 3600.0 s"}
 
-    def test_the_deadline_of_averages_comes_from_measured_ones(self) -> None:
+    def test_a_slow_average_is_not_given_up_because_earlier_ones_were_fast(self) -> None:
+        """Nodes report an all-reduce without progress; one with progress may take long."""
         case = Case(2)
         case.request(0)
         case.all_prepare(0, 1)
         case.wait(4.0)
         case.all_reduce(0, 1)
         case.request(0, 16)
-        start = case.now
-        assert case.all_prepare(0, 1)[-1] == Wake(start + 3 * 4.0 + LIMITS.reduce_floor)
+        case.all_prepare(0, 1)
+        case.reduced(0)
+        assert case.wait(LIMITS.reduce_most - 1) == []
+        case.reduced(1)
+        assert case.outcome.committed
 
     def test_the_blamed_and_silent_cluster_is_left_out(self) -> None:
         """Cluster 2 hangs; 1 waits for it in a ring, and 0 for 1."""
@@ -319,6 +325,41 @@ class TestFailures:
         assert decided(case.all_reduce(0, 1)) == {0: True, 1: True}
 
 
+class TestOutages:
+    """A cluster whose links are in outages that they tolerate is not left out; one that is lost is."""
+
+    @pytest.mark.parametrize("mode", ["background", "blocking"])
+    def test_each_step_outlasts_outages_of_links(self, mode: Mode) -> None:
+        case = Case(2, mode)
+        for updates in (8, 16):  # the second round has measured times of the first
+            quick = updates == 8
+            pause = 0.1 if quick else ROUND_OUTAGES * (LINK_OUTAGE + LINK_HELLO)
+            case.request(0, updates, interval=0.1)
+            case.wait(pause if mode == "blocking" else 0.0)
+            case.request(1, updates, interval=0.1)
+            case.prepared(0)
+            case.wait(pause)
+            case.prepared(1)
+            case.reduced(0)
+            case.wait(pause)
+            case.reduced(1)
+            assert case.outcome.committed
+            assert (case.outcome.missing, case.outcome.round.attempt) == ({}, 0)
+
+    @pytest.mark.parametrize("mode", ["background", "blocking"])
+    def test_a_loss_is_not_waited_for(self, mode: Mode) -> None:
+        case = Case(3, mode)
+        for cluster in range(3):
+            case.request(cluster)
+        case.all_prepare(0, 1, 2)
+        case.reduced(0)
+        assert asked(case.lost(2)) == [0, 1]
+        case.all_prepare(0, 1)
+        case.all_reduce(0, 1)
+        assert case.outcome.committed
+        assert case.now == 0.0
+
+
 class TestBlocking:
     def test_a_round_opens_when_all_have_requested_it(self) -> None:
         case = Case(3, "blocking")
@@ -341,19 +382,19 @@ class TestBlocking:
         case.request(2, 16, interval=4.0)
         assert case.wake == start + 3 * 2.0 + LIMITS.request_floor
         case.now = start
-        actions = case.wait(11.0)
+        actions = case.wait(3 * 2.0 + LIMITS.request_floor)
         assert asked(actions) == [0, 2]
         case.all_prepare(0, 2)
         case.all_reduce(0, 2)
-        assert case.outcome.missing == {1: "not ready after 11.0 s"}
+        assert case.outcome.missing == {1: f"not ready after {6.0 + LIMITS.request_floor:.1f} s"}
 
     def test_the_deadline_of_unknown_clusters_is_long(self) -> None:
         case = Case(2, "blocking")
         case.request(0, interval=1.0)
         assert case.wake == LIMITS.request_unknown
         slow = Case(2, "blocking")
-        slow.request(0, interval=100.0)
-        assert slow.wake == 300.0
+        slow.request(0, interval=200.0)
+        assert slow.wake == 600.0
 
     def test_a_late_cluster_is_in_the_next_round(self) -> None:
         case = Case(3, "blocking")
@@ -388,7 +429,7 @@ class TestBlocking:
         case = Case(2, "blocking")
         case.request(0)
         assert decided(case.wait(LIMITS.request_unknown)) == {0: False}
-        assert case.outcome.missing == {1: "not ready after 120.0 s"}
+        assert case.outcome.missing == {1: f"not ready after {LIMITS.request_unknown:.1f} s"}
 
     def test_a_loss_opens_the_round_that_waited_for_it(self) -> None:
         case = Case(3, "blocking")
@@ -445,7 +486,7 @@ class TestFinal:
         assert case.wait(LIMITS.final_answer - 1) == []
         assert weights(case.wait(1)) == {0: 0.5, 1: 0.5}
         assert decided(case.all_reduce(0, 1)) == {0: True, 1: True}
-        assert case.outcome.missing == {2: "no reply within 120.0 s"}
+        assert case.outcome.missing == {2: f"no reply within {LIMITS.final_answer:.1f} s"}
 
     def test_two_clusters_end_without_it_if_one_does_not_reply(self) -> None:
         case = Case(2)
@@ -456,18 +497,17 @@ class TestFinal:
         assert (case.outcome.kind, case.outcome.committed) == ("final", False)
         assert "only cluster 0 takes part" in case.outcome.reason
 
-    def test_its_deadlines_follow_from_measured_times(self) -> None:
+    def test_its_deadline_follows_from_measured_times(self) -> None:
         case = Case(2)
         case.request(0)
-        case.now = 25.0
+        case.now = 250.0
         case.all_prepare(0, 1)
-        case.now = 325.0
         case.all_reduce(0, 1)
         for cluster in range(2):
             case.request(cluster, 16, final=True)
-        assert case.wake == case.now + LIMITS.final_answer
+        assert case.wake == case.now + 3 * 250
         case.all_prepare(0, 1)
-        assert case.wake == case.now + 3 * 300 + LIMITS.reduce_floor
+        assert case.wake == case.now + LIMITS.reduce_most
 
     def test_it_is_given_up_as_a_whole_after_its_longest_duration(self) -> None:
         case = Case(3)

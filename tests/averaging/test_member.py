@@ -155,3 +155,31 @@ class TestLeadership:
 
 def _outcomes(actions: list[MemberAction]) -> list[str]:
     return [action.outcome.reason for action in actions if isinstance(action, RoundEnded)]
+
+
+class TestReconnections:
+    def test_a_member_that_connects_again_is_left_out_of_the_open_round_at_once(self) -> None:
+        root = member(0, 1, 2)
+        root.handle(UpdateMade(8, 1.0), 1.0)
+        root.handle(NodeReplied(prepared(0)), 1.0)
+        root.handle(MessageArrived(2, prepared(2, 8)), 1.0)
+        sent = root.handle(ClusterJoined(1), 2.0)
+        starts = [action.head for action in sent if isinstance(action, SendToCluster)]
+        assert [sorted(head.weights) for head in starts if isinstance(head, Start)] == [[0, 2]]
+
+    def test_another_member_that_connects_again_does_not_void_the_round_here(self) -> None:
+        root = member(2, 0, 1)
+        root.handle(MessageArrived(0, PREPARE), 1.0)
+        assert root.handle(ClusterJoined(1), 2.0) == []
+        assert root.handle(NodeReplied(prepared(2)), 2.0) == [SendToCluster(0, prepared(2))]
+
+    def test_the_coordinator_that_connects_again_voids_the_round_and_gets_the_request(self) -> None:
+        root = member(1, 0)
+        root.handle(UpdateMade(8, 1.0), 1.0)
+        root.handle(MessageArrived(0, PREPARE), 1.0)
+        void, request = root.handle(ClusterJoined(0), 2.0)
+        assert isinstance(void, RelayToNodes)
+        assert isinstance(void.head, Decision)
+        assert not void.head.commit
+        assert isinstance(request, SendToCluster)
+        assert isinstance(request.head, RoundRequest)

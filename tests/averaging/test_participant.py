@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
 
 from ravnest.averaging.allreduce import AllReduceResult
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.participant import (
     CancelReduce,
     CommandArrived,
@@ -23,7 +25,7 @@ from ravnest.averaging.participant import (
     WeightsCopied,
 )
 from ravnest.averaging.ports import Vectors
-from ravnest.deadlines import RING_STALL
+from ravnest.deadlines import LINK_OUTAGE, RING_STALL, ROUND_OUTAGES
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
 ROUND, BASE = RoundId(4), RoundId(3)
@@ -144,7 +146,50 @@ def test_an_all_reduce_without_chunks_is_cancelled(node: Participant) -> None:
     start(node)
     assert node.stalls_at(0.0) == 2.0 + RING_STALL
     assert node.stalls_at(9.0) == 9.0 + RING_STALL
-    (cancel,) = node.handle(Stalled(), 50.0)
+    cancel, reply = node.handle(Stalled(), 50.0)
     assert isinstance(cancel, CancelReduce)
     assert cancel.round == ROUND
-    assert node.stalls_at(9.0) == 50.0 + RING_STALL, "not again at once"
+    assert reply == SendReply(Reduced(ROUND, 2, 7, {}, 0, cancel.reason))
+    assert node.stalls_at(9.0) == math.inf, "not again"
+    assert ended(node) == [], "the reply was sent, although the all-reduce had not ended"
+
+
+def test_longer_outages_of_links_give_an_all_reduce_more_time() -> None:
+    node = Participant(2, 7, Deadlines.outlasting(LINK_OUTAGE + 100.0))
+    prepare(node)
+    copied(node)
+    start(node)
+    assert node.stalls_at(0.0) == 2.0 + RING_STALL + ROUND_OUTAGES * 100.0
+
+
+def test_commands_in_any_order_use_only_copies_and_averages_of_their_own_round() -> None:
+    """A Root that was restarted, or that follows another coordinator, may send anything at any time."""
+    for seed in range(2000):
+        drawn, node = Random(seed), Participant(2, 7)
+        ids = [RoundId(number, attempt) for number in range(3) for attempt in range(2)]
+        copies: set[RoundId] = set()
+        averages: set[RoundId] = set()
+        for step in range(30):
+            of = drawn.choice(ids)
+            result = AllReduceResult(of, {}, {}, 0, drawn.choice(["", "node_3 is gone"]))
+            event = drawn.choice(
+                [
+                    CommandArrived(Prepare(of, drawn.random() < 0.5)),
+                    WeightsCopied(of, {of.number: torch.ones(1)}, "", "raw", None),
+                    CommandArrived(Start(of, WEIGHTS)),
+                    ReduceEnded(result),
+                    Stalled(),
+                    CommandArrived(Decision(of, drawn.random() < 0.5)),
+                ]
+            )
+            for action in node.handle(event, float(step)):
+                match action:
+                    case CopyWeights(round_id):
+                        copies.add(round_id)
+                    case StartReduce(head, copy):
+                        assert head.round in copies
+                        assert list(copy) == [head.round.number]
+                    case StoreAverage(average):
+                        averages.add(average.round)
+                    case SettleCompression(round_id, applied):
+                        assert not applied or round_id in averages

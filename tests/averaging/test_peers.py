@@ -6,12 +6,15 @@ import threading
 
 import pytest
 from fake_link import FakeLink, hello
+from msgspec import structs
 from node_files import node_file
 
-from ravnest.averaging.peers import Peers
+from ravnest.averaging.peers import PeerError, Peers
+from ravnest.errors import UnreachableError
 from ravnest.store.node_spec import NeighbourSpec
 from ravnest.transport.base import Link
-from ravnest.transport.memory import MemoryNetwork
+from ravnest.transport.memory import MemoryNetwork, MemoryTransport
+from ravnest.types import Address
 from ravnest.wire.messages import Message
 
 ROOTS = (
@@ -82,3 +85,77 @@ def test_the_newest_link_to_a_node_is_used(peers: Peers) -> None:
     assert not peers.forget(first), "it was not in use"
     assert peers.forget(second)
     assert peers.root(1) is None
+
+
+def replaced(link: FakeLink, generation: int, address: str = "127.0.0.1:77") -> FakeLink:
+    """Return the link as one to the machine that has taken the peer's place."""
+    link.peer = structs.replace(link.peer, generation=generation, addresses=(address,))
+    return link
+
+
+def test_a_link_to_another_machine_replaces_the_old_one(network: MemoryNetwork) -> None:
+    lost: list[Link] = []
+    peers = Peers(
+        node_file(0, roots=ROOTS), hello(0), network.transport(), NoMessages(), on_replaced=lost.append
+    )
+    old, new = FakeLink(3), replaced(FakeLink(3), 1)
+    assert peers.keep(old)
+    assert peers.keep(new)
+    assert lost == [old]
+    assert peers.root(1) is new
+    assert not peers.is_current(old)
+    assert not peers.keep(old), "it does not come back"
+    assert peers.root(1) is new
+
+
+def test_two_links_to_one_process_stay_open(network: MemoryNetwork) -> None:
+    lost: list[Link] = []
+    peers = Peers(
+        node_file(0, roots=ROOTS), hello(0), network.transport(), NoMessages(), on_replaced=lost.append
+    )
+    first, second = FakeLink(3), FakeLink(3)
+    peers.keep(first)
+    peers.keep(second)
+    assert lost == []
+    assert peers.is_current(first)
+
+
+def test_a_peer_that_connects_first_need_not_be_dialled(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that has replaced another one is at an address that the plan does not know."""
+    new = replaced(FakeLink(3), 1)
+    dialled = threading.Event()
+
+    def dial(*_: object, **__: object) -> Link:
+        peers.keep(new)
+        assert dialled.wait(30)
+        raise UnreachableError("nobody is there any more")
+
+    monkeypatch.setattr(MemoryTransport, "dial", dial)
+    assert peers.reach(ROOTS[1], 1, 30.0) is new
+    dialled.set()
+
+
+def test_a_peer_that_does_not_answer_is_named(peers: Peers) -> None:
+    with pytest.raises(PeerError, match="node_3 of cluster 1") as raised:
+        peers.reach(ROOTS[1], 1, 0.01)
+    assert raised.value.cluster == 1
+
+
+def test_a_replaced_machine_is_dialled_at_the_addresses_that_it_named(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[str] = []
+
+    def dial(_: object, address: Address, *__: object, **___: object) -> Link:
+        dialled.append(str(address))
+        raise UnreachableError("nobody")
+
+    monkeypatch.setattr(MemoryTransport, "dial", dial)
+    for link in (FakeLink(3), replaced(FakeLink(3), 1), replaced(FakeLink(3), 2, "nonsense")):
+        peers.keep(link)
+        peers.forget(link)
+        with pytest.raises(PeerError):
+            peers.reach(ROOTS[1], 1, 1.0)
+    assert dialled == ["127.0.0.1:2", "127.0.0.1:77", "127.0.0.1:2"]

@@ -180,3 +180,33 @@ class TestTakeover:
         (answer,) = relay.command(1, Prepare(RoundId(0), assign=False))
         assert isinstance(answer, ReplyToCoordinator)
         assert answer.head.round == RoundId(4, 1)
+
+
+class TestRestarts:
+    def test_a_round_of_a_cluster_that_takes_over_is_joined_when_the_loss_is_known_here(self) -> None:
+        relay = CommandRelay(3, (5,), coordinator=1)
+        assert relay.command(2, PREPARE) == [], "cluster 2 learned of the loss earlier"
+        assert relay.follow(2, "cluster 1 is gone") == [RelayToNodes(PREPARE)]
+        assert relay.awaited == (5,)
+
+    def test_a_round_that_ended_meanwhile_is_not_joined(self) -> None:
+        relay = CommandRelay(3, (5,), coordinator=1)
+        relay.command(2, PREPARE)
+        relay.command(2, Decision(ROUND, commit=False, reason="no reply"))
+        assert relay.follow(2, "cluster 1 is gone") == []
+        relay = CommandRelay(3, (5,), coordinator=1)
+        relay.command(2, PREPARE)
+        relay.forget(2)
+        assert relay.follow(2, "cluster 1 is gone") == [], "it was sent by a process that is gone"
+
+    def test_a_restarted_coordinator_that_opens_no_round_releases_training(self) -> None:
+        """Its numbers begin with 0 again, and it has not learned of the newest one yet."""
+        relay = cluster_relay()
+        relay.command(1, Prepare(ROUND, assign=True))
+        relay.follow(1, "it has connected again")
+        void = Decision(RoundId(0), commit=False, reason="only cluster 2 takes part", assign=True)
+        assert relay.command(1, void) == [RoundOver(void, resume=True)]
+        assert relay.next_round == ROUND.number + 1
+        (reply,) = relay.command(1, Prepare(RoundId(1), assign=True))
+        assert isinstance(reply, ReplyToCoordinator), "it learns of the newest round"
+        assert reply.head.round > ROUND

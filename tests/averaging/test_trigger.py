@@ -149,3 +149,26 @@ def test_a_given_reduce_factor_is_kept_even_if_rounds_are_frequent() -> None:
     trigger.updated(8, 0.0)
     trigger.updated(8, 0.001)
     assert trigger.is_due
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_a_run_that_continues_requests_rounds_at_the_same_updates(stop: int) -> None:
+    def requests(trigger: RoundTrigger, updates: range) -> list[tuple[int, int]]:
+        found = []
+        for update in updates:
+            trigger.updated(32, float(update))
+            if trigger.is_due:
+                request = trigger.request()
+                found.append((request.updates, request.samples))
+                trigger.hold()
+                trigger.settled(commit=True, assign=False)
+        return found
+
+    whole = RoundTrigger(0, 4)
+    expected = requests(whole, range(12))
+    first, second = RoundTrigger(0, 4), RoundTrigger(0, 4)
+    before = requests(first, range(stop))
+    second.continue_from(first.updates, first.samples)
+    assert before + requests(second, range(stop, 12)) == expected
+    assert (second.updates, second.samples) == (whole.updates, whole.samples)
+    assert first.averaged + second.averaged == whole.averaged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from random import Random
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,8 +11,13 @@ from hypothesis import strategies as st
 from whole_clusters import World
 
 from ravnest.averaging.coordinator import Mode
+from ravnest.deadlines import ROUND_ANSWER
 
 END = 100_000.0
+SOON = ROUND_ANSWER - 30.0
+"""Time in which they finish if nothing waits for a deadline."""
+SEEDS = 1000
+"""Random worlds for each mode, some ms each."""
 
 
 @pytest.mark.parametrize("mode", ["background", "blocking"])
@@ -69,3 +75,46 @@ def test_the_surviving_clusters_finish(
     assert len(set(averaged)) == len(averaged), "two rounds have the same id"
     if not deaths:
         assert world.applied[world.outcomes[-1].round] == living
+
+
+def check_restarts(world: World) -> None:
+    """Nobody waits for ever, and no process applies a round twice or one that it was not a member of."""
+    assert all(root.done for root in world.roots.values()), "a cluster waits for ever"
+    averaged = [outcome for outcome in world.outcomes if outcome.committed]
+    for cluster, root in world.roots.items():
+        assert root.applied == sorted(set(root.applied))
+        own = {outcome.round for outcome in averaged if cluster in outcome.weights}
+        assert set(root.applied) <= own
+
+
+@pytest.mark.parametrize("mode", ["background", "blocking"])
+@pytest.mark.parametrize("restarted", [0, 1, 2])
+def test_a_restarted_cluster_is_in_the_next_round_and_all_agree_at_the_end(
+    mode: Mode, restarted: int
+) -> None:
+    world = World(3, mode, updates=40, seed=3)
+    world.run(8.0)
+    rounds = len(world.outcomes)
+    world.restart(restarted)
+    world.run(END)
+    check_restarts(world)
+    after = [outcome for outcome in world.outcomes[rounds:] if outcome.committed]
+    with_it = [restarted in outcome.weights for outcome in after]
+    assert with_it.index(True) <= 2, "it takes part as soon as it is back"
+    final = world.outcomes[-1]
+    assert (final.kind, final.committed, sorted(final.weights)) == ("final", True, [0, 1, 2])
+    assert all(root.applied[-1] == final.round for root in world.roots.values())
+
+
+@pytest.mark.parametrize("mode", ["background", "blocking"])
+def test_clusters_that_are_restarted_at_any_time_finish(mode: Mode) -> None:
+    for seed in range(SEEDS):
+        drawn = Random(seed)
+        clusters = drawn.randint(2, 4)
+        world = World(clusters, mode, updates=12, seed=seed, leaves=True)
+        for _ in range(drawn.randint(1, 5)):
+            cluster, at = drawn.randrange(clusters), drawn.uniform(0, 25)
+            again = partial(world.restart, cluster, drawn.randint(0, 12))
+            world.after(at, again if drawn.random() < 0.8 else partial(world.kill_and_restart, cluster))
+        world.run(SOON)
+        check_restarts(world)

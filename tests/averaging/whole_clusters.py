@@ -1,13 +1,16 @@
 """Members of several clusters in virtual time: all of averaging except the tensors.
 
 A cluster trains, requests rounds, replies, and waits at the end for the final round. Links keep their
-order. A cluster that is killed falls silent; each of the others learns of it a while later.
+order. A cluster that is killed falls silent; each of the others learns of it a while later. A cluster
+that is restarted has lost its state and connects to the others again, which may not have learned of its
+death by then; what its last process sent does not arrive any more.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -42,17 +45,22 @@ REDUCE_FACTOR = 3
 class World:
     """The clock, the links, and the clusters."""
 
-    def __init__(self, clusters: int, mode: Mode, *, updates: int, seed: int) -> None:
+    def __init__(
+        self, clusters: int, mode: Mode, *, updates: int, seed: int, leaves: bool = False
+    ) -> None:
+        """``leaves``: processes end some time after their training."""
         self.now = 0.0
         self.random = Random(seed)
         self.mode: Mode = mode
+        self.updates = updates
+        self.leaves = leaves
         self.outcomes: list[RoundOutcome] = []
         self.applied: dict[RoundId, set[int]] = {}
         self._order = count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._arrivals: dict[tuple[int, int], float] = {}
         self.roots = {cluster: Root(self, cluster, updates) for cluster in range(clusters)}
-        for root in self.roots.values():
+        for root in list(self.roots.values()):
             root.begin(set(range(clusters)))
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
@@ -65,9 +73,28 @@ class World:
         self.after(at - self.now, call)
 
     def kill(self, cluster: int) -> None:
-        self.roots[cluster].alive = False
+        killed = self.roots[cluster]
+        killed.alive = False
         for root in self.roots.values():
-            self.after(self.random.uniform(0.0, 2.0), root.loss_of(cluster))
+            self.after(self.random.uniform(0.0, 2.0), root.loss_of(killed))
+
+    def kill_and_restart(self, cluster: int) -> None:
+        """Restart a cluster some time after its death."""
+        if self.roots[cluster].alive:
+            self.kill(cluster)
+            self.after(self.random.uniform(0.0, 10.0), partial(self.restart, cluster))
+
+    def restart(self, cluster: int, back: int = 5) -> None:
+        """Continue with a new process from ``back`` updates before the last one."""
+        before = self.roots[cluster]
+        if before.done:
+            return
+        before.alive = False
+        now = self.roots[cluster] = Root(self, cluster, min(before.left + back, self.updates))
+        others = [root for root in self.roots.values() if root.alive and root is not now]
+        for other in others:
+            now.connect(other)
+        self.after(now.speed, now.train)
 
     def run(self, until: float) -> None:
         while self._agenda and self._agenda[0][0] <= until:
@@ -86,14 +113,18 @@ class Root:
         self.alive = True
         self.paused = False
         self.done = False
-        self.connected: set[int] = set()
+        self.connected: dict[int, Root] = {}
+        """The process at the other end of each link."""
+        self.past: set[Root] = set()
+        """Processes whose links are lost, or whose place another one has taken."""
+        self.applied: list[RoundId] = []
         self.nodes = [10 * cluster + stage for stage in range(NODES)]
         self.member = Member(cluster, self.nodes, mode=world.mode, reduce_factor=REDUCE_FACTOR)
         self.speed = world.random.uniform(0.1, 1.0)
 
     def begin(self, clusters: set[int]) -> None:
-        self.connected = clusters - {self.cluster}
-        for other in self.connected:
+        for other in clusters - {self.cluster}:
+            self.connected[other] = self.world.roots[other]
             self.give(ClusterJoined(other))
         self.world.after(self.speed, self.train)
 
@@ -129,8 +160,9 @@ class Root:
     def carry_out(self, action: MemberAction) -> None:
         match action:
             case SendToCluster(cluster, head):
-                other, event = self.world.roots[cluster], MessageArrived(self.cluster, head)
-                self.world.send(self.cluster, cluster, lambda: other.receive(event))
+                other, event = self.connected.get(cluster), MessageArrived(self.cluster, head)
+                if other is not None:
+                    self.world.send(self.cluster, cluster, lambda: other.receive(self, event))
             case RelayToNodes(head):
                 for node in self.nodes:
                     self.node_gets(node, head)
@@ -139,9 +171,10 @@ class Root:
             case RoundEnded(outcome):
                 self.world.outcomes.append(outcome)
 
-    def receive(self, event: MessageArrived) -> None:
-        """Messages of a lost link do not arrive."""
-        if event.cluster in self.connected:
+    def receive(self, sender: Root, event: MessageArrived) -> None:
+        """Messages of a lost link do not arrive; the first message of a new one opens it here."""
+        if sender not in self.past:
+            self.join(sender)
             self.give(event)
 
     def node_gets(self, node: int, head: Command) -> None:
@@ -161,22 +194,46 @@ class Root:
 
     def over(self, decision: Decision, *, resume: bool) -> None:
         if decision.commit:
+            self.applied.append(decision.round)
             self.world.applied.setdefault(decision.round, set()).add(self.cluster)
         if resume and self.paused:
             self.paused = False
             if self.left <= 0:
                 self.done = True
+                if self.world.leaves:
+                    self.world.after(self.world.random.uniform(0.0, 20.0), self.leave)
             else:
                 self.world.after(self.speed, self.train)
 
     # Losses
 
-    def loss_of(self, cluster: int) -> Callable[[], None]:
+    def leave(self) -> None:
+        if self.alive:
+            self.world.kill(self.cluster)
+
+    def loss_of(self, killed: Root) -> Callable[[], None]:
         """Return the call with which this Root learns of a loss."""
 
         def learn() -> None:
-            if cluster in self.connected:
-                self.connected.discard(cluster)
-                self.give(ClusterLost(cluster, "no heartbeat"))
+            if self.connected.get(killed.cluster) is killed:
+                del self.connected[killed.cluster]
+                self.past.add(killed)
+                self.give(ClusterLost(killed.cluster, "no heartbeat"))
 
         return learn
+
+    def connect(self, other: Root) -> None:
+        """Open a link to another Root: each of the two learns of it a while later."""
+        for here, there in ((self, other), (other, self)):
+            before = here.connected.get(there.cluster)
+            if before is not None and before is not there:  # the loss may be seen before or after
+                self.world.after(self.world.random.uniform(0.0, 2.0), here.loss_of(before))
+            self.world.send(there.cluster, here.cluster, partial(here.join, there))
+
+    def join(self, other: Root) -> None:
+        before = self.connected.get(other.cluster)
+        if before is not other and other not in self.past:
+            if before is not None:
+                self.past.add(before)
+            self.connected[other.cluster] = other
+            self.give(ClusterJoined(other.cluster))

@@ -332,6 +332,17 @@ def test_submit_detached_prints_the_id(ravnest: Command) -> None:
 
 
 @pytest.mark.usefixtures("targets")
+def test_submit_resumes_only_jobs_that_have_ended(ravnest: Command, job: str) -> None:
+    ended = ravnest("submit", "--resume", job, "--detach")
+    assert ended.code == ExitCode.ERROR
+    assert f"{job} is submitted: cancel it before you resume it" in " ".join(ended.err.split())
+    assert ravnest("cancel", job).code == ExitCode.OK
+    ended = ravnest("submit", "--resume", job, "--detach")
+    assert f"{job} has no complete checkpoint" in " ".join(ended.err.split())
+    assert ravnest("submit").code == ExitCode.USAGE
+    assert ravnest("submit", "--resume", job, "--serve-here").code == ExitCode.USAGE
+
+
 def test_submit_shows_a_job_until_it_fails(ravnest: Command, server: JobServer) -> None:
     with server.provider() as provider:
 

@@ -57,6 +57,19 @@ def test_all_files_are_uploaded_before_the_job_is_created(server: JobServer) -> 
             assert handle.progress().epochs == epochs
 
 
+def test_a_job_can_continue_another_one(server: JobServer) -> None:
+    """The server refuses these: what it is asked for is what counts here."""
+    job = server.submit()
+    with pytest.raises(ServerRefusedError, match=f"{job} is submitted: cancel it"):
+        ravnest.submit(resume=job)
+    with pytest.raises(ServerRefusedError, match=f"{job} is submitted: cancel it"):
+        ravnest.submit(small_job(), resume=job)
+    with pytest.raises(ServerRefusedError, match=f"{job} is submitted: cancel it"):
+        ravnest.submit(small_job(resume_from=job))
+    with pytest.raises(ServerRefusedError, match="there is no job"):
+        ravnest.submit(resume="job-00000000")
+
+
 def test_a_job_that_cannot_be_packed_sends_nothing(server: JobServer) -> None:
     network = RecordingTransport()
     with server.requester.api(transport=network) as api, pytest.raises(JobError):

@@ -86,17 +86,6 @@ class InternetWorld:
         joining = (f"--server={self.url(host)}", f"--token={token}")
         return self.world.command("provide", *joining, *own, *options, before=host.inside(), home=name)
 
-    def provide_everywhere(self) -> dict[str, Process]:
-        """Start a provider in each home, on the open host and on the one with IPv6 only."""
-        first, second = self.internet.homes
-        hosts = {
-            "home0": first.host,
-            "home1": second.host,
-            "open": self.internet.open,
-            "six": self.internet.six,
-        }
-        return {name: self.provide(name, host) for name, host in hosts.items()}
-
     def url(self, host: Host) -> str:
         """Return the server's URL in the family that the host has."""
         six = all(":" in address for address in host.addresses)

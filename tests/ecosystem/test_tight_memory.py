@@ -12,8 +12,9 @@ from world import World, eventually, providers
 from ravnest.jobs.job import Job
 
 WIDTH = 2048
-RAM = 0.38
-"""GB. The model has 76 MB of weights; a single node that averages needs 4.5 times as much."""
+RAM = 0.39
+"""GB. The model has 76 MB of weights; a single node that averages needs 4.5 times as much, and 8 MB that
+its links keep until they are acknowledged."""
 
 
 def wide_job() -> Job:
@@ -46,4 +47,5 @@ def test_clusters_average_within_the_offered_memory(world: World) -> None:
     handle.result(timeout=180)
     plan = handle.view().plan
     assert plan.count("averaging with other clusters 151 MB") == 2
+    assert plan.count("acknowledged by the neighbours 8 MB") == 2
     assert plan.count("(98%)") == 2

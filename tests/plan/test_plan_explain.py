@@ -105,7 +105,7 @@ def test_the_description_has_memory_and_times() -> None:
     assert "Node(0) at 10.0.0.1:8080 is the Root: layers conv1 to fc1 (4 units), 67%" in root
     assert "Memory 2.5 GB of 8 GB (32%): weights 500 MB, older versions 500 MB" in root_memory
     assert "optimizer 1.0 GB, activations 80 MB, transfer 4 MB" in root_memory
-    assert root_memory.endswith("460 MB.")
+    assert root_memory.endswith("460 MB, sent and not yet acknowledged by the neighbours 2 MB.")
     assert "100 ms" in root_time
     assert "1 s on the link to Node(1)" in root_time
     assert "Node(1) at 10.0.0.1:8081 is the Leaf: layers fc2 to softmax (2 units), 33%" in leaf

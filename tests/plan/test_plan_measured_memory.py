@@ -10,7 +10,8 @@ import torch
 from plan_cases import load_benchmark
 from torch import nn
 
-from ravnest.split import recurrent_deferral
+from ravnest.plan.profiler import profile_model, unit_names
+from ravnest.split import Chain, prepare, recurrent_deferral
 
 memory = load_benchmark("memory")
 
@@ -65,3 +66,21 @@ def test_the_plan_is_enough_and_not_much_more(name: str, monkeypatch: pytest.Mon
         waiting = found.stage == found.stages - 1 and "kept" in str(found.load)
         limit = 2.3 if waiting else 1.3
         assert 0.99 <= ratio <= limit, f"stage {found.stage} with {found.load}: {ratio:.2f}"
+
+
+def test_an_input_that_the_stage_writes_to_counts_besides_its_copy() -> None:
+    """The stage behind a cut must not write to a tensor that it has received."""
+    inner = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 64)]
+    prepared = prepare(nn.Sequential(*inner), (torch.randn(32, 64),))
+    units = profile_model(prepared).units
+    names = unit_names(prepared)
+    size = 32 * 64 * 4
+    before, behind = names.index("2") - 1, names.index("2")
+    assert units[before].crossing_bytes == units[before].held_bytes == size
+    assert units[before].sent_bytes == size, "batch norm does not keep its result"
+    assert units[behind].held_bytes == size, "the linear layer keeps its input"
+    stage = Chain.of(prepared.cut([prepared.cuts[before]])).modules[1]
+    received = torch.randn(32, 64, requires_grad=True)
+    value = received.detach().clone()
+    stage(received)
+    assert torch.equal(received, value)

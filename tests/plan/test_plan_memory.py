@@ -17,10 +17,12 @@ from ravnest.plan.memory import (
     StageLoad,
     StageMemory,
     averaging_copies,
+    memory_range,
     size,
     stage_memory,
 )
 from ravnest.plan.profile import ModelProfile
+from ravnest.transport.acknowledgements import ACK_BYTES
 
 LOAD: StageLoad[float] = StageLoad(
     state=100,
@@ -35,8 +37,10 @@ LOAD: StageLoad[float] = StageLoad(
     leaving=3,
     outputs=7,
     returning=4,
+    sent_back=2,
     shared=0,
     backward=13,
+    undeferred=12,
 )
 DELAYED = MemorySettings(optimizer_factor=2.0, max_delay=1)
 SPLIT = MemorySettings(optimizer_factor=2.0, share=1 / 2, part=1 / 8, accumulates=True)
@@ -52,8 +56,25 @@ def test_each_purpose_is_counted() -> None:
         activations=30,
         transfer=14,
         averaging=0,
+        unacknowledged=2 * (7 + 2),
     )
-    assert memory.total == 467
+    assert memory.total == 485
+
+
+def test_links_keep_what_is_in_flight_until_it_is_acknowledged() -> None:
+    assert stage_memory(LOAD, 3, SPLIT).unacknowledged == (7 + 2) / 2
+    root, leaf = replace(LOAD, sent_back=0), replace(LOAD, outputs=0)
+    assert stage_memory(root, 3, SPLIT).unacknowledged == 7 / 2
+    assert stage_memory(leaf, 1, SPLIT).unacknowledged == 2 / 2
+    averaged = stage_memory(LOAD, 3, replace(SPLIT, averaging=2.0))
+    assert averaged.unacknowledged == (7 + 2) / 2 + 80
+
+
+def test_a_link_keeps_no_more_than_what_makes_the_peer_acknowledge() -> None:
+    large = replace(LOAD, outputs=1e9, sent_back=1e9, owned=1e9)
+    assert stage_memory(large, 3, SPLIT).unacknowledged == 2 * ACK_BYTES
+    averaged = stage_memory(large, 3, replace(SPLIT, averaging=2.0))
+    assert averaged.unacknowledged == 3 * ACK_BYTES
 
 
 def test_a_batch_that_is_split_keeps_a_share_and_works_on_a_part() -> None:
@@ -70,12 +91,23 @@ def test_deferred_weight_gradients_can_need_more_than_activations() -> None:
     assert more.gradients + more.activations == 80 + 40 / 2 + 2
 
 
+def test_a_single_micro_batch_that_is_not_deferred_needs_less() -> None:
+    load = replace(LOAD, deferred=40, backward=45)
+    alone = MemorySettings(optimizer_factor=2.0)
+    assert stage_memory(load, 3, alone).gradients == 80 + 45 - 10
+    assert stage_memory(load, 3, alone, defers=False).gradients == 80 + 12 - 10
+    needs = memory_range(load, 3, alone)
+    assert needs.most - needs.least == 45 - 12
+    several = memory_range(load, 3, replace(SPLIT, recompute=False))
+    assert several.least == several.most
+
+
 def test_averaging_keeps_copies_of_trained_parameters() -> None:
     assert averaging_copies() == 2
     assert averaging_copies(compressed=True) == 4
     assert averaging_copies(with_optimizer=True, optimizer_factor=2.0) == 6
     memory = stage_memory(LOAD, 3, replace(DELAYED, averaging=2.0))
-    assert (memory.averaging, memory.total) == (160, 467 + 160)
+    assert (memory.averaging, memory.total) == (160, 485 + 160 + 80)
 
 
 def test_the_update_can_be_the_peak() -> None:
@@ -114,7 +146,8 @@ def test_what_a_stage_keeps_fits_its_ram(profile: ModelProfile, behind: int, whe
         ram = least + where * (most - least)
         kept = costs.kept_batches(start, stop, behind, ram)
         assert costs.training.part <= kept * (1 + 1e-9)
-        assert costs.memory(start, stop, behind, kept).total <= ram * (1 + 1e-9) + 1e-6
+        defers = costs.defers(start, stop, behind, ram)
+        assert costs.memory(start, stop, behind, kept, defers=defers).total <= ram * (1 + 1e-9) + 1e-6
 
 
 def test_formatted_sizes() -> None:
@@ -122,7 +155,14 @@ def test_formatted_sizes() -> None:
 
 
 def by_hand(
-    profile: ModelProfile, start: int, stop: int, in_flight: int, frequency: int, share: float
+    profile: ModelProfile,
+    start: int,
+    stop: int,
+    in_flight: int,
+    frequency: int,
+    share: float,
+    *,
+    defers: bool = True,
 ) -> float:
     """Compute the formula directly from the profile; a micro-batch is a quarter of the share."""
     held = [t for t in profile.state if any(start <= u < stop for u in t.units)]
@@ -138,7 +178,7 @@ def by_hand(
     accumulates = splits or frequency > 1
     incoming = profile.units[start - 1].held_bytes if start else profile.input_bytes
     activations = [u.activation_bytes for u in units]
-    deferred = [u.deferred_bytes if start else 0 for u in units]
+    deferred = [u.deferred_bytes if start and defers else 0 for u in units]
     passes = [sum(deferred)]
     for here, unit in enumerate(units, start):
         to_come = [t.bytes for t in held if t.trainable and start <= t.units[-1] <= here]
@@ -155,14 +195,23 @@ def by_hand(
     leaving = 0 if last else units[-1].sent_bytes
     returning = 0 if last else units[-1].gradient_bytes
     tied = [t for t in profile.state if t.trainable and t.units[0] < stop <= t.units[-1]]
-    returning += profile.units[start - 1].gradient_bytes if start else 0
+    back = profile.units[start - 1].gradient_bytes if start else 0
+    returning += back
+    onward = 0 if last else units[-1].crossing_bytes
+    flying = share * (1 + delay)
+    passing = sorted(t.bytes for t in tied if t not in held)[-2:]
     return (
         sum(t.bytes for t in held)
         + delay * (sum(owned) + sum(activations) + incoming)
         + trainable
         + sum(owned) * profile.optimizer_bytes_per_parameter_byte
         + (share * leaving + min(share, 2 * part) * returning) * (1 + delay)
-        + max(backward + sum(t.bytes for t in tied), profile.update_copies * max(owned, default=0))
+        + max(
+            backward + sum(t.bytes for t in tied if t in held) + sum(passing),
+            profile.update_copies * max(owned, default=0),
+        )
+        + min(flying * onward, ACK_BYTES)
+        + min(flying * back, ACK_BYTES)
     )
 
 
@@ -180,6 +229,10 @@ def test_one_stage_and_a_grid_of_stages_agree_with_the_formula(
         expected = by_hand(profile, start, stop, in_flight, frequency, share)
         assert costs.memory(start, stop, in_flight).total == expected
         assert grid.most[start, stop] == expected
+        whole = by_hand(profile, start, stop, in_flight, frequency, share, defers=False)
+        assert costs.memory(start, stop, in_flight, defers=False).total == whole
+        if not splits and in_flight == 1:
+            assert grid.least[start, stop] == min(whole, expected)
     assert np.isinf(grid.most[np.tril_indices(len(every))]).all()
 
 

@@ -10,6 +10,7 @@ from plan_cases import chain, load_benchmark, node, planned, unit
 
 from ravnest.errors import PlanError
 from ravnest.plan.cost import ModelCosts
+from ravnest.plan.explain import explain
 from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.memory import averaging_copies
 from ravnest.plan.plan import Plan
@@ -205,6 +206,24 @@ def test_a_batch_that_cannot_be_split_is_trained_alone_if_two_do_not_fit() -> No
         "; one batch at a time is in the pipeline, because RAM is short"
     )
     assert tight.samples_per_second < roomy.samples_per_second
+
+
+def test_weight_gradients_of_a_single_batch_are_not_deferred_if_ram_is_short() -> None:
+    one = UnitCost(1e9, 10**8, 10**7, 10**6, 10**6, deferred_bytes=15 * 10**7)
+    profile = replace(chain(4, weight=10**6), units=(one,) * 4)
+    enough = ModelCosts.of(profile, max_delay=0)
+    ram = 1.01 * enough.memory(1, 2, 3, defers=False).total
+    assert enough.memory(1, 2, 3).total > ram
+    plan = planned(profile, [node(k, ram=ram / 1e9) for k in range(4)], clusters=1)
+    (cluster,) = plan.clusters
+    assert (plan.schedule, cluster.in_flight) == ("sync", 1)
+    assert [stage.defers for stage in cluster.stages] == [True, False, False, False]
+    assert all(stage.kept is None and stage.memory.total <= ram for stage in cluster.stages)
+    assert all(stage.compute_seconds == pytest.approx(0.02) for stage in cluster.stages)
+    assert cluster.seconds >= 4 * 0.02, "a stage sends nothing before its weight gradients"
+    words = explain(plan, profile, ["layer"] * 4).splitlines()
+    told = "RAM is short: weight gradients are computed with those of the inputs, not after them."
+    assert [line.strip() for line in words].count(told) == 3
 
 
 def test_two_batches_that_cannot_be_split_are_recomputed_if_only_one_can_be_kept() -> None:

@@ -1,10 +1,11 @@
 """Decisions of a provider's agent in virtual time: events in, lists of actions out."""
 
 import random
+from typing import Any
 
 import pytest
 
-from ravnest.deadlines import POLL_WAIT, REPORT_INTERVAL
+from ravnest.deadlines import HANDOVER, LEAVE_ANSWER, POLL_WAIT, REPORT_INTERVAL
 from ravnest.errors import JobEndedError, ServerRefusedError
 from ravnest.provider import assignment_progress
 from ravnest.provider.agent import Agent
@@ -12,6 +13,7 @@ from ravnest.provider.events import (
     Action,
     AgentEvent,
     Announce,
+    CheckpointsUploaded,
     ConnectionsRejected,
     DeadlinePassed,
     Discard,
@@ -32,11 +34,13 @@ from ravnest.provider.events import (
     StartWorker,
     Stop,
     Upload,
+    UploadCheckpoints,
     Uploaded,
     WorkerEnded,
 )
 from ravnest.provider.outcome import Outcome
 from ravnest.schemas.base import Artifact
+from ravnest.schemas.checkpoints import CheckpointOrder, UploadedCheckpoint
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.providers import (
     MOST_RECORDS,
@@ -45,7 +49,7 @@ from ravnest.schemas.providers import (
     HeartbeatReply,
     TlsRejections,
 )
-from ravnest.telemetry import LossRecord, QueueRecord, WorkerRecord
+from ravnest.telemetry import CheckpointRecord, LossRecord, QueueRecord, WorkerRecord
 
 TITLE = "node_0, Root of cluster 0 in job j"
 FILES = (ResultFile(name="node_0.json", artifact=Artifact(sha256="0" * 64, size=1)),)
@@ -98,11 +102,9 @@ class Scene:
         assert report is not None
         return report
 
-    def answer(
-        self, number: int, assignment: str | None, known: int = 0, *, may_train: bool = False
-    ) -> list[Action]:
+    def answer(self, number: int, assignment: str | None, known: int = 0, **fields: Any) -> list[Action]:
         del self.sent[number]
-        reply = HeartbeatReply(assignment=assignment, records_known=known, may_train=may_train)
+        reply = HeartbeatReply(assignment=assignment, records_known=known, **fields)
         return self.give(HeartbeatAnswered(number, reply))
 
     def order(self, assignment: str | None, reason: str = "") -> list[Action]:
@@ -130,11 +132,9 @@ class Scene:
         assert self.answer(self.poll, assignment) == [Fetch(assignment)]
         self.later(1)
 
-    def answer_report(
-        self, assignment: str | None, known: int = 0, *, may_train: bool = False
-    ) -> list[Action]:
+    def answer_report(self, assignment: str | None, known: int = 0, **fields: Any) -> list[Action]:
         """Answer the report in flight."""
-        return self.answer(self.report_number, assignment, known, may_train=may_train)
+        return self.answer(self.report_number, assignment, known, **fields)
 
     def train(self, assignment: str = "a", *, is_root: bool = True) -> None:
         self.begin(assignment)
@@ -215,7 +215,8 @@ def test_a_failure_is_reported_until_the_server_wants_another_assignment(
         scene.answer_report("a")
         failed = Uploaded("a", failure="no room")
     assert scene.give(failed) == []
-    expected = AssignmentReport(assignment="a", phase="failed", reason="no room")
+    cause = "machine" if phase == "fetch" else "job"
+    expected = AssignmentReport(assignment="a", phase="failed", reason="no room", cause=cause)
     assert scene.report == expected
     scene.answer_report("a")
     assert not any(beat.report for beat in scene.sent.values())
@@ -479,12 +480,14 @@ def test_a_cancelled_job_is_stopped_and_the_reason_announced(scene: Scene) -> No
     assert scene.give(WorkerEnded("a", "it was stopped")) == [Discard("a")]
 
 
-def test_an_assignment_that_is_wanted_again_while_it_stops_starts_over(scene: Scene) -> None:
+def test_an_assignment_that_is_wanted_again_while_it_stops_starts_again_in_its_folder(
+    scene: Scene,
+) -> None:
     scene.train()
     scene.order(None)
     scene.later(1)
     scene.order("a")
-    assert scene.give(WorkerEnded("a", "it was stopped")) == [Discard("a"), Fetch("a")]
+    assert scene.give(WorkerEnded("a", "it was stopped")) == [Fetch("a")]
 
 
 def test_an_overtaken_answer_is_ignored(scene: Scene) -> None:
@@ -498,12 +501,46 @@ def test_an_overtaken_answer_is_ignored(scene: Scene) -> None:
     assert scene.sent[scene.poll].known == "a"
 
 
-def test_an_assignment_of_an_earlier_process_fails(scene: Scene) -> None:
-    scene = Scene(lost=["a"])
+def test_an_assignment_of_an_earlier_process_is_continued(scene: Scene) -> None:
+    scene = Scene(begun=["a", "b"])
     scene.give(OfferAccepted())
-    assert scene.answer(scene.poll, "a") == []
-    assert scene.report.phase == "failed"
-    assert "restarted" in scene.report.reason
+    assert scene.answer(scene.poll, "a") == [Discard("b"), Fetch("a")]
+    assert scene.report.phase == "fetching"
+    assert any("continues the assignment" in line for line in scene.announced)
+
+
+def test_folders_stay_while_the_server_may_need_them() -> None:
+    scene = Scene(begun=["a", "b"])
+    scene.give(OfferAccepted())
+    assert scene.answer(scene.poll, None, keep=("a",)) == [Discard("b")]
+    scene.later()
+    assert scene.answer(scene.poll, None, keep=("a",)) == []
+    scene.later()
+    assert scene.answer(scene.poll, None) == [Discard("a")]
+
+
+def test_a_worker_that_died_starts_again_as_a_new_assignment_in_the_same_folder(scene: Scene) -> None:
+    scene.train()
+    scene.give(WorkerEnded("a", "killed by SIGKILL", "passing"))
+    assert (scene.report.phase, scene.report.cause) == ("failed", "passing")
+    assert scene.answer_report("a-g1", keep=("a",)) == [Fetch("a-g1")], "its folder is not removed"
+    scene.answer_report("a-g1", keep=("a",))
+    scene.give(Fetched("a-g1", is_root=True, node_title=TITLE))
+    assert scene.answer_report("a-g1", may_train=True) == [Discard("a"), StartWorker("a-g1")]
+
+
+def test_the_folder_of_a_failed_assignment_stays_while_its_place_is_vacant(scene: Scene) -> None:
+    scene.train()
+    scene.give(WorkerEnded("a", "out of memory", "machine"))
+    assert scene.answer_report(None, keep=("a",)) == []
+    assert scene.order(None) == [Discard("a")]
+
+
+def test_a_provider_for_one_job_stays_in_its_place_after_a_failure() -> None:
+    scene = Scene(once=True)
+    scene.train()
+    scene.give(WorkerEnded("a", "killed by SIGKILL", "passing"))
+    assert scene.answer_report("a-g1", keep=("a",)) == [Fetch("a-g1")]
 
 
 def test_events_of_another_assignment_change_nothing(scene: Scene) -> None:
@@ -620,14 +657,61 @@ def test_an_idle_provider_leaves_at_once(scene: Scene) -> None:
     assert scene.give(Left()) == [Exit()]
 
 
-def test_a_busy_provider_stops_its_worker_first(scene: Scene) -> None:
+def test_a_busy_provider_asks_the_server_and_stops_its_worker_first(scene: Scene) -> None:
     scene.train()
-    assert scene.give(InterruptReceived()) == [Stop("a")]
-    assert scene.give(WorkerEnded("a", "it was stopped")) == [
-        Discard("a"),
-        Leave("its owner stopped it"),
-    ]
+    assert scene.give(InterruptReceived()) == []
+    assert scene.sent[scene.report_number].leaving == "its owner stopped it"
+    assert scene.answer_report("a", may_leave=True) == [Stop("a", hand_over=True)]
+    assert scene.give(WorkerEnded("a", "it was stopped")) == [Leave("its owner stopped it")]
     assert scene.give(Left()) == [Exit()]
+
+
+def test_a_provider_that_leaves_works_until_another_one_has_its_files(scene: Scene) -> None:
+    scene.train()
+    scene.give(InterruptReceived())
+    assert scene.answer_report("a", may_leave=False) == []
+    for _ in range(2):
+        scene.later(REPORT_INTERVAL)
+        scene.give(RecordsReceived("a", losses(1.0)))
+        assert scene.answer_report("a", may_leave=False) == []
+    scene.later(REPORT_INTERVAL)
+    assert scene.order(None) == [Stop("a")]
+    expected = [Discard("a"), Leave("its owner stopped it")]
+    assert scene.give(WorkerEnded("a", "it was stopped")) == expected
+
+
+@pytest.mark.parametrize(("answers", "limit"), [(False, LEAVE_ANSWER), (True, HANDOVER)])
+def test_a_provider_that_leaves_does_not_wait_forever(scene: Scene, answers: bool, limit: float) -> None:
+    scene.train()
+    begin = scene.now
+    scene.give(InterruptReceived())
+    if answers:
+        scene.answer_report("a", may_leave=False)
+    while not (actions := scene.later()):
+        for number in [n for n, beat in scene.sent.items() if beat.leaving and answers]:
+            scene.answer(number, "a")
+        scene.sent.clear()
+    assert actions == [Stop("a", hand_over=True)]
+    assert scene.now - begin == limit
+    assert scene.give(WorkerEnded("a", "it was stopped")) == [Leave("its owner stopped it")]
+
+
+def test_a_provider_whose_server_is_away_leaves_at_once(scene: Scene) -> None:
+    scene.train()
+    number = scene.poll
+    del scene.sent[number]
+    scene.give(ServerUnreachable(number, "gone"))
+    assert scene.give(InterruptReceived()) == [Stop("a", hand_over=True)]
+
+
+def test_a_training_that_ends_while_its_provider_wants_to_leave_is_kept(scene: Scene) -> None:
+    scene.train()
+    scene.give(InterruptReceived())
+    scene.answer_report("a", may_leave=False)
+    actions = scene.give(WorkerEnded("a"))
+    assert Upload("a") in actions
+    assert actions[-1] == Stop("a")
+    assert scene.give(Uploaded("a", failure="stopped")) == [Leave("its owner stopped it")]
 
 
 def test_the_second_interrupt_ends_at_once(scene: Scene) -> None:
@@ -646,11 +730,9 @@ def test_hours_end() -> None:
     scene = Scene(ends=150.0)
     scene.train()
     scene.now = 150.0
-    assert scene.later(0) == [Stop("a")]
-    assert scene.give(WorkerEnded("a", "stopped")) == [
-        Discard("a"),
-        Leave("the offered hours are over"),
-    ]
+    assert scene.later(0) == []
+    assert scene.answer_report("a", may_leave=True) == [Stop("a", hand_over=True)]
+    assert scene.give(WorkerEnded("a", "stopped")) == [Leave("the offered hours are over")]
 
 
 @pytest.mark.parametrize("failure", ["", "no room"])
@@ -666,3 +748,35 @@ def test_one_job_only(failure: str) -> None:
         assert failure in str(end.error)
     else:
         assert end.error is None
+
+
+# Checkpoints
+
+
+def test_checkpoints_are_uploaded_while_the_worker_trains() -> None:
+    scene = Scene()
+    scene.train()
+    order = CheckpointOrder(at_least=5)
+    upload = UploadCheckpoints("a", order)
+    assert scene.answer(scene.poll, "a") == [], "a report was answered later, so it polls again"
+    assert scene.answer(scene.poll, "a", upload=order, may_train=True) == [upload]
+    assert scene.give(CheckpointsUploaded("a", order)) == [], "there is none yet"
+    record = CheckpointRecord(5, 0, 10, 0.1)
+    assert scene.give(RecordsReceived("a", (record,))) == [upload]
+    named = UploadedCheckpoint(
+        run="run",
+        update=5,
+        phase=0,
+        stage=0,
+        cluster=0,
+        plan="plan",
+        tensors=FILES[0].artifact,
+        manifest=FILES[0].artifact,
+    )
+    if any(beat.report is not None for beat in scene.sent.values()):
+        scene.answer_report("a", upload=order, may_train=True)
+    assert scene.give(CheckpointsUploaded("a", order, (named,), is_done=True)) == []
+    scene.later(1)
+    assert (scene.report.checkpoints, scene.report.upload_done) == ((named,), order)
+    assert scene.sent[scene.poll].upload == order, "the server does not answer at once again"
+    assert scene.give(WorkerEnded("a"))[-1] == Upload("a"), "the end of training is not delayed"

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from ravnest.errors import LaunchError, StageFormatError
 from ravnest.provider.child_process import ChildProcess, run_together
-from ravnest.provider.launch import NodeOutput, launch, nodes_here, own_hosts, thread_shares
-from ravnest.provider.supervision import Supervision
+from ravnest.provider.launch import RESUME, NodeOutput, launch, nodes_here, own_hosts, thread_shares
+from ravnest.provider.supervision import RestartPolicy, Supervision
+from ravnest.runtime.settings import RESUME_VARIABLE
 from ravnest.store.node_spec import read_nodes, write_node
 
 ROOT = Path(__file__).parents[2]
@@ -330,11 +331,92 @@ def test_a_program_that_does_not_exist_ends_the_started_ones(tmp_path: Path) -> 
         run_together(processes, Supervision(["node_0", "node_1"]), lambda *_: None)
 
 
+# Restarts
+
+FAILS_ONCE = """
+import os, pathlib, signal, sys
+print("resume", os.environ.get("RAVNEST_RESUME"), *sys.argv[1:])
+gate = pathlib.Path("gate")
+if sys.argv[1] == "node_1" and "RAVNEST_RESUME" not in os.environ:
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "node_1":
+    gate.write_text("")
+else:
+    open(gate).read()
+"""
+"""node_1 is killed at its first start; the others wait in a pipe for its second."""
+
+
+def test_a_killed_node_is_started_again_and_the_others_go_on(project: Path) -> None:
+    write_node(project / "two", node_file(0, stages=2))
+    write_node(project / "two", node_file(1, stages=2))
+    os.mkfifo(project / "gate")
+    code, lines = launched(script(project, FAILS_ONCE), ["--epochs", "3"], folder="two", restart=True)
+    assert code == 0
+    nodes = [line.partition("| ")[::2] for line in lines if " | " in line]
+    assert [line for name, line in nodes if name == "node_0 "] == ["resume None node_0 --epochs 3"]
+    assert [line for name, line in nodes if name == "node_1 "] == [
+        "resume None node_1 --epochs 3",
+        "resume 1 node_1 --epochs 3",
+    ]
+    assert "node_1 was ended by SIGKILL; started again (1)" in lines
+    assert not any("failed" in line for line in lines)
+
+
+def test_without_restart_a_killed_node_ends_the_others(project: Path) -> None:
+    os.mkfifo(project / "gate")
+    text = FAILS_ONCE.replace("open(gate).read()", "pass")
+    code, lines = launched(script(project, text))
+    assert code == 128 + signal.SIGKILL
+    assert lines[-1] == "node_1 failed: ended by SIGKILL"
+
+
+def test_a_node_that_always_fails_is_given_up() -> None:
+    policy = RestartPolicy(limit=3, first_pause=0.01, longest_pause=0.01)
+    supervision = Supervision(["node_0", "node_1"], grace=0.1, restart=policy)
+    said: list[str] = []
+    processes = children({"node_0": stays(), "node_1": "raise SystemExit(3)"})
+    run_together(processes, supervision, lambda *_: None, say=said.append)
+    assert said == [f"node_1 failed with exit code 3; started again ({n})" for n in (1, 2, 3)]
+    assert supervision.exit_code == 3
+    assert supervision.summary() == [
+        "node_1 failed: exit code 3; given up after 3 restarts",
+        "node_0 did not end by itself: SIGTERM",
+    ]
+
+
+def test_a_program_that_is_gone_at_its_restart_is_given_up(tmp_path: Path) -> None:
+    program = tmp_path / "once"
+    program.write_text(f"#!{sys.executable}\nimport os\nos.remove(__file__)\nraise SystemExit(3)\n")
+    program.chmod(0o700)
+    policy = RestartPolicy(limit=2, first_pause=0.01)
+    supervision = Supervision(["node_0"], restart=policy)
+    run_together([ChildProcess("node_0", (str(program),), os.environ)], supervision, lambda *_: None)
+    assert supervision.summary() == ["node_0 failed: exit code 1; given up after 2 restarts"]
+
+
+def test_a_closed_output_ends_nodes_that_are_started_again() -> None:
+    supervision = Supervision(["node_0", "node_1"], restart=RestartPolicy(first_pause=0.01))
+
+    def say(line: str) -> None:
+        raise SystemExit(1)
+
+    processes = children({"node_0": stays(), "node_1": "raise SystemExit(3)"})
+    run_together(processes, supervision, lambda *_: None, say=say)
+    assert "node_0 was interrupted" in supervision.summary()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
-def test_nodes_end_when_the_launcher_is_killed(project: Path) -> None:
-    script(project, "import os, threading\nprint(os.getpid())\nthreading.Event().wait(600)")
+@pytest.mark.parametrize("options", [[], ["--restart"]])
+def test_nodes_end_when_the_launcher_is_killed(project: Path, options: list[str]) -> None:
+    """With restarts, each node has been started again by a launcher that has threads."""
+    text = "import os, threading\nprint(os.getpid())\nthreading.Event().wait(600)"
+    if options:
+        text = "import os\nif 'RAVNEST_RESUME' not in os.environ: os._exit(1)\n" + text
+    script(project, text)
+    main = "from ravnest.cli.app import main; main()"
     launcher = subprocess.Popen(
-        [sys.executable, "-c", "from ravnest.cli.app import main; main()", "launch", "provider.py"],
+        [sys.executable, "-c", main, "launch", *options, "provider.py"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -344,7 +426,7 @@ def test_nodes_end_when_the_launcher_is_killed(project: Path) -> None:
     while len(pids) < 3:
         line = launcher.stdout.readline()
         assert line, "the launcher has ended"
-        if line.startswith("node_"):
+        if " | " in line:
             pids.append(int(line.partition("| ")[2]))
     watched = [os.pidfd_open(pid) for pid in pids]
     launcher.kill()
@@ -361,3 +443,8 @@ def test_node_files_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> No
         write_node(tmp_path, node_file(number, address="127.0.0.1:1", stages=11))
     (tmp_path / "nodes" / "node_x.json").write_text(json.dumps({}))
     assert [node.node for node in read_nodes(tmp_path)] == [2, 9, 10]
+
+
+def test_nodes_read_the_variable_that_the_launcher_sets() -> None:
+    """The launcher does not import the runtime, and torch with it."""
+    assert RESUME == RESUME_VARIABLE

@@ -154,7 +154,7 @@ def test_an_interrupt_stops_the_worker_and_leaves(own_server: LoopbackServer, tm
         assert "stopped offers 0.45 GB of RAM and 1 core" in output
         assert not errors
     assert "its owner stopped it" in own_server.provider("stopped").reason
-    assert not list((tmp_path / "jobs").iterdir())
+    assert list((tmp_path / "jobs").iterdir()), "the job waits for its return, with its checkpoints"
 
 
 def test_a_worker_ends_when_its_agent_is_killed_and_leaves_its_folder(

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from loopback_server import (
     SECONDS,
     UPDATES_PER_EPOCH,
     LoopbackServer,
-    Wire,
     loopback_server,
-    offer_of,
     wait_for_updates,
 )
-from workloads import free_ports
+from running_providers import providers, wait_for_reason, workers
 
-from ravnest.client.handle import JobHandle
 from ravnest.errors import JobEndedError
-from ravnest.provider.agent import Agent
-from ravnest.provider.job_dir import JobsDir, WorkerSettings
-from ravnest.provider.provide import earlier_work
-from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
-from ravnest.schemas.jobs import JobView
 from ravnest.schemas.link_tests import LinkView
-from ravnest.schemas.providers import ProviderState, ProviderView
+from ravnest.schemas.providers import ProviderState
 from ravnest.schemas.reachability import RelayTrip
 
 
@@ -37,100 +26,6 @@ from ravnest.schemas.reachability import RelayTrip
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
     with loopback_server(tmp_path_factory.mktemp("server")) as found:
         yield found
-
-
-class RunningProvider:
-    """A provider in a thread."""
-
-    def __init__(self, server: LoopbackServer, folder: Path, name: str, port: int, ram: float) -> None:
-        self.wire = Wire()
-        self.name = name
-        self.announced: list[str] = []
-        self._said = threading.Condition()
-        self.jobs_dir = JobsDir(folder / name)
-        self._settings = WorkerSettings(ram=int(ram * 1e9), cores=1)
-        self._offer = offer_of(name, f"127.0.0.1:{port}")
-        self._api = server.api(ApiRole.PROVIDER, name, self.wire)
-        self.start()
-
-    def start(self) -> None:
-        """Start it as a new process would, with what an earlier one left in its folder."""
-        view = self._api.post("/api/providers", self._offer, ProviderView)
-        lost, kept = earlier_work(self.jobs_dir, view.id)
-        self.provider = Provider(
-            self._api,
-            self._offer,
-            Agent(lost=lost, kept=kept),
-            self.jobs_dir,
-            self._settings,
-            self._announce,
-            view.id,
-        )
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with suppress(KeyboardInterrupt):
-            self.provider.run()
-
-    def kill(self) -> None:
-        """End it at once, without a word to the server."""
-        self.wire.down = True
-        self.wire.refuse["DELETE"] = 503  # its thread may try to leave until after the next start
-        self.provider.interrupt()
-        self.provider.interrupt()
-        self._thread.join(SECONDS)
-        assert not self._thread.is_alive()
-        self.wire.down = False
-
-    def _announce(self, line: str) -> None:
-        with self._said:
-            self.announced.append(line)
-            self._said.notify_all()
-
-    def wait_for(self, text: str) -> None:
-        """Wait for a line that contains ``text``."""
-        with self._said:
-            assert self._said.wait_for(lambda: any(text in line for line in self.announced), SECONDS)
-
-    def leave(self) -> None:
-        self.wire.refuse.pop("DELETE", None)
-        self.provider.interrupt()
-        self._thread.join(SECONDS)
-        assert not self._thread.is_alive()
-        self._api.close()
-
-
-@contextmanager
-def providers(
-    server: LoopbackServer, folder: Path, *names: str, ram: float = 1.0
-) -> Iterator[list[RunningProvider]]:
-    """Run providers; all leave at the end."""
-    ports = free_ports(len(names))
-    found = [
-        RunningProvider(server, folder, name, port, ram) for name, port in zip(names, ports, strict=True)
-    ]
-    try:
-        yield found
-    finally:
-        for each in found:
-            each.leave()
-
-
-def wait_for_reason(handle: JobHandle, words: str) -> None:
-    """Wait until the reason of a job's state contains ``words``."""
-
-    def on_change(view: JobView) -> None:
-        if words in view.reason:
-            raise StopIteration
-
-    with pytest.raises(StopIteration):
-        handle.wait(SECONDS, on_change)
-
-
-def workers() -> list[psutil.Process]:
-    """Return the worker processes that this process started."""
-    return [p for p in psutil.Process().children() if "provider.worker" in " ".join(p.cmdline())]
 
 
 def test_two_providers_train_and_the_root_uploads_the_model(

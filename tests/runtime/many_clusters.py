@@ -57,7 +57,12 @@ class Clusters:
 
 
 def form_clusters(
-    folder: Path, model: nn.Module, example: tuple[Any, ...], sizes: Sequence[int], **options: Any
+    folder: Path,
+    model: nn.Module,
+    example: tuple[Any, ...],
+    sizes: Sequence[int],
+    resume_from: Path | None = None,
+    **options: Any,
 ) -> Clusters:
     """Split a model for clusters of so many nodes each, whatever the planner would like best."""
     node_data = folder / "node_data"
@@ -71,7 +76,13 @@ def form_clusters(
     pipelines = [tuple(range(*ends)) for ends in itertools.pairwise(bounds)]
     set_seed(42)
     with mock.patch("ravnest.plan.planner.find_clusters", lambda costs, *_: (costs, pipelines)):
-        clusterize(model, example_args=example, clusters=len(sizes), folder=node_data)
+        clusterize(
+            model,
+            example_args=example,
+            clusters=len(sizes),
+            folder=node_data,
+            resume_from=resume_from,
+        )
     names = [[f"node_{node}" for node in pipeline] for pipeline in pipelines]
     every = [name for cluster in names for name in cluster]
     return Clusters(LocalCluster(folder, every, options), names)

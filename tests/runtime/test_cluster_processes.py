@@ -29,7 +29,8 @@ def test_two_clusters_train_and_end_with_the_same_model(tmp_path: Path, start: S
 @pytest.mark.parametrize("victim", ["node_0", pytest.param("node_1", marks=pytest.mark.full), "node_2"])
 def test_the_other_cluster_trains_on_after_a_death(tmp_path: Path, start: Start, victim: str) -> None:
     clusters = clusters_in(tmp_path)
-    providers = start(tmp_path, clusters.nodes.names, reduce_factor=5, announced=1500, evaluate=False)
+    settings = {"announced": 1500, "evaluate": False, "rejoin_timeout": 0.0}
+    providers = start(tmp_path, clusters.nodes.names, reduce_factor=5, **settings)
     await_line(providers["node_0"], "under way")
     await_line(providers["node_2"], "under way")
     providers[victim].kill(signal.SIGKILL)

@@ -184,7 +184,7 @@ def test_the_end_of_one_node_ends_the_others_with_its_name(
     tmp_path: Path, form: Form, start: Start, victim: int, how: signal.Signals
 ) -> None:
     names = form(tmp_path, 3)
-    providers = start(tmp_path, names, endless=True)
+    providers = start(tmp_path, names, endless=True, rejoin_timeout=0.0)
     await_line(providers[names[0]], "under way")
     providers[names[victim]].kill(how)
     for name, provider in providers.items():

@@ -26,8 +26,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def copy(splits: Splits, folder: Path) -> list[str]:
-    source, names = splits("tied-gpt", 3)
+def copy(splits: Splits, folder: Path, case: str = "tied-gpt") -> list[str]:
+    source, names = splits(case, 3)
     shutil.copytree(source / "node_data", folder / "node_data")
     return names
 
@@ -115,3 +115,23 @@ def test_all_nodes_are_lost(
         provider.wait()
     ended_well(start(tmp_path, names, **SETTINGS, resume=True))
     assert_same(tmp_path, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_training_loop_of_the_user_is_repeated_without_what_is_done(
+    splits: Splits, tmp_path: Path, start: Start, stage: int
+) -> None:
+    settings = {"announced": 400, "evaluate": False, "schedule": "sync", "micro_batches": 1}
+    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
+    names = copy(splits, whole, "mlp")
+    ended_well(start(whole, names, **settings))
+    copy(splits, disturbed, "mlp")
+    settings["checkpoint_updates"] = 20
+    providers = start(disturbed, names, **settings)
+    victim = names[stage]
+    await_checkpoint(disturbed, victim, 0, providers[victim])
+    providers[victim].kill(signal.SIGKILL)
+    providers[victim].wait()
+    providers |= start(disturbed, [victim], **settings)
+    ended_well(providers)
+    assert_same(disturbed, ((whole / "losses.txt").read_text(), fused(whole)))

@@ -8,7 +8,7 @@ from virtual_training import VirtualClock, VirtualNode, VirtualTraining
 
 from ravnest.runtime.control.resume_choice import choose_resume, merge_offers
 from ravnest.types import CheckpointId
-from ravnest.wire.messages import Resume, ResumeOffer
+from ravnest.wire.messages import ResumeFrom, ResumeOffer
 
 MOST_EVENTS = 200_000
 DETECTION, CLOSING, EXCHANGE, TRANSFER = 2.0, 2.0, 2.0, 3.0
@@ -132,7 +132,7 @@ class VirtualCluster:
         for node in self.nodes:
             self.clock.at(self.clock.soon(EXCHANGE), self._load, attempt, node, node.process)
 
-    def _check(self, decision: Resume) -> None:
+    def _check(self, decision: ResumeFrom) -> None:
         """Check that a checkpoint that all had is not lost; one of their disks may be."""
         complete, lost = self._complete, self._lost
         continues = self.case.resumes or any(node.wanted for node in self.nodes)

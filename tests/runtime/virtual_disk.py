@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ravnest.store.checkpoint import surplus
 from ravnest.types import BEGINNING, CheckpointId
-from ravnest.wire.messages import HeldCheckpoint, Resume
+from ravnest.wire.messages import HeldCheckpoint, ResumeFrom
 
 
 class Applied(NamedTuple):
@@ -79,13 +79,13 @@ class VirtualDisk:
             for stage, folder in [(own, self.own), *self.replicas.items()]
         }
 
-    def begin_attempt(self, decision: Resume) -> None:
+    def begin_attempt(self, decision: ResumeFrom) -> None:
         """Set all checkpoints aside if training begins at the beginning."""
         if decision.checkpoint == BEGINNING:
             for folder in (self.own, *self.replicas.values()):
                 folder.clear()
 
-    def drop_later(self, decision: Resume) -> None:
+    def drop_later(self, decision: ResumeFrom) -> None:
         """Remove what is not part of the history that training continues."""
         for folder in (self.own, *self.replicas.values()):
             for each in list(folder.values()):

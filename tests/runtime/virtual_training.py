@@ -21,7 +21,7 @@ from ravnest.runtime.schedule import events
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.schedule.progress import StageTraits
 from ravnest.types import BEGINNING, CheckpointId, MicrobatchId
-from ravnest.wire.messages import CheckpointComplete, CheckpointStored, Resume
+from ravnest.wire.messages import CheckpointComplete, CheckpointStored, ResumeFrom
 
 DONE = events.Done()
 
@@ -135,7 +135,7 @@ class VirtualTraining:
         self.clock = clock
         self._completed = completed
         self._refused = refused
-        self.decision = Resume("", BEGINNING, {})
+        self.decision = ResumeFrom("", BEGINNING, {})
         self.stages: dict[int, VirtualStage] = {}
         """Stages that have loaded their state."""
         self.alive = True

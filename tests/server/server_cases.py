@@ -10,8 +10,9 @@ from typing import Any
 from node_files import node_file
 from starlette.testclient import TestClient
 
+from ravnest.errors import StageFormatError
 from ravnest.plan.infeasible import Infeasible
-from ravnest.plan.plan import Plan
+from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import (
@@ -22,8 +23,10 @@ from ravnest.schemas.jobs import (
     NamedComponent,
     TrainingSpec,
 )
-from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange
+from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange, StageNeeds
+from ravnest.server.assignments import assignment_id
 from ravnest.server.http.app import create_app
+from ravnest.server.scheduling.job_start import JobStart
 from ravnest.server.scheduling.link_tests import NO_LINKS, ProviderLinks
 from ravnest.server.scheduling.planning import Candidates, PlannedJob
 from ravnest.server.server import Server
@@ -90,16 +93,37 @@ class Time:
         return Clock(wall=lambda: self.now, steady=lambda: self.now)
 
 
+def _cluster(number: int) -> ClusterPlan:
+    return ClusterPlan(
+        id=number,
+        stages=(),
+        seconds=1.0,
+        samples_per_second=1.0,
+        bottleneck="",
+        microbatches=1,
+        microbatch_rows=None,
+        split_reason="",
+        in_flight=1,
+        largest_rows=1,
+    )
+
+
 @dataclass
 class FakePlanner:
     """Planner that makes clusters of two nodes in the given order; it needs ``needs`` providers."""
 
     needs: int = 1
     tls: bool = False
+    ram: int = 0
+    """Bytes that each stage needs."""
     error: Exception | None = None
     while_planning: Callable[[], None] = lambda: None
     while_shipping: Callable[[], None] = lambda: None
     asked: list[tuple[str, ...]] = field(default_factory=list)
+    starts: list[JobStart | None] = field(default_factory=list)
+    """States that jobs were shipped with."""
+    damaged: set[int] = field(default_factory=set)
+    """Updates of checkpoints that cannot be converted."""
 
     def plan(
         self, spec: JobSpec, providers: Candidates, links: ProviderLinks = NO_LINKS
@@ -111,8 +135,9 @@ class FakePlanner:
             raise self.error
         if len(names) < self.needs:
             return Infeasible(f"needs {self.needs} providers, {len(names)} are connected")
+        clusters = tuple(_cluster(number) for number in range((len(names) + 1) // 2))
         plan = Plan(
-            clusters=(),
+            clusters=clusters,
             rings=(),
             batch_size=1,
             update_frequency=1,
@@ -124,24 +149,38 @@ class FakePlanner:
 
     def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
         self.while_shipping()
+        self.starts.append(planned.start)
+        if self.damaged and planned.start and planned.start.checkpoints[0].id.update in self.damaged:
+            raise StageFormatError("stage 0 is damaged")
         count = len(planned.providers)
-        return tuple(self._assignment(job, planned.spec, node, count) for node in range(count))
+        found = (self._assignment(job, planned, node, count) for node in range(count))
+        return tuple(each.model_copy(update={"resume": planned.start is not None}) for each in found)
 
-    def _assignment(self, job: str, wanted: JobSpec, node: int, count: int) -> Assignment:
+    def _assignment(self, job: str, planned: PlannedJob, node: int, count: int) -> Assignment:
         alone = count == 1 or (count % 2 and node == count - 1)
         role = Role.LEAF if node % 2 else Role.ROOT
         address = f"127.0.0.1:{9000 + node}"
         rows = RowRange(artifact=artifact("inputs"), start=0, stop=8)
         return Assignment(
-            id=f"{job}-{node}",
+            id=assignment_id(job, planned.attempt, node),
             job=job,
             node=node,
-            node_spec=node_file(node, stage=node % 2, cluster=node // 2, role=role, address=address),
+            node_spec=node_file(
+                node,
+                stage=node % 2,
+                cluster=node // 2,
+                role=role,
+                address=address,
+                stages=1 if alone else 2,
+                plan="plan" + "'" * planned.attempt,
+            ),
             stage=artifact("units"),
             weights=artifact("weights"),
             train=DataShare(samples=8, total=8, inputs=(rows,) if alone or role is Role.ROOT else ()),
-            training=wanted.training,
+            training=planned.spec.training,
+            attempt=planned.attempt,
             tls=self.tls,
+            needs=StageNeeds(ram=self.ram),
         )
 
 
@@ -214,7 +253,7 @@ class Case:
         return job
 
     def match(self) -> None:
-        self.server.matching.run_once()
+        self.server.run_matching()
         self.server.run_due()  # a started job notifies the timers
 
     def pass_time(self, seconds: float) -> None:

@@ -20,6 +20,7 @@ from ravnest.server.db.records import AssignmentRecord, MemberRecord
 from ravnest.server.db.telemetry import NEWEST_KEPT
 from ravnest.server.lifecycle import TransitionError
 from ravnest.telemetry import (
+    CheckpointRecord,
     LossRecord,
     QueueRecord,
     TimingRecord,
@@ -284,6 +285,11 @@ def make_old(db: Database, version: int) -> None:
         node = {"format": "ravnest-node", "version": 1, **body.pop("node_spec")}
         old_spec = json.loads(spec().model_dump_json())
         old_spec["if_short"] = old_spec.pop("on_insufficient")
+        for column in ("generation", "cause", "phase_before", "refills", "checkpoint"):
+            connection.exec_driver_sql(f"ALTER TABLE assignments DROP COLUMN {column}")
+        if version == 4:
+            connection.exec_driver_sql("PRAGMA user_version=4")
+            return
         connection.exec_driver_sql("ALTER TABLE providers DROP COLUMN checks")
         if version == 3:
             connection.exec_driver_sql("PRAGMA user_version=3")
@@ -328,6 +334,46 @@ def test_a_database_of_an_earlier_version_is_upgraded(db: Database, path: Path, 
     again.open()
     with again.read() as tx:
         assert len(tx.telemetry.losses("j-0")) == 3
+
+
+def test_assignments_of_an_earlier_version_have_no_earlier_holder(db: Database, path: Path) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+        before = current(tx)
+    make_old(db, 4)
+    upgraded = Database(path)
+    upgraded.open()
+    with upgraded.write(2.0) as tx:
+        assert current(tx) == before
+        tx.assignments.lose(before, "gone", "passing")
+        lost = tx.assignments.get("j-0")
+        assert lost is not None
+        assert (lost.phase, lost.phase_before, lost.cause) == ("lost", "waiting", "passing")
+        tx.assignments.reopen(lost)
+        assert current(tx) == before
+        tx.assignments.set_resume(before)
+        assert tx.assignments.body("j-0") == assignment().model_copy(update={"resume": True})
+
+
+def test_the_loss_of_an_update_that_is_repeated_is_the_newer_one(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+        tx.telemetry.add(current(tx), 0, losses(4.0, 3.0, 2.0))
+        tx.telemetry.add(current(tx), 3, losses(2.5, 1.5, 1.0, first=1))
+        assert tx.telemetry.losses("j-0") == losses(4.0, 2.5, 1.5, 1.0)
+        assert current(tx).losses == 4
+
+
+def test_the_newest_checkpoint_is_the_one_that_all_nodes_have(db: Database) -> None:
+    with db.write(1.0) as tx:
+        fill(tx)
+        own = tx.assignments.of_job("j")
+        assert tx.telemetry.common_checkpoint(own, 0) == 0
+        records = [CheckpointRecord(update, 0, 10, 0.1) for update in (10, 20)]
+        tx.telemetry.add(current(tx), 0, records)
+        assert tx.telemetry.common_checkpoint(own, 0) == 20
+        assert tx.telemetry.common_checkpoint(own, 1) == 0
+        assert tx.telemetry.count(["j-0"], CheckpointRecord) == 2
 
 
 def test_the_checks_of_addresses_are_stored_and_added_by_an_upgrade(db: Database, path: Path) -> None:

@@ -1,11 +1,24 @@
 """Status of a job, derived from its assignments."""
 
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
 
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import TlsRejections
 from ravnest.server.db.records import AssignmentRecord
-from ravnest.server.job_status import failed_clusters, job_status, leading_root
+from ravnest.server.job_status import (
+    PlaceNeeds,
+    can_continue,
+    failed_clusters,
+    holders,
+    job_status,
+    leading_root,
+    lineage,
+    may_train,
+    vacant,
+)
 
 
 def assignment(node: int, phase: str, **fields: Any) -> AssignmentRecord:
@@ -83,3 +96,75 @@ def test_the_losses_are_from_the_first_healthy_cluster() -> None:
         assert root.cluster == cluster
     assert leading_root([]) is None
     assert failed_clusters(assignments("training", "failed", "stopped", "training")) == {0}
+
+
+# Vacant places
+
+
+def ids(found: Iterable[AssignmentRecord]) -> list[str]:
+    return [each.id for each in found]
+
+
+def later(node: int, generation: int, phase: str, **fields: Any) -> AssignmentRecord:
+    return assignment(node, phase, id=f"j-{node}-g{generation}", generation=generation, **fields)
+
+
+@pytest.mark.parametrize(
+    ("phases", "holder"),
+    [
+        (("training", "waiting"), 0),  # it is handed over: the later one fetches
+        (("training", "fetched"), 1),
+        (("lost", "waiting"), 1),
+        (("training", "lost"), 0),
+        (("lost", "lost"), 1),
+        (("stopped", "lost"), 1),
+    ],
+)
+def test_the_newest_assignment_that_works_stands_for_its_node(
+    phases: tuple[str, str], holder: int
+) -> None:
+    both = [assignment(0, phases[0]), later(0, 1, phases[1])]
+    assert holders(both) == [both[holder]]
+    assert lineage(both, 0) == both[::-1]
+
+
+def test_a_place_is_vacant_until_its_cluster_is_over() -> None:
+    assert ids(vacant(assignments("training", "lost"))) == ["j-1"]
+    assert ids(vacant(assignments("lost", "lost"))) == ["j-0", "j-1"]
+    assert vacant(assignments("failed", "lost")) == []
+    assert vacant(assignments("uploading", "lost")) == []
+    assert vacant([*assignments("training", "lost"), later(1, 1, "waiting")]) == []
+
+
+def test_a_job_with_a_vacant_place_is_not_over() -> None:
+    assert not state("lost", "lost").is_final
+    assert state("lost", "lost", "finished", "finished") is JobState.TRAINING
+    assert state("uploading", "lost") is JobState.TRAINING
+    assert state("finished", "lost") is JobState.DONE
+    assert state("failed", "lost") is JobState.FAILED
+
+
+def test_the_reason_says_what_a_vacant_place_waits_for() -> None:
+    found = [assignment(0, "training"), assignment(1, "lost", reason="it left")]
+    reason = job_status(found, {"p1": "bob"}, {1: PlaceNeeds(400_000_000, 120)}).reason
+    assert reason == (
+        "waits for a provider with at least 400 MB for node_1 (Leaf of cluster 0); training continues "
+        "from update 120 when it is there; bob had the place: it left"
+    )
+    both = [*found, assignment(2, "training"), assignment(3, "training")]
+    assert job_status(both, {}).reason.endswith("; the other clusters go on")
+
+
+def test_a_cluster_goes_on_unless_another_node_has_finished_or_failed() -> None:
+    for others, expected in [("training", True), ("lost", True), ("finished", False), ("failed", False)]:
+        found = assignments(others, "training", "finished", "finished")
+        assert can_continue(found, found[1]) is expected
+
+
+def test_a_provider_that_takes_a_place_waits_for_nobody() -> None:
+    begun = [assignment(0, "training"), assignment(1, "lost"), later(1, 1, "fetched")]
+    slow = [assignment(2, "fetched"), assignment(3, "waiting")]
+    assert may_train([*begun, *slow]) == {"j-0", "j-1-g1"}
+    fetching = [assignment(0, "training"), assignment(1, "lost"), later(1, 1, "fetching")]
+    assert may_train(fetching) == {"j-0"}
+    assert may_train(assignments("fetched", "lost")) == set(), "nobody has begun"

@@ -70,6 +70,9 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
         "may_train": False,
         "records_known": 0,
         "link_test": None,
+        "upload": None,
+        "may_leave": False,
+        "keep": [],
         "reason": alice_reason(case),
     }
     case.match()
@@ -242,15 +245,15 @@ def test_a_provider_that_does_not_finish_fetching_fails(case: Case) -> None:
     job = case.submit(rita)
     case.match()
     alice.report("training")
-    for _ in range(61):
-        assert state(rita, job) == "shipping"
+    while (assignment := bob.heartbeat()["assignment"]) is not None:
         alice.heartbeat()
-        bob.report("fetching")
-        case.pass_time(10)
-    alice.report("failed", reason="node_1 did not come")
+        bob.report("fetching", assignment=assignment)
+        case.pass_time(25)
+    case.pass_time(case.server.settings.ending_grace)
     view = rita.get(f"/api/jobs/{job}")
     assert view["state"] == "failed"
-    assert "(bob): it did not fetch its assignment within 10 minutes" in view["reason"]
+    late = "(bob): it did not fetch its assignment within 10 minutes"
+    assert f"{late}; the place was filled 3 times without a new checkpoint" in view["reason"]
     assert states(case) == ["offered", "offered"]
 
 
@@ -268,16 +271,20 @@ def test_a_loss_that_is_not_finite_is_shown_as_diverged(case: Case) -> None:
     assert (progress["loss"], progress["diverged"]) == (0.25, False)
 
 
-def test_a_lost_provider_fails_its_cluster(case: Case) -> None:
+def test_a_lost_provider_fails_its_cluster_if_the_job_does_not_wait(case: Case) -> None:
     rita, (alice, bob) = case.requester(), providers(case, "alice", "bob")
-    job = case.submit(rita)
+    job = case.submit(rita, on_insufficient="fail")
     case.match()
+    case.planner.needs = 2
     case.pass_time(20)
     alice.heartbeat()
     case.pass_time(10)
     assert sorted(states(case)) == ["lost", "reserved"]
     assert alice.heartbeat()["assignment"] is not None
+    case.match()
     case.pass_time(10)
+    alice.heartbeat()
+    case.match()
     view = rita.get(f"/api/jobs/{job}")
     assert view["state"] == "failed"
     assert "(bob): the provider was lost: no heartbeat for 30 seconds" in view["reason"]
@@ -332,6 +339,37 @@ def test_a_job_that_has_ended_cannot_be_cancelled(case: Case) -> None:
     case.match()
     finish(alice)
     assert rita.post(f"/api/jobs/{job}/cancel", None, 409)["detail"] == f"{job} is done already"
+
+
+def test_a_job_without_enough_providers_waits_for_as_long_as_it_wants(case: Case) -> None:
+    case.planner.needs = 2
+    rita = case.requester()
+    job = case.submit(rita, on_insufficient=100)
+    case.match()
+    case.pass_time(99)
+    assert state(rita, job) == "submitted"
+    case.pass_time(1)
+    view = rita.get(f"/api/jobs/{job}")
+    assert view["state"] == "failed"
+    assert "waits for 1 provider" in view["reason"]
+    assert "has waited for as long as it wanted" in view["reason"]
+
+
+def test_a_job_that_waits_for_its_turn_does_not_fail_for_lack_of_providers(case: Case) -> None:
+    rita, (alice,) = case.requester(), providers(case, "alice")
+    case.submit(rita)
+    job = case.submit(rita, on_insufficient=100)
+    case.match()
+    for _ in range(20):
+        alice.heartbeat()
+        case.pass_time(10)
+    assert state(rita, job) == "submitted"
+
+
+@pytest.mark.parametrize("limit", [0, -1, "never"])
+def test_a_wait_without_meaning_is_refused(case: Case, limit: object) -> None:
+    rita = case.requester()
+    rita.post("/api/jobs", {**spec().model_dump(mode="json"), "on_insufficient": limit}, 422)
 
 
 def test_a_job_without_enough_providers_waits_or_fails(case: Case) -> None:

@@ -1,6 +1,7 @@
 """Long polling: a waiting request is answered as soon as there is news."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -96,3 +97,36 @@ def test_a_wait_without_a_change_returns_the_current_state(case: Case) -> None:
     job = case.submit(rita)
     view = rita.get(f"/api/jobs/{job}")
     assert rita.get(f"/api/jobs/{job}/wait?changed={view['changed']}&timeout=0") == view
+
+
+def test_a_poll_ends_when_its_sender_closes_the_connection(case: Case) -> None:
+    """Its silence counts from then on: the connection of a process that was killed is closed at once."""
+    alice = case.provider()
+    body = json.dumps({"wait": LONG}).encode()
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/api/providers/{alice.id}/heartbeat",
+        "query_string": b"",
+        "headers": [
+            (b"authorization", f"Bearer {alice.credential}".encode()),
+            (b"content-type", b"application/json"),
+        ],
+        "client": ("127.0.0.1", 1),
+        "server": ("server", 80),
+        "scheme": "http",
+    }
+    messages = iter(({"type": "http.request", "body": body}, {"type": "http.disconnect"}))
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(_message: Any) -> None:
+        """Drop the answer, which nobody reads."""
+
+    async def scene() -> None:
+        async with asyncio.timeout(case.server.settings.heartbeat_wait - 1):
+            await case.client.app(scope, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(scene())
+    assert case.server.provider_service.liveness.next_deadline() is not None, "no poll is open"

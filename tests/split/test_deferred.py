@@ -1,6 +1,7 @@
 """Weight gradients that are computed later equal those that autograd computes at once."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
 from ravnest.split.gradients import add_product
 from ravnest.split.module import StageModule
+from ravnest.split.splitter import SplitStage
 
 
 class Residual(nn.Module):
@@ -121,18 +123,32 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@cache
+def stage_of(name: str) -> SplitStage:
+    """Return the only stage of a case, which is captured once for all tests."""
+    make, shape = CASES[name]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    model(x)  # gives lazy layers their sizes
+    (stage,) = split(model, x, stages=1).stages
+    return stage
+
+
+def module_of(name: str) -> StageModule:
+    """Return the stage of a case with tensors of its own."""
+    stage = stage_of(name)
+    return StageModule(stage.spec, {key: tensor.clone() for key, tensor in stage.tensors.items()})
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("input_needs_gradient", [True, False])
 @pytest.mark.parametrize("captures", [True, False])
 def test_deferred_gradients_are_those_of_autograd(
     name: str, input_needs_gradient: bool, captures: bool
 ) -> None:
-    make, shape = CASES[name]
-    torch.manual_seed(0)
-    model, x = make(), torch.randn(shape)
-    model(x)  # gives lazy layers their sizes
-    (stage,) = split(model, x, stages=1).stages
-    module = StageModule(stage.spec, stage.tensors)
+    module = module_of(name)
+    torch.manual_seed(1)
+    x = torch.randn(CASES[name][1])
     (expected_input, expected), _ = _gradients(module, x, input_needs_gradient, None)
     deferred = DeferredGradients(captures=captures)
     (of_input, found), _ = _gradients(module, x, input_needs_gradient, deferred)
@@ -153,11 +169,7 @@ def test_deferred_gradients_are_those_of_autograd(
 
 def test_only_weights_that_nothing_else_uses_are_deferred() -> None:
     def keys(name: str) -> set[str]:
-        make, shape = CASES[name]
-        model, x = make(), torch.randn(shape)
-        model(x)
-        (stage,) = split(model, x, stages=1).stages
-        return set(deferrable_keys(stage.spec.graphs["train"]))
+        return set(deferrable_keys(stage_of(name).spec.graphs["train"]))
 
     assert keys("residual") == {"up.weight", "up.bias", "twice.weight", "down.weight", "down.bias"}
     assert keys("regularised") == set()
@@ -167,10 +179,9 @@ def test_only_weights_that_nothing_else_uses_are_deferred() -> None:
 
 
 def test_a_forward_without_gradients_defers_nothing() -> None:
-    (stage,) = split(Residual(), torch.randn(4, 6, 8), stages=1).stages
     deferred = DeferredGradients()
     with torch.no_grad():
-        StageModule(stage.spec, stage.tensors)(torch.randn(4, 6, 8), deferred=deferred)
+        module_of("residual")(torch.randn(4, 6, 8), deferred=deferred)
     assert not deferred
 
 
@@ -181,9 +192,7 @@ def _defer_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_recurrent_layer_with_small_steps_is_not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(4, 5, 8)
-    (stage,) = split(nn.GRU(8, 4, batch_first=True), x, stages=1).stages
-    module = StageModule(stage.spec, stage.tensors)
+    x, module = torch.randn(4, 5, 8), module_of("GRU")
     monkeypatch.setattr(recurrent_deferral, "LEAST_PRODUCT", 4 * 12 * 4 + 1)
     deferred = DeferredGradients(captures=True)
     (_, found), _ = _gradients(module, x, True, deferred)
@@ -283,12 +292,9 @@ def test_the_gradient_of_an_output_is_taken_before_a_change_in_place() -> None:
     ],
 )
 def test_gradients_are_added_to_sums_without_a_change_of_bits(name: str, rows: int) -> None:
-    make, shape = CASES[name]
-    torch.manual_seed(0)
-    model, x = make(), torch.randn(rows, *shape[1:])
-    model(x)
-    (stage,) = split(model, torch.randn(4, *shape[1:]), stages=1).stages
-    module = StageModule(stage.spec, stage.tensors)
+    module = module_of(name)
+    torch.manual_seed(1)
+    x = torch.randn(rows, *CASES[name][1][1:])
     (_, first), _ = _gradients(module, x, True, None)
     expected = {key: gradient + gradient for key, gradient in first.items()}
     deferred = DeferredGradients(captures=True)

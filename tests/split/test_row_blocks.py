@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -88,12 +89,18 @@ def test_the_chain_looks_up_the_rows_of_the_whole_tensor(
     assert torch.equal(found, weight[indices])
 
 
+@cache
+def prepared_lookup(padding: int | None = None) -> tuple[Lookup, PreparedModel]:
+    """Return a model and its capture, which is the same for any number of blocks."""
+    model = Lookup(padding)
+    return model, prepare(model, (TOKENS,))
+
+
 @pytest.mark.parametrize("padding", [None, 0, 9, 10, ROWS - 1])
 @pytest.mark.parametrize("count", [2, 3, 4, ROWS])
 def test_an_embedding_in_blocks_is_exact(padding: int | None, count: int) -> None:
-    model = Lookup(padding)
-    cut = prepare(model, (TOKENS,)).with_row_blocks({"embed.weight": count})
-    chain = chain_of(cut, 3)
+    model, prepared = prepared_lookup(padding)
+    chain = chain_of(prepared.with_row_blocks({"embed.weight": count}), 3)
     for tokens in (TOKENS, TOKENS[:1], torch.tensor([[9, 10]] * 3).repeat(1, 3)[:, :5]):
         for training in (True, False):
             model.train(training)
@@ -112,7 +119,8 @@ def test_an_embedding_in_blocks_is_exact(padding: int | None, count: int) -> Non
 
 @pytest.mark.parametrize("wrong", [-1, ROWS])
 def test_an_index_outside_of_the_tensor_is_still_an_error(wrong: int) -> None:
-    cut = prepare(Lookup(), (TOKENS,)).with_row_blocks({"embed.weight": 3})
+    _, prepared = prepared_lookup()
+    cut = prepared.with_row_blocks({"embed.weight": 3})
     with pytest.raises(IndexError):
         chain_of(cut, 3)(torch.full((2, 5), wrong))
 

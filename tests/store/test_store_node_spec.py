@@ -51,6 +51,7 @@ NODE = NodeSpec(
     largest_rows=8,
     tight=True,
     kept=2,
+    defers=False,
 )
 
 

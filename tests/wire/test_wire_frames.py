@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import WireError
-from ravnest.types import MicrobatchId, is_dense
+from ravnest.types import CheckpointId, MicrobatchId, is_dense
 from ravnest.wire import envelope
 from ravnest.wire.codecs import CODECS
 from ravnest.wire.control import Ack, Closing, Control, Echo, Probe, decode_control, encode_control
@@ -27,23 +27,31 @@ from ravnest.wire.messages import (
     AnyHead,
     Backward,
     CallEnd,
+    CheckpointWanted,
     ClipNorm,
     Forward,
     ForwardResult,
     Goodbye,
     GradientNorms,
+    HeldCheckpoint,
     Hello,
     HelloRefused,
     LossSplit,
     Message,
     PhaseBegin,
     PhaseEnd,
+    ReplicaStored,
+    ResumeFrom,
+    ResumeOffer,
     RunEnd,
     SaveStage,
     SharedGradients,
     SharedWeights,
     StageSaved,
     StageTiming,
+    StateBlock,
+    StateLoaded,
+    TakeCheckpoint,
     ValidationResult,
     Value,
 )
@@ -72,7 +80,14 @@ HEADS: list[AnyHead] = [
     ValidationResult("run", 1, "accuracy", 0.5, 100),
     SaveStage("run"),
     StageSaved("run", 1, '{"a": 1}'),
-    CallEnd("run", "train"),
+    CallEnd("run", "train", 1),
+    TakeCheckpoint("run"),
+    ResumeOffer({0: (HeldCheckpoint("run", CheckpointId(3, 1), 0),)}, "run", lost="node_1 was lost"),
+    ResumeFrom("run", CheckpointId(3, 1), {1: 0}, 1),
+    StateLoaded(),
+    StateBlock(1, CheckpointId(3, 1), 0, "{}", CheckpointId(2, 0), 5, is_last=True),
+    ReplicaStored(1, CheckpointId(3, 1), "the disk is full"),
+    CheckpointWanted(2),
     RunEnd("run"),
     Goodbye(1),
     Abort(1, "out of memory"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ravnest import deadlines
 
@@ -17,33 +17,52 @@ class Deadlines:
     """Limits of the waits, in seconds.
 
     A wait is ``factor`` times the measured time plus a minimum (``_floor``), up to a maximum
-    (``_most``).
+    (``_most``). Links report peers that are gone: all these limits are longer than the outages that
+    links tolerate, so that an outage delays a round and does not change it.
     """
 
     factor: float = 3.0
-    answer_floor: float = 1.0
+    answer_floor: float = deadlines.ROUND_ANSWER
     """Minimum for Prepared: a node copies its parameters between two computations."""
     answer_most: float = deadlines.ROUND_ANSWER_MOST
     """Maximum for Prepared, used too while nothing is measured."""
-    reduce_floor: float = 10.0
-    """Minimum for Reduced."""
     reduce_most: float = deadlines.ROUND_REDUCE_MOST
-    """Maximum for Reduced, used too while nothing is measured: nodes of a ring detect stalls
-    earlier."""
-    request_floor: float = 5.0
+    """Maximum for Reduced. Nodes report an all-reduce that makes no progress (``ring_stall``); one that
+    makes progress is not given up for being slow."""
+    request_floor: float = deadlines.ROUND_REQUEST
     """Minimum for the requests of the other clusters, in blocking rounds."""
-    request_unknown: float = 120.0
+    request_unknown: float = deadlines.ROUND_REQUEST_UNKNOWN
     """Minimum for requests of clusters that have not stated an interval yet."""
     request_most: float = 86400.0
     """Maximum for requests."""
     final_answer: float = deadlines.FINAL_ANSWER
     """Minimum for Prepared in the final round, used too while nothing is measured."""
-    final_reduce: float = deadlines.FINAL_REDUCE
-    """Minimum for Reduced in the final round."""
     final_most: float = deadlines.FINAL_MOST
     """Maximum for a final round with all its attempts."""
     grace: float = 2.0
     """Wait for the other replies after one cluster has failed, to find the cause."""
+    ring_stall: float = deadlines.RING_STALL
+    """Time without a chunk after which a node gives up an all-reduce."""
+    reach: float = deadlines.ROUND_REACH
+    """Wait of a node for the connection to another member of a ring."""
+
+    @classmethod
+    def outlasting(cls, outage: float) -> Deadlines:
+        """Return limits for links that wait ``outage`` seconds for another connection."""
+        more = max(0.0, outage - deadlines.LINK_OUTAGE)
+        step, default = deadlines.ROUND_OUTAGES * more, cls()
+        return replace(
+            default,
+            answer_floor=default.answer_floor + step,
+            answer_most=default.answer_most + step,
+            reduce_most=default.reduce_most + step,
+            request_floor=default.request_floor + step,
+            request_unknown=default.request_unknown + step,
+            final_answer=default.final_answer + step,
+            final_most=default.final_most + 2 * step,
+            ring_stall=default.ring_stall + step,
+            reach=default.reach + more,
+        )
 
 
 class Timing:
@@ -53,7 +72,6 @@ class Timing:
         self.limits = limits
         self._answers: dict[int, float] = {}
         self._intervals: dict[int, float] = {}
-        self._reduce = 0.0
 
     def answered(self, cluster: int, seconds: float) -> None:
         """Record the time of a cluster's reply to Prepare, or of a wait without a reply.
@@ -61,10 +79,6 @@ class Timing:
         Waits without a reply count, so that a cluster that has become slow gets more time next.
         """
         self._answers[cluster] = max(seconds, DECAY * self._answers.get(cluster, 0.0))
-
-    def reduced(self, seconds: float) -> None:
-        """Record the time from Start to the last reply, or to the end of the wait."""
-        self._reduce = max(seconds, DECAY * self._reduce)
 
     def interval(self, cluster: int, seconds: float) -> None:
         """Record a cluster's own estimate of the time between its rounds, if it is valid."""
@@ -81,17 +95,6 @@ class Timing:
         """Return the longest wait for Prepared of these clusters in the final round."""
         slowest = max(self._answers.get(cluster, 0.0) for cluster in clusters)
         return min(self.limits.final_most, max(self.limits.final_answer, self.limits.factor * slowest))
-
-    def final_reduce_within(self) -> float:
-        """Return the longest wait for Reduced in the final round."""
-        return max(self.limits.final_reduce, self.reduce_within())
-
-    def reduce_within(self) -> float:
-        """Return the longest wait for Reduced."""
-        limits = self.limits
-        if not self._reduce:
-            return limits.reduce_most
-        return min(limits.reduce_most, limits.factor * self._reduce + limits.reduce_floor)
 
     def request_within(self, clusters: Iterable[int]) -> float:
         """Return the longest wait for requests of these clusters, from the first request on."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ravnest.averaging.coordinator import Coordinator, Mode
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.events import (
     Action,
     ClusterJoined,
@@ -105,15 +106,22 @@ class Member:
     """State machine of a cluster's Root."""
 
     def __init__(
-        self, cluster: int, nodes: Iterable[int], *, mode: Mode, reduce_factor: int | None
+        self,
+        cluster: int,
+        nodes: Iterable[int],
+        *,
+        mode: Mode,
+        reduce_factor: int | None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         """``nodes`` starts with the Root. Other clusters are unknown until they join."""
         self._own = cluster
         self._nodes = tuple(nodes)
         self._mode: Mode = mode
+        self._deadlines = deadlines
         self._live = {cluster}
         self._relay = CommandRelay(cluster, self._nodes, cluster)
-        self._coordinator: Coordinator | None = Coordinator(self._live, cluster, mode=mode)
+        self._coordinator: Coordinator | None = self._new_coordinator()
         self._early: deque[Event] = deque(maxlen=MAX_EARLY_EVENTS)
         self._local: deque[RoundMessage] = deque()
         """Messages between this Root and its own coordinator."""
@@ -207,14 +215,19 @@ class Member:
     def _joined(self, cluster: int, now: float) -> None:
         reconnected = cluster in self._live
         self._live.add(cluster)
+        self._relay.forget(cluster)
         if self._coordinator is not None:
+            if reconnected:  # it knows nothing of the open round, or has given it up
+                self._coordinate(ClusterLost(cluster, "it has connected again"), now)
             self._coordinate(ClusterJoined(cluster), now)
-        self._follow_lowest(f"cluster {cluster} has joined", now, reconnected=reconnected)
+        again = reconnected and cluster == self._relay.coordinator
+        self._follow_lowest(f"cluster {cluster} has joined", now, reconnected=again)
 
     def _lost(self, cluster: int, reason: str, now: float) -> None:
         if cluster not in self._live:
             return
         self._live.discard(cluster)
+        self._relay.forget(cluster)
         if self._coordinator is not None:
             self._coordinate(ClusterLost(cluster, reason), now)
         self._follow_lowest(f"cluster {cluster} is gone", now)
@@ -233,9 +246,17 @@ class Member:
 
     # Coordination by this Root
 
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(
+            self._live,
+            self._own,
+            mode=self._mode,
+            first_round=self._relay.next_round,
+            deadlines=self._deadlines,
+        )
+
     def _take_over(self, now: float) -> None:
-        first = self._relay.next_round
-        self._coordinator = Coordinator(self._live, self._own, mode=self._mode, first_round=first)
+        self._coordinator = self._new_coordinator()
         early = list(self._early)
         self._early.clear()
         for event in early:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ravnest.averaging.allreduce import AllReduceResult
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.events import Command, Reply
 from ravnest.averaging.ports import RoundAverage, Vectors
 from ravnest.averaging.round import Round
-from ravnest.deadlines import RING_STALL
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
 # Events
@@ -47,7 +47,7 @@ class ReduceEnded:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """No chunk has arrived for ``RING_STALL``."""
+    """No chunk has arrived for ``Deadlines.ring_stall``."""
 
 
 ParticipantEvent = CommandArrived | WeightsCopied | ReduceEnded | Stalled
@@ -112,9 +112,10 @@ ParticipantAction = (
 class Participant:
     """One node in rounds: copies, reduces, stores the average and applies it on a Decision."""
 
-    def __init__(self, cluster: int, node: int) -> None:
+    def __init__(self, cluster: int, node: int, deadlines: Deadlines | None = None) -> None:
         self._cluster = cluster
         self._node = node
+        self._stall = (deadlines or Deadlines()).ring_stall
         self._round: Round | None = None
         self._copy: Vectors | None = None
         """The copy for the current round, until Start."""
@@ -129,14 +130,14 @@ class Participant:
             case ReduceEnded(result, missing):
                 return self._reduced(result, missing)
             case Stalled():
-                return self._stalled(now)
+                return self._stalled()
 
     def stalls_at(self, last_chunk: float) -> float:
         """Return when the all-reduce counts as stalled, given the time of the last chunk."""
         current = self._round
         if current is None or current.state != "reducing":
             return math.inf
-        return max(current.since, last_chunk) + RING_STALL
+        return max(current.since, last_chunk) + self._stall
 
     def _command(self, head: Command, now: float) -> list[ParticipantAction]:
         match head:
@@ -207,11 +208,14 @@ class Participant:
             SettleCompression(head.round, applied=has_average and head.commit),
         ]
 
-    def _stalled(self, now: float) -> list[ParticipantAction]:
-        if self._round is None or self._round.state != "reducing":
+    def _stalled(self) -> list[ParticipantAction]:
+        current = self._round
+        if current is None or current.state != "reducing":
             return []
-        self._round = replace(self._round, since=now)
-        return [CancelReduce(self._round.id, f"no chunk arrived for {RING_STALL:.0f} s")]
+        # The reply does not wait for the all-reduce: it may not have begun, while a member is dialled.
+        problem = f"no chunk arrived for {self._stall:.0f} s"
+        failed = AllReduceResult(current.id, {}, {}, 0, problem)
+        return [CancelReduce(current.id, problem), *self._reduced(failed, None)]
 
     def _faulty(self, current: Round) -> bool:
         return bool(current.prepared[self._node].problem)

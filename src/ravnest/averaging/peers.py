@@ -6,16 +6,17 @@ import logging
 import threading
 from collections.abc import Callable
 
-from ravnest.errors import RavnestError, UnreachableError
+from ravnest.errors import RavnestError, RefusedError, UnreachableError
 from ravnest.store.node_spec import NeighbourSpec, NodeSpec
 from ravnest.transport.base import Link, LinkHandler, Transport, send_and_close
+from ravnest.transport.generations import Generations
 from ravnest.types import Address
 from ravnest.wire.messages import AnyHead, Hello
 
 logger = logging.getLogger(__name__)
 
-REACH_SECONDS = 10.0
-"""Deadline for dialling a peer during a round; a peer that does not answer fails the round."""
+REDIAL_SECONDS = 60.0
+"""Deadline of one attempt to connect to a node of another cluster; attempts follow each other."""
 
 
 class PeerError(UnreachableError):
@@ -30,13 +31,27 @@ class Peers:
     """One link per node of another cluster; all methods may be called from any thread.
 
     The Root of the higher cluster dials the Root of the lower one; in a ring each node dials the next.
+    A machine that has taken the place of another one dials all of them, because they do not know its
+    address; from then on they use the addresses in its Hello.
     """
 
-    def __init__(self, spec: NodeSpec, hello: Hello, transport: Transport, handler: LinkHandler) -> None:
+    def __init__(
+        self,
+        spec: NodeSpec,
+        hello: Hello,
+        transport: Transport,
+        handler: LinkHandler,
+        *,
+        generations: Generations | None = None,
+        on_replaced: Callable[[Link], None] = lambda _: None,
+    ) -> None:
+        """``on_replaced`` is called with each link to a process whose place another one has taken."""
         self._spec = spec
         self._hello = hello
         self._transport = transport
         self._handler = handler
+        self._generations = generations or Generations()
+        self._on_replaced = on_replaced
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
         """The newest link to each node."""
@@ -46,13 +61,33 @@ class Peers:
         self._gave_up = False
         self._clamped = 0
 
-    def keep(self, link: Link) -> None:
-        """Add an open link; it replaces an earlier one to the same node."""
+    def keep(self, link: Link) -> bool:
+        """Add an open link; it replaces earlier ones to the same node.
+
+        Return False if another process has taken the place of the peer; the link is closed then.
+        """
+        node = link.peer.node
+        reason = self._generations.admit(link.peer)
         with self._changed:
-            self._links[link.peer.node] = link
-            if link not in self._open:
-                self._open.append(link)
-            self._changed.notify_all()
+            if reason is None:
+                self._links[node] = link
+                if link not in self._open:
+                    self._open.append(link)
+                self._changed.notify_all()
+            left = [each for each in self._open if each.peer.node == node and not self.is_current(each)]
+        for each in left:
+            self._on_replaced(each)
+            self.forget(each)
+        for each in [*left, *([] if reason is None else [link])]:
+            # A thread, because closing waits for the peer, and this one may serve a link.
+            threading.Thread(target=each.close, name=f"close {each!r}", daemon=True).start()
+        if reason is not None:
+            logger.warning("%s; its connection is closed", reason)
+        return reason is None
+
+    def is_current(self, link: Link) -> bool:
+        """Return False if another process has taken the place of the peer of a link."""
+        return self._generations.is_current(link.peer)
 
     def forget(self, link: Link) -> bool:
         """Remove a link that is gone, and return True if it was the one in use."""
@@ -83,26 +118,63 @@ class Peers:
             (c for members in lists for c, member in enumerate(members) if member.node == node), None
         )
 
-    def reach(self, peer: NeighbourSpec, cluster: int) -> Link:
-        """Return a link to a node of a ring, dialled if needed; raises ``PeerError`` if that fails."""
+    def reach(self, peer: NeighbourSpec, cluster: int, seconds: float) -> Link:
+        """Return a link to a node of a ring, dialled if needed; raises ``PeerError`` if that fails.
+
+        The peer is dialled for ``seconds``: its network may be away when the round begins.
+        """
+        failures: list[RavnestError] = []
+
+        def dial() -> None:
+            try:
+                self.keep(self._dial(peer, seconds))
+            except RavnestError as error:
+                with self._changed:
+                    failures.append(error)
+                    self._changed.notify_all()
+
         with self._changed:
             link = self._links.get(peer.node)
-        if link is not None:
-            return link
-        try:
-            link = self._dial(peer, REACH_SECONDS)
-        except RavnestError as error:
-            raise PeerError(f"node_{peer.node} of cluster {cluster}: {error}", cluster) from error
-        self.keep(link)
+            if link is None:
+                # In a thread, because the peer may connect first, from an address that is not known.
+                threading.Thread(target=dial, name=f"ravnest-dial-{peer.node}", daemon=True).start()
+                self._changed.wait_for(
+                    lambda: self._closed or bool(failures) or peer.node in self._links, seconds
+                )
+                link = self._links.get(peer.node)
+        if link is None:
+            reason = failures[0] if failures else f"no answer in {seconds:g} s"
+            raise PeerError(f"node_{peer.node} of cluster {cluster}: {reason}", cluster)
         return link
+
+    def introduce(self) -> None:
+        """Dial all members of this node's rings in the background, if it has replaced another machine.
+
+        They would dial the address of the machine before.
+        """
+        if not self._hello.generation:
+            return
+        spec = self._spec
+        members = {
+            member.node: (cluster, member)
+            for ring in spec.rings
+            for cluster, member in enumerate(ring.members)
+            if cluster != spec.cluster
+        }
+        for cluster, member in members.values():
+            if spec.stage or member.node != spec.roots[cluster].node:  # ``connect`` dials Roots
+                self._dial_until_linked(member, cluster, REDIAL_SECONDS, lambda _: None)
 
     def connect(
         self, timeout: float, say: Callable[[str], None], on_link: Callable[[Link], None]
     ) -> set[int]:
         """Connect a Root to the Roots of the other clusters; return those missing after ``timeout``."""
-        for cluster in range(self._spec.cluster):
+        dialled = set(range(self._spec.cluster))
+        if self._hello.generation:
+            dialled = set(range(len(self._spec.roots))) - {self._spec.cluster}
+        for cluster in sorted(dialled):
             self.dial_root(cluster, timeout, on_link, say)
-        higher = sorted(cluster for cluster in self._missing() if cluster > self._spec.cluster)
+        higher = sorted(self._missing() - dialled)
         for cluster in higher:
             root = self._spec.roots[cluster]
             say(
@@ -130,30 +202,46 @@ class Peers:
         on_link: Callable[[Link], None],
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """Dial the Root of a lower cluster in the background until it answers.
+        """Dial the Root of another cluster in the background until it answers, or has connected.
 
         ``on_link`` receives the link. ``say`` receives the reasons for waiting during the first
         ``timeout`` seconds.
         """
         root = self._spec.roots[cluster]
         waiting = f"{self._spec.name} ({self._spec.role}) waits for cluster {cluster}"
+        waits = None if say is None else lambda why: say(f"{waiting}: {why}")
+        self._dial_until_linked(root, cluster, timeout, on_link, waits)
+
+    def _dial_until_linked(
+        self,
+        peer: NeighbourSpec,
+        cluster: int,
+        timeout: float,
+        on_link: Callable[[Link], None],
+        waits: Callable[[str], None] | None = None,
+    ) -> None:
+        """Dial a peer in the background until there is a link; ``waits`` gets reasons at first."""
 
         def dial() -> None:
-            waits = None if say is None else lambda why: say(f"{waiting}: {why}")
-            while not self._closed:
+            waiting = waits
+            while not self._closed and self._link_to(peer.node) is None:
                 try:
-                    link = self._dial(root, timeout, waits)
+                    link = self._dial(peer, timeout, waiting)
                 except UnreachableError:
-                    waits = None
+                    waiting = None
                 except RavnestError as error:
                     logger.warning("cluster %d refuses the connection: %s", cluster, error)
                     return
                 else:
+                    on_link(link)  # first, because ``connect`` may return after ``keep``
                     self.keep(link)
-                    on_link(link)
                     return
 
         threading.Thread(target=dial, name=f"ravnest-dial-cluster-{cluster}", daemon=True).start()
+
+    def _link_to(self, node: int) -> Link | None:
+        with self._changed:
+            return self._links.get(node)
 
     def close(self, last: AnyHead | None) -> None:
         """Close all links, with ``last`` as the last message if given."""
@@ -174,12 +262,28 @@ class Peers:
     def _dial(
         self, peer: NeighbourSpec, seconds: float, waiting: Callable[[str], None] | None = None
     ) -> Link:
-        return self._transport.dial(
-            Address.parse(peer.address),
+        addresses = self._addresses(peer)
+        link = self._transport.dial(
+            addresses[0],
             self._hello,
             self._handler,
             deadline=seconds,
             waiting=waiting,
             expect=peer.node,
-            others=peer.further,
+            others=addresses[1:],
         )
+        reason = self._generations.admit(link.peer)
+        if reason is not None:
+            link.close()
+            raise RefusedError(reason)
+        return link
+
+    def _addresses(self, peer: NeighbourSpec) -> tuple[Address, ...]:
+        """Return where a peer is dialled: by its Hello if another machine has taken its place."""
+        newest = self._generations.newest(peer.node)
+        if newest is not None and newest.generation and newest.addresses:
+            try:
+                return tuple(Address.parse(each) for each in newest.addresses)
+            except ValueError:
+                logger.warning("node_%d names an address that cannot be dialled", peer.node)
+        return Address.parse(peer.address), *peer.further

@@ -80,6 +80,10 @@ class WeightsPort(Protocol):
 class AveragingPort(Protocol):
     """Averaging as the worker sees it. Calls may come from any thread and return at once."""
 
+    @property
+    def samples(self) -> int:
+        """Samples since the last average, at a Root; a checkpoint contains them."""
+
     def updated(self, samples: int) -> None:
         """Report an update made from ``samples`` samples."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ravnest.averaging.allreduce import AllReduce, AllReduceResult, RingPart
 from ravnest.averaging.compression import RoundCompression
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.participant import ReduceEnded, StartReduce
 from ravnest.averaging.peers import PeerError, Peers
 from ravnest.averaging.ports import WeightsPort
@@ -27,13 +28,16 @@ class NodeReducer:
         peers: Peers,
         codec: str,
         on_end: Callable[[ReduceEnded], None],
+        deadlines: Deadlines,
+        now: Callable[[], float],
     ) -> None:
         self._spec = spec
         self._weights = weights
         self._peers = peers
         self._on_end = on_end
+        self._reach = deadlines.reach
         self.compression = RoundCompression(codec)
-        self.allreduce = AllReduce(weights.sizes())
+        self.allreduce = AllReduce(weights.sizes(), now=now)
 
     def start(self, order: StartReduce) -> None:
         """Start the all-reduce of a copy; its memory receives the result."""
@@ -81,7 +85,7 @@ class NodeReducer:
         """Return a link to the next member of a ring; None if there is no other member."""
         members = sorted(head.weights)
         after = members[(members.index(self._spec.cluster) + 1) % len(members)]
-        return None if len(members) == 1 else self._peers.reach(ring.members[after], after)
+        return None if len(members) == 1 else self._peers.reach(ring.members[after], after, self._reach)
 
     def _ended(self, result: AllReduceResult) -> None:
         missing = None if result.peer is None else self._peers.cluster_of(result.peer)

@@ -3,16 +3,18 @@
 **Which messages count.** Round ids are ordered, and a Root follows one coordinator at a time: the Root
 of the lowest cluster that it believes to be alive.
 
-- Commands of any other cluster are ignored, so two coordinators cannot split the members of a round.
+- Commands of any other cluster do not count, so two coordinators cannot split the members of a round.
+  The last Prepare of each is kept until this Root follows that cluster: clusters learn of the loss of a
+  coordinator one after the other.
 - A Prepare with an id above all earlier ones opens a round and voids the round that is open here.
   Retries work the same way: no Decision is sent between attempts, and training that has paused for
   the round stays paused.
 - An older or repeated Prepare is ignored. If it is the first one of this coordinator, then the
   coordinator has taken over and does not know a round that others opened: the Root replies with a
   Prepared for the first id that it has not seen, and the coordinator continues after that id.
-- Start and Decision count for the open round only. A Decision with an id above all rounds known here
-  means that the round did not take place: training that has paused for it continues if its
-  ``assign`` is set.
+- Start and Decision count for the open round only. A Decision with an id above all rounds known here,
+  or any one of a coordinator that has not opened a round here yet, means that the round did not take
+  place: training that has paused for it continues if its ``assign`` is set.
 - When the coordinator changes, or reconnects, the open round is void here, and the Root sends its
   pending RoundRequest again (``member.py``).
 """
@@ -66,6 +68,8 @@ class CommandRelay:
         self._newest_is_current = False
         """The newest round was opened by the coordinator that is followed now."""
         self._round: Round | None = None
+        self._early: dict[int, Prepare] = {}
+        """The open round of each other cluster that coordinates, as far as it knows."""
 
     @property
     def next_round(self) -> int:
@@ -81,11 +85,17 @@ class CommandRelay:
         """Follow another coordinator, or one that has reconnected; ``reason`` voids the open round."""
         self.coordinator = coordinator
         self._newest_is_current = False
-        return self._void(reason)
+        early = self._early.pop(coordinator, None)
+        return [*self._void(reason), *([] if early is None else self._prepare(early))]
+
+    def forget(self, cluster: int) -> None:
+        """Drop what a cluster has sent that is gone, or has connected again."""
+        self._early.pop(cluster, None)
 
     def command(self, sender: int, head: Command) -> list[RelayAction]:
         """Take a command that the Root of cluster ``sender`` sent as coordinator."""
         if sender != self.coordinator:
+            self._keep_early(sender, head)
             return []
         match head:
             case Prepare():
@@ -108,6 +118,13 @@ class CommandRelay:
             # A failure is reported at once: other nodes may be waiting for the peer that is gone.
             return [] if current.awaited and not head.problem else self._reply_reduced(current)
         return []
+
+    def _keep_early(self, sender: int, head: Command) -> None:
+        """Keep a round that another cluster opens: it may have learned of a loss before this one."""
+        if isinstance(head, Prepare):
+            self._early[sender] = head
+        else:
+            self._early.pop(sender, None)
 
     # Commands
 
@@ -141,9 +158,12 @@ class CommandRelay:
             self._round = None
             return [RelayToNodes(head), RoundOver(head, current.assign)]
         if head.round <= self._newest:
-            return []
-        actions = self._void(head.reason)
-        self._newest, self._newest_is_current = head.round, True
+            if self._newest_is_current:
+                return []
+            actions = []  # a coordinator that does not know the newest round; none is open here
+        else:
+            actions = self._void(head.reason)
+            self._newest, self._newest_is_current = head.round, True
         void = Decision(head.round, commit=False, reason=head.reason, assign=head.assign)
         return [*actions, RoundOver(void, head.assign)]
 

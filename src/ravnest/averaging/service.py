@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.events import (
     ClusterJoined,
     ClusterLost,
@@ -49,7 +50,7 @@ from ravnest.averaging.participant import (
     StoreAverage,
     WeightsCopied,
 )
-from ravnest.averaging.peers import Peers
+from ravnest.averaging.peers import REDIAL_SECONDS, Peers
 from ravnest.averaging.ports import AveragingConfig, Vectors, WeightsPort
 from ravnest.averaging.reducer import NodeReducer
 from ravnest.averaging.relay import RelayToNodes, RoundOver
@@ -57,12 +58,10 @@ from ravnest.deadlines import LINK_CLOSE
 from ravnest.errors import RavnestError
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.base import Link, Transport, try_send
+from ravnest.transport.generations import Generations
 from ravnest.wire.messages import AnyHead, Decision, Goodbye, Hello, Message, RingChunk, RoundId
 
 logger = logging.getLogger(__name__)
-
-_REDIAL_SECONDS = 60.0
-"""Deadline of one attempt to reconnect to the Root of a cluster that was lost."""
 
 
 class AveragingService:
@@ -77,21 +76,40 @@ class AveragingService:
         *,
         config: AveragingConfig | None,
         failed: Callable[[str], None],
+        outage: float | None = None,
+        generations: Generations | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``config`` is given at Roots only. ``failed`` is called with unexpected errors."""
+        """``config`` is given at Roots only. ``failed`` is called with unexpected errors.
+
+        ``outage`` is the time for which links wait for another connection; the plan's if not given.
+        ``generations`` knows which process is each node; it outlives the run.
+        """
+        deadlines = Deadlines.outlasting(spec.outage if outage is None else outage)
         self._spec = spec
         self._weights = weights
         self._config = config
         self._failed = failed
-        self._peers = Peers(spec, hello, transport, self)
-        self._participant = Participant(spec.cluster, spec.node)
+        self._now = now
+        self._peers = Peers(
+            spec, hello, transport, self, generations=generations, on_replaced=self._peer_replaced
+        )
+        self._participant = Participant(spec.cluster, spec.node, deadlines)
         self._member: Member | None = None
         if config is not None:
             self._member = Member(
-                spec.cluster, spec.pipeline, mode=config.mode, reduce_factor=config.reduce_factor
+                spec.cluster,
+                spec.pipeline,
+                mode=config.mode,
+                reduce_factor=config.reduce_factor,
+                deadlines=deadlines,
             )
-        self._reducer = NodeReducer(spec, weights, self._peers, hello.codec, self._reduce_ended)
+        self._reducer = NodeReducer(
+            spec, weights, self._peers, hello.codec, self._reduce_ended, deadlines, now
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._samples = 0
+        """Samples of all updates, counted in the worker's thread."""
         self._joined: set[Link] = set()
         """Links to Roots that the member has been told about."""
         self._previous: Link | None = None
@@ -103,6 +121,7 @@ class AveragingService:
         """Start the thread, with links to the neighbours in the pipeline."""
         self._previous, self._next = previous, following
         self._thread.start()
+        self._peers.introduce()
 
     def connect(self, timeout: float, say: Callable[[str], None]) -> None:
         """Connect a Root to the other Roots; continue without those that do not answer in time."""
@@ -128,13 +147,29 @@ class AveragingService:
 
     # Training of this cluster, from any thread
 
+    def continue_from(self, updates: int, samples: int) -> None:
+        """Continue a run from a checkpoint, before the first update: see ``RoundTrigger``.
+
+        Only a Root needs it. ``samples`` is what ``samples`` was when the checkpoint was taken.
+        """
+        self._samples = samples
+        if self._member is not None:
+            trigger = self._member.trigger
+            self.post(lambda: trigger.continue_from(updates, samples))
+
+    @property
+    def samples(self) -> int:
+        """Samples since the last average, at a Root; what a checkpoint has to contain of averaging."""
+        return 0 if self._member is None else self._samples - self._member.trigger.averaged
+
     def updated(self, samples: int) -> None:
         """Report an update made from ``samples`` samples."""
-        self._post_to_member(UpdateMade(samples, time.monotonic()))
+        self._samples += samples
+        self._post_to_member(UpdateMade(samples, self._now()))
 
     def epoch_ended(self) -> None:
         """Report that all updates of an epoch are made."""
-        self._post_to_member(EpochEnded(time.monotonic()))
+        self._post_to_member(EpochEnded(self._now()))
 
     def pause(self, *, final: bool) -> None:
         """Request a round that this cluster waits for; ``released`` is called when it is over."""
@@ -158,6 +193,8 @@ class AveragingService:
 
     def on_message(self, link: Link, message: Message) -> None:
         """Take a message of a node of another cluster."""
+        if not self._peers.is_current(link):
+            return
         head = message.head
         match head:
             case RingChunk():
@@ -171,13 +208,18 @@ class AveragingService:
 
     def on_lost(self, link: Link, reason: str) -> None:
         """Handle the loss of a link to a node of another cluster."""
-        self._reducer.allreduce.lost(link, reason)
+        if self._peers.is_current(link):  # otherwise rounds use the link to the process after it
+            self._reducer.allreduce.lost(link, reason)
         self.post(lambda: self._link_lost(link, reason))
 
     def on_link(self, link: Link) -> None:
         """Take the link of a node of another cluster that has connected."""
+        self._link_opened(link)  # first, because ``connect`` may return after ``keep``
         self._peers.keep(link)
-        self._link_opened(link)
+
+    def _peer_replaced(self, link: Link) -> None:
+        """End what waits for a process whose place another one has taken."""
+        self._reducer.allreduce.lost(link, f"node_{link.peer.node} was restarted")
 
     def _link_opened(self, link: Link) -> None:
         self.post(lambda: self._join(link))
@@ -218,7 +260,7 @@ class AveragingService:
     def _timeout(self) -> float | None:
         """Return the seconds until the next deadline; None if there is none."""
         soonest = min(self._wake(), self._stall())
-        return None if soonest == math.inf else max(soonest - time.monotonic(), 0.0)
+        return None if soonest == math.inf else max(soonest - self._now(), 0.0)
 
     def _wake(self) -> float:
         return math.inf if self._member is None else self._member.wake
@@ -227,7 +269,7 @@ class AveragingService:
         return self._participant.stalls_at(self._reducer.allreduce.progress[1])
 
     def _check_clock(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         if self._wake() <= now:
             self._to_member(Tick())
         if self._stall() <= now:
@@ -237,9 +279,10 @@ class AveragingService:
 
     def _join(self, link: Link) -> None:
         """Report a link to a Root to the member once; its messages may precede ``on_link``."""
-        if self._member is not None and link.peer.stage == 0 and link not in self._joined:
-            self._joined.add(link)
-            self._peers.keep(link)
+        if self._member is None or link.peer.stage != 0 or link in self._joined:
+            return
+        if self._peers.keep(link):
+            self._joined = {link, *filter(self._peers.is_current, self._joined)}
             self._to_member(ClusterJoined(link.peer.cluster))
 
     def _link_lost(self, link: Link, reason: str) -> None:
@@ -252,13 +295,15 @@ class AveragingService:
             logger.warning("cluster %d is gone (%s); cluster %d trains on", cluster, reason, own)
         self._to_member(ClusterLost(cluster, reason or "it has left"))
         if cluster < own and reason and not self._peers.closed:
-            self._peers.dial_root(cluster, _REDIAL_SECONDS, self._link_opened)
+            self._peers.dial_root(cluster, REDIAL_SECONDS, self._link_opened)
 
     def _from_root(self, link: Link, head: RoundMessage) -> None:
         cluster = link.peer.cluster
         if self._member is None or link.peer.stage != 0:
             _warn_unexpected(link, head)
             return
+        if not self._peers.is_current(link):
+            return  # it was replaced after the message arrived
         self._join(link)
         if not isinstance(head, Command) and head.cluster != cluster:
             logger.warning("cluster %d sent a message as cluster %d; ignored", cluster, head.cluster)
@@ -269,7 +314,7 @@ class AveragingService:
 
     def _to_member(self, event: MemberEvent) -> None:
         assert self._member is not None, "only a Root has a member"
-        for action in self._member.handle(event, time.monotonic()):
+        for action in self._member.handle(event, self._now()):
             self._carry_out(action)
 
     def _carry_out(self, action: MemberAction) -> None:
@@ -302,7 +347,7 @@ class AveragingService:
     # The participant, at every node
 
     def _to_participant(self, event: ParticipantEvent) -> None:
-        for action in self._participant.handle(event, time.monotonic()):
+        for action in self._participant.handle(event, self._now()):
             self._perform(action)
 
     def _perform(self, action: ParticipantAction) -> None:

@@ -34,6 +34,8 @@ class RoundTrigger:
         """All updates so far."""
         self.samples = 0
         """Samples since the last average that was applied here."""
+        self.averaged = 0
+        """Samples in the averages that were applied here."""
         self.pending: RoundRequest | None = None
         """The request that the coordinator has not answered; a new coordinator gets it again."""
         self._since = 0
@@ -49,6 +51,15 @@ class RoundTrigger:
         self._now = 0.0
         self._counted_from: float | None = None
         """Time at which the count last restarted."""
+
+    def continue_from(self, updates: int, samples: int) -> None:
+        """Continue a run from a checkpoint: rounds are requested at the same updates as without a stop.
+
+        ``updates`` is the number of all updates so far, ``samples`` that of the samples since the last
+        average.
+        """
+        self.updates, self.samples = updates, samples
+        self._since = 0 if self._reduce_factor is None else updates % self._reduce_factor
 
     def updated(self, samples: int, now: float) -> None:
         """Count an update of ``samples`` samples."""
@@ -114,6 +125,7 @@ class RoundTrigger:
         """
         if commit:
             self.samples -= self._held
+            self.averaged += self._held
         self._held = 0
         final = self.pending is not None and self.pending.final
         if assign or (self.pending is self._held_pending and not final):

@@ -134,8 +134,7 @@ class TwoPhaseCommit:
             self._close(f"no cluster has valid parameters: {causes}", now)
             return
         self.round = self.round.start(dict.fromkeys(self.round.members, 0.0) | shares(able), now)
-        timing = self._timing
-        self._wait(timing.final_reduce_within() if self.kind == "final" else timing.reduce_within(), now)
+        self._wait(self._timing.limits.reduce_most, now)
         codec, base = self._compression()
         self._send(Start(self.round.id, dict(self.round.weights), codec, base))
 
@@ -164,8 +163,6 @@ class TwoPhaseCommit:
         replies = self.round.reduced
         silent = set(self.round.awaited)
         blamed = Counter(self._culprit(head) for head in replies.values() if head.problem)
-        if not blamed:
-            self._timing.reduced(now - self.round.since)
         if silent or blamed:
             self._retry_without_culprits(silent, blamed, now)
             return

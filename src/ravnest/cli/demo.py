@@ -24,7 +24,7 @@ from ravnest.http.credentials import join
 from ravnest.jobs.job import Job
 from ravnest.provider.signals import interrupts
 from ravnest.schemas.auth import ApiRole
-from ravnest.schemas.jobs import JobState
+from ravnest.schemas.jobs import AssignmentView, JobState, JobView
 from ravnest.server.http.runner import serve
 
 _TIME_LIMIT = 900.0
@@ -33,6 +33,8 @@ _PROVIDER_LIFETIME = "--hours=0.3"
 """Option that ends the providers even if the demo is killed and cannot stop them."""
 _CHECK_SECONDS = 2.0
 """Seconds between checks that the providers are running."""
+_KILL_EPOCHS = 40
+"""Epochs at least, so that there is something left to train after the loss of a provider."""
 
 
 def demo(
@@ -41,6 +43,9 @@ def demo(
     folder: Annotated[
         Path, typer.Option("--out", metavar="FOLDER", help="Folder for the trained model.")
     ] = Path("ravnest-demo"),
+    kill: Annotated[
+        bool, typer.Option("--kill", help="Kill a provider while it trains; a spare takes its place.")
+    ] = False,
 ) -> None:
     """Run a server, providers and a job on this machine.
 
@@ -53,18 +58,20 @@ def demo(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-demo-")))
         server = stack.enter_context(serve(folder=scratch / "server", host="127.0.0.1", port=0))
         console.print(f"1. A server runs at {server.url}, as with `ravnest serve`.")
-        options = {"server": server.url, "token": server.token(ApiRole.PROVIDER, uses=providers)}
-        console.print(f"2. {providers} providers join it, as with `ravnest provide`:")
+        joining = providers + kill  # the last one is the spare
+        options = {"server": server.url, "token": server.token(ApiRole.PROVIDER, uses=joining)}
+        console.print(f"2. {joining} providers join it, as with `ravnest provide`:")
         running = stack.enter_context(LocalProviders(scratch, options, partial(_show_line, console)))
-        for number in range(providers):
+        for number in range(joining):
             running.start(f"provider-{number}", "--ram=1", "--cores=1", _PROVIDER_LIFETIME)
         member = join(server.url, server.token(ApiRole.REQUESTER), "demo")
         api = stack.enter_context(member.api())
         console.print(f"3. A job is submitted, as with `ravnest submit`: a CNN on {description}.")
+        epochs = max(epochs, _KILL_EPOCHS) if kill else epochs
         job = digits_job(train, validation, epochs=epochs, providers=providers)
         handle = _submit(console, api, job)
         console.print("4. The server splits the model and ships the stages; the providers train:")
-        _follow(console, handle, running)
+        _follow(console, handle, running, kill=kill)
         path = handle.fetch(folder)
         load_trained(path, job.model)
     console.print("5. The server and the providers have stopped. The trained model:")
@@ -77,12 +84,16 @@ def _submit(console: Console, api: ApiClient, job: Job) -> JobHandle:
         return JobHandle(upload_job(api, job, bars.update), api)
 
 
-def _follow(console: Console, handle: JobHandle, providers: LocalProviders) -> None:
+def _follow(console: Console, handle: JobHandle, providers: LocalProviders, *, kill: bool) -> None:
     """Show the job until it is done; raise an error if the job or a provider ends early."""
     deadline = time.monotonic() + _TIME_LIMIT
     with job_status_line(console) as line:
         while time.monotonic() < deadline:
             providers.check()
+            if kill and (victim := _victim(handle.view())) is not None:
+                kill = False
+                console.print(f"   {victim} is killed now (SIGKILL), as if it had lost its power.")
+                providers.kill(victim)
             try:
                 ended = handle.wait(_CHECK_SECONDS, line.show)
             except TimeoutError:
@@ -91,6 +102,18 @@ def _follow(console: Console, handle: JobHandle, providers: LocalProviders) -> N
                 raise ended_without_model(ended)
             return
     raise JobEndedError(f"the job is not done after {_TIME_LIMIT:g} s: {handle.view().reason}")
+
+
+def _victim(view: JobView) -> str | None:
+    """Return the provider to kill: that of the second stage, once a checkpoint is there."""
+    if view.state is not JobState.TRAINING or view.checkpoint is None:
+        return None
+    stages = sorted((each for each in view.assignments if each.phase == "training"), key=_by_node)
+    return stages[min(1, len(stages) - 1)].provider_name if stages else None
+
+
+def _by_node(assignment: AssignmentView) -> int:
+    return assignment.node
 
 
 def _show_line(console: Console, name: str, line: str) -> None:

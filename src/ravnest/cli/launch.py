@@ -18,9 +18,14 @@ def launch(
         typer.Argument(metavar="[ARGS]...", help="Arguments of the script after the node's name."),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Folder that clusterize() wrote.")] = Path(NODE_DATA),
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start a node again that fails or is killed.")
+    ] = False,
 ) -> None:
     """Start all nodes of this machine, as `python SCRIPT node_<i> ARGS...`.
 
-    Prints their output with the node's name before each line, and stops all of them together.
+    Prints their output with the node's name before each line, and stops all of them together. With
+    --restart, a node that fails is started again, continues from its newest checkpoint, and the
+    others are not stopped.
     """
-    raise typer.Exit(launch_nodes(script, arguments or [], folder=folder))
+    raise typer.Exit(launch_nodes(script, arguments or [], folder=folder, restart=restart))

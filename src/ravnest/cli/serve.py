@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from ravnest.deadlines import CHECKPOINT_UPLOAD
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.http.runner import DEFAULT_FOLDER, DEFAULT_PORT, RunningServer, serve_in_foreground
+from ravnest.server.settings import ServerSettings
 
 
 def serve(
@@ -40,6 +42,10 @@ def serve(
         int | None,
         typer.Option(min=0, max=65535, help="Port of the relay; default: the server's port + 1."),
     ] = None,
+    checkpoint_minutes: Annotated[
+        float,
+        typer.Option(min=0.001, help="Minutes between two checkpoints that a cluster uploads."),
+    ] = CHECKPOINT_UPLOAD / 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
     """Run the intermediary server until Ctrl-C."""
@@ -56,6 +62,7 @@ def serve(
         tls=tls,
         relay=relay,
         relay_port=relay_port,
+        settings=ServerSettings(checkpoint_upload=60 * checkpoint_minutes),
     )
     if not as_json:
         typer.echo("The server has stopped. Start it again with the same folder to resume.")

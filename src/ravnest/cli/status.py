@@ -62,6 +62,12 @@ def _show(view: JobView) -> None:
         console.print(
             f"  cluster {one.cluster}, node {one.node} ({one.role}) on {one.provider_name}: {one.phase}"
         )
+    if view.checkpoint is not None:
+        console.print(
+            f"last checkpoint: update {view.checkpoint.update}, {local_time(view.checkpoint.time)}"
+        )
+    if view.recoveries:
+        console.print(f"training continued after the loss of a node: {view.recoveries} times")
     for warning in view.warnings:
         console.print(f"  {local_time(warning.time)} warning of node {warning.node}: {warning.message}")
     if view.plan:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from ravnest.cli.console import err, out, print_json, progress_bars
 from ravnest.cli.fetch import Out, follow_and_fetch
@@ -14,16 +16,25 @@ from ravnest.cli.target import TargetError, call_target
 from ravnest.client.handle import JobHandle
 from ravnest.client.local_server import host_server
 from ravnest.client.server_selection import select_server
-from ravnest.client.submission import upload_job
+from ravnest.client.submission import resume_job, upload_job
+from ravnest.http.api import ApiClient
 from ravnest.jobs.job import Job
 from ravnest.schemas.jobs import JobCreated
 
 
 def submit(
     target: Annotated[
-        str,
-        typer.Argument(metavar="MODULE:FUNCTION", help="Function that returns a ravnest.Job."),
-    ],
+        str | None,
+        typer.Argument(metavar="[MODULE:FUNCTION]", help="Function that returns a ravnest.Job."),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB",
+            help="Start from the newest checkpoint of an ended job; without MODULE:FUNCTION, with its "
+            "model, data and settings.",
+        ),
+    ] = None,
     server: Server = None,
     token: Token = None,
     serve_here: Annotated[
@@ -49,6 +60,10 @@ def submit(
         raise typer.BadParameter("the server would end with this command", param_hint="--detach")
     if serve_here and server:
         raise typer.BadParameter("give one of the two", param_hint="--serve-here with --server")
+    if target is None and resume is None:
+        raise typer.BadParameter("give a function that returns a job", param_hint="MODULE:FUNCTION")
+    if serve_here and resume is not None:
+        raise typer.BadParameter("that server knows no earlier job", param_hint="--resume")
     with ExitStack() as stack:
         console = err()
         if serve_here:
@@ -58,9 +73,7 @@ def submit(
             member = select_server(server, token)
         api = stack.enter_context(member.api())
         api.get("/api/health", object)  # before the user's module, whose import may take time
-        job = load_job(target)
-        with progress_bars(console) as bars:
-            handle = JobHandle(upload_job(api, job, bars.update), api)
+        handle = JobHandle(_submitted(api, target, resume, console), api)
         if detach and as_json:
             print_json(JobCreated(id=handle.id))
         elif detach:
@@ -68,6 +81,18 @@ def submit(
         else:
             console.print(f"submitted {handle.id}")
             follow_and_fetch(handle, folder, as_json=as_json)
+
+
+def _submitted(api: ApiClient, target: str | None, resume: str | None, console: Console) -> str:
+    """Submit the job of a function, or an ended job again; return its id."""
+    if target is None:
+        assert resume is not None
+        return resume_job(api, resume)
+    job = load_job(target)
+    if resume is not None:
+        job = replace(job, resume_from=resume)
+    with progress_bars(console) as bars:
+        return upload_job(api, job, bars.update)
 
 
 def load_job(target: str) -> Job:

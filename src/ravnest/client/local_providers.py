@@ -35,6 +35,7 @@ class LocalProviders:
         self._last_lines: dict[str, str] = {}
         self._exit_codes: dict[str, int] = {}
         """Exit codes of the providers that have ended, set after their last line."""
+        self._killed: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -67,9 +68,18 @@ class LocalProviders:
 
         process.follow(on_line, on_end)
 
+    def kill(self, name: str) -> None:
+        """Kill a provider with SIGKILL, as if its machine had lost power; ``check`` ignores its end."""
+        process = self._processes.pop(name)
+        self._killed.add(name)
+        process.send(KILL)
+        process.wait(None)
+
     def check(self) -> None:
         """Raise ``LaunchError`` if a provider has ended by itself."""
         for name, code in list(self._exit_codes.items()):
+            if name in self._killed:
+                continue
             last = self._last_lines.get(name, "no output")
             raise LaunchError(f"{name} ended with exit code {code}: {last}")
 

@@ -6,9 +6,11 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
+from urllib.parse import quote
 
 from ravnest.client.handle import JobHandle
 from ravnest.client.local_server import host_server
@@ -29,6 +31,7 @@ def submit(
     token: str | None = None,
     serve_here: bool = False,
     progress: StepProgress | None = None,
+    resume: str | None = None,
 ) -> JobHandle: ...
 
 
@@ -39,6 +42,7 @@ def submit(
     token: str | None = None,
     serve_here: bool = False,
     progress: StepProgress | None = None,
+    resume: str | None = None,
     **fields: Any,
 ) -> JobHandle: ...
 
@@ -50,6 +54,7 @@ def submit(
     token: str | None = None,
     serve_here: bool = False,
     progress: StepProgress | None = None,
+    resume: str | None = None,
     **fields: Any,
 ) -> JobHandle:
     """Submit a job to a server and return its handle; training continues without this process.
@@ -58,10 +63,14 @@ def submit(
     The server is ``server``, or ``$RAVNEST_SERVER``, or the only server that this user has joined.
     ``token`` joins the server and is needed once. With ``serve_here`` this process runs a server of
     its own until the handle is closed. ``progress`` is called with the name of the current step, the
-    amount done and the total. Raises ``JobError`` or ``SplitError`` before anything is uploaded if
-    the job cannot be trained as described.
+    amount done and the total. ``resume`` is an ended job of yours, from whose newest checkpoint
+    training starts; without a job, its specification is used again and nothing is uploaded. Raises
+    ``JobError`` or ``SplitError`` before anything is uploaded if the job cannot be trained as
+    described.
     """
-    described = _job(job, fields)
+    described = None if resume is not None and job is None and not fields else _job(job, fields)
+    if described is not None and resume is not None:
+        described = replace(described, resume_from=resume)
     with ExitStack() as stack:
         invitation = None
         if serve_here:
@@ -70,7 +79,11 @@ def submit(
             member = select_server(server, token)
         api = stack.enter_context(member.api())
         api.get("/api/health", object)  # packing takes time: fail first if no server answers
-        job_id = upload_job(api, described, progress)
+        if described is None:
+            assert resume is not None
+            job_id = resume_job(api, resume)
+        else:
+            job_id = upload_job(api, described, progress)
         close = stack.pop_all().close
         if serve_here:
             _close_after_main_thread(close)
@@ -83,6 +96,11 @@ def upload_job(api: ApiClient, job: Job, progress: StepProgress | None = None) -
         packed = pack_job(job, Path(folder), progress)
         upload(api, packed.files, partial(progress, "uploading") if progress else None)
         return api.post("/api/jobs", packed.spec, JobCreated).id
+
+
+def resume_job(api: ApiClient, job: str) -> str:
+    """Submit an ended job again, to continue from its newest checkpoint; return the new id."""
+    return api.post(f"/api/jobs/{quote(job, safe='')}/resume", None, JobCreated).id
 
 
 def _job(job: object, fields: dict[str, Any]) -> Job:

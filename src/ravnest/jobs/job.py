@@ -117,8 +117,11 @@ class Job:
     """Number of idle providers that the job waits for before it is planned."""
     max_providers: int | None = None
     """Maximum number of providers that the job uses; `None`: all idle providers."""
-    on_insufficient: Literal["wait", "fail"] = "wait"
-    """Reaction if the providers are too few or cannot hold the model: `wait` for more, or `fail`."""
+    on_insufficient: Literal["wait", "fail"] | float = "wait"
+    """Reaction if the providers are too few or cannot hold the model, also after a loss during training:
+    `wait` for more, `fail`, or wait for this number of seconds."""
+    resume_from: str | None = None
+    """Ended job of yours whose newest checkpoint training starts from, such as `"job-1234abcd"`."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,7 @@ def _spec(
         min_providers=job.min_providers,
         max_providers=job.max_providers,
         on_insufficient=job.on_insufficient,
+        resume_from=job.resume_from,
     )
 
 

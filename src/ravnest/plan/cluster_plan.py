@@ -83,6 +83,7 @@ def _cluster_with(
             stage.link_seconds,
             stage.stop - stage.start,
             latency=known.latency,
+            defers=stage.defers,
         )
         for stage, known in zip(stages, planned, strict=True)
     ]
@@ -183,6 +184,7 @@ def _stage(
     kept = _kept(costs, split, behind, costs.kept_batches(start, stop, behind, machine.ram))
     batches = None if kept is None else max(kept * split.rows / costs.batch_size, costs.training.part)
     recomputed = 0.0 if kept is None or behind == 1 else _recomputed(costs, split, kept)
+    defers = costs.defers(start, stop, behind, machine.ram)
     return StagePlan(
         node=nodes[index],
         cluster=cluster,
@@ -190,10 +192,11 @@ def _stage(
         role=Role.at(index, len(nodes)),
         start=start,
         stop=stop,
-        memory=costs.memory(start, stop, behind, batches),
+        memory=costs.memory(start, stop, behind, batches, defers=defers),
         compute_seconds=costs.compute_seconds(start, stop, machine) * (1 + RECOMPUTATION * recomputed),
         link_seconds=0 if behind == 1 else costs.link_seconds(stop, *machines[index : index + 2]),
         kept=kept,
+        defers=defers,
         link=None if behind == 1 else costs.links.link(nodes[index].id, nodes[index + 1].id),
     )
 

@@ -219,8 +219,10 @@ class ModelCosts:
             leaving=np.broadcast_to(self.leaving[stops][None, :], shape),
             outputs=np.broadcast_to(self.crossing[stops][None, :], shape),
             returning=returning,
+            sent_back=np.broadcast_to(self.returning[starts][:, None], shape),
             shared=self.shared[np.ix_(starts, stops)],
             backward=backward - before,
+            undeferred=self.backward.grid(starts, stops) - before,
         )
 
     def memory_grid(self, starts: IntArray, stops: IntArray, behind: int) -> MemoryRange[FloatArray]:
@@ -248,7 +250,6 @@ class ModelCosts:
         It leaves out inputs and outputs, and deferred weight gradients, which a Root does not have.
         """
         load = self.load_grid(starts, stops)
-        before = (self.activations.prefix - self.gradients.prefix)[starts][:, None]
         nothing = np.zeros((1, 1))
         load = replace(
             load,
@@ -257,9 +258,10 @@ class ModelCosts:
             leaving=nothing,
             outputs=nothing,
             returning=nothing,
+            sent_back=nothing,
             shared=nothing,
             deferred=nothing,
-            backward=self.backward.grid(starts, stops) - before,
+            backward=load.undeferred,
         )
         return memory_range(load, behind, self.training).least
 
@@ -269,13 +271,18 @@ class ModelCosts:
         return StageLoad(**{each.name: float(getattr(grid, each.name)[0, 0]) for each in fields(grid)})
 
     def memory(
-        self, start: int, stop: int, behind: int, kept: float | None = None
+        self, start: int, stop: int, behind: int, kept: float | None = None, *, defers: bool = True
     ) -> StageMemory[float]:
-        """Return the memory of one stage, by purpose; ``kept`` is that of ``stage_memory``."""
-        return stage_memory(self.load(start, stop), behind, self.training, kept)
+        """Return the memory of one stage, by purpose; the arguments are those of ``stage_memory``."""
+        return stage_memory(self.load(start, stop), behind, self.training, kept, defers=defers)
+
+    def defers(self, start: int, stop: int, behind: int, ram: float) -> bool:
+        """Return whether a stage may defer weight gradients; not if that makes it fit ``ram``."""
+        several = self.training.part < self.training.in_flight(behind)
+        return several or bool(self.memory(start, stop, behind).total <= ram)
 
     def least_memory(self, start: int, stop: int, behind: int) -> float:
-        """Return the bytes of one stage that recomputes all activations."""
+        """Return the bytes of one stage that recomputes, or does not defer, all that it can."""
         return memory_range(self.load(start, stop), behind, self.training).least
 
     def kept_batches(self, start: int, stop: int, behind: int, ram: float) -> float:

@@ -111,7 +111,7 @@ def _stage_lines(
         f" {size(memory.weights)}, older versions {size(memory.versions)}, optimizer"
         f" {size(memory.optimizer)}, activations"
         f" {size(memory.activations)}, transfer {size(memory.transfer)}, gradients and workspace"
-        f" {size(memory.gradients)}{_averaging(memory)}."
+        f" {size(memory.gradients)}{_averaging(memory)}{_unacknowledged(memory)}."
     )
     if cluster.loss_chunks > 1 and stage.index == len(cluster.stages) - 1:
         yield (
@@ -123,7 +123,9 @@ def _stage_lines(
 
 
 def _recomputation(cluster: ClusterPlan, stage: StagePlan) -> Iterator[str]:
-    """Say what the node does because it cannot keep the activations of everything in flight."""
+    """Say what the node does because it cannot keep everything that would make it faster."""
+    if not stage.defers:
+        yield "    RAM is short: weight gradients are computed with those of the inputs, not after them."
     if stage.kept is None:
         return
     kept = f"the activations of {stage.kept} of {cluster.in_flight} micro-batches fit at once"
@@ -137,6 +139,11 @@ def _recomputation(cluster: ClusterPlan, stage: StagePlan) -> Iterator[str]:
 
 def _averaging(memory: StageMemory[float]) -> str:
     return f", averaging with other clusters {size(memory.averaging)}" if memory.averaging else ""
+
+
+def _unacknowledged(memory: StageMemory[float]) -> str:
+    kept = memory.unacknowledged
+    return f", sent and not yet acknowledged by the neighbours {size(kept)}" if kept else ""
 
 
 def _link(cluster: ClusterPlan, stage: StagePlan) -> str:

@@ -8,7 +8,8 @@ all stages but the Leaf have two batches in flight, and share and part are 1.
 A stage keeps the activations of all that is in flight, or of less: of the others it keeps only the
 inputs, and recomputes their activations in the backward pass, which takes ``RECOMPUTATION`` of its time.
 The Leaf runs backward right after forward and has nothing to recompute; if it may keep less, it computes
-deferred weight gradients earlier.
+deferred weight gradients earlier. A stage with a single micro-batch in flight has nothing to recompute
+either; if memory is short, it does not defer weight gradients.
 
 A stage needs, all the time,
 
@@ -20,19 +21,22 @@ A stage needs, all the time,
   updates them;
 - its outputs of each micro-batch in flight, and the gradients at both ends of two micro-batches, one
   that is computed and one that has arrived or is being sent;
-- with several clusters, the copies for averaging (``averaging_copies``).
+- with several clusters, the copies for averaging (``averaging_copies``);
+- what its links keep until the peer has acknowledged it, so that it can be sent again on another
+  connection: of each link at most ``ACK_BYTES``, after which the peer acknowledges at once, and at most
+  what is sent on it for the batches in flight or in a round.
 
 The largest of these moments comes on top:
 
 - Backward. The micro-batches in flight have the tensors that autograd saves and the inputs of the
   stage, or, once the gradients of their inputs are computed, what the deferred weight gradients need
-  (the Root does not defer). One of them runs backward, from the last unit to the first: at unit u it
-  has the activations up to u, what is deferred behind u, and the workspace of u. The stage also has the
-  gradients of all its parameters, to which micro-batches add theirs, the gradient that is being added,
-  at most the largest (or all those of a recurrent layer, with copies of its weights), and gradients
-  that later stages send for weights they share with it; those for earlier stages, and new weights for
-  later ones, pass through it one by one. If a batch is an update, gradients appear one after the other
-  instead.
+  (the Root does not defer, nor does a stage whose memory is short). One of them runs backward, from
+  the last unit to the first: at unit u it has the activations up to u, what is deferred behind u, and
+  the workspace of u. The stage also has the gradients of all its parameters, to which micro-batches
+  add theirs, the gradient that is being added, at most the largest (or all those of a recurrent layer,
+  with copies of its weights), and gradients that later stages send for weights they share with it;
+  those for earlier stages, and new weights for later ones, pass through it one by one. If a batch is an
+  update, gradients appear one after the other instead.
 - The update: gradients of all parameters and temporaries for the largest that the stage updates. No
   activations of the update are left then.
 """
@@ -44,6 +48,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ravnest.transport.acknowledgements import ACK_BYTES
 
 RECOMPUTATION = 1 / 3
 """Time of a forward pass as a share of forward and backward: what recomputing all activations adds."""
@@ -117,12 +123,16 @@ class StageLoad(Generic[Bytes]):
     """All activations that leave."""
     returning: Bytes
     """Gradients at both ends."""
+    sent_back: Bytes
+    """Gradients that the stage sends to the one before it."""
     shared: Bytes
     """Gradients that later stages send for weights of this stage, once per update, and two of the
     weights that pass through it."""
     backward: Bytes
     """Peak of activations, deferred tensors and workspace during backward, minus the gradients of
     parameters that do not exist yet at that moment."""
+    undeferred: Bytes
+    """The same if no weight gradients are deferred."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +148,8 @@ class StageMemory(Generic[Bytes]):
     transfer: Bytes
     averaging: Bytes
     """Copies for rounds with other clusters."""
+    unacknowledged: Bytes
+    """Messages that links keep until the peer has acknowledged them."""
 
     @property
     def total(self) -> Bytes:
@@ -150,6 +162,7 @@ class StageMemory(Generic[Bytes]):
             + self.activations
             + self.transfer
             + self.averaging
+            + self.unacknowledged
         )
 
 
@@ -162,26 +175,34 @@ def size(number: float) -> str:
 
 @dataclass(frozen=True)
 class MemoryRange(Generic[Bytes]):
-    """Bytes of a stage that recomputes all activations, and of one that keeps all."""
+    """Bytes of a stage that recomputes all activations, or defers nothing, and of one that keeps all."""
 
     least: Bytes
     most: Bytes
 
 
 def stage_memory(
-    load: StageLoad[Bytes], behind: int, training: MemorySettings, kept: float | None = None
+    load: StageLoad[Bytes],
+    behind: int,
+    training: MemorySettings,
+    kept: float | None = None,
+    *,
+    defers: bool = True,
 ) -> StageMemory[Bytes]:
     """Return the memory of a stage, or of a grid of stages.
 
     ``behind`` is the number of stages from this one to the Leaf. ``kept`` is the number of batches, at
-    least ``part`` of one, whose activations are kept at once; without it, all in flight.
+    least ``part`` of one, whose activations are kept at once; without it, all in flight. ``defers``:
+    weight gradients may be deferred.
     """
     delay = training.max_delay if behind > 1 else 0
     share, part, total = training.share, training.part, training.in_flight(behind)
     kept = total if kept is None else min(kept, total)
     now = min(kept, share)
-    each = np.maximum(load.activations + load.incoming, load.deferred)
-    backward = (now - part) * each + part * np.maximum(load.backward + load.incoming, load.deferred)
+    deferred = load.deferred if defers else 0.0 * load.deferred
+    running = load.backward if defers else load.undeferred
+    each = np.maximum(load.activations + load.incoming, deferred)
+    backward = (now - part) * each + part * np.maximum(running + load.incoming, deferred)
     if training.accumulates:
         backward = np.maximum(backward, now * each) + load.largest
     backward = backward + load.shared
@@ -197,13 +218,25 @@ def stage_memory(
         + (part * recomputed / (total - part) if recomputed else 0) * load.outputs
         + min(share, 2 * part) * (1 + delay) * load.returning,
         averaging=load.owned * training.averaging,
+        unacknowledged=_kept_by_link(total * load.outputs)
+        + _kept_by_link(total * load.sent_back)
+        + _kept_by_link(load.owned * (training.averaging > 0)),
     )
+
+
+def _kept_by_link(sent: Bytes) -> Bytes:
+    """Return the bytes that a link keeps although they have arrived, if it sends ``sent``."""
+    kept: Bytes = np.minimum(sent, ACK_BYTES)
+    return kept
 
 
 def memory_range(load: StageLoad[Bytes], behind: int, training: MemorySettings) -> MemoryRange[Bytes]:
     """Return the bytes with as little and with as much kept as possible; see ``stage_memory``."""
     most = stage_memory(load, behind, training).total
-    if not training.recompute or training.part >= training.in_flight(behind):
+    if training.part >= training.in_flight(behind):
+        least = stage_memory(load, behind, training, defers=False).total
+        return MemoryRange(np.minimum(least, most), most)
+    if not training.recompute:
         return MemoryRange(most, most)
     least = stage_memory(load, behind, training, training.part).total
     # What is recomputed needs its inputs: with small activations, that is more than to keep them.
@@ -231,7 +264,9 @@ def slowdown(
         return np.where(needs.least <= ram, 1.0, np.inf)
     with np.errstate(invalid="ignore", divide="ignore"):
         share = np.clip((needs.most - ram) / (needs.most - needs.least), 0.0, 1.0)
-    if training.max_delay:  # of two whole batches in flight, each is recomputed, or none
+    if training.max_delay or training.part >= training.in_flight(behind):
+        # Of two whole batches in flight, each is recomputed, or none; weight gradients of a single one
+        # are deferred, or none. The latter make the stage before wait by as much.
         share = np.ceil(share)
     factor = np.where(needs.most <= ram, 1.0, 1 + RECOMPUTATION * share)
     return np.where(needs.least <= ram, factor, np.inf)

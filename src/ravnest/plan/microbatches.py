@@ -52,6 +52,8 @@ class StageTimes:
     """Measured fixed seconds of a micro-batch, besides those of the units."""
     latency: float | None = None
     """Measured delay of the link to the next stage, besides the time of the transfer."""
+    defers: bool = True
+    """Weight gradients are computed after the gradients of the inputs are sent."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def cycle_seconds(
     links = [stage.link / count for stage in stages[:-1]]
     slowest = max(each)
     # The first stage has no earlier stage to serve: it computes weight gradients with the others.
-    way = PASSING * sum(each) + (1 - PASSING) * each[0]
+    at_once = [not stage.defers or stage is stages[0] for stage in stages]
+    way = sum(seconds * (1 if whole else PASSING) for seconds, whole in zip(each, at_once, strict=True))
     way += sum(2 * (link + _latency(stage, fixed)) for link, stage in zip(links, stages, strict=False))
     return max(
         count * slowest,

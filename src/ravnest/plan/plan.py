@@ -36,6 +36,9 @@ class StagePlan:
     kept: int | None = None
     """Most micro-batches whose activations the node keeps at once; the others are recomputed. None: all
     in flight."""
+    defers: bool = True
+    """Weight gradients may be computed after the gradients of the inputs are sent; False if RAM is too
+    short for what that keeps."""
     link: MeasuredLink | None = None
     """Measured figures of the link to the next stage; None if it was not measured."""
 

@@ -138,7 +138,7 @@ def _with_chunks(plan: Plan, profile: ModelProfile, chunks: int, costs: ModelCos
         for count, fewer in with_chunks.items():
             memory = fewer.memory(leaf.start, leaf.stop, 1)
             if leaf.kept is None and memory.total <= leaf.node.ram * 1e9:
-                stages = (*cluster.stages[:-1], replace(leaf, memory=memory))
+                stages = (*cluster.stages[:-1], replace(leaf, memory=memory, defers=True))
                 return replace(cluster, stages=stages, loss_chunks=count)
         return replace(cluster, loss_chunks=chunks)
 

@@ -298,15 +298,20 @@ def _deferred_bytes(prepared: PreparedModel, layout: CutLayout, measurement: Mea
 def _held_bytes(layout: CutLayout, measurement: Measurement) -> np.ndarray:
     """Return the bytes that cross each cut and are not activations of an operation behind it.
 
-    A value that autograd saves first behind the cut counts as an activation there.
+    A value that autograd saves first behind the cut counts as an activation there, unless an operation
+    behind the cut writes to it: then the stage has the value and a copy.
     """
     steps = np.zeros(len(layout.operations) + 2)
+    aliases = find_aliases(layout.capture.graph)
+    written = {root: layout.position[writer] for writer, root in aliases.writes}
     for node, (first, last) in layout.spans.items():
-        begin = max(first, measurement.kept_from.get(node, -1) + 1)
-        if begin <= last:
-            size = measurement.value_bytes.get(node, 0)
-            steps[begin] += size
-            steps[last + 1] -= size
+        copied = min(written.get(aliases.root[node], -1), last)
+        kept = max(measurement.kept_from.get(node, -1), copied) + 1
+        size = measurement.value_bytes.get(node, 0)
+        for begin, end in ((first, copied), (max(first, kept), last)):
+            if begin <= end:
+                steps[begin] += size
+                steps[end + 1] -= size
     return np.cumsum(steps)[:-1]
 
 

@@ -4,6 +4,9 @@ A heartbeat reply names the assignment that the provider should work on, whateve
 compares the two and acts on the difference: it fetches files, starts the worker once all providers of
 the job have theirs, uploads the trained stages of a Root, or stops. One heartbeat, the poll, waits at
 the server for a change; reports travel in other heartbeats, which do not wait.
+
+Folders of assignments that are not over stay until the server says that they are not needed: they hold
+checkpoints. A provider that leaves while it trains gives the server some time to find another one.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from ravnest.deadlines import (
     FIRST_PAUSE,
+    HANDOVER,
     JITTER,
     LONGEST_PAUSE,
     POLL_GAP,
@@ -26,6 +30,7 @@ from ravnest.provider.events import (
     Action,
     AgentEvent,
     Announce,
+    CheckpointsUploaded,
     ConnectionsRejected,
     DeadlinePassed,
     Discard,
@@ -47,16 +52,24 @@ from ravnest.provider.events import (
     StartWorker,
     Stop,
     Upload,
+    UploadCheckpoints,
     Uploaded,
     WorkerEnded,
 )
+from ravnest.provider.leave_wish import LeaveWish
 from ravnest.provider.link_test_progress import LinkTestProgress
 from ravnest.provider.outcome import Outcome
-from ravnest.schemas.providers import AssignmentReport, Heartbeat, HeartbeatReply, TlsRejections
+from ravnest.schemas.providers import (
+    AssignmentReport,
+    Heartbeat,
+    HeartbeatReply,
+    TlsRejections,
+)
 
-_RESTARTED = "the provider was restarted while it worked on this assignment"
 _KEPT = "the server does not have the result yet; it is kept, and sent when the provider starts again"
 _REJECTED = "connections without a valid certificate were rejected; the server gets their number"
+_CONTINUES = "continues the assignment of an earlier run of this provider"
+_HANDS_OVER = f"waits up to {HANDOVER:.0f} s for another provider to take over its training"
 _FINAL = (401, 403)
 """HTTP statuses after which trying again is useless."""
 _UNKNOWN = 404
@@ -72,18 +85,22 @@ class Agent:
         *,
         ends: float | None = None,
         once: bool = False,
-        lost: Iterable[str] = (),
+        begun: Iterable[str] = (),
         kept: Mapping[str, Outcome] | None = None,
         jitter: random.Random | None = None,
     ) -> None:
         """``ends``: time at which the offered hours are over. ``once``: leave after one assignment.
 
-        ``lost``: assignments that an earlier process of this provider worked on. ``kept``: assignments
-        that it has trained to the end, and whose results the server has not acknowledged.
+        ``begun``: assignments that an earlier process of this provider worked on, which it continues.
+        ``kept``: assignments that it has trained to the end, and whose results the server has not
+        acknowledged.
         """
         self._ends = ends
         self._once = once
-        self._lost = frozenset(lost)
+        self._folders = set(begun)
+        """Assignments with a folder that may be needed again, besides the current one."""
+        self._needed: frozenset[str] = frozenset()
+        """Earlier assignments whose folders the server wants to be kept."""
         self._kept = dict(kept or {})
         self._jitter = random.Random() if jitter is None else jitter  # noqa: S311 - no secret
         self._work: AssignmentProgress | None = None
@@ -107,6 +124,8 @@ class Agent:
         self._report_pause = FIRST_PAUSE
         self._offering: int | None = None
         self._interrupted = False
+        self._wish: LeaveWish | None = None
+        """Wish to leave; this provider works until another one can take over."""
         self._leaving: str | None = None
         self._left = False
         self._error: RavnestError | None = None
@@ -115,6 +134,7 @@ class Agent:
     def deadline(self) -> float | None:
         """Time at which ``DeadlinePassed`` is due; ``None`` if it is not."""
         times = [self._ends, self._poll_at, None if self._work is None else self._work.again_at]
+        times.append(None if self._wish is None else self._wish.deadline)
         if self._has_news and self._report is None and not self._away:
             times.append(self._report_at)
         return min((time for time in times if time is not None), default=None)
@@ -128,6 +148,8 @@ class Agent:
                 self._interrupted = True
             case LinkTestEnded(test):
                 self._link_test.ended(test)
+            case CheckpointsUploaded():
+                self._end_upload(event, now)
             case Left():
                 return [Exit(self._error)]
         if self._left:
@@ -147,11 +169,11 @@ class Agent:
                 return self._unanswered(number, reason, now)
             case ServerRefused(number, status, reason):
                 return self._refused(number, status, reason, now)
-            case InterruptReceived() if self._leaving is None:
-                return self._leave("its owner stopped it")
+            case InterruptReceived() if self._leaving is None and self._wish is None:
+                return self._want_to_leave("its owner stopped it", now)
             case DeadlinePassed() if self._ends is not None and now >= self._ends:
                 self._ends = None
-                return self._leave("the offered hours are over")
+                return [] if self._wish else self._want_to_leave("the offered hours are over", now)
             case Fetched() | RecordsReceived() | ConnectionsRejected() | WorkerEnded() | Uploaded():
                 work = self._work
                 if work is None or work.assignment != event.assignment:
@@ -171,6 +193,9 @@ class Agent:
             return actions
         self._newest = number
         self._may_train = reply.may_train
+        self._needed = frozenset(reply.keep)
+        if self._wish is not None:
+            self._wish.answered(number, may_leave=reply.may_leave, now=now)
         self._link_test.want(reply.link_test)
         if reply.assignment != self._wanted:
             self._wanted = reply.assignment
@@ -179,6 +204,7 @@ class Agent:
         work = self._work
         if work is not None and work.assignment == reply.assignment:
             work.records.acknowledge(reply.records_known)
+            work.checkpoints.want(reply.upload)
             self._has_news |= work.records.waiting > 0 or (is_poll and work.is_over)
         return [*actions, *self._discard_unwanted()]
 
@@ -244,6 +270,7 @@ class Agent:
     ) -> list[Action]:
         if isinstance(event, RecordsReceived):
             work.records.add(event.records)
+            work.checkpoints.note(event.records)
             self._has_news = True
             return []
         if isinstance(event, ConnectionsRejected):
@@ -257,7 +284,7 @@ class Agent:
             self._try_later(work, now)
             return self._explain_wait(work, event.failure, now) if isinstance(event, Uploaded) else []
         if event.failure:
-            return self._fail(work, event.failure, now)
+            return self._fail(work, event, now)
         match event:
             case Fetched():
                 work.is_root, work.node_title, work.phase = event.is_root, event.node_title, "fetched"
@@ -296,16 +323,33 @@ class Agent:
             self._try_later(work, now)
 
     def _discard_unwanted(self) -> list[Action]:
-        """Remove the results of an earlier process that the server does not want, or has."""
+        """Remove the folders of earlier assignments that the server does not want, or has results of."""
+        current = {self._wanted, None if self._work is None else self._work.assignment}
         unwanted = [assignment for assignment in self._kept if assignment != self._wanted]
         for assignment in unwanted:
             del self._kept[assignment]
-        return [Discard(assignment) for assignment in unwanted]
+        over = sorted(self._folders - self._needed - current)
+        self._folders -= {*over}
+        return [Discard(assignment) for assignment in (*unwanted, *over)]
 
-    def _fail(self, work: AssignmentProgress, failure: str, now: float) -> list[Action]:
-        work.phase, work.failure = "failed", failure
+    def _fail(
+        self, work: AssignmentProgress, event: Fetched | WorkerEnded | Uploaded, now: float
+    ) -> list[Action]:
+        work.phase, work.failure = "failed", event.failure
+        match event:
+            case WorkerEnded():
+                work.cause = event.cause
+            case Fetched():
+                work.cause = "machine"
         self._report_soon(now)
-        return [Announce(f"{work.title}: failed: {failure}")]
+        return [Announce(f"{work.title}: failed: {event.failure}")]
+
+    def _end_upload(self, event: CheckpointsUploaded, now: float) -> None:
+        """Store which checkpoints the server has, and report it."""
+        work = self._work
+        if work is not None and work.assignment == event.assignment:
+            work.checkpoints.end(event.order, event.checkpoints, is_done=event.is_done)
+            self._report_soon(now)
 
     def _report_soon(self, now: float) -> None:
         self._has_news, self._report_at = True, now
@@ -314,23 +358,18 @@ class Agent:
         """Return the actions that bring the current assignment in line with the wanted one."""
         if self._left:
             return []
+        self._decide_leave(now)
         wanted = None if self._leaving is not None else self._wanted
         actions: list[Action] = []
         work = self._work
         if work is not None and (work.assignment != wanted or work.stopping):
             if work.busy:
                 stops, work.stopping = work.stopping, True
-                return [] if stops else [Announce(f"{work.title}: stops"), Stop(work.assignment)]
-            if work.is_trained and work.assignment == self._wanted:
-                actions.append(Announce(f"{work.title}: {_KEPT}"))
-            else:
-                actions.append(Discard(work.assignment))
-            if self._once and self._leaving is None:
-                if work.phase == "failed":
-                    self._error = JobEndedError(f"{work.title}: {work.failure}")
-                self._leaving = "it was started for one job"
-            work = self._work = None
-            self._has_news = False
+                leaves = self._leaving is not None and work.phase == "training"
+                stop = Stop(work.assignment, hand_over=leaves and work.assignment == self._wanted)
+                return [] if stops else [Announce(f"{work.title}: stops"), stop]
+            actions += self._end_work(work, wanted)
+            work = None
         if self._leaving is not None:
             self._left = True
             return [*actions, Leave(self._leaving)]
@@ -338,6 +377,32 @@ class Agent:
             actions += self._begin(wanted, now)
         elif work is not None:
             actions += self._continue(work, now)
+        return actions
+
+    def _decide_leave(self, now: float) -> None:
+        """Leave if this provider wants to, and does not have to wait for another one any more."""
+        work = self._work
+        if self._wish is not None and self._leaving is None:
+            works = work is not None and work.phase == "training" and work.assignment == self._wanted
+            if not works or now >= self._wish.deadline:
+                self._leaving = self._wish.reason
+
+    def _end_work(self, work: AssignmentProgress, wanted: str | None) -> list[Action]:
+        """Leave an assignment that is not wanted any more; keep its folder if it may be needed again."""
+        actions: list[Action] = []
+        is_needed = work.assignment in self._needed
+        if work.is_trained and work.assignment == self._wanted:
+            actions.append(Announce(f"{work.title}: {_KEPT}"))
+        elif is_needed or work.assignment == self._wanted:
+            self._folders.add(work.assignment)
+        else:
+            actions.append(Discard(work.assignment))
+        goes_on = is_needed and wanted is not None  # in the same place, after a failure
+        if self._once and self._leaving is None and not goes_on:
+            if work.phase == "failed":
+                self._error = JobEndedError(f"{work.title}: {work.failure}")
+            self._leaving = "it was started for one job"
+        self._work, self._has_news = None, False
         return actions
 
     def _continue(self, work: AssignmentProgress, now: float) -> list[Action]:
@@ -349,7 +414,8 @@ class Agent:
             work.phase, work.busy = "training", True
             self._report_soon(now)
             return [Announce(f"{work.node_title}: starts training"), StartWorker(work.assignment)]
-        return []
+        order = work.checkpoints.begin() if work.phase == "training" else None
+        return [] if order is None else [UploadCheckpoints(work.assignment, order)]
 
     def _begin(self, assignment: str, now: float) -> list[Action]:
         self._report_soon(now)
@@ -358,10 +424,18 @@ class Agent:
             line = Announce(f"{work.title}: sends the result of an earlier run of this provider")
             return [line, Upload(assignment)] if outcome.is_root else [line]
         self._work = AssignmentProgress(assignment)
-        if assignment in self._lost:
-            self._work.phase, self._work.failure, self._work.busy = "failed", _RESTARTED, False
-            return [Announce(f"the job fails: {_RESTARTED}")]
-        return [Announce("got an assignment from the server; fetching its files"), Fetch(assignment)]
+        again = assignment in self._folders
+        self._folders.discard(assignment)
+        words = _CONTINUES if again else "got an assignment from the server; fetching its files"
+        return [Announce(words), Fetch(assignment)]
+
+    def _want_to_leave(self, reason: str, now: float) -> list[Action]:
+        """Leave at once, or ask the server for another provider that takes over a training."""
+        if self._work is None or self._work.phase != "training" or self._away:
+            return self._leave(reason)
+        self._wish = LeaveWish.begin(reason, now)
+        self._report_soon(now)
+        return [Announce(f"leaving the server: {reason}; {_HANDS_OVER}")]
 
     def _leave(self, reason: str) -> list[Action]:
         self._leaving = reason
@@ -376,6 +450,8 @@ class Agent:
         if self._has_news and self._report is None and not self._away and now >= self._report_at:
             if self._work is not None:
                 self._report = self._next_number()
+                if self._wish is not None:
+                    self._wish.sent(self._report)
                 heartbeat = self._heartbeat(self._work.report(), wait=0)
                 actions.append(SendHeartbeat(self._report, heartbeat))
             self._has_news = False
@@ -392,6 +468,8 @@ class Agent:
             known=self._wanted,
             may_train=self._may_train,
             link_test=self._link_test.known,
+            upload=None if self._work is None else self._work.checkpoints.wanted,
+            leaving="" if self._wish is None else self._wish.reason,
             wait=wait,
         )
 

@@ -6,10 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ravnest.deadlines import FIRST_PAUSE
+from ravnest.provider.checkpoint_orders import CheckpointOrders
 from ravnest.provider.outcome import MOST_RECORDS_KEPT, Outcome
 from ravnest.provider.record_pipe import is_sample
 from ravnest.schemas.jobs import ResultFile
-from ravnest.schemas.providers import MOST_RECORDS, AssignmentReport, Phase, TlsRejections
+from ravnest.schemas.providers import (
+    MOST_RECORDS,
+    AssignmentReport,
+    FailureCause,
+    Phase,
+    TlsRejections,
+)
 from ravnest.telemetry import WorkerRecord
 
 KEPT_RECORDS = 20_000
@@ -90,11 +97,14 @@ class AssignmentProgress:
     node_title: str = ""
     """Description of the node, known once the assignment is fetched."""
     failure: str = ""
+    cause: FailureCause = "job"
+    """Cause of ``failure``."""
     waiting: str = ""
     """Why the trained files are not at the server yet."""
     records: RecordLog = field(default_factory=RecordLog)
     result: tuple[ResultFile, ...] = ()
     tls_rejections: TlsRejections = field(default_factory=TlsRejections)
+    checkpoints: CheckpointOrders = field(default_factory=CheckpointOrders)
 
     @classmethod
     def kept(cls, assignment: str, outcome: Outcome) -> AssignmentProgress:
@@ -142,8 +152,11 @@ class AssignmentProgress:
             assignment=self.assignment,
             phase=("uploading" if self.is_root else "training") if held_back else self.phase,
             reason=(self.failure or self.waiting)[:_LONGEST_REASON],
+            cause=self.cause,
             result=() if held_back else self.result,
             tls_rejections=self.tls_rejections,
             first_record=first,
             records=records,
+            checkpoints=self.checkpoints.uploaded,
+            upload_done=self.checkpoints.done,
         )

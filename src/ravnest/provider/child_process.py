@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -18,10 +18,12 @@ from ravnest.deadlines import OUTPUT_CLOSE
 from ravnest.errors import LaunchError
 from ravnest.provider.signals import interrupts
 from ravnest.provider.supervision import (
-    GracePassed,
     Interrupted,
     OutputClosed,
+    PauseOver,
     ProcessEnded,
+    SendSignal,
+    StartAgain,
     Supervision,
     SupervisionEvent,
 )
@@ -36,6 +38,8 @@ OnEnd = Callable[[int], None]
 """Called with the exit code, after the last line; a negative code is the number of a signal."""
 Show = Callable[[str, str], None]
 """Called with the name of a process and a line of its output, from several threads."""
+Say = Callable[[str], None]
+"""Called with a line about a process."""
 
 
 @dataclass
@@ -76,6 +80,10 @@ class ChildProcess:
             )
         except OSError as error:
             raise LaunchError(f"{self.name} cannot be started: {error}") from error
+
+    def again(self, **environment: str) -> ChildProcess:
+        """Return the same process, not yet started, with further environment variables."""
+        return replace(self, environment={**self.environment, **environment}, _ended=threading.Event())
 
     def follow(self, on_line: OnLine, on_end: OnEnd | None = None) -> None:
         """Read the output and wait for the end, each in a thread."""
@@ -133,21 +141,51 @@ def _read_lines(stream: IO[bytes], on_line: OnLine) -> None:
             on_line(line.decode("utf-8", "replace").rstrip("\n"))
 
 
-def run_together(children: Sequence[ChildProcess], supervision: Supervision, show: Show) -> None:
-    """Run all processes to their end; ``supervision`` decides which gets a signal, and when."""
+def run_together(
+    children: Sequence[ChildProcess],
+    supervision: Supervision,
+    show: Show,
+    *,
+    say: Say = lambda _line: None,
+    restarted: Mapping[str, str] | None = None,
+) -> None:
+    """Run all processes to their end; ``supervision`` decides which is started again or gets a signal.
+
+    ``restarted`` holds further environment variables of processes that are started again.
+    """
     events: queue.SimpleQueue[SupervisionEvent] = queue.SimpleQueue()
     running: dict[str, ChildProcess] = {}
+
+    def start_again(order: StartAgain) -> None:
+        child = running[order.name].again(**(restarted or {}))
+        try:
+            child.start()
+        except LaunchError as error:
+            logger.warning("%s", error)
+            events.put(ProcessEnded(order.name, 1))
+            return
+        running[order.name] = child
+        _say(order.reason, say, events)
+        _follow(child, show, events)
+
     with interrupts(lambda: events.put(Interrupted())):
         try:
-            for child in children:  # all before the first thread: see host.start_process
+            for child in children:
                 child.start()
                 running[child.name] = child
             for child in children:
                 _follow(child, show, events)
-            _supervise(running, supervision, events)
+            _supervise(running, supervision, events, start_again)
         finally:
             for child in running.values():
                 child.kill()
+
+
+def _say(line: str, say: Say, events: queue.SimpleQueue[SupervisionEvent]) -> None:
+    try:
+        say(line)
+    except (OSError, SystemExit):  # rich raises SystemExit when a pipe is closed
+        events.put(OutputClosed())
 
 
 def _follow(child: ChildProcess, show: Show, events: queue.SimpleQueue[SupervisionEvent]) -> None:
@@ -171,12 +209,17 @@ def _supervise(
     running: Mapping[str, ChildProcess],
     supervision: Supervision,
     events: queue.SimpleQueue[SupervisionEvent],
+    start_again: Callable[[StartAgain], None],
 ) -> None:
-    while supervision.running:
+    while supervision.active:
         event = _next(events, supervision.deadline)
-        for send in supervision.handle(event, time.monotonic()):
-            logger.info("%s gets %s", send.name, send.signal.name)
-            running[send.name].send(send.signal)
+        for action in supervision.handle(event, time.monotonic()):
+            match action:
+                case SendSignal(name, number):
+                    logger.info("%s gets %s", name, number.name)
+                    running[name].send(number)
+                case StartAgain():
+                    start_again(action)
 
 
 def _next(events: queue.SimpleQueue[SupervisionEvent], deadline: float | None) -> SupervisionEvent:
@@ -184,4 +227,4 @@ def _next(events: queue.SimpleQueue[SupervisionEvent], deadline: float | None) -
     try:
         return events.get(timeout=left)
     except queue.Empty:
-        return GracePassed()
+        return PauseOver()

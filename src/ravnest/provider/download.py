@@ -18,9 +18,10 @@ from cryptography.hazmat.primitives import serialization
 from ravnest.errors import ServerError, StageFormatError
 from ravnest.http.api import ApiClient
 from ravnest.http.transfer import download
-from ravnest.provider.job_dir import BUNDLE, CERTIFICATES, JobDir
+from ravnest.provider.job_dir import BUNDLE, CERTIFICATES, JobDir, JobsDir
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.providers import Assignment, CertificateRequest, DataShare, SignedCertificate
+from ravnest.store.checkpoint import SEED, CheckpointFolder
 from ravnest.store.node_spec import NodeSpec, write_node
 from ravnest.transport.certificates import signing_request
 
@@ -45,6 +46,8 @@ class AssignmentDownload:
         if assignment.id != name:
             raise ServerError(f"the server sent the assignment {assignment.id[:100]} instead of {name}")
         node = own_node_spec(assignment, self.addresses)
+        if assignment.continues is not None:
+            JobsDir(job_dir.folder.parent).adopt(assignment.continues, name)
         write_node(job_dir.node_data, node)
         files = files_of(job_dir, assignment)
         _check_disk(job_dir.folder, files)
@@ -89,6 +92,10 @@ def files_of(job_dir: JobDir, assignment: Assignment) -> dict[Path, Artifact]:
     if assignment.loss is not None:
         graph, weights = job_dir.loss
         files |= {graph: assignment.loss.stage, weights: assignment.loss.weights}
+    if (seed := assignment.seed) is not None:
+        seeds = CheckpointFolder(job_dir.node_data / BUNDLE / SEED)
+        files[seeds.tensors_path(seed.id)] = seed.tensors
+        files[seeds.manifest_path(seed.id)] = seed.manifest  # last: it makes the checkpoint exist
     for share in (assignment.train, assignment.validation):
         files |= {job_dir.data_file(artifact): artifact for artifact in _data_files(share)}
     return files

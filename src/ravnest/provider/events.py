@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ravnest.provider.outcome import Outcome
+from ravnest.schemas.checkpoints import CheckpointOrder, UploadedCheckpoint
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.link_tests import LinkTestOrder
-from ravnest.schemas.providers import Heartbeat, HeartbeatReply, TlsRejections
+from ravnest.schemas.providers import FailureCause, Heartbeat, HeartbeatReply, TlsRejections
 from ravnest.telemetry import WorkerRecord
 
 # Events
@@ -79,6 +80,7 @@ class WorkerEnded:
 
     assignment: str
     failure: str = ""
+    cause: FailureCause = "job"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,17 @@ class Uploaded:
     failure: str = ""
     again: bool = False
     """The upload failed for a reason that passes: no answer, an error of the server, a full disk."""
+
+
+@dataclass(frozen=True)
+class CheckpointsUploaded:
+    """The server has checkpoints of an assignment, or the upload failed."""
+
+    assignment: str
+    order: CheckpointOrder
+    checkpoints: tuple[UploadedCheckpoint, ...] = ()
+    is_done: bool = False
+    """The order was carried out; otherwise its checkpoint does not exist yet, or the upload failed."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +137,7 @@ AgentEvent = (
     | ConnectionsRejected
     | WorkerEnded
     | Uploaded
+    | CheckpointsUploaded
     | LinkTestEnded
     | InterruptReceived
     | DeadlinePassed
@@ -178,10 +192,20 @@ class Upload:
 
 
 @dataclass(frozen=True)
+class UploadCheckpoints:
+    """Upload checkpoints of an assignment, while its worker runs."""
+
+    assignment: str
+    order: CheckpointOrder
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the fetch, worker or upload of an assignment; its end is reported in a bounded time."""
 
     assignment: str
+    hand_over: bool = False
+    """The worker takes a last checkpoint before it ends, because another provider takes over."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +260,7 @@ Action = (
     | StartWorker
     | Keep
     | Upload
+    | UploadCheckpoints
     | Stop
     | Discard
     | StartLinkTest

@@ -72,6 +72,16 @@ class JobDir:
         return sorted(path for path in found if path.suffix in (".json", ".safetensors"))
 
     @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints of the stage, and of the neighbours' replicas."""
+        return self.folder / "checkpoints"
+
+    @property
+    def uploads(self) -> Path:
+        """Folder of further names of checkpoints while they are uploaded."""
+        return self.folder / "uploads"
+
+    @property
     def losses(self) -> Path:
         """Loss file of the node, as ``Node(loss_filename=...)`` takes it."""
         return self.folder / "losses.txt"
@@ -147,6 +157,12 @@ class JobsDir:
         """Yield the assignments that have a folder."""
         if self.folder.is_dir():
             yield from sorted(p.name for p in self.folder.iterdir() if _NAME.fullmatch(p.name))
+
+    def adopt(self, earlier: str, assignment: str) -> None:
+        """Use the folder of an earlier assignment for another one of the same node, if it exists."""
+        old, new = self.job_dir(earlier).folder, self.job_dir(assignment).folder
+        if old.is_dir() and not new.exists():
+            old.rename(new)
 
     def discard(self, assignment: str) -> None:
         """Remove the folder of an assignment."""

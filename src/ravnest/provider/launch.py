@@ -17,12 +17,14 @@ from rich.text import Text
 from ravnest.errors import LaunchError
 from ravnest.host import usable_cores
 from ravnest.provider.child_process import ChildProcess, run_together
-from ravnest.provider.supervision import Supervision
+from ravnest.provider.supervision import RestartPolicy, Supervision
 from ravnest.store.node_spec import NodeSpec, read_nodes
 from ravnest.transport.tls import dial_address, is_loopback
 from ravnest.types import Address
 
 _THREADS = "OMP_NUM_THREADS"
+RESUME = "RAVNEST_RESUME"
+"""Environment variable of a node that was started again: it continues from its newest checkpoint."""
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
 
@@ -33,11 +35,14 @@ def launch(
     folder: str | Path = "node_data",
     work: str | Path | None = None,
     console: Console | None = None,
+    restart: bool = False,
 ) -> int:
     """Run ``python script node_<i> arguments...`` for every node of ``folder`` on this machine.
 
     Shows their output with the node's name before each line, ends them together, and returns 0 or
     the exit code of the first that failed. They run in the folder ``work``, by default the current one.
+    ``restart`` starts a node that fails again, with ``RAVNEST_RESUME=1`` in its environment; nodes
+    that have failed too often in a row end all of them.
     """
     path = Path(script).absolute()
     if not path.is_file():
@@ -56,7 +61,11 @@ def launch(
             f"{len(nodes)} nodes share {cores} cores: {_THREADS}={shares[_THREADS]} for each; set "
             f"{_THREADS} to change it"
         )
-    supervision = Supervision(node.name for node in nodes)
+    supervision = Supervision(
+        (node.name for node in nodes),
+        restart=RestartPolicy() if restart else None,
+        groups={node.name: node.cluster for node in nodes},
+    )
     environment = {"PYTHONUNBUFFERED": "1", **os.environ, **shares}
     children = [
         ChildProcess(
@@ -68,7 +77,7 @@ def launch(
         )
         for node in nodes
     ]
-    run_together(children, supervision, output.show)
+    run_together(children, supervision, output.show, say=output.say, restarted={RESUME: "1"})
     for line in supervision.summary():
         output.say(line)
     return supervision.exit_code

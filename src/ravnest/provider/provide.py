@@ -82,13 +82,13 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
             for line in (*describe(offer, limits, hours, member.url), describe_routes(provider)):
                 show(line)
             jobs_dir = JobsDir(target.absolute() / _JOBS)
-            lost, kept = earlier_work(jobs_dir, provider.id)
+            begun, kept = earlier_work(jobs_dir, provider.id)
             room = int(offer.ram / PLANNED * GB)
             ends = None if hours is None else time.monotonic() + 3600 * hours
             Provider(
                 api,
                 offer,
-                Agent(ends=ends, once=once, lost=lost, kept=kept),
+                Agent(ends=ends, once=once, begun=begun, kept=kept),
                 jobs_dir,
                 WorkerSettings(ram=room, cores=offer.cores, listen=found.listen),
                 show,
@@ -107,21 +107,19 @@ def _mapped(found: Addresses, server: str, say: Callable[[str], None]) -> Iterat
 
 
 def earlier_work(jobs_dir: JobsDir, provider: str) -> tuple[list[str], dict[str, Outcome]]:
-    """Return the assignments that an earlier process worked on: those that are lost, and the results.
+    """Return the assignments that an earlier process worked on: those to continue, and the results.
 
-    Folders of lost assignments are removed; results for other servers stay where they are.
+    Results for other servers stay where they are.
     """
-    lost: list[str] = []
+    begun: list[str] = []
     kept: dict[str, Outcome] = {}
     for assignment in jobs_dir.assignments():
         outcome = jobs_dir.job_dir(assignment).read_outcome()
         if outcome is None:
-            jobs_dir.discard(assignment)
-        if outcome is not None and outcome.provider == provider:
+            begun.append(assignment)
+        elif outcome.provider == provider:
             kept[assignment] = outcome
-        else:
-            lost.append(assignment)
-    return lost, kept
+    return begun, kept
 
 
 def describe(offer: ProviderOffer, limits: OwnerLimits, hours: float | None, url: str) -> list[str]:

@@ -15,11 +15,13 @@ from ravnest.errors import LaunchError, RavnestError, ServerError, ServerRefused
 from ravnest.http.api import ApiClient, is_temporary
 from ravnest.http.transfer import artifact_of, upload
 from ravnest.provider.agent import Agent
+from ravnest.provider.checkpoint_upload import CheckpointUpload
 from ravnest.provider.download import AssignmentDownload
 from ravnest.provider.events import (
     Action,
     AgentEvent,
     Announce,
+    CheckpointsUploaded,
     DeadlinePassed,
     Discard,
     Exit,
@@ -41,6 +43,7 @@ from ravnest.provider.events import (
     Stop,
     StopLinkTest,
     Upload,
+    UploadCheckpoints,
     Uploaded,
     WorkerEnded,
 )
@@ -50,6 +53,7 @@ from ravnest.provider.link_test_api import LinkTestApi
 from ravnest.provider.outcome import Outcome
 from ravnest.provider.signals import interrupts
 from ravnest.provider.worker_process import WorkerProcess
+from ravnest.schemas.checkpoints import CheckpointOrder
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.providers import HeartbeatReply, ProviderOffer, ProviderView
@@ -150,7 +154,9 @@ class Provider:
             case _:
                 self._work_on(action)
 
-    def _work_on(self, action: Fetch | StartWorker | Keep | Upload | Stop | Discard) -> None:
+    def _work_on(
+        self, action: Fetch | StartWorker | Keep | Upload | UploadCheckpoints | Stop | Discard
+    ) -> None:
         name = action.assignment
         match action:
             case Fetch():
@@ -163,11 +169,17 @@ class Provider:
             case Upload():
                 task = self._task = self._task or _Task(name)  # no task: an earlier process trained it
                 self._start(lambda: self._upload(task), lambda why: Uploaded(name, failure=why))
-            case Stop():
+            case UploadCheckpoints(_, order):
+                task = self._current(name)
+                self._start(
+                    lambda: self._upload_checkpoints(task, order),
+                    lambda _: CheckpointsUploaded(name, order),
+                )
+            case Stop(_, hand_over):
                 task = self._current(name)
                 task.stopped.set()
                 if task.worker is not None:
-                    task.worker.stop()
+                    task.worker.stop(hand_over=hand_over)
             case Discard():
                 if self._task is not None and self._task.assignment == name:
                     self._task = None
@@ -247,7 +259,8 @@ class Provider:
         try:
             worker.start()
         except (OSError, LaunchError) as error:
-            self._events.put(WorkerEnded(task.assignment, f"the worker cannot be started: {error}"))
+            failure = f"the worker cannot be started: {error}"
+            self._events.put(WorkerEnded(task.assignment, failure, "machine"))
             return
         task.worker = worker
 
@@ -266,6 +279,16 @@ class Provider:
         return Uploaded(
             name, tuple(ResultFile(name=path.name, artifact=artifacts[path]) for path in files)
         )
+
+    def _upload_checkpoints(self, task: _Task, order: CheckpointOrder) -> AgentEvent:
+        name = task.assignment
+        upload = CheckpointUpload(self.api, self.jobs_dir.job_dir(name), task.check)
+        try:
+            uploaded = upload.run(order)
+        except (RavnestError, OSError) as error:  # the next reply of the server repeats the order
+            logger.info("checkpoints of %s are not uploaded: %s", name, error)
+            return CheckpointsUploaded(name, order)
+        return CheckpointsUploaded(name, order, uploaded, is_done=order.rescue or bool(uploaded))
 
     def _leave(self, reason: str) -> None:
         def leave() -> AgentEvent:

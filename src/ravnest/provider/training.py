@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from ravnest.deadlines import NEIGHBOUR_CONNECT
+from ravnest.deadlines import MEMBER_RETURN, NEIGHBOUR_CONNECT
 from ravnest.errors import DataError
+from ravnest.host import TERMINATE
 from ravnest.jobs.dataset_reader import Rows, SharedData
 from ravnest.jobs.graph_loss import load_loss
 from ravnest.jobs.registry import loss_function, optimizer_class, scheduler_class
@@ -20,6 +25,8 @@ from ravnest.schemas.jobs import GraphLoss, TrainingSpec
 from ravnest.schemas.providers import DataShare, RowRange
 from ravnest.seed import set_seed
 from ravnest.telemetry import RecordSink
+
+logger = logging.getLogger(__name__)
 
 
 def warm_up(cores: int) -> None:
@@ -41,7 +48,7 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
     )
     val_loader = loader(job_dir, assignment.validation, training)
     scheduler = training.scheduler
-    with Node(
+    node = Node(
         name=f"node_{assignment.node}",
         optimizer=optimizer_class(training.optimizer.name),
         optimizer_params=training.optimizer.params,
@@ -63,12 +70,17 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         clip_grad_norm=training.clip_grad_norm,
         look_ahead=training.look_ahead,
         listen=settings.listen,
-        connect_timeout=NEIGHBOUR_CONNECT,
+        connect_timeout=MEMBER_RETURN if assignment.resume else NEIGHBOUR_CONNECT,
         folder=job_dir.node_data,
         trained_folder=job_dir.trained,
+        checkpoint_folder=job_dir.checkpoints,
+        resume=assignment.resume,
+        rejoin_timeout=MEMBER_RETURN,
+        hands_over=True,
         progress=False,
         record_sink=sink,
-    ) as node:
+    )
+    with node, handing_over(node):
         trainer = Trainer(
             node=node,
             train_loader=train_loader,
@@ -81,6 +93,28 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         trainer.train()
         if assignment.validation is not None:
             trainer.evaluate()
+
+
+@contextmanager
+def handing_over(node: Node) -> Iterator[None]:
+    """Have the node leave for one that takes its place when the agent sends ``TERMINATE``.
+
+    A last checkpoint is taken first, so that no update is made twice.
+    """
+
+    def leave() -> None:
+        if not node.hand_over():
+            logger.warning("%s leaves without a last checkpoint", node.name)
+        signal.raise_signal(signal.SIGINT)
+
+    def on_signal(*_: object) -> None:
+        threading.Thread(target=leave, name="hand over", daemon=True).start()
+
+    before = signal.signal(TERMINATE, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(TERMINATE, before)
 
 
 def scheduler_steps(share: DataShare, training: TrainingSpec) -> float:

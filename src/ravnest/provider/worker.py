@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 from ravnest.errors import RavnestError
+from ravnest.provider.failure import EXIT_CODES, cause_of
 from ravnest.provider.job_dir import JobDir
 from ravnest.provider.limits import limit_memory
 from ravnest.provider.record_pipe import record_writer
 from ravnest.provider.training import train, warm_up
+from ravnest.runtime.machine_failures import is_out_of_memory
 from ravnest.store.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ def work(folder: str, records: int | None = None) -> int:
     """Train in a process that is confined already and return its exit code.
 
     ``records`` is the descriptor to which telemetry records are written. If training fails, the last
-    line on stderr says why.
+    line on stderr says why, and the exit code says if it would fail elsewhere too.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     job_dir = JobDir(Path(folder))
@@ -34,22 +36,22 @@ def work(folder: str, records: int | None = None) -> int:
             warm_up(settings.cores)
             write_json(job_dir.idle, limit_memory(settings.ram))
             train(job_dir, settings, sink)
-    except KeyboardInterrupt:
-        return _failed("it was stopped")
+    except KeyboardInterrupt as error:
+        return _failed("it was stopped", error)
     except RavnestError as error:
-        return _failed(str(error))
+        return _failed(str(error), error)
     except Exception as error:
         logger.exception("the worker failed")
-        return _failed(_reason(error, settings.ram / 1e9))
+        return _failed(_reason(error, settings.ram / 1e9), error)
     return 0
 
 
 def _reason(error: Exception, ram: float) -> str:
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+    if is_out_of_memory(error):
         return f"training needs more than the {ram:.2f} GB that are offered: {error}"
     return f"{type(error).__name__}: {error}"
 
 
-def _failed(reason: str) -> int:
+def _failed(reason: str, error: BaseException) -> int:
     sys.stderr.write(" ".join(reason.split()) + "\n")
-    return 1
+    return EXIT_CODES[cause_of(error)]

@@ -14,30 +14,34 @@ from pathlib import Path
 
 import psutil
 
-from ravnest.deadlines import OUTPUT_CLOSE, WORKER_STOP
-from ravnest.host import INTERRUPT, KILL, signal_name
+from ravnest.deadlines import LAST_CHECKPOINT, OUTPUT_CLOSE, WORKER_STOP
+from ravnest.host import INTERRUPT, KILL, TERMINATE, signal_name
 from ravnest.provider.child_process import ChildProcess
 from ravnest.provider.events import ConnectionsRejected, RecordsReceived, WorkerEnded
+from ravnest.provider.failure import cause_of_exit
 from ravnest.provider.job_dir import JobDir, WorkerSettings
 from ravnest.provider.limits import HOME, TEMPORARY, environment, excess, held_memory
 from ravnest.provider.record_pipe import read_records
 from ravnest.provider.tls_rejections import is_log_line, rejection_kind
-from ravnest.schemas.providers import TlsRejections
+from ravnest.schemas.providers import FailureCause, TlsRejections
 from ravnest.telemetry import WorkerRecord
 
 _SAMPLE_SECONDS = 0.25
 _LONGEST_REASON = 2000
 _TAIL = 1 << 14
 _BOOT = (
-    "import sys\n"
+    "import os, sys\n"
     "sys.path.insert(0, sys.argv[1])\n"
     "from ravnest.provider.limits import confine\n"
     "confine()\n"
     "from ravnest.provider.worker import work\n"
-    "sys.exit(work(sys.argv[2], int(sys.argv[3])))\n"
+    "code = work(sys.argv[2], int(sys.argv[3]))\n"
+    "sys.stdout.flush()\n"
+    "sys.stderr.flush()\n"
+    "os._exit(code)\n"
 )
 """Program of the worker: the Ravnest that runs here, installed or not, confined before it imports torch,
-which takes seconds."""
+which takes seconds; it ends without unloading torch, because others may wait for its place."""
 
 OnWorkerEvent = Callable[[RecordsReceived | ConnectionsRejected | WorkerEnded], None]
 
@@ -70,6 +74,7 @@ class WorkerProcess:
         root = Path(__file__).parents[2]
         reading, writing = os.pipe()
         job_dir.errors.write_bytes(b"")
+        job_dir.idle.unlink(missing_ok=True)  # of an earlier worker in this folder
         try:
             with job_dir.output.open("wb") as output:
                 self._child = ChildProcess(
@@ -99,10 +104,13 @@ class WorkerProcess:
         """Process id."""
         return self._child.pid
 
-    def stop(self) -> None:
-        """Ask the worker to end; it is killed if it does not end in time."""
-        self._kill_at = time.monotonic() + WORKER_STOP
-        self._child.send_to_group(INTERRUPT)
+    def stop(self, *, hand_over: bool = False) -> None:
+        """Ask the worker to end; it is killed if it does not end in time.
+
+        ``hand_over``: it takes a last checkpoint first.
+        """
+        self._kill_at = time.monotonic() + WORKER_STOP + (LAST_CHECKPOINT if hand_over else 0.0)
+        self._child.send_to_group(TERMINATE if hand_over else INTERRUPT)
 
     def kill(self) -> None:
         """End the worker at once, with all processes that it may have started."""
@@ -124,7 +132,8 @@ class WorkerProcess:
 
     def _on_end(self, code: int) -> None:
         self._records.join(OUTPUT_CLOSE)
-        self.on_event(WorkerEnded(self.assignment, self._failure(code)))
+        cause: FailureCause = "machine" if self._excess else cause_of_exit(code)
+        self.on_event(WorkerEnded(self.assignment, self._failure(code), cause))
 
     def _watch(self) -> None:
         """Look at the worker's memory now and then, and end it if it takes too much or too long."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +19,14 @@ from torch import nn
 from ravnest.deadlines import LAST_CHECKPOINT
 from ravnest.errors import RunError, RunInterruptedError, SettingsError
 from ravnest.host import map_large_blocks
-from ravnest.runtime.control.node_runtime import NodeRuntime, RuntimeConfig
-from ravnest.runtime.control.resume_exchange import ResumeWish
+from ravnest.runtime.control.node_runtime import NodeRuntime
 from ravnest.runtime.control.root_controller import RootController
+from ravnest.runtime.control.runtime_config import RuntimeConfig
+from ravnest.runtime.control.runtime_restarts import RuntimeRestarts
 from ravnest.runtime.data import Criterion, WatchedLoader, digests_of, has_targets, size_of
 from ravnest.runtime.inputs import bind
+from ravnest.runtime.machine_failures import is_machine_failure
+from ravnest.runtime.module_setup import device_for, initialise
 from ravnest.runtime.random_state import RandomState, capture_random_state, restore_random_state
 from ravnest.runtime.settings import NodeSettings, codec_for, is_count
 from ravnest.runtime.stage.updates import OptimizerParams, UpdateRule
@@ -40,8 +42,6 @@ from ravnest.wire.messages import Call, PhaseKind, ValidationResult
 
 logger = logging.getLogger(__name__)
 
-_MOST_RECOVERIES = 20
-"""Recoveries in a row from the same checkpoint, after which the run fails."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _IGNORED = frozenset({"data_id"})
 """Accepted keywords that are not needed: the node numbers micro-batches itself."""
@@ -123,7 +123,7 @@ class Node:
             codec=codec_for(compression),
         )
         self._model = model
-        self._device = _device(device)
+        self._device = device_for(device)
         self._runtime: NodeRuntime | None = None
         self._closed = False
         self._calls = 0
@@ -132,8 +132,7 @@ class Node:
         """Phases of the calls before this one; at the Root."""
         self._restores_random = False
         """The next iteration of a loader begins with the generators of a checkpoint."""
-        self._recoveries = 0
-        """Recoveries in a row from the same checkpoint."""
+        self._restarts = RuntimeRestarts(self._load_stage, self._transport)
         self._watched: list[weakref.ref[WatchedLoader]] = []
         self.epoch = 0
         """Epoch that ``forward_compute`` submits to, from 0."""
@@ -187,58 +186,23 @@ class Node:
         if self._closed:
             raise RunError(f"{self.name} is closed: create a new Node for another run")
         self._config.rule.check()
-        settings = self._config.settings
-        self._open(ResumeWish(any_run=settings.resume), settings.connect_timeout)
+        self._use(self._restarts.start(self._config))
         atexit.register(self._close_at_exit)
 
-    def _open(self, wish: ResumeWish, timeout: float) -> None:
-        """Connect to the other nodes; again if one of them is lost before all have connected."""
-        ends = time.monotonic() + timeout
-        while True:
-            left = max(ends - time.monotonic(), 1.0)
-            runtime = NodeRuntime(self._config, self._load_stage(), self._transport(), wish, left)
-            try:
-                runtime.open()
-            except RunInterruptedError as error:
-                if not self._config.settings.rejoin_timeout or time.monotonic() >= ends:
-                    raise
-                logger.info("%s connects again: %s", self.name, error)
-                continue
-            if runtime.controller is not None:
-                try:
-                    runtime.controller.start_at(self._call_phases)
-                except RunError as error:
-                    runtime.close(str(error))
-                    raise
-            self._restores_random = runtime.random_state is not None
-            self._runtime = runtime
-            return
+    def _use(self, runtime: NodeRuntime) -> None:
+        self._restores_random = runtime.random_state is not None
+        self._runtime = runtime
 
     def _recover(self, error: RunInterruptedError) -> None:
         """Go back to the newest checkpoint that all nodes have, once the lost one is back."""
-        lost = self._runtime
-        if lost is None or lost.resumed is None:
+        lost, self._runtime = self._runtime, None
+        if lost is None:
             raise error
-        began, before = time.monotonic(), lost.resumed
-        self._runtime = None
-        lost.progress.say(
-            f"{self.name} ({self.role}): {error}. It waits up to "
-            f"{self._config.settings.rejoin_timeout:.0f} s and continues from the last checkpoint"
+        self._use(
+            self._restarts.recover(
+                self._config, lost, error, calls=self._calls - 1, phases=self._call_phases
+            )
         )
-        made = 0 if lost.controller is None else lost.status.updates
-        lost.abandon(str(error))
-        wish = ResumeWish(before.run, lost=str(error), calls=self._calls - 1)
-        self._open(wish, self._config.settings.rejoin_timeout)
-        runtime = self._ensure_started()
-        assert runtime.resumed is not None
-        same = runtime.resumed.checkpoint == before.checkpoint
-        self._recoveries = self._recoveries + 1 if same else 0
-        if self._recoveries >= _MOST_RECOVERIES:
-            reason = f"nodes were lost {self._recoveries} times at the same checkpoint: {error}"
-            self.close(reason)
-            raise RunError(reason)
-        if self.is_root:
-            runtime.report_recovery(str(error), made, time.monotonic() - began)
 
     def close(self, reason: str | None = None, *, recoverable: bool = False) -> None:
         """Leave the run and stop; with a ``reason``, end the run on all nodes.
@@ -418,7 +382,8 @@ class Node:
         try:
             yield
         except BaseException as error:
-            self.close(self._blame(error))
+            passing = self._config.settings.hands_over and is_machine_failure(error)
+            self.close(self._blame(error), recoverable=passing)
             raise
 
     def _begin_call(self) -> None:
@@ -497,8 +462,7 @@ class Node:
         values = bind(self._signature, tensors, named)
         loaded = next((b for b in (w.take() for w in self._loaders()) if b is not None), None)
         item = self._own_item(controller, loaded)
-        compared = loaded is not None and item is None  # otherwise the Leaf loads no batch to compare
-        digests = digests_of(loaded) if compared else {}
+        digests = {} if loaded is None else digests_of(loaded)
         return controller.submit(values, size_of(values), digests, item)
 
     def _own_item(self, controller: RootController, loaded: Any) -> Any:
@@ -525,7 +489,7 @@ class Node:
         module = load_module(self._folder / spec.bundle, spec.sha256, self._device)
         self._rule.check_row_blocks(module.spec.state)
         if self._model is not None:
-            _initialise(module, self._model)
+            initialise(module, self._model)
         return module
 
     def _transport(self) -> Transport:
@@ -553,37 +517,3 @@ class Node:
         if isinstance(error, KeyboardInterrupt):
             return f"{self.name} was interrupted"
         return f"{self.name} failed: {type(error).__name__}: {error}"
-
-
-def _initialise(module: StageModule, model: nn.Module) -> None:
-    """Initialise a stage from a module with the same parameter names."""
-    values = dict(model.state_dict())
-    for entry in module.spec.state:
-        for name, whole in zip(entry.names, entry.model_names, strict=True):
-            if entry.rows is not None and whole in values:
-                values[name] = values[whole][entry.rows.first : entry.rows.stop]
-    wanted = module.state_dict()
-    missing = sorted(name for name in wanted if name not in values)
-    if missing:
-        raise SettingsError(
-            f"model has no {missing[0]}, which the stage needs: pass the model that clusterize() split, "
-            "or None to use the weights that it had then"
-        )
-    wrong = [name for name, tensor in wanted.items() if values[name].shape != tensor.shape]
-    if wrong:
-        name = wrong[0]
-        raise SettingsError(
-            f"{name} of model has shape {list(values[name].shape)}, but the stage's has "
-            f"{list(wanted[name].shape)}"
-        )
-    module.load_state_dict({name: values[name] for name in wanted})
-
-
-def _device(device: Any) -> torch.device:
-    """Return the device; the documented default is the class ``torch.device``, which means the CPU."""
-    if device is None or device is torch.device:
-        return torch.device("cpu")
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise SettingsError(f"device must be like 'cpu' or 'cuda:0', not {device!r}: {error}") from error

@@ -68,6 +68,9 @@ class NodeSettings:
     environment variable ``RAVNEST_RESUME`` is 1, as ``ravnest launch --restart`` sets it."""
     rejoin_timeout: float = NODE_RETURN
     """Seconds to wait for a lost node, or the one that takes its place; 0: the run ends."""
+    hands_over: bool = False
+    """If this process ends for a reason of its machine, the others wait for one that takes its place.
+    Set by the provider's worker process; a script that is interrupted ends the run on all nodes."""
     stall_timeout: float = TRAINING_STALL
     """Seconds without progress after which the Root ends the run."""
     seed: int | None = None

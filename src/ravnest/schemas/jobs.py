@@ -87,6 +87,10 @@ class TrainingSpec(Schema):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
 
 
+WaitLimit = Literal["wait", "fail"] | Annotated[float, Field(gt=0, le=1e9)]
+"""``wait`` without a limit, ``fail`` at once, or wait for so many seconds."""
+
+
 class JobSpec(Schema):
     """A job as it is submitted; its artifacts are uploaded first."""
 
@@ -98,8 +102,11 @@ class JobSpec(Schema):
     clusters: Count | None = None
     min_providers: Count = 1
     max_providers: Count | None = None
-    on_insufficient: Literal["wait", "fail"] = "wait"
-    """Reaction if all connected providers together cannot hold the model."""
+    on_insufficient: WaitLimit = "wait"
+    """Reaction if all connected providers together cannot hold the model, or if a node has lost its
+    provider and no other one can take its place."""
+    resume_from: Annotated[str, Field(pattern=r"^job-[0-9a-f]{1,32}$")] | None = None
+    """Ended job of the same owner, whose newest checkpoint training starts from."""
 
 
 class JobState(StrEnum):
@@ -128,7 +135,9 @@ class AssignmentView(Schema):
     cluster: int
     role: str
     phase: str
-    """Phase of the assignment, such as ``fetching`` or ``training``."""
+    """Phase of the assignment, such as ``fetching`` or ``training``; ``lost``: nobody has the node."""
+    generation: int = 0
+    """Number of providers that had this node before."""
     worker_phase: PhaseRecord | None = None
     """Newest phase that the worker process reported; not in lists of jobs."""
     queue: QueueRecord | None = None
@@ -176,6 +185,16 @@ class NodeWarning(Schema):
     message: Reason
 
 
+class CheckpointView(Schema):
+    """Newest checkpoint that all stages of a cluster have."""
+
+    cluster: int
+    update: int
+    """Updates that it contains."""
+    time: float
+    """Time at which the server learned that it is complete."""
+
+
 class JobView(Schema):
     """A job, as its requester and the web page see it."""
 
@@ -196,6 +215,13 @@ class JobView(Schema):
     """Newest warnings of the nodes, newest first; empty in lists of jobs."""
     plan: str = ""
     """The plan in words."""
+    recoveries: int = 0
+    """Number of times that training continued after the loss of a node."""
+    checkpoint: CheckpointView | None = None
+    """Newest checkpoint of the leading cluster; not in lists of jobs."""
+    saved_update: int | None = None
+    """Updates of the newest complete checkpoint at the server, from which the job can be resumed; not in
+    lists of jobs."""
 
 
 class LossHistory(Schema):
@@ -226,8 +252,9 @@ class JobResult(Schema):
     files: tuple[ResultFile, ...]
 
 
-EventKind = Literal["provider", "job", "server", "refusal", "warning", "round"]
-"""``warning``: a worker's warning; ``round``: an averaging round that was not committed."""
+EventKind = Literal["provider", "job", "server", "refusal", "warning", "round", "recovery"]
+"""``warning``: a worker's warning; ``round``: an averaging round that was not committed; ``recovery``: a
+node lost its provider, got another one, or continues to train."""
 
 
 class EventView(Schema):

@@ -9,6 +9,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from ravnest.schemas.base import Artifact, Name, Reason, Schema, clipped
+from ravnest.schemas.checkpoints import (
+    MOST_UPLOADED,
+    CheckpointOrder,
+    SeedCheckpoint,
+    UploadedCheckpoint,
+)
 from ravnest.schemas.jobs import GraphLoss, ResultFile, TrainingSpec
 from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.reachability import HostAndPort, ReachabilityKind, RelayTrip
@@ -94,6 +100,17 @@ class DataShare(Schema):
     labels: tuple[RowRange, ...] = ()
 
 
+class StageNeeds(Schema):
+    """Demands of a stage on its provider, as planned; 0: not known."""
+
+    ram: Annotated[int, Field(ge=0)] = 0
+    """Bytes."""
+    work: Annotated[float, Field(ge=0)] = 0.0
+    """GFLOP per batch."""
+    traffic: Annotated[float, Field(ge=0)] = 0.0
+    """Mbit per batch on the links to both neighbours."""
+
+
 class Assignment(Schema):
     """One provider's part of a job: everything that its worker needs, by digest."""
 
@@ -109,6 +126,16 @@ class Assignment(Schema):
     training: TrainingSpec
     tls: bool
     """True if the nodes of this plan talk over TLS, with certificates that the server signs."""
+    needs: StageNeeds = StageNeeds()
+    resume: bool = False
+    """True if the cluster may be training already: the worker joins it, with the newest checkpoint that
+    all stages have, or with the initial weights if there is none."""
+    continues: str | None = None
+    """Earlier assignment of this provider for the same node, whose folder may have checkpoints."""
+    attempt: Annotated[int, Field(ge=0)] = 0
+    """Number of plans of the job before this one."""
+    seed: SeedCheckpoint | None = None
+    """Checkpoint to start from, made from those of an earlier plan or job."""
 
     @property
     def loss(self) -> GraphLoss | None:
@@ -120,6 +147,10 @@ class Assignment(Schema):
 Phase = Literal["fetching", "fetched", "training", "uploading", "finished", "failed"]
 """Phase of an assignment at its provider; ``fetched``: it has its files and waits for the others."""
 
+
+FailureCause = Literal["job", "machine", "passing"]
+"""Cause of a failure. ``job``: it would happen on any machine. ``machine``: this machine cannot do the
+work, for example for lack of memory. ``passing``: the worker was killed, or lost its neighbours."""
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -166,6 +197,8 @@ class AssignmentReport(Schema):
     phase: Phase
     reason: Reason = ""
     """Why the assignment failed, or what it waits for."""
+    cause: FailureCause = "job"
+    """Cause of a failure; only in the report of an assignment that failed."""
     result: tuple[ResultFile, ...] = ()
     """Uploaded files of a trained cluster; only in the report of a Root that is finished."""
     tls_rejections: TlsRejections = TlsRejections()
@@ -173,6 +206,10 @@ class AssignmentReport(Schema):
     """Position of the first of ``records`` among all records of the assignment."""
     records: Annotated[tuple[Record, ...], Field(max_length=MOST_RECORDS)] = ()
     """Records of the worker; sent again until the server acknowledges them."""
+    checkpoints: Annotated[tuple[UploadedCheckpoint, ...], Field(max_length=MOST_UPLOADED)] = ()
+    """Newest checkpoints of this assignment that the provider has uploaded."""
+    upload_done: CheckpointOrder | None = None
+    """Last order of the server that was carried out."""
 
 
 class Heartbeat(Schema):
@@ -185,6 +222,10 @@ class Heartbeat(Schema):
     """``may_train`` of the last reply; a reply with another value is sent at once."""
     link_test: str | None = None
     """Id of the link test of the last reply; a reply with another one is sent at once."""
+    upload: CheckpointOrder | None = None
+    """``upload`` of the last reply; a reply with another one is sent at once."""
+    leaving: Reason = ""
+    """Why the provider wants to leave; empty: it stays."""
     wait: Annotated[float, Field(ge=0, le=60)] = 10.0
     """Seconds that the server may delay the reply."""
 
@@ -200,6 +241,12 @@ class HeartbeatReply(Schema):
     """Number of records of this assignment that the server has; the next report starts there."""
     link_test: LinkTestOrder | None = None
     """Link to measure while there is no assignment; a provider that measures another one stops."""
+    upload: CheckpointOrder | None = None
+    """Checkpoints of this assignment to upload; an order that was carried out is not repeated."""
+    may_leave: bool = False
+    """Nobody is about to take the place of this provider, which wants to leave."""
+    keep: tuple[str, ...] = ()
+    """Earlier assignments whose folders may be needed again; those of others are removed."""
     reason: Reason = ""
 
 

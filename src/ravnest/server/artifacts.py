@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,19 @@ class ArtifactFolder:
         except BaseException:
             self._release(partial)
             raise
+
+    def remove(self, sha256: str, least_age: float) -> bool:
+        """Delete an artifact that nobody needs; return False if it is too new for that.
+
+        An upload is granted shortly after its file is in its place: a new file may be needed soon.
+        """
+        try:
+            if time.time() - self.path(sha256).stat().st_ctime < least_age:
+                return False
+            self.path(sha256).unlink()
+        except FileNotFoundError:
+            pass
+        return True
 
     def sweep(self, keep: set[str], begun_before: float) -> int:
         """Delete artifacts that are not in ``keep``, and old partial files; return how many.

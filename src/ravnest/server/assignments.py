@@ -24,7 +24,14 @@ def needed_by(assignment: Assignment) -> list[Artifact]:
     files += [rows.artifact for share in shares for rows in (*share.inputs, *share.labels)]
     if assignment.loss is not None:
         files += [assignment.loss.stage, assignment.loss.weights]
+    if assignment.seed is not None:
+        files += [assignment.seed.tensors, assignment.seed.manifest]
     return files
+
+
+def assignment_id(job: str, attempt: int, node: int) -> str:
+    """Return the id of the first assignment of a node; ``attempt``: plans of the job before."""
+    return f"{job}-{node}" if attempt == 0 else f"{job}-p{attempt}-{node}"
 
 
 FETCHING = ("waiting", "fetching")

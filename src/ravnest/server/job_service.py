@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import threading
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.jobs import JobSpec, JobState, JobView
 from ravnest.schemas.providers import ProviderState
+from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.assignments import FETCHING, fetch_limit, needed_files
 from ravnest.server.db.records import AssignmentRecord, MemberRecord
+from ravnest.server.deadline_table import DeadlineTable
+from ravnest.server.job_resume import add_resumed, find_resumed
 from ravnest.server.job_status import failed_clusters
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
@@ -19,16 +21,20 @@ from ravnest.server.views import job_view
 class JobService:
     """Operations on jobs; the methods are thread-safe and return soon."""
 
-    def __init__(self, units: UnitOfWorkFactory, settings: ServerSettings) -> None:
+    def __init__(
+        self, units: UnitOfWorkFactory, settings: ServerSettings, artifacts: ArtifactFolder
+    ) -> None:
         self._units = units
+        self._artifacts = artifacts
         self._settings = settings
-        self._stop_deadlines: dict[tuple[str, int], float] = {}
+        self._stops: DeadlineTable[tuple[str, int]] = DeadlineTable()
         """Failed clusters, by job and number, and when their remaining nodes are stopped."""
-        self._result_deadlines: dict[str, float] = {}
+        self._results: DeadlineTable[str] = DeadlineTable()
         """Assignments whose providers are away with a result, and when they are given up."""
+        self._starts: DeadlineTable[str] = DeadlineTable()
+        """Jobs that do not wait without a limit for enough providers, and when they fail."""
         self._fetching_since: dict[str, float] = {}
-        """Jobs whose providers fetch their assignments, and when this server noticed it first."""
-        self._lock = threading.Lock()
+        """Assignments whose providers fetch, and when this server noticed it first."""
 
     def resume(self, uow: UnitOfWork) -> int:
         """Take up the jobs after a start of the server; return how many are running."""
@@ -48,6 +54,8 @@ class JobService:
         """Queue a job and return its id; refuse (422) if its files were not uploaded by its owner."""
         job = f"job-{secrets.token_hex(4)}"
         files = needed_files(spec)
+        with self._units.db.read() as db:
+            find_resumed(db, self._artifacts, member, spec)  # reads files, outside of the transaction
         with self._units.begin() as uow:
             known = uow.db.artifact_grants.sizes(member.id)
             missing = [file.sha256 for file in files if known.get(file.sha256) != file.size]
@@ -57,9 +65,17 @@ class JobService:
                     f"{', '.join(missing[:10])}{', …' if len(missing) > 10 else ''}",
                     422,
                 )
-            uow.db.jobs.add(job, member.id, spec, f"submitted by {member.name}")
+            how = "" if spec.resume_from is None else f", to continue {spec.resume_from}"
+            uow.db.jobs.add(job, member.id, spec, f"submitted by {member.name}{how}")
+            add_resumed(uow.db, job, find_resumed(uow.db, self._artifacts, member, spec))
             uow.needs_matching = True
         return job
+
+    def resume_job(self, member: MemberRecord, job: str) -> str:
+        """Queue a job with the specification of an ended one, which starts from its checkpoint."""
+        with self._units.db.read() as db:
+            spec = db.jobs.spec(job)
+        return self.submit(member, spec.model_copy(update={"resume_from": job}))
 
     def cancel(self, job: str, member: MemberRecord) -> JobView:
         """Cancel a job; refuse (409) if it is done or failed."""
@@ -84,37 +100,46 @@ class JobService:
         live = {each.cluster for each in assignments if not each.has_ended}
         stopping = failed_clusters(assignments) & live
         deadline = self._units.clock.steady() + self._settings.ending_grace
-        with self._lock:
-            for cluster in stopping:
-                self._stop_deadlines.setdefault((job, cluster), deadline)
+        for cluster in stopping:
+            self._stops.add((job, cluster), deadline)
         if stopping:
             uow.topics.add(("clock", ""))
 
     def await_result(self, uow: UnitOfWork, assignment: AssignmentRecord) -> None:
         """Set a deadline for a lost provider that has trained to the end, to return with its result."""
-        deadline = self._units.clock.steady() + self._settings.result_wait
-        with self._lock:
-            self._result_deadlines[assignment.id] = deadline
+        self._results.remove(assignment.id)
+        self._results.add(assignment.id, self._units.clock.steady() + self._settings.result_wait)
         uow.topics.add(("clock", ""))
 
+    def limit_wait(self, uow: UnitOfWork, job: str, seconds: float) -> None:
+        """Set a deadline for a job that cannot start, unless it has one already."""
+        self._starts.add(job, self._units.clock.steady() + seconds)
+        uow.topics.add(("clock", ""))
+
+    def unlimit_wait(self, job: str) -> None:
+        """Remove the deadline of a job that waits for its turn only."""
+        self._starts.remove(job)
+
     def run_due(self) -> float | None:
-        """Stop overdue nodes, fail overdue fetches; return the next deadline (steady clock)."""
+        """Stop overdue nodes, fail overdue jobs and fetches; return the next deadline (steady clock)."""
         now = self._units.clock.steady()
-        with self._lock:
-            due = [key for key, deadline in self._stop_deadlines.items() if deadline <= now]
-            for key in due:
-                del self._stop_deadlines[key]
-            given_up = [name for name, deadline in self._result_deadlines.items() if deadline <= now]
-            for name in given_up:
-                del self._result_deadlines[name]
-        for job, cluster in due:
+        for job, cluster in self._stops.take_due(now):
             self._stop_cluster(job, cluster)
-        for name in given_up:
+        for name in self._results.take_due(now):
             self._give_up_result(name)
+        for job in self._starts.take_due(now):
+            self._fail_waiting(job)
         self._fail_late_fetches(now)
-        with self._lock:
-            deadlines = (*self._stop_deadlines.values(), *self._result_deadlines.values())
-        return min(deadlines, default=None)
+        deadlines = (self._stops.next, self._results.next, self._starts.next)
+        return min((each for each in deadlines if each is not None), default=None)
+
+    def _fail_waiting(self, job: str) -> None:
+        """Fail a job that has waited for enough providers for as long as it asked for."""
+        with self._units.begin() as uow:
+            record = uow.db.jobs.get(job)
+            if record is not None and record.state is JobState.SUBMITTED:
+                reason = f"{record.reason}; the job has waited for as long as it wanted to"
+                uow.end_job(record, JobState.FAILED, reason)
 
     def _stop_cluster(self, job: str, cluster: int) -> None:
         with self._units.begin() as uow:
@@ -145,26 +170,27 @@ class JobService:
                 self.schedule_stops(uow, assignment.job)
 
     def _fail_late_fetches(self, now: float) -> None:
-        """Fail assignments whose providers are alive but do not finish fetching."""
+        """Vacate the places of providers that are alive but do not finish fetching."""
         with self._units.db.read() as db:
-            shipping = [job.id for job in db.jobs.in_state(JobState.SHIPPING)]
-        since = self._fetching_since = {job: self._fetching_since.get(job, now) for job in shipping}
-        for job in shipping:
-            if now - since[job] <= self._settings.fetch_grace:
-                continue
-            with self._units.begin() as uow:
-                for each in uow.db.assignments.of_job(job):
-                    if each.phase in FETCHING:
-                        self._fail_late_fetch(uow, each, now - since[job])
-                uow.update_job_status(job)
-                self.schedule_stops(uow, job)
+            jobs = db.jobs.in_state(JobState.SHIPPING, JobState.TRAINING)
+            found = [each for job in jobs for each in db.assignments.of_job(job.id)]
+        fetching = [each for each in found if each.phase in FETCHING]
+        since = self._fetching_since = {e.id: self._fetching_since.get(e.id, now) for e in fetching}
+        for each in fetching:
+            if now - since[each.id] > self._settings.fetch_grace:
+                with self._units.begin() as uow:
+                    self._fail_late_fetch(uow, each, now - since[each.id])
+                    uow.update_job_status(each.job)
+                    self.schedule_stops(uow, each.job)
 
     def _fail_late_fetch(self, uow: UnitOfWork, assignment: AssignmentRecord, waited: float) -> None:
+        current = uow.db.assignments.get(assignment.id)
         provider = uow.db.providers.get(assignment.provider)
-        assert provider is not None
+        if current is None or current.phase not in FETCHING or provider is None:
+            return
         body = uow.db.assignments.body(assignment.id)
         limit = fetch_limit(body, provider.offer, self._settings.fetch_grace)
         if waited > limit:
             reason = f"it did not fetch its assignment within {limit / 60:.0f} minutes"
-            uow.end_assignment(assignment, "failed", reason)
+            uow.vacate(assignment, reason, "machine")
             uow.release(provider, f"{assignment.job} continues without it: {reason}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ravnest.plan.memory import size
 from ravnest.schemas.jobs import JobState
 from ravnest.server.assignments import FETCHING
-from ravnest.server.db.records import AssignmentRecord
+from ravnest.server.db.records import LOST, AssignmentRecord
 from ravnest.types import Role
 
 _AT_WORK = ("training", "uploading", "finished")
@@ -23,13 +24,30 @@ class JobStatus:
     """Assignment whose result is the job's; only if the job is done."""
 
 
-def job_status(assignments: Sequence[AssignmentRecord], names: Mapping[str, str]) -> JobStatus:
+@dataclass(frozen=True)
+class PlaceNeeds:
+    """Demands of a vacant place."""
+
+    ram: int
+    """Bytes; 0: not known."""
+    checkpoint: int
+    """Updates of the checkpoint from which its cluster continues."""
+
+
+def job_status(
+    assignments: Sequence[AssignmentRecord],
+    names: Mapping[str, str],
+    needs: Mapping[int, PlaceNeeds] | None = None,
+) -> JobStatus:
     """Return the status of a job; ``names`` holds the providers' names by id.
 
-    A job ends when all its assignments have ended. It is done if one cluster has delivered a result.
+    A job ends when all its assignments have ended and no place is vacant. It is done if one cluster has
+    delivered a result. ``needs`` says, by node, what vacant places wait for.
     """
-    failures = _described("failed", assignments, names)
-    if all(each.has_ended for each in assignments):
+    held = holders(assignments)
+    failures = _described(("failed", LOST), held, names)
+    empty = vacant(assignments)
+    if all(each.has_ended for each in held) and not empty:
         root = next(
             (root for root in roots(assignments) if root.phase == "finished" and root.has_result), None
         )
@@ -38,19 +56,66 @@ def job_status(assignments: Sequence[AssignmentRecord], names: Mapping[str, str]
             return JobStatus(JobState.DONE, f"cluster {root.cluster} has trained the model{note}", root)
         return JobStatus(JobState.FAILED, failures or "no Root has sent a trained model")
     failed = failed_clusters(assignments)
-    healthy = [each for each in assignments if each.cluster not in failed]
+    failures = _described(("failed",), held, names)
+    healthy = [each for each in held if each.cluster not in failed]
     if not healthy:
         reason = f"every cluster has failed, their other nodes are stopping: {failures}"
         return JobStatus(JobState.SHIPPING, reason)
-    if all(each.phase in _AT_WORK for each in healthy):
-        waiting = _described("uploading", [each for each in healthy if each.reason], names)
+    gaps = {each.cluster for each in empty}
+    whole = [each for each in healthy if each.cluster not in gaps and each.phase != LOST]
+    is_training = bool(whole) and all(each.phase in _AT_WORK for each in whole)
+    if empty:
+        words = "; ".join(_vacancy(each, names, (needs or {}).get(each.node)) for each in empty)
+        if whole:
+            words += "; the other clusters go on"
+    elif is_training:
+        waiting = _described(("uploading",), [each for each in healthy if each.reason], names)
         words = "all nodes are training" + (
             f"; trained, but not delivered: {waiting}" if waiting else ""
         )
-        return JobStatus(JobState.TRAINING, _with_failures(words, failures))
-    ready = sum(each.phase not in FETCHING for each in healthy)
-    words = f"{ready} of {len(healthy)} nodes have fetched their assignment"
-    return JobStatus(JobState.SHIPPING, _with_failures(words, failures))
+    else:
+        words = _shipping(whole, names)
+    state = JobState.TRAINING if is_training else JobState.SHIPPING
+    return JobStatus(state, f"{words}; failed: {failures}" if failures else words)
+
+
+def holders(assignments: Sequence[AssignmentRecord]) -> list[AssignmentRecord]:
+    """Return the assignment that stands for each node, ordered by node: the newest one.
+
+    While a node is handed over, the earlier assignment stands for it until the later one has fetched.
+    """
+
+    def rank(each: AssignmentRecord) -> tuple[bool, bool, int]:
+        return not each.has_ended, each.phase not in FETCHING, each.generation
+
+    found: dict[int, AssignmentRecord] = {}
+    for each in assignments:
+        known = found.get(each.node)
+        if known is None or rank(each) > rank(known):
+            found[each.node] = each
+    return [found[node] for node in sorted(found)]
+
+
+def lineage(assignments: Sequence[AssignmentRecord], node: int) -> list[AssignmentRecord]:
+    """Return all assignments of a node, newest first."""
+    own = (each for each in assignments if each.node == node)
+    return sorted(own, key=lambda each: -each.generation)
+
+
+def vacant(assignments: Sequence[AssignmentRecord]) -> list[AssignmentRecord]:
+    """Return the lost assignments whose places another provider can take, ordered by node."""
+    over = failed_clusters(assignments) | _trained_clusters(assignments)
+    return [each for each in holders(assignments) if each.phase == LOST and each.cluster not in over]
+
+
+def can_continue(assignments: Sequence[AssignmentRecord], lost: AssignmentRecord) -> bool:
+    """Return whether a cluster can train on once another provider has the place of a lost node.
+
+    Nodes that have finished are gone with their checkpoints, so the last part cannot be repeated.
+    """
+    others = [each for each in holders(assignments) if each.node != lost.node]
+    cluster = [each for each in others if each.cluster == lost.cluster]
+    return not any(each.phase in ("failed", "stopped", "finished", "uploading") for each in cluster)
 
 
 def failed_clusters(assignments: Sequence[AssignmentRecord]) -> set[int]:
@@ -58,8 +123,8 @@ def failed_clusters(assignments: Sequence[AssignmentRecord]) -> set[int]:
 
     A cluster whose Root has the trained stages of all nodes does not need the other nodes any more.
     """
-    trained = {root.cluster for root in roots(assignments) if is_trained(root)}
-    return {each.cluster for each in assignments if each.phase == "failed"} - trained
+    failed = {each.cluster for each in holders(assignments) if each.phase == "failed"}
+    return failed - _trained_clusters(assignments)
 
 
 def is_trained(assignment: AssignmentRecord) -> bool:
@@ -68,10 +133,22 @@ def is_trained(assignment: AssignmentRecord) -> bool:
 
 
 def may_train(assignments: Sequence[AssignmentRecord]) -> set[str]:
-    """Return the assignments whose workers start: all nodes that can train have fetched their files."""
+    """Return the assignments whose workers start.
+
+    At first, all nodes that can train must have fetched their files. A provider that takes a place in a
+    cluster that has started waits for nobody.
+    """
     failed = failed_clusters(assignments)
-    healthy = [each for each in assignments if each.cluster not in failed]
-    return set() if any(each.phase in FETCHING for each in healthy) else {each.id for each in healthy}
+    held = holders(assignments)
+    healthy = [each for each in held if each.cluster not in failed]
+    started = {each.cluster for each in healthy if each.phase == "training"}
+    waits = any(each.phase in (*FETCHING, LOST) for each in healthy if each.cluster not in started)
+    return {
+        each.id
+        for each in healthy
+        if (each.cluster in started and each.phase not in (*FETCHING, LOST))
+        or (each.cluster not in started and not waits)
+    }
 
 
 def leading_root(assignments: Sequence[AssignmentRecord]) -> AssignmentRecord | None:
@@ -83,18 +160,49 @@ def leading_root(assignments: Sequence[AssignmentRecord]) -> AssignmentRecord | 
 
 def roots(assignments: Sequence[AssignmentRecord]) -> list[AssignmentRecord]:
     """Return the Roots' assignments, ordered by cluster."""
-    return sorted((each for each in assignments if each.role == Role.ROOT), key=lambda r: r.cluster)
+    held = holders(assignments)
+    return sorted((each for each in held if each.role == Role.ROOT), key=lambda r: r.cluster)
 
 
-def _with_failures(words: str, failures: str) -> str:
-    return f"{words}; failed: {failures}" if failures else words
+def place_name(assignment: AssignmentRecord) -> str:
+    """Return the name of a node's place in its job."""
+    return f"node_{assignment.node} ({assignment.role} of cluster {assignment.cluster})"
 
 
-def _described(phase: str, assignments: Iterable[AssignmentRecord], names: Mapping[str, str]) -> str:
-    """Return the nodes in ``phase`` and their reasons as a sentence."""
+def _trained_clusters(assignments: Sequence[AssignmentRecord]) -> set[int]:
+    return {root.cluster for root in roots(assignments) if is_trained(root)}
+
+
+def _vacancy(assignment: AssignmentRecord, names: Mapping[str, str], needs: PlaceNeeds | None) -> str:
+    """Return what a vacant place waits for, and why it is vacant."""
+    amount = f" with at least {size(needs.ram)}" if needs and needs.ram else ""
+    where = f"update {needs.checkpoint}" if needs and needs.checkpoint else "the start"
+    who = names.get(assignment.provider, assignment.provider)
+    return (
+        f"waits for a provider{amount} for {place_name(assignment)}; training continues from {where} "
+        f"when it is there; {who} had the place: {assignment.reason}"
+    )
+
+
+def _shipping(healthy: Sequence[AssignmentRecord], names: Mapping[str, str]) -> str:
+    """Return who has fetched, or who takes the place of a lost node."""
+    late = [each for each in healthy if each.phase not in _AT_WORK]
+    if all(each.generation for each in late):
+        return "; ".join(
+            f"{names.get(each.provider, each.provider)} takes the place of {place_name(each)}"
+            for each in late
+        )
+    ready = sum(each.phase not in FETCHING for each in healthy)
+    return f"{ready} of {len(healthy)} nodes have fetched their assignment"
+
+
+def _described(
+    phases: Sequence[str], assignments: Iterable[AssignmentRecord], names: Mapping[str, str]
+) -> str:
+    """Return the nodes in ``phases`` and their reasons as a sentence."""
     return "; ".join(
         f"node_{each.node} of cluster {each.cluster} ({names.get(each.provider, each.provider)}): "
         f"{each.reason or 'it failed without a reason'}"
         for each in assignments
-        if each.phase == phase
+        if each.phase in phases
     )

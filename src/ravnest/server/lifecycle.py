@@ -30,8 +30,9 @@ _JOB: dict[str, frozenset[str]] = {
     # Back to the queue if a provider was lost, or the server stopped, before anything was shipped.
     _J.PLANNED: frozenset({_J.SHIPPING, _J.SUBMITTED, _J.FAILED, _J.CANCELLED}),
     # Directly to done if all nodes ended between two reports.
-    _J.SHIPPING: frozenset({_J.TRAINING, _J.DONE, _J.FAILED, _J.CANCELLED}),
-    _J.TRAINING: frozenset({_J.DONE, _J.FAILED, _J.CANCELLED}),
+    # Back to the queue to be planned anew, if a provider was lost and no other one can take its place.
+    _J.SHIPPING: frozenset({_J.TRAINING, _J.SUBMITTED, _J.DONE, _J.FAILED, _J.CANCELLED}),
+    _J.TRAINING: frozenset({_J.SUBMITTED, _J.DONE, _J.FAILED, _J.CANCELLED}),
     _J.DONE: frozenset(),
     _J.FAILED: frozenset(),
     _J.CANCELLED: frozenset(),

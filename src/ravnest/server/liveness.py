@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -30,6 +30,8 @@ class Liveness:
         self._lost_after = lost_after
         self._lock = threading.Lock()
         self._seen: dict[str, _Seen] = {}
+        self._limits: dict[str, float] = {}
+        """Providers of which less silence is tolerated, in seconds."""
         self._polls: Counter[str] = Counter()
 
     def see(self, provider: str, *, steady: float, wall: float, grace: float = 0.0) -> None:
@@ -55,6 +57,15 @@ class Liveness:
         """Store that a provider worked at time ``alive``, although it sent no request."""
         with self._lock:
             self._extend(provider, alive)
+
+    def limit(self, providers: Iterable[str], seconds: float) -> None:
+        """Tolerate only so much silence of these providers, and as much as usual of the others."""
+        with self._lock:
+            self._limits = dict.fromkeys(providers, seconds)
+
+    def is_limited(self, provider: str) -> bool:
+        """Return whether less silence than usual is tolerated of a provider."""
+        return provider in self._limits
 
     def excuse(self, steady: float) -> None:
         """Count the silence of all providers from now on, because the server did not listen."""
@@ -88,7 +99,7 @@ class Liveness:
     def _deadlines(self) -> dict[str, float]:
         with self._lock:
             return {
-                name: max(seen.steady, seen.alive) + self._lost_after
+                name: max(seen.steady, seen.alive) + self._limits.get(name, self._lost_after)
                 for name, seen in self._seen.items()
                 if not self._polls[name]
             }

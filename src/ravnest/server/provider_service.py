@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import (
-    AssignmentReport,
     Heartbeat,
     HeartbeatReply,
     ProviderOffer,
     ProviderState,
     ProviderView,
-    TlsRejections,
 )
-from ravnest.server.auth.tokens import AuthService
+from ravnest.server.assignments import FETCHING
+from ravnest.server.checkpoint_service import CheckpointService
+from ravnest.server.cluster_activity import ClusterActivity
+from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, MemberRecord, ProviderRecord
 from ravnest.server.job_service import JobService
-from ravnest.server.job_status import is_trained, may_train
+from ravnest.server.job_status import is_trained, lineage, may_train, place_name, vacant
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.liveness import Liveness
 from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
+from ravnest.server.report_service import ReportService
 from ravnest.server.settings import ServerSettings
+from ravnest.server.takeover_service import TakeoverService
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.server.views import provider_view
-from ravnest.telemetry import (
-    LossRecord,
-    QueueRecord,
-    RoundRecord,
-    TimingRecord,
-    ValidationRecord,
-    WarningRecord,
-    WorkerRecord,
-)
+from ravnest.telemetry import PhaseRecord
 from ravnest.types import Address
 
+_PHASES_READ = 4
+"""Newest phases of a worker that say, after a restart of the server, if it waits for a lost node."""
+_MISSED = "its neighbours wait for it"
 _WITNESSED = "but its neighbours report progress with it"
-_REJECTIONS = {
-    "foreign": "with a certificate of another authority, or an expired one",
-    "bare": "without a certificate",
-    "plain": "without TLS",
-}
-"""Descriptions of the fields of ``TlsRejections``."""
-_PROGRESS = LossRecord | QueueRecord | TimingRecord | ValidationRecord
-"""Records that a node reports only when the whole pipeline advances."""
-_MOST_EVENTS = 20
-"""Warnings and rounds of one report that become events."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +53,10 @@ class ProviderService:
     def __init__(
         self,
         units: UnitOfWorkFactory,
-        auth: AuthService,
+        reports: ReportService,
+        takeovers: TakeoverService,
+        checkpoints: CheckpointService,
+        activity: ClusterActivity,
         jobs: JobService,
         settings: ServerSettings,
         dial_backs: DialBackService,
@@ -75,16 +65,17 @@ class ProviderService:
     ) -> None:
         self.liveness = Liveness(settings.lost_after)
         self._units = units
-        self._auth = auth
+        self._reports = reports
+        self._takeovers = takeovers
+        self._checkpoints = checkpoints
+        self._activity = activity
         self._jobs = jobs
         self._settings = settings
         self._dial_backs = dial_backs
         self._relays = relays
         self._link_tests = link_tests
-        self._gaps: dict[str, int] = {}
-        """Assignments whose last report left a gap, and the position at which it started."""
-        self._progress: dict[str, float] = {}
-        """Assignments that reported progress of their pipeline, and when (steady clock)."""
+        self._leaving: set[str] = set()
+        """Providers that want to leave; each heartbeat says so."""
         self._told_kept: set[tuple[str, bool]] = set()
         """Silent providers that are kept, and if neighbours report progress; each has an event."""
 
@@ -94,6 +85,10 @@ class ProviderService:
         grace = max(self._settings.restart_grace - self._settings.lost_after, 0.0)
         for provider in present:
             self._see(provider.id, grace)
+            own = uow.db.assignments.current(provider.id)
+            if own is not None:
+                phases = uow.db.telemetry.newest(own.id, PhaseRecord, _PHASES_READ)
+                self._activity.note(own, phases[::-1], 0.0)
         return len(present)
 
     def offer(self, member: MemberRecord, offer: ProviderOffer) -> ProviderView:
@@ -111,8 +106,7 @@ class ProviderService:
             else:
                 uow.db.providers.update(member.id, offer)
                 uow.needs_matching |= uow.db.links.forget_failures(member.id)
-                if record.state is ProviderState.LOST:
-                    self._return(uow, record)
+                self._resume_work(uow, replace(record, offer=offer))
                 uow.needs_matching = uow.needs_matching or offer != record.offer
             self._store_checks(uow, member.id)
             self._see(member.id)
@@ -140,22 +134,37 @@ class ProviderService:
                 if record is not None and record.state is ProviderState.LOST and not record.left:
                     self._return(uow, record)
         if heartbeat.report is not None:
-            self._report(provider, heartbeat.report)
+            self._checkpoints.store(provider, heartbeat.report)
+            self._reports.store(provider, heartbeat.report)
+        if not heartbeat.leaving:
+            self._leaving.discard(provider)
+        else:
+            self._leaving.add(provider)
+            self._takeovers.hand_over(provider, heartbeat.leaving)
 
     def reply(self, provider: str) -> HeartbeatReply:
         """Return the assignment that a provider should work on."""
         with self._units.db.read() as db:
             assignment = db.assignments.current(provider)
             record = db.providers.get(provider)
-            starts = set() if assignment is None else may_train(db.assignments.of_job(assignment.job))
+            job = [] if assignment is None else db.assignments.of_job(assignment.job)
+            keep = _kept(db, provider)
+            upload = None if assignment is None else self._checkpoints.order_for(db, assignment)
         reason = "" if record is None else record.reason
+        leaves = provider in self._leaving
         if assignment is None:
             test = self._link_tests.order_for(record)
-            return HeartbeatReply(assignment=None, link_test=test, reason=reason)
+            return HeartbeatReply(
+                assignment=None, link_test=test, may_leave=leaves, keep=keep, reason=reason
+            )
+        newest = lineage(job, assignment.node)[0]
         return HeartbeatReply(
             assignment=assignment.id,
-            may_train=assignment.id in starts,
+            may_train=assignment.id in may_train(job),
             records_known=assignment.records,
+            upload=upload,
+            may_leave=leaves and (newest.id == assignment.id or newest.has_ended),
+            keep=keep,
             reason=reason,
         )
 
@@ -166,8 +175,12 @@ class ProviderService:
     def run_due(self) -> float | None:
         """Remove overdue providers; return the next deadline (steady clock)."""
         now = self._units.clock.steady()
+        self.liveness.limit(self._missed(), self._settings.rejoin_silence)
         for provider in self.liveness.overdue(now):
             silence = self.liveness.silence(provider, now)
+            if self.liveness.is_limited(provider):
+                self._lose(provider, f"{_MISSED}, and no request for {silence:.0f} seconds")
+                continue
             witness = self._witness(provider, now - silence)
             reason = f"no heartbeat for {silence:.0f} seconds"
             if witness is None or witness.time + self._settings.training_silence <= now:
@@ -185,6 +198,15 @@ class ProviderService:
         """Count the silence of all providers from now on, because this server was halted."""
         self.liveness.excuse(self._units.clock.steady())
 
+    def _missed(self) -> set[str]:
+        """Return the providers of nodes for which the other nodes of their clusters wait."""
+        found: set[str] = set()
+        for job in self._activity.waiting_jobs:
+            with self._units.db.read() as db:
+                live = [each for each in db.assignments.of_job(job) if not each.has_ended]
+            found |= {each.provider for each in live if self._activity.is_missed(each)}
+        return found
+
     def _witness(self, provider: str, seen: float) -> _Witness | None:
         """Return the last sign that a provider works; ``None`` if it does not train with others.
 
@@ -199,7 +221,7 @@ class ProviderService:
         others = [each.id for each in cluster if each.id != own.id]
         if not others:
             return None
-        progress = max((self._progress.get(each, seen) for each in others), default=seen)
+        progress = self._activity.last_progress(others, seen)
         return _Witness(max(progress, seen), progress > seen)
 
     def _tell_kept(self, provider: str, reason: str, witness: _Witness) -> None:
@@ -228,17 +250,52 @@ class ProviderService:
     def _return(self, uow: UnitOfWork, record: ProviderRecord) -> None:
         words = f"{record.offer.name} is back: {_summary(record.offer)}"
         assignment = uow.db.assignments.current(record.id)
-        if assignment is None:
+        if assignment is not None:
+            uow.db.assignments.move(assignment, assignment.phase)
+        elif (assignment := _vacated(uow.db, record)) is not None:
+            self._reopen(uow, record, assignment)
+        else:
             uow.release(record, words)
             return
         uow.db.providers.move(record, ProviderState.TRAINING, words, job=assignment.job)
-        uow.db.assignments.move(assignment, assignment.phase)
         uow.topics.add(("provider", record.id))
         uow.update_job_status(assignment.job)
 
+    def _resume_work(self, uow: UnitOfWork, record: ProviderRecord) -> None:
+        """Have a provider that sends an offer go on with its work: its process may be a new one."""
+        if record.state is ProviderState.LOST:
+            self._return(uow, record)
+            return
+        own = uow.db.assignments.current(record.id)
+        if own is None or is_trained(own) or own.phase in FETCHING:
+            return
+        if _is_at(uow.db, own, record):
+            uow.db.assignments.set_resume(own)
+            return
+        self._vacate(uow, own, "the provider was started again with another address")
+        uow.release(record, f"{record.offer.name} has another address now")
+        uow.update_job_status(own.job)
+
+    def _reopen(self, uow: UnitOfWork, record: ProviderRecord, lost: AssignmentRecord) -> None:
+        """Give a provider that is back its place again, which nobody has taken."""
+        uow.db.assignments.reopen(lost)
+        if lost.phase_before not in FETCHING:
+            uow.db.assignments.set_resume(lost)
+        what = f"{record.offer.name} is back in the place of {place_name(lost)}"
+        uow.db.events.add("recovery", lost.job, what)
+
+    def _vacate(self, uow: UnitOfWork, assignment: AssignmentRecord, reason: str) -> None:
+        """End the assignment of a provider that is gone; a spare may fetch its files already."""
+        newest = lineage(uow.db.assignments.of_job(assignment.job), assignment.node)[0]
+        if newest.id != assignment.id and not newest.has_ended:
+            uow.end_assignment(assignment, "stopped", reason)
+        else:
+            uow.vacate(assignment, reason, "passing")
+
     def _lose(self, provider: str, reason: str, *, left: bool = False) -> None:
-        """Mark a provider as lost and fail its assignment, and with it its cluster."""
+        """Mark a provider as lost; the place of its node becomes vacant."""
         self.liveness.forget(provider)
+        self._leaving.discard(provider)
         with self._units.begin() as uow:
             record = uow.db.providers.get(provider)
             if record is None or record.state is ProviderState.LOST:
@@ -257,7 +314,8 @@ class ProviderService:
                 self._jobs.await_result(uow, assignment)
                 return
             if assignment is not None:
-                uow.end_assignment(assignment, "failed", f"the provider was lost: {reason}")
+                self._activity.forget(assignment.id)
+                self._vacate(uow, assignment, f"the provider was lost: {reason}")
                 uow.update_job_status(assignment.job)
                 self._jobs.schedule_stops(uow, assignment.job)
                 return
@@ -266,114 +324,31 @@ class ProviderService:
                 name = record.offer.name
                 uow.requeue(job, f"{name} was lost before it received its assignment: {reason}")
 
-    # --- reports ------------------------------------------------------------------------------
 
-    def _report(self, provider: str, report: AssignmentReport) -> None:
-        """Store a report and update the states that follow from it, in one transaction."""
-        with self._units.db.read() as db:
-            assignment = db.assignments.get(report.assignment)
-        if assignment is not None and assignment.provider != provider:
-            raise self._auth.refused(provider, f"{provider} reported on another provider's assignment")
-        with self._units.begin() as uow:
-            assignment = uow.db.assignments.get(report.assignment)
-            if assignment is None or assignment.has_ended:
-                self._gaps.pop(report.assignment, None)
-                self._progress.pop(report.assignment, None)
-                return  # the reply names the right one
-            self._store_records(uow, assignment, report)
-            if report.tls_rejections != assignment.tls_rejections:
-                self._store_rejections(uow, assignment, report.tls_rejections)
-            if report.phase == "finished" and report.result:
-                digests = [file.artifact.sha256 for file in report.result]
-                if uow.db.artifact_grants.missing(assignment.provider, digests):
-                    raise ServerRefusedError("the result names files that were not uploaded", 422)
-                uow.db.assignments.set_result(assignment, report.result)
-            if report.phase != assignment.phase:
-                self._enter_phase(uow, assignment, report)
-            elif report.phase == "uploading" and report.reason != assignment.reason:
-                self._explain_upload(uow, assignment, report.reason)
-
-    def _store_records(
-        self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
-    ) -> None:
-        """Store the new records of a report.
-
-        A report that starts after the known records leaves a gap. The reply tells the provider where
-        to start; if its next report leaves the same gap, the provider no longer has these records.
-        """
-        missing = report.first_record - assignment.records if report.records else 0
-        if missing > 0 and self._gaps.get(assignment.id) != report.first_record:
-            self._gaps[assignment.id] = report.first_record
-            return
-        self._gaps.pop(assignment.id, None)
-        if missing > 0:
-            what = f"node_{assignment.node}: {missing} records were lost before they reached the server"
-            uow.db.events.add("warning", assignment.provider, what, job=assignment.job)
-        new = uow.db.telemetry.add(assignment, report.first_record, report.records)
-        if not new:
-            return
-        if any(isinstance(record, _PROGRESS) for record in new):
-            self._progress[assignment.id] = self._units.clock.steady()
-        uow.db.jobs.touch(assignment.job)
-        uow.topics.add(("job", assignment.job))
-        notable = [(kind, words) for kind, words in map(_event, new) if words]
-        for kind, words in notable[-_MOST_EVENTS:]:
-            reason = f"node_{assignment.node}: {words}"
-            uow.db.events.add(kind, assignment.provider, reason, job=assignment.job)
-
-    def _store_rejections(
-        self, uow: UnitOfWork, assignment: AssignmentRecord, rejections: TlsRejections
-    ) -> None:
-        """Add events for the connections that a node rejected since its last report."""
-        for kind, words in _REJECTIONS.items():
-            new = getattr(rejections, kind) - getattr(assignment.tls_rejections, kind)
-            if new > 0:
-                count = "a connection" if new == 1 else f"{new} connections"
-                what = f"node_{assignment.node} of {assignment.job} rejected {count} {words}"
-                uow.db.events.add("refusal", assignment.provider, what, job=assignment.job)
-        uow.db.assignments.set_tls_rejections(assignment, rejections)
-
-    def _explain_upload(self, uow: UnitOfWork, assignment: AssignmentRecord, reason: str) -> None:
-        """Store why a trained result is not here yet, or that nothing holds it up any more."""
-        uow.db.assignments.move(assignment, assignment.phase, reason)
-        if reason:
-            what = f"node_{assignment.node}: its trained stages are not here yet: {reason}"
-            uow.db.events.add("warning", assignment.provider, what, job=assignment.job)
-        uow.db.jobs.touch(assignment.job)
-        uow.update_job_status(assignment.job)
-
-    def _enter_phase(
-        self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
-    ) -> None:
-        provider = uow.db.providers.get(assignment.provider)
-        assert provider is not None
-        if report.phase in ("finished", "failed"):
-            self._progress.pop(assignment.id, None)
-            uow.end_assignment(assignment, report.phase, report.reason)
-            reason = f"its assignment in {assignment.job} is {report.phase} {report.reason}".strip()
-            uow.release(provider, reason)
-        else:
-            uow.db.assignments.move(assignment, report.phase, report.reason)
-            if report.phase == "training" and provider.state is ProviderState.RESERVED:
-                reason = f"trains node_{assignment.node} of {assignment.job}"
-                uow.db.providers.move(provider, ProviderState.TRAINING, reason, job=assignment.job)
-        uow.db.jobs.touch(assignment.job)
-        uow.update_job_status(assignment.job)
-        self._jobs.schedule_stops(uow, assignment.job)
+def _kept(db: Transaction, provider: str) -> tuple[str, ...]:
+    """Return the lost assignments of a provider whose folders it may need again."""
+    found = []
+    for lost in db.assignments.lost(provider):
+        job = db.assignments.of_job(lost.job)
+        newest = lineage(job, lost.node)[0]
+        is_own = newest.provider == provider and newest.phase in FETCHING
+        if is_own or lost in vacant(job):
+            found.append(lost.id)
+    return tuple(found)
 
 
-def _event(record: WorkerRecord) -> tuple[Literal["warning", "round"], str]:
-    """Return the kind and the text of the event for a record; the text is empty if there is none."""
-    match record:
-        case WarningRecord(message=message):
-            return "warning", message
-        case RoundRecord(committed=False):
-            ending = "; the clusters end without it" if record.mode == "final" else ""
-            return "round", f"round {record.round} was not committed: {record.reason}{ending}"
-        case RoundRecord(mode="final") if record.reason:
-            return "round", f"the final round {record.round} left clusters out: {record.reason}"
-        case _:
-            return "warning", ""
+def _vacated(db: Transaction, record: ProviderRecord) -> AssignmentRecord | None:
+    """Return the lost assignment of a provider whose place is still vacant."""
+    for lost in db.assignments.lost(record.id):
+        still = lost in vacant(db.assignments.of_job(lost.job))
+        if still and lost.cause == "passing" and _is_at(db, lost, record):
+            return lost
+    return None
+
+
+def _is_at(db: Transaction, assignment: AssignmentRecord, record: ProviderRecord) -> bool:
+    """Return whether others reach a provider at the address that its node has."""
+    return db.assignments.body(assignment.id).node_spec.address in record.offer.all_addresses
 
 
 def _summary(offer: ProviderOffer) -> str:

@@ -11,6 +11,8 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobView
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.auth.tokens import AuthService
+from ravnest.server.checkpoint_service import CheckpointService
+from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Database
 from ravnest.server.db.records import JobRecord, MemberRecord
 from ravnest.server.folder import ServerFolder
@@ -20,10 +22,13 @@ from ravnest.server.notifications import Notifications
 from ravnest.server.provider_service import ProviderService
 from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
+from ravnest.server.replanning_service import ReplanningService
+from ravnest.server.report_service import ReportService
 from ravnest.server.scheduling.matching import Matching, MatchingThread
 from ravnest.server.scheduling.planning import JobPlanner
 from ravnest.server.scheduling.shipping import ArtifactPlanner
 from ravnest.server.settings import Clock, ServerSettings
+from ravnest.server.takeover_service import TakeoverService
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 from ravnest.server.views import job_view
 
@@ -58,17 +63,25 @@ class Server:
         self.notifications = Notifications()
         self._matching_thread = MatchingThread()
         self._units = UnitOfWorkFactory(
-            self.db, self.auth, self.notifications, self.clock, self._matching_thread.request
+            self.db, self.auth, self.notifications, self.clock, self._use_idle_providers
         )
         self.dial_backs = DialBackService(self.clock.steady)
         self.relay_service = RelayService(self._units, self.folder, self.settings)
-        self.job_service = JobService(self._units, self.settings)
+        self.job_service = JobService(self._units, self.settings, self.artifacts)
         self.link_test_service = LinkTestService(
             self._units, self.auth, self.settings, self.relay_service
         )
+        self.takeover_service = TakeoverService(
+            self._units, self.job_service, self.relay_service, self.link_test_service
+        )
+        self.checkpoint_service = CheckpointService(self._units, self.artifacts, self.settings)
+        activity = ClusterActivity()
         self.provider_service = ProviderService(
             self._units,
-            self.auth,
+            ReportService(self._units, self.auth, self.job_service, activity),
+            self.takeover_service,
+            self.checkpoint_service,
+            activity,
             self.job_service,
             self.settings,
             self.dial_backs,
@@ -80,6 +93,14 @@ class Server:
             planner or ArtifactPlanner(self.artifacts, self.folder.scratch, self.relay_service),
             self.relay_service.live,
             self.link_test_service,
+            self.job_service,
+        )
+        self.replanning_service = ReplanningService(
+            self._units,
+            self.matching,
+            self.checkpoint_service,
+            self.settings,
+            self._matching_thread.request,
         )
 
     @contextmanager
@@ -101,15 +122,27 @@ class Server:
     @contextmanager
     def matching_in_background(self) -> Iterator[None]:
         """Match jobs with providers in a thread."""
-        self._matching_thread.start(self.matching)
+        self._matching_thread.start(self.run_matching)
         try:
             yield
         finally:
             self._matching_thread.stop(_STOP_SECONDS)
 
+    def run_matching(self) -> None:
+        """Plan jobs anew that cannot go on, then start every job that can start."""
+        self.replanning_service.run_once()
+        self.matching.run_once()
+
     def run_due(self) -> float:
         """Carry out what is due; return the seconds until the next call is needed."""
-        services = (self.provider_service, self.job_service, self.link_test_service)
+        services = (
+            self.provider_service,
+            self.job_service,
+            self.takeover_service,
+            self.link_test_service,
+            self.checkpoint_service,
+            self.replanning_service,
+        )
         deadlines = [service.run_due() for service in services]
         with self.db.write(self.clock.wall()) as db:
             db.events.forget(self.settings.kept_events)
@@ -135,6 +168,11 @@ class Server:
         owner = member.id if member.role is ApiRole.REQUESTER else None
         with self.db.read() as db:
             return [job_view(db, job, with_records=False) for job in db.jobs.listed(owner, limit)]
+
+    def _use_idle_providers(self) -> None:
+        """Fill vacant places at once; the matching thread starts jobs with the providers that remain."""
+        self.takeover_service.fill()
+        self._matching_thread.request()
 
     def _resume(self) -> None:
         with self._units.begin() as uow:

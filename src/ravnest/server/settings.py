@@ -21,12 +21,29 @@ class ServerSettings:
     """The same, while it trains with others, whose links to it wait for its return."""
     witnessed_limit: float = deadlines.WITNESSED_LIMIT
     """Longest silence of a provider while its neighbours report progress with it."""
+    rejoin_silence: float = deadlines.REJOIN_SILENCE
+    """Silence of a provider after which it is lost while its neighbours wait for it."""
     result_wait: float = deadlines.RESULT_WAIT
     """Longest wait for a lost provider that has trained to the end, until it sends its result."""
     fetch_grace: float = deadlines.FETCH_GRACE
     """Time to fetch an assignment, in addition to four times the time predicted from the bandwidth."""
     ending_grace: float = deadlines.ENDING_GRACE
     """Time for the nodes of a failed cluster to end and to report why."""
+    checkpoint_upload: float = deadlines.CHECKPOINT_UPLOAD
+    """Time between two checkpoints that a cluster uploads."""
+    rescue_grace: float = deadlines.RESCUE_GRACE
+    """Time for the nodes of a cluster that has lost a node to upload their checkpoints, in addition to
+    four times the time predicted from the bandwidth."""
+    replan_after: float = deadlines.REPLAN_AFTER
+    """Time for a lost provider to return, or for a spare to come, before its job is planned anew."""
+    requeue_after: float = deadlines.REQUEUE_AFTER
+    """Time for which the other nodes wait in their places if no plan without the lost one exists."""
+    ended_jobs_resumable: int = 16
+    """Number of ended jobs whose newest checkpoints are kept."""
+    checkpoints_kept: float = 7 * 86400.0
+    """Time for which the newest checkpoint of an ended job is kept."""
+    unused_files_kept: float = 60.0
+    """Least age of a file of a dropped checkpoint that is deleted before the next start."""
     link_test: float = deadlines.LINK_TEST
     """Time after which a test of a link between two providers is given up."""
     link_figures_kept: float = deadlines.LINK_FIGURES_KEPT

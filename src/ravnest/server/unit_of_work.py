@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ravnest.schemas.jobs import JobResult, JobState
-from ravnest.schemas.providers import ProviderState
+from ravnest.schemas.providers import FailureCause, ProviderState
 from ravnest.server.auth.tokens import AuthService
 from ravnest.server.db.database import Database, Transaction
-from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
-from ravnest.server.job_status import job_status, may_train
+from ravnest.server.db.records import LOST, AssignmentRecord, JobRecord, ProviderRecord
+from ravnest.server.job_status import (
+    PlaceNeeds,
+    can_continue,
+    job_status,
+    may_train,
+    place_name,
+    vacant,
+)
 from ravnest.server.notifications import Notifications, Topic
 from ravnest.server.settings import Clock
 
@@ -25,7 +32,7 @@ class UnitOfWork:
     """Topics whose subscribers are notified."""
     ended_jobs: list[str] = field(default_factory=list)
     needs_matching: bool = False
-    """True if a waiting job may be able to start now."""
+    """True if a waiting job may be able to start now, or a vacant place to be filled."""
 
     def release(self, provider: ProviderRecord, reason: str) -> None:
         """Make a provider available for other jobs."""
@@ -39,6 +46,21 @@ class UnitOfWork:
         self.db.artifact_grants.revoke(assignment.id)
         self.topics.add(("provider", assignment.provider))
 
+    def vacate(self, assignment: AssignmentRecord, reason: str, cause: FailureCause) -> None:
+        """End an assignment whose provider is gone; its cluster waits for another one if it can.
+
+        The files stay granted, because the next provider of the place needs them.
+        """
+        if not can_continue(self.db.assignments.of_job(assignment.job), assignment):
+            self.end_assignment(assignment, "failed", reason)
+            return
+        self.db.assignments.lose(assignment, reason, cause)
+        self.topics.add(("provider", assignment.provider))
+        self.needs_matching = True
+        name = self.db.providers.names([assignment.provider])[assignment.provider]
+        what = f"{place_name(assignment)} has lost its provider {name}: {reason}"
+        self.db.events.add("recovery", assignment.job, what)
+
     def end_job(
         self, job: JobRecord, state: JobState, reason: str, root: AssignmentRecord | None = None
     ) -> None:
@@ -46,6 +68,8 @@ class UnitOfWork:
         for assignment in self.db.assignments.of_job(job.id):
             if not assignment.has_ended:
                 self.end_assignment(assignment, "stopped", reason)
+            elif assignment.phase == LOST:
+                self.db.artifact_grants.revoke(assignment.id)
         for provider in self.db.providers.of_job(job.id):
             self.release(provider, f"job {job.name} is {state}")
         result = None if root is None else self._result(job, root)
@@ -62,6 +86,27 @@ class UnitOfWork:
         self.topics |= {("job", job.id), ("relays", "")}
         self.needs_matching = True
 
+    def plan_anew(self, job: JobRecord, reason: str, checkpoint: int | None) -> None:
+        """Give up the plan of a running job and return it to the queue, to start from a checkpoint."""
+        for assignment in self.db.assignments.of_job(job.id):
+            if not assignment.has_ended or assignment.phase == LOST:
+                self.end_assignment(assignment, "stopped", reason)
+        for provider in self.db.providers.of_job(job.id):
+            self.release(provider, f"job {job.name} is planned anew")
+        update = -1 if checkpoint is None else checkpoint
+        self.db.jobs.move(
+            job,
+            JobState.SUBMITTED,
+            reason,
+            plan="",
+            attempt=job.attempt + 1,
+            replans=1 if update > job.resumed else job.replans + 1,
+            resumed=max(update, job.resumed),
+        )
+        self.db.events.add("recovery", job.id, reason)
+        self.topics |= {("job", job.id), ("relays", "")}
+        self.needs_matching = True
+
     def update_job_status(self, job: str) -> None:
         """Set the state and the reason of a running job from the phases of its assignments."""
         record = self.db.jobs.get(job)
@@ -69,7 +114,7 @@ class UnitOfWork:
             return
         assignments = self.db.assignments.of_job(job)
         names = self.db.providers.names(each.provider for each in assignments)
-        status = job_status(assignments, names)
+        status = job_status(assignments, names, self._needs(assignments))
         self.topics.add(("job", job))
         starts = may_train(assignments)
         self.topics |= {("provider", each.provider) for each in assignments if each.id in starts}
@@ -79,6 +124,16 @@ class UnitOfWork:
             self.db.jobs.move(record, JobState.TRAINING, status.reason)
         else:
             self.db.jobs.explain(record, status.reason)
+
+    def _needs(self, assignments: Sequence[AssignmentRecord]) -> dict[int, PlaceNeeds]:
+        """Return what the vacant places of a job need, by node."""
+        return {
+            each.node: PlaceNeeds(
+                self.db.assignments.body(each.id).needs.ram,
+                self.db.telemetry.common_checkpoint(assignments, each.cluster),
+            )
+            for each in vacant(assignments)
+        }
 
     def _result(self, job: JobRecord, root: AssignmentRecord) -> str:
         files = tuple(self.db.assignments.result(root))
@@ -97,12 +152,18 @@ class UnitOfWorkFactory:
         clock: Clock,
         request_matching: Callable[[], None],
     ) -> None:
-        """``request_matching`` is called when a job may be able to start; it must not block."""
+        """``request_matching`` is called after a commit when a job may be able to start, or a vacant
+        place to be filled; it must not wait for plans.
+        """
         self.db = db
         self.clock = clock
         self._auth = auth
         self._notifications = notifications
         self._request_matching = request_matching
+
+    def wake_timers(self) -> None:
+        """Have the timers look at the deadlines: there is a new one."""
+        self._notifications.notify(("clock", ""))
 
     @contextmanager
     def begin(self) -> Iterator[UnitOfWork]:

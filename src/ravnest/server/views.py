@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from ravnest.schemas.jobs import (
     AssignmentView,
+    CheckpointView,
     ClusterProgress,
     JobProgress,
     JobView,
@@ -15,14 +17,18 @@ from ravnest.schemas.jobs import (
 from ravnest.schemas.link_tests import LinkView
 from ravnest.schemas.providers import ProviderView
 from ravnest.schemas.reachability import RelayView
+from ravnest.server.complete_checkpoints import complete_checkpoints
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
-from ravnest.server.job_status import leading_root, roots
+from ravnest.server.db.telemetry import Stored
+from ravnest.server.job_status import holders, leading_root, lineage, roots
 from ravnest.server.liveness import Liveness
 from ravnest.server.reachability.status import reachability
 from ravnest.telemetry import (
+    LossRecord,
     PhaseRecord,
     QueueRecord,
+    RecoveryRecord,
     RoundRecord,
     ScheduleRecord,
     ValidationRecord,
@@ -79,6 +85,7 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
     """Return a job as its requester sees it; ``with_records`` adds the newest records of its nodes."""
     assignments = db.assignments.of_job(record.id)
     names = db.providers.names(each.provider for each in assignments)
+    root = leading_root(assignments)
     return JobView(
         id=record.id,
         name=record.name,
@@ -87,39 +94,102 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
         reason=record.reason,
         created=record.created,
         changed=record.changed,
-        progress=_progress(db, record, leading_root(assignments)),
+        progress=_progress(db, record, _history(db, record.id, assignments)),
         assignments=tuple(
-            _assignment_view(db, each, names, with_records=with_records) for each in assignments
+            _assignment_view(db, each, names, with_records=with_records) for each in holders(assignments)
         ),
-        clusters=tuple(_cluster(db, root) for root in roots(assignments)) if with_records else (),
+        clusters=_clusters(db, assignments) if with_records else (),
         warnings=_warnings(db, assignments) if with_records else (),
         plan=record.plan,
+        recoveries=db.telemetry.count((each.id for each in assignments), RecoveryRecord),
+        checkpoint=_checkpoint(db, assignments, root) if with_records else None,
+        saved_update=_saved_update(db, record.id) if with_records else None,
     )
 
 
 def job_losses(db: Transaction, job: str, first: int) -> LossHistory:
-    """Return a job's losses from update ``first`` on, and all its validations."""
-    root = leading_root(db.assignments.of_job(job))
-    found = [] if root is None else db.telemetry.losses(root.id, first)
+    """Return a job's losses from update ``first`` on, and all its validations.
+
+    Updates and validations that a later Root repeats replace those of an earlier one.
+    """
+    assignments = db.assignments.of_job(job)
+    oldest_first = _history(db, job, assignments)[::-1]
+    found = {loss.update: loss for each in oldest_first for loss in db.telemetry.losses(each.id, first)}
+    results = {test.number: test for each in oldest_first for test in db.telemetry.validations(each.id)}
     return LossHistory(
         first=first,
-        updates=tuple(record.update for record in found),
-        losses=tuple(record.loss for record in found),
-        validations=() if root is None else db.telemetry.validations(root.id),
+        updates=tuple(sorted(found)),
+        losses=tuple(found[update].loss for update in sorted(found)),
+        validations=tuple(results[number] for number in sorted(results)),
     )
 
 
-def _progress(db: Transaction, record: JobRecord, root: AssignmentRecord | None) -> JobProgress:
-    last = None if root is None else db.telemetry.last_loss(root.id)
-    validations = [] if root is None else db.telemetry.newest(root.id, ValidationRecord)
-    schedules = [] if root is None else db.telemetry.newest(root.id, ScheduleRecord)
+def loss_curve(db: Transaction, job: str, points: int) -> list[tuple[int, float]]:
+    """Return about ``points`` losses of a job, evenly spread, with the numbers of their updates."""
+    assignments = db.assignments.of_job(job)
+    found: dict[int, float] = {}
+    for each in _history(db, job, assignments)[::-1]:
+        curve = db.telemetry.sampled_losses(each, points)
+        start = curve[0][0] if curve else math.inf
+        found = {update: loss for update, loss in found.items() if update < start} | dict(curve)
+    return sorted(found.items())
+
+
+def _history(
+    db: Transaction, job: str, assignments: Sequence[AssignmentRecord]
+) -> list[AssignmentRecord]:
+    """Return the assignments of the leading Root, newest first, then those of the plans before.
+
+    Each holds the records of its own time.
+    """
+    earlier = db.assignments.of_earlier_plans(job)
+    attempts = sorted({each.attempt for each in earlier}, reverse=True)
+    plans = [assignments, *([e for e in earlier if e.attempt == attempt] for attempt in attempts)]
+    roots_of_plans = [(plan, leading_root(plan)) for plan in plans]
+    return [
+        each for plan, root in roots_of_plans if root is not None for each in lineage(plan, root.node)
+    ]
+
+
+def _newest(db: Transaction, chain: Sequence[AssignmentRecord], kind: type[Stored]) -> Stored | None:
+    found = (record for each in chain for record in db.telemetry.newest(each.id, kind))
+    return next(found, None)
+
+
+def _last_loss(db: Transaction, chain: Sequence[AssignmentRecord]) -> LossRecord | None:
+    found = (db.telemetry.last_loss(each.id) for each in chain)
+    return next((loss for loss in found if loss is not None), None)
+
+
+def _checkpoint(
+    db: Transaction, assignments: Sequence[AssignmentRecord], root: AssignmentRecord | None
+) -> CheckpointView | None:
+    """Return the newest checkpoint that all nodes of the leading cluster have."""
+    own = [each for each in assignments if root is not None and each.cluster == root.cluster]
+    found = db.telemetry.checkpoints(own)
+    if root is None or set(found) != {each.node for each in own}:
+        return None
+    oldest = min(found.values(), key=lambda each: each.update)
+    time = max(each.time for each in found.values() if each.update == oldest.update)
+    return CheckpointView(cluster=root.cluster, update=oldest.update, time=time)
+
+
+def _saved_update(db: Transaction, job: str) -> int | None:
+    """Return the updates of the newest checkpoint that all stages of a cluster have uploaded."""
+    complete = complete_checkpoints(db.checkpoints.of_job(job))
+    return complete[0].id.update if complete else None
+
+
+def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentRecord]) -> JobProgress:
+    last = _last_loss(db, chain)
+    validation = _newest(db, chain, ValidationRecord)
     return JobProgress(
         updates=0 if last is None else last.update + 1,
         epochs=record.epochs,
         loss=None if last is None else last.loss,
         diverged=last is not None and last.loss is None,
-        validation=validations[0].value if validations else None,
-        schedule=schedules[0] if schedules else None,
+        validation=None if validation is None else validation.value,
+        schedule=_newest(db, chain, ScheduleRecord),
         staleness=0 if last is None else last.staleness,
     )
 
@@ -136,21 +206,27 @@ def _assignment_view(
         cluster=assignment.cluster,
         role=assignment.role,
         phase=assignment.phase,
+        generation=assignment.generation,
         worker_phase=phases[0] if phases else None,
         queue=queues[0] if queues else None,
     )
 
 
-def _cluster(db: Transaction, root: AssignmentRecord) -> ClusterProgress:
-    validations = db.telemetry.newest(root.id, ValidationRecord)
-    rounds = db.telemetry.newest(root.id, RoundRecord)
-    return ClusterProgress(
-        cluster=root.cluster,
-        loss=db.telemetry.last_loss(root.id),
-        validation=validations[0] if validations else None,
-        round=rounds[0] if rounds else None,
-        timings=db.telemetry.timings(root.id),
-    )
+def _clusters(db: Transaction, assignments: Sequence[AssignmentRecord]) -> tuple[ClusterProgress, ...]:
+    found = []
+    for root in roots(assignments):
+        chain = lineage(assignments, root.node)
+        timings = (db.telemetry.timings(each.id) for each in chain)
+        found.append(
+            ClusterProgress(
+                cluster=root.cluster,
+                loss=_last_loss(db, chain),
+                validation=_newest(db, chain, ValidationRecord),
+                round=_newest(db, chain, RoundRecord),
+                timings=next((each for each in timings if each), ()),
+            )
+        )
+    return tuple(found)
 
 
 def _warnings(db: Transaction, assignments: Sequence[AssignmentRecord]) -> tuple[NodeWarning, ...]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import uuid
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,14 @@ FORMAT = "ravnest-checkpoint"
 VERSION = 1
 KEPT = 2
 """Newest checkpoints that are kept: if the last is damaged, the one before it is used."""
+SEED = "checkpoint"
+"""Folder, beside the files of a stage, of the checkpoint that the stage was shipped with: training that
+began elsewhere continues from it."""
 STATE, OPTIMIZER = "state/", "optimizer/"
 """Prefixes of the tensors' names: weights and buffers, and the optimizer's state of a weight."""
 _LIMIT = 256 << 20
 _NAME = re.compile(r"update_(\d{1,15})_phase_(\d{1,15})")
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -47,6 +51,7 @@ _DTYPES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
+"""Names of the types of tensors in a safetensors file."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,6 +87,20 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 @dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is loaded when it is written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's data in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class CheckpointFolder:
     """Folder with the checkpoints of one stage."""
 
@@ -97,10 +116,13 @@ class CheckpointFolder:
         """Return the path of a checkpoint's manifest."""
         return self.path / f"{name_of(checkpoint)}.json"
 
-    def write_tensors(self, checkpoint: CheckpointId, tensors: Mapping[str, torch.Tensor]) -> Path:
+    def write_tensors(
+        self, checkpoint: CheckpointId, tensors: Mapping[str, torch.Tensor | LazyTensor]
+    ) -> Path:
         """Write tensors to a new file beside their place and return its path; ``add`` moves it.
 
-        Each tensor is copied into the file from its own memory, without a second copy.
+        Each tensor is copied into the file from its own memory, without a second copy. A ``LazyTensor``
+        is loaded for that and not kept.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         # A name of its own: the file of an attempt that has ended may still be read.
@@ -109,7 +131,9 @@ class CheckpointFolder:
             with temporary.open("wb") as file:
                 file.write(_header(tensors))
                 for tensor in tensors.values():
-                    plain = tensor.detach().cpu().contiguous()
+                    loaded = tensor.load() if isinstance(tensor, LazyTensor) else tensor
+                    assert (loaded.dtype, loaded.nbytes) == (tensor.dtype, tensor.nbytes)
+                    plain = loaded.detach().cpu().contiguous()
                     if plain.numel():
                         file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
         except BaseException:
@@ -124,6 +148,12 @@ class CheckpointFolder:
         return msgspec.structs.replace(
             manifest, sha256=sha256_of(temporary), size=temporary.stat().st_size
         )
+
+    def commit(self, temporary: Path, manifest: CheckpointManifest) -> CheckpointManifest:
+        """Make a written file a checkpoint; return the manifest with its size and digest."""
+        complete = self.finish(temporary, manifest)
+        self.add(temporary, complete)
+        return complete
 
     def add(
         self, temporary: Path, manifest: CheckpointManifest, complete: CheckpointId | None = None
@@ -159,11 +189,7 @@ class CheckpointFolder:
     def manifest(self, checkpoint: CheckpointId) -> CheckpointManifest:
         """Read a manifest and check the file of tensors against it, except for the digest."""
         path = self.manifest_path(checkpoint)
-        data = read_json(path, _LIMIT)
-        if not has_format(data, FORMAT, VERSION):
-            raise StageFormatError(f"{path} is not the manifest of a checkpoint")
-        plain = {name: value for name, value in data.items() if name not in ("format", "version")}
-        manifest = convert(plain, CheckpointManifest, path)
+        manifest = read_manifest(path)
         tensors = self.tensors_path(checkpoint)
         if manifest.id != checkpoint:
             raise StageFormatError(f"{path} is the manifest of {manifest.id}")
@@ -215,6 +241,15 @@ class CheckpointFolder:
                 path.replace(previous / path.name)
 
 
+def read_manifest(path: Path) -> CheckpointManifest:
+    """Read a manifest from any file; its tensors are not looked at."""
+    data = read_json(path, _LIMIT)
+    if not has_format(data, FORMAT, VERSION):
+        raise StageFormatError(f"{path} is not the manifest of a checkpoint")
+    plain = {name: value for name, value in data.items() if name not in ("format", "version")}
+    return convert(plain, CheckpointManifest, path)
+
+
 def surplus(
     ids: Iterable[CheckpointId], protected: Container[CheckpointId | None]
 ) -> list[CheckpointId]:
@@ -227,16 +262,16 @@ def name_of(checkpoint: CheckpointId) -> str:
     return f"update_{checkpoint.update}_phase_{checkpoint.phase}"
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _header(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> bytes:
     """Return the header of a safetensors file."""
     listing: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise StageFormatError(f"{name} has dtype {tensor.dtype}, which cannot be stored")
         end = offset + tensor.nbytes
         listing[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

@@ -129,6 +129,9 @@ class NodeSpec:
     kept: int | None = None
     """Most micro-batches whose activations fit the memory of this node at once; the others are
     recomputed. None: all in flight."""
+    defers: bool = True
+    """Weight gradients may be computed after the gradients of the inputs are sent, by the memory of this
+    node."""
     delay_fits: bool = False
     """Two whole batches and two versions of the weights fit the memory of the cluster's nodes."""
     outage: float = LINK_OUTAGE
@@ -367,6 +370,7 @@ def make_node_spec(plan: Plan, stage: StagePlan, bundle: str, sha256: str) -> No
         largest_rows=cluster.largest_rows,
         tight=stage.tight,
         kept=stage.kept,
+        defers=stage.defers,
         delay_fits=cluster.delay_fits,
     )
 

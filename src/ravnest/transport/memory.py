@@ -1,4 +1,4 @@
-"""In-memory transport: links between nodes of one process, with optional delay and cuts."""
+"""In-memory transport: links between nodes of one process, with optional delay and faults."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from ravnest.wire.messages import Hello, HelloRefused
 
 _WAITING_SECONDS = 10.0
 
+Passage = Callable[[int, int, bytes], Sequence[tuple[float, bytes]]]
+"""Function of a sender, a receiver and a batch of frames: what arrives, and how many seconds later."""
+
 
 @dataclass(frozen=True)
 class _Server:
@@ -35,17 +38,22 @@ class _Server:
 class MemoryNetwork:
     """Listening addresses of the process and the connections between them."""
 
-    def __init__(self, delay: float = 0.0, outage: float = LINK_OUTAGE) -> None:
+    def __init__(
+        self, delay: float = 0.0, outage: float = LINK_OUTAGE, passage: Passage | None = None
+    ) -> None:
         """``delay`` is the one-way delay of each frame; it does not limit the throughput.
 
-        ``outage`` is the time for which a link without a connection is kept, in seconds.
+        ``outage`` is the time for which a link without a connection is kept, in seconds. ``passage``
+        may change, repeat, reorder and delay what nodes send.
         """
         self.delay = delay
         self.outage = outage
+        self.passage: Passage = passage or (lambda _sender, _receiver, batch: [(0.0, batch)])
         self._changed = threading.Condition()
         self._servers: dict[Address, _Server] = {}
         self._streams: list[_Stream] = []
         self._parted: set[frozenset[int]] = set()
+        self._blocked: set[tuple[int, int]] = set()
         self._next_port = 1
 
     def transport(self) -> MemoryTransport:
@@ -69,11 +77,39 @@ class MemoryNetwork:
         """Allow connections between two nodes again."""
         with self._changed:
             self._parted.discard(frozenset((a, b)))
+            self._changed.notify_all()
+
+    def block(self, sender: int, receiver: int) -> None:
+        """Hold back what a node sends to another one until ``unblock``; neither of them is told.
+
+        They cannot connect meanwhile: the answer would not arrive.
+        """
+        with self._changed:
+            self._blocked.add((sender, receiver))
+
+    def unblock(self, sender: int, receiver: int) -> None:
+        """Let what a node sends to another one pass again, first what was held back."""
+        with self._changed:
+            self._blocked.discard((sender, receiver))
+            self._changed.notify_all()
+
+    def await_passage(self, sender: int, receiver: int, given_up: threading.Event) -> None:
+        """Wait until what a node sends to another one can pass, or its connection has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: given_up.is_set() or (sender, receiver) not in self._blocked)
+
+    def stream_ended(self) -> None:
+        """Wake those who wait for a stream that has ended."""
+        with self._changed:
+            self._changed.notify_all()
 
     def parted(self, a: int, b: int) -> bool:
         """Return whether two nodes cannot connect."""
         with self._changed:
-            return frozenset((a, b)) in self._parted
+            return self._apart(a, b)
+
+    def _apart(self, a: int, b: int) -> bool:
+        return frozenset((a, b)) in self._parted or not self._blocked.isdisjoint(((a, b), (b, a)))
 
     def register(self, address: Address, server: _Server) -> Address:
         """Register a listener and wake waiting dialers."""
@@ -94,11 +130,21 @@ class MemoryNetwork:
         with self._changed:
             self._servers = {a: s for a, s in self._servers.items() if s.owner is not owner}
 
-    def server_at(self, address: Address, timeout: float) -> _Server | None:
-        """Return the listener at ``address``; wait up to ``timeout`` seconds for it."""
-        with self._changed:
-            self._changed.wait_for(lambda: address in self._servers, timeout)
+    def server_at(
+        self, address: Address, timeout: float, nodes: tuple[int, int] | None = None
+    ) -> _Server | None:
+        """Return the listener at ``address``; wait up to ``timeout`` seconds for it.
+
+        ``nodes``: the two nodes that would be connected, if they are known.
+        """
+
+        def found() -> _Server | None:
+            if nodes is not None and self._apart(*nodes):
+                return None
             return self._servers.get(address)
+
+        with self._changed:
+            return self._changed.wait_for(found, timeout)
 
     def keep(self, stream: _Stream) -> None:
         """Register a stream until it ends."""
@@ -138,7 +184,8 @@ class MemoryTransport:
     ) -> Link:
         """Connect to the listener at ``address``; wait for it until the deadline."""
         until = time.monotonic() + deadline
-        server = self._network.server_at(address, 0)
+        nodes = None if expect is None else (hello.node, expect)
+        server = self._network.server_at(address, 0, nodes)
         while server is None:
             left = until - time.monotonic()
             reason = f"nothing listens at {address}"
@@ -146,7 +193,7 @@ class MemoryTransport:
                 raise UnreachableError(f"no answer from {address} in {deadline:g} s: {reason}")
             if waiting is not None:
                 waiting(reason)
-            server = self._network.server_at(address, min(left, _WAITING_SECONDS))
+            server = self._network.server_at(address, min(left, _WAITING_SECONDS), nodes)
         session = new_session()
 
         def open_link(peer: Hello) -> FrameLink:
@@ -185,7 +232,7 @@ class MemoryTransport:
         except RefusedError as error:
             raise RefusedError(f"{address} {error}") from error
         near = open_link(read_answer(hello_frame(ours), str(address), expect))
-        stream = _Stream(self._network.delay, near, far)
+        stream = _Stream(self._network, near, far)
         self._network.keep(stream)
         stream.start()
         return near
@@ -210,8 +257,8 @@ class MemoryTransport:
 class _Stream:
     """Connection between two links, in both directions."""
 
-    def __init__(self, delay: float, near: FrameLink, far: FrameLink) -> None:
-        self._delay = delay
+    def __init__(self, network: MemoryNetwork, near: FrameLink, far: FrameLink) -> None:
+        self._network = network
         self._cut = threading.Event()
         self._reason: str | None = None
         self._links = (near, far)
@@ -244,23 +291,31 @@ class _Stream:
         self._cut.set()
         for pipe in self._pipes:
             pipe.put((0.0, None))
+        self._network.stream_ended()
 
     def _write(
         self, link: FrameLink, end: Connection, pipe: SimpleQueue[tuple[float, bytes | None]]
     ) -> None:
-        for frame in link.batches(end):
-            pipe.put((time.monotonic() + self._delay, frame))
-        pipe.put((time.monotonic() + self._delay, None))
+        sender, receiver = link.local.node, link.peer.node
+        for batch in link.batches(end):
+            due = time.monotonic() + self._network.delay
+            for later, arriving in self._network.passage(sender, receiver, batch):
+                pipe.put((due + later, arriving))
+        pipe.put((time.monotonic() + self._network.delay, None))
 
     def _read(
         self, link: FrameLink, end: Connection, pipe: SimpleQueue[tuple[float, bytes | None]]
     ) -> None:
         """Deliver frames to a link; each end has its own thread, so a stalled node delays no other."""
+        sender, receiver = link.peer.node, link.local.node
         while True:
-            due, frame = pipe.get()
-            if frame is None or self._cut.wait(max(due - time.monotonic(), 0)):
+            due, batch = pipe.get()
+            if batch is None or self._cut.wait(max(due - time.monotonic(), 0)):
                 break
-            link.received(end, frame)
+            self._network.await_passage(sender, receiver, self._cut)
+            if self._cut.is_set():
+                break
+            link.received(end, batch)
             if self._cut.is_set():
                 break
         self.cut(None)

@@ -50,6 +50,8 @@ class Hello(Head, frozen=True):
     """The connection passes a relay."""
     generation: int = 0
     """Number of machines that held this node before (``NodeSpec.generation``)."""
+    incarnation: str = ""
+    """Random id of the sender's start, the same on all its links; another one after a restart."""
 
 
 class HelloRefused(Head, frozen=True):
@@ -378,7 +380,7 @@ class ResumeOffer(Head, frozen=True):
     """Reason for which a node left that run."""
 
 
-class Resume(Head, frozen=True):
+class ResumeFrom(Head, frozen=True):
     """Decision of the Root: where training continues; sent to all nodes at the start."""
 
     run: str
@@ -395,7 +397,7 @@ class Resume(Head, frozen=True):
     """Stages of whose checkpoint there is no replica; their nodes send one again."""
 
 
-class Resumed(Head, frozen=True):
+class StateLoaded(Head, frozen=True):
     """Statement that this and all later nodes have loaded their state; sent towards the Root."""
 
 
@@ -476,8 +478,8 @@ AnyHead = (
     | Goodbye
     | Abort
     | ResumeOffer
-    | Resume
-    | Resumed
+    | ResumeFrom
+    | StateLoaded
     | StateBlock
     | ReplicaStored
     | CheckpointStored

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.state_blocks import BlockReader, BlockWriter, ExpectedFile, SentFile
 from ravnest.runtime.control.stored_checkpoints import StoredCheckpoints
 from ravnest.runtime.stage.execution import StageExecution
-from ravnest.runtime.stage.stage_state import capture, restore, stored_tensors
+from ravnest.runtime.stage.stage_state import capture, restore
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
+from ravnest.store.checkpoint_state import stored_tensors
 from ravnest.store.node_spec import NodeSpec
 from ravnest.store.plain_data import NotPlainError, decode, encode
 from ravnest.transport.base import Link, try_send
@@ -31,11 +32,14 @@ from ravnest.wire.messages import (
     HeldCheckpoint,
     Message,
     ReplicaStored,
-    Resume,
+    ResumeFrom,
     StateBlock,
 )
 
 logger = logging.getLogger(__name__)
+
+_Taken = tuple[str, CheckpointId, str]
+"""Run, checkpoint, and the attempt in which it was taken."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,15 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
+        seed: Path,
         spec: NodeSpec,
         execution: StageExecution,
         reported: Callable[[CheckpointReport], None],
         settled: Callable[[float], None],
     ) -> None:
-        """``reported`` is called in a thread of its own when a checkpoint is on this node's disk.
+        """``seed``: the folder of the checkpoint that the stage was shipped with, if it was.
 
+        ``reported`` is called in a thread of its own when a checkpoint is on this node's disk.
         ``settled`` is called at the Root when all nodes have stored a checkpoint, or one of them could
         not, with the longest time that it took a node from training.
         """
@@ -82,6 +88,9 @@ class Checkpoints:
         self._execution = execution
         self._reported = reported
         self._own = CheckpointFolder(folder / spec.name)
+        self._seed = CheckpointFolder(seed)
+        self._seeds: set[_Taken] = set()
+        """Checkpoints that are loaded from there."""
         neighbours = [stage for stage in (spec.stage - 1, spec.stage + 1) if 0 <= stage < spec.stages]
         self._replicas = {
             stage: CheckpointFolder(self._own.path / f"replica_of_stage_{stage}") for stage in neighbours
@@ -95,7 +104,7 @@ class Checkpoints:
         self._stored = threading.Condition()
         self._safe: CheckpointId | None = None
         """Newest checkpoint that outlives this node: at a neighbour, or here if there is none."""
-        self._decision: Resume | None = None
+        self._decision: ResumeFrom | None = None
         """Where training began here, and the name of the attempt."""
         self._known = StoredCheckpoints(is_leaf=spec.stage == spec.stages - 1)
         self._complete: CheckpointId | None = None
@@ -147,14 +156,29 @@ class Checkpoints:
         """Return the undamaged checkpoints on this node's disk, by stage; reads all files."""
         own = self._spec.stage
         folders = {own: self._own, **self._replicas}
-        return {
-            stage: tuple(
-                HeldCheckpoint(manifest.run, manifest.id, own, manifest.attempt)
+        held = {
+            stage: {
+                (manifest.run, manifest.id, manifest.attempt)
                 for manifest in folder.usable()
                 if self._fits(manifest, stage)
-            )
+            }
             for stage, folder in folders.items()
         }
+        self._seeds = self._usable_seeds(held[own])
+        held[own] |= self._seeds
+        return {
+            stage: tuple(
+                HeldCheckpoint(run, each, own, attempt) for run, each, attempt in sorted(checkpoints)
+            )
+            for stage, checkpoints in held.items()
+        }
+
+    def _usable_seeds(self, own: Collection[_Taken]) -> set[_Taken]:
+        """Return what the stage was shipped with; nothing after a new run has begun without it."""
+        manifests = (each for each in self._seed.usable() if self._fits(each, self._spec.stage))
+        seeds = {(manifest.run, manifest.id, manifest.attempt) for manifest in manifests} - set(own)
+        runs = {run for run, _, _ in own}
+        return {seed for seed in seeds if not runs or seed[0] in runs}
 
     def _fits(self, manifest: CheckpointManifest, stage: int) -> bool:
         """Return whether a checkpoint belongs to a stage of this plan."""
@@ -167,16 +191,22 @@ class Checkpoints:
         usable = self._own.usable()
         return usable[-1].run if usable else ""
 
-    def begin_attempt(self, decision: Resume) -> None:
+    def begin_attempt(self, decision: ResumeFrom) -> None:
         """Take the checkpoints that follow in this attempt; before a state arrives or is loaded."""
         self._decision = decision
         if decision.checkpoint != BEGINNING:
             self._complete = decision.checkpoint
             return
+        if self._seeds:
+            logger.warning(
+                "%s was shipped with a checkpoint and begins without it: Trainer(resume=True) "
+                "continues from it",
+                self._spec.name,
+            )
         for folder in (*self._replicas.values(), self._own):
             folder.set_aside()
 
-    def drop_later(self, decision: Resume) -> None:
+    def drop_later(self, decision: ResumeFrom) -> None:
         """Remove what is newer than the checkpoint that training continues from, or of another run."""
         for folder in (self._own, *self._replicas.values()):
             for each in folder.ids():
@@ -189,12 +219,13 @@ class Checkpoints:
                 if manifest.run != decision.run or not (same or each < decision.checkpoint):
                     folder.remove(each)
 
-    def load(self, checkpoint: CheckpointId) -> Any:
+    def load(self, run: str, checkpoint: CheckpointId) -> Any:
         """Set the stage to a checkpoint and return the rest of the progress that it was saved with."""
-        manifest = self._own.manifest(checkpoint)
+        folder = self._folder_with(run, checkpoint)
+        manifest = folder.manifest(checkpoint)
         try:
             progress = decode(manifest.progress)
-            restore(self._execution, self._own.load(manifest), progress["updates"])
+            restore(self._execution, folder.load(manifest), progress["updates"])
         except StageFormatError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -360,10 +391,16 @@ class Checkpoints:
             except Exception:  # top of the thread: training must not depend on it
                 logger.exception("%s: a checkpoint failed", self._spec.name)
 
-    def _secure(self, decision: Resume) -> None:
+    def _folder_with(self, run: str, checkpoint: CheckpointId) -> CheckpointFolder:
+        """Return the folder that holds a checkpoint of this stage."""
+        shipped = {(each, number) for each, number, _ in self._seeds}
+        return self._seed if (run, checkpoint) in shipped else self._own
+
+    def _secure(self, decision: ResumeFrom) -> None:
         """Send a replica of the checkpoint that training continues from, if there is none."""
         if self._spec.stage in decision.alone:
-            self._replicate(self._own.manifest(decision.checkpoint))
+            folder = self._folder_with(decision.run, decision.checkpoint)
+            self._replicate(folder, folder.manifest(decision.checkpoint))
         else:
             self._settle(decision.checkpoint, stored=True)
 
@@ -381,7 +418,7 @@ class Checkpoints:
         if manifest is not None:
             self._failed = False
             self._reported(CheckpointReport(manifest.id, manifest.size, written.seconds))
-            self._replicate(manifest)
+            self._replicate(self._own, manifest)
         self._background = time.thread_time() - began
 
     def _add(self, written: _Written) -> CheckpointManifest | None:
@@ -393,10 +430,10 @@ class Checkpoints:
             self._own.add(written.path, manifest, self._complete)
         return manifest
 
-    def _replicate(self, manifest: CheckpointManifest) -> None:
+    def _replicate(self, folder: CheckpointFolder, manifest: CheckpointManifest) -> None:
         """Send a copy to a neighbour, one block at a time, so that activations pass in between."""
         link = self._links.next if self._spec.stage == 0 else self._links.previous
-        reader = BlockReader(self._own, manifest, self._acknowledged)
+        reader = BlockReader(folder, manifest, self._acknowledged)
         self._sending = reader
         if link is None:
             self._replica_settled(manifest.id)

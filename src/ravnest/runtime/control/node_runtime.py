@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
-from ravnest.deadlines import LINK_CLOSE
-from ravnest.errors import RunError, RunInterruptedError, SettingsError, StageInputError
-from ravnest.runtime.batch_parts import BatchSplit, part_sizes
-from ravnest.runtime.control.checkpoint_policy import CheckpointPolicy
+from ravnest.deadlines import LINK_CLOSE, ROOTS_RETURN
+from ravnest.errors import RunError, RunInterruptedError, StageInputError
+from ravnest.runtime.batch_parts import BatchSplit
 from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
 from ravnest.runtime.control.metrics import MetricsObserver
@@ -37,32 +33,28 @@ from ravnest.runtime.control.root_controller import (
     RootController,
 )
 from ravnest.runtime.control.run_status import RunStatus
+from ravnest.runtime.control.runtime_config import RuntimeConfig
 from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
 from ravnest.runtime.control.trained_stages import TrainedStages
-from ravnest.runtime.data import Criterion
 from ravnest.runtime.random_state import RandomState
-from ravnest.runtime.schedule.machine import MAX_DELAY, ScheduleMachine
+from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.schedule.progress import StageTraits
-from ravnest.runtime.settings import NodeSettings
 from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf, start_chunks
 from ravnest.runtime.stage.microbatches import RootCut
-from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
-from ravnest.store.node_spec import NodeSpec
+from ravnest.store.checkpoint import SEED
 from ravnest.telemetry import RecoveryRecord
 from ravnest.transport.base import Link, Transport, send_and_close, try_send
-from ravnest.types import Address, Schedule
+from ravnest.transport.generations import Generations
 from ravnest.wire.messages import (
-    PROTOCOL,
     Abort,
     AnyHead,
     CheckpointWanted,
     Goodbye,
-    Hello,
     LossSplit,
     ValidationResult,
 )
@@ -78,154 +70,6 @@ LOSS_ROWS = 6
 """Samples with which the Leaf checks whether the loss allows to split a batch."""
 
 
-@dataclass(frozen=True)
-class RuntimeConfig:
-    """Configuration of a node: its spec in the plan and the user's settings."""
-
-    spec: NodeSpec
-    rule: UpdateRule
-    settings: NodeSettings
-    update_frequency: int
-    criterion: Criterion | None
-    labels: Any
-    test_labels: Any
-    loss_filename: str | Path
-    reduce_factor: int | None = None
-    average_optim: bool = False
-    codec: str = "raw"
-
-    @property
-    def seed(self) -> int:
-        """Seed of dropout and similar operations."""
-        return self.spec.seed if self.settings.seed is None else self.settings.seed
-
-    @property
-    def listen(self) -> Address:
-        """Address to listen at."""
-        text = self.settings.listen or self.spec.address
-        try:
-            return Address.parse(text)
-        except ValueError as error:
-            raise SettingsError(f"listen {error}") from error
-
-    @property
-    def schedule(self) -> Schedule:
-        """Schedule of the run: the user's, or the plan's for ``auto``."""
-        return self.spec.schedule if self.settings.schedule == "auto" else self.settings.schedule
-
-    @property
-    def window(self) -> int:
-        """Micro-batches in flight: the user's number, or as many as fit in the planned memory.
-
-        With the user's number of micro-batches they have another size than planned.
-        """
-        spec, wanted = self.spec, self.settings.micro_batches
-        if self.settings.in_flight is not None:
-            return self.settings.in_flight
-        planned = spec.in_flight if wanted == "auto" else spec.in_flight * wanted // spec.microbatches
-        return max(planned, 1 + MAX_DELAY[self.schedule])
-
-    @property
-    def kept(self) -> int | None:
-        """Most micro-batches whose activations are kept at once: the user's choice, or the plan's."""
-        spec, recompute = self.spec, self.settings.recompute
-        if recompute is True:
-            return 0
-        if recompute is False or spec.kept is None:
-            return None
-        wanted = self.settings.micro_batches
-        return spec.kept if wanted == "auto" else max(1, spec.kept * wanted // spec.microbatches)
-
-    def batch_split(self, loss: LossSplit) -> BatchSplit:
-        """Return the rule by which batches are split, given the Leaf's answer about the loss."""
-        spec, wanted = self.spec, self.settings.micro_batches
-        smallest = max(spec.smallest_rows, loss.smallest)
-        if wanted != "auto":
-            if wanted > 1 and not loss.allowed:
-                raise SettingsError(f"micro_batches={wanted} is not possible: {loss.reason}")
-            if wanted > 1 and not spec.splittable:
-                logger.warning("micro_batches=%d changes the result: %s", wanted, spec.split_reason)
-            return BatchSplit(count=wanted, smallest=smallest, reason=f"micro_batches={wanted} is set")
-        if spec.microbatch_rows is None:
-            return BatchSplit(reason=spec.split_reason)
-        if not loss.allowed:
-            late = self.settings.schedule == "auto" and spec.schedule == "sync" and spec.delay_fits
-            return BatchSplit(reason=f"batches are not split: {loss.reason}", late=late)
-        return BatchSplit(spec.microbatch_rows, smallest=smallest, reason=spec.split_reason)
-
-    def planned_parts(self, split: BatchSplit) -> int:
-        """Return the number of micro-batches of a batch of the planned size."""
-        return self.spec.microbatches if split.rows is not None else split.count or 1
-
-    def memory_warning(self, split: BatchSplit) -> str:
-        """Return a warning if micro-batches are larger than the memory of the nodes is planned for."""
-        batch, largest = self.spec.batch_size, self.spec.largest_rows
-        if batch is None or largest is None:
-            return ""
-        rows, parts = max(part_sizes(batch, split.parts(batch))), -(-batch // largest)
-        if rows <= largest:
-            return ""
-        return (
-            f"micro-batches of {rows} samples may need more memory than the nodes offer, which was "
-            f"planned for at most {largest} samples at a time: set micro_batches to {parts} or more, "
-            "or plan with more RAM or a smaller batch"
-        )
-
-    @property
-    def may_split(self) -> bool:
-        """True if batches are split unless the loss forbids it."""
-        wanted = self.settings.micro_batches
-        return self.spec.microbatch_rows is not None if wanted == "auto" else wanted > 1
-
-    @property
-    def tunes_split(self) -> bool:
-        """True if the Root may change the number of micro-batches: whole batches fit the memory."""
-        spec, settings = self.spec, self.settings
-        return (
-            self.may_split
-            and self.schedule == "sync"
-            and settings.micro_batches == "auto"
-            and settings.in_flight is None
-            and self.update_frequency == 1
-            and spec.stages > 1
-            and spec.in_flight >= spec.microbatches
-        )
-
-    @property
-    def checkpoint_policy(self) -> CheckpointPolicy | None:
-        """Rule for checkpoints, at the Root; None elsewhere, and if none are taken."""
-        settings = self.settings
-        if self.spec.stage > 0 or not settings.checkpoints:
-            return None
-        return CheckpointPolicy(
-            settings.checkpoint_updates, settings.checkpoint_minutes * 60, 0, time.monotonic()
-        )
-
-    def hello(self) -> Hello:
-        """Return the node's introduction, with the settings that its neighbours must share."""
-        spec = self.spec
-        agreed = {
-            "schedule": self.schedule,
-            "micro_batches": str(self.settings.micro_batches),
-            "update_frequency": str(self.update_frequency),
-            "clip_grad_norm": str(self.rule.clip),
-            "seed": str(self.seed),
-            "averaging": self.settings.averaging,
-            "average_optim": str(self.average_optim),
-        }
-        return Hello(
-            PROTOCOL,
-            spec.plan,
-            spec.node,
-            spec.cluster,
-            spec.stage,
-            settings=agreed,
-            codec=self.codec,
-            addresses=(spec.address, *spec.others),
-            generation=spec.generation,
-        )
-
-
 class NodeRuntime:
     """Parts of a started node. ``controller`` exists at the Root only."""
 
@@ -234,11 +78,13 @@ class NodeRuntime:
         config: RuntimeConfig,
         module: StageModule,
         transport: Transport,
+        generations: Generations,
         wish: ResumeWish,
         timeout: float,
     ) -> None:
         """``wish``: the run to continue. ``timeout``: seconds to wait for the other nodes."""
         spec, settings = config.spec, config.settings
+        self._generations = generations
         self._wish = wish
         self._timeout = timeout
         self.status = RunStatus()
@@ -250,6 +96,7 @@ class NodeRuntime:
         self._config = config
         self._transport = transport
         self._links = Links()
+        self._hello = config.hello()
         last = spec.stage == spec.stages - 1
         self.execution = StageExecution(
             module,
@@ -257,7 +104,7 @@ class NodeRuntime:
             seed=config.seed,
             stash=config.schedule == "async" and not last,
             kept=config.kept,
-            defer=spec.stage > 0,
+            defer=spec.stage > 0 and spec.defers,
             frugal=spec.tight,
         )
         self._tuner = MicrobatchTuner() if spec.stage == 0 and config.tunes_split else None
@@ -281,6 +128,7 @@ class NodeRuntime:
         if settings.checkpoints:
             self._checkpoints = Checkpoints(
                 Path(settings.checkpoint_folder),
+                Path(settings.folder) / spec.bundle / SEED,
                 spec,
                 self.execution,
                 self.telemetry.checkpoint,
@@ -300,7 +148,7 @@ class NodeRuntime:
             keeper=TrainedStages(Path(settings.trained_folder), spec, self.execution),
             observer=self._observer(),
             averaging=self._averaging,
-            recovery=Recovery(self._checkpoints, self._exchange, rejoins),
+            recovery=Recovery(self._checkpoints, self._exchange, rejoins, settings.hands_over),
         )
         self.resumed: ResumedState | None = None
         """Point at which training continues; set by ``open``."""
@@ -331,10 +179,11 @@ class NodeRuntime:
         self.telemetry.phase("connect")
         rendezvous = Rendezvous(
             config.spec,
-            config.hello(),
+            self._hello,
             config.listen,
             self._timeout,
             self.progress.say,
+            self._generations,
         )
         try:
             self._links = rendezvous.listen_and_dial(self._transport, self._worker, self._averaging)
@@ -356,7 +205,10 @@ class NodeRuntime:
         if self._averaging is not None:
             self._averaging.start(self._links.previous, self._links.next)
         if self.controller is not None and self._averaging is not None:
-            self._averaging.connect(config.settings.connect_timeout, self.progress.say)
+            # Other clusters may have ended meanwhile; those that have not connect later.
+            first = self.resumed.progress is None and not self.resumed.lost
+            timeout = config.settings.connect_timeout if first else ROOTS_RETURN
+            self._averaging.connect(timeout, self.progress.say)
 
     def _leave_early(self, error: BaseException) -> None:
         """Close everything after a failed start; the neighbours learn at once if a node was lost."""
@@ -384,6 +236,9 @@ class NodeRuntime:
                 self._leaf.resume(progress["leaf"])
         if self.controller is None:
             return
+        if self._averaging is not None:
+            samples = 0 if progress is None else progress["averaging_samples"]
+            self._averaging.continue_from(checkpoint.update, samples)
         cut = RootCut(**progress["root"]) if progress is not None else NOTHING_DONE
         self.controller.resume(ResumePoint(resumed.run, checkpoint.phase, checkpoint.update, cut))
         if progress is not None or resumed.lost:
@@ -562,10 +417,12 @@ class NodeRuntime:
         return AveragingService(
             spec,
             weights,
-            config.hello(),
+            self._hello,
             self._transport,
             config=rounds,
             failed=lambda reason: inbox.post(lambda: self._worker.fail(reason)),
+            outage=settings.outage,
+            generations=self._generations,
         )
 
     def _blocking_averages(self) -> BlockingAverages | None:

@@ -10,6 +10,7 @@ from typing import Protocol
 from ravnest.errors import RunError, UnreachableError
 from ravnest.store.node_spec import NeighbourSpec, NodeSpec
 from ravnest.transport.base import Link, LinkHandler, Transport
+from ravnest.transport.generations import Generations
 from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, Message
 
@@ -117,6 +118,8 @@ class Rendezvous:
     timeout: float
     say: Callable[[str], None]
     """Prints a line for the user."""
+    generations: Generations
+    """Processes that were seen of the neighbours, in this run and earlier ones."""
 
     def listen_and_dial(
         self, transport: Transport, handler: LinkHandler, others: ClusterLinkHandler | None = None
@@ -209,13 +212,18 @@ class Rendezvous:
                 f"its node_data comes from another clusterize() call (plan {hello.plan[:12]}, here "
                 f"{own.plan[:12]}): copy the same node_data to all nodes"
             )
+        if not self.generations.is_current(hello):
+            return HelloRefused(self.generations.admit(hello) or "")
         if hello.cluster != own.cluster:
             return self._admit_other(hello)
         following = self.spec.next
         replaces_next = following is not None and hello.node == following.node and hello.generation > 0
         if not replaces_next and (previous is None or hello.node != previous.node):
             return HelloRefused(f"node_{hello.node} is not the previous node of {self.spec.name}")
-        return self._compare(hello, own.settings, "all nodes of a cluster need the same")
+        answer = self._compare(hello, own.settings, "all nodes of a cluster need the same")
+        if isinstance(answer, Hello):
+            self.generations.admit(hello)
+        return answer
 
     def _admit_other(self, hello: Hello) -> Hello | HelloRefused:
         """Accept only members of this node's rings and, at a Root, other Roots."""

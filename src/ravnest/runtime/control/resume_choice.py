@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ravnest.types import BEGINNING, CheckpointId
-from ravnest.wire.messages import HeldCheckpoint, Resume, ResumeOffer
+from ravnest.wire.messages import HeldCheckpoint, ResumeFrom, ResumeOffer
 
 Held = Mapping[int, tuple[HeldCheckpoint, ...]]
 
@@ -25,7 +25,7 @@ def merge_offers(own: ResumeOffer, following: ResumeOffer | None) -> ResumeOffer
     )
 
 
-def choose_resume(offer: ResumeOffer, stages: int, new_run: str) -> Resume:
+def choose_resume(offer: ResumeOffer, stages: int, new_run: str) -> ResumeFrom:
     """Return the newest checkpoint that every stage can load, of the run that the nodes want.
 
     Without a wanted run, or without any checkpoint of it, training begins at the beginning; a run that
@@ -39,7 +39,7 @@ def choose_resume(offer: ResumeOffer, stages: int, new_run: str) -> Resume:
         runs = set()
     candidates = [(*common, run) for run in runs if (common := _common(offer.held, run, stages))]
     if not candidates:
-        return Resume(offer.wanted or new_run, BEGINNING, {}, attempt=new_run)
+        return ResumeFrom(offer.wanted or new_run, BEGINNING, {}, attempt=new_run)
     checkpoint, taken, run = max(candidates)
     holders = [
         {
@@ -49,7 +49,7 @@ def choose_resume(offer: ResumeOffer, stages: int, new_run: str) -> Resume:
         }
         for stage in range(stages)
     ]
-    return Resume(
+    return ResumeFrom(
         run,
         checkpoint,
         {stage: _nearest(stage, found) for stage, found in enumerate(holders) if stage not in found},

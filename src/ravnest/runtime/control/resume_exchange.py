@@ -26,15 +26,15 @@ from ravnest.wire.messages import (
     Abort,
     Goodbye,
     Message,
-    Resume,
-    Resumed,
+    ResumeFrom,
     ResumeOffer,
+    StateLoaded,
 )
 
 
 @dataclass(frozen=True)
 class ResumeWish:
-    """What a node wants when it starts."""
+    """Run that a node wants to continue when it starts."""
 
     run: str = ""
     """Run that the node has left because of a loss."""
@@ -79,7 +79,7 @@ class ResumeExchange:
     def on_message(self, message: Message) -> bool:
         """Take a message; return False if it is not one of the agreement."""
         match message.head:
-            case ResumeOffer() | Resume() | Resumed():
+            case ResumeOffer() | ResumeFrom() | StateLoaded():
                 self._events.put(lambda: message.head)
             case Goodbye(node) if not self._done:
                 self._events.put(lambda: _interrupt(f"node_{node} has closed"))
@@ -117,16 +117,16 @@ class ResumeExchange:
             decision = msgspec.structs.replace(chosen, calls=wish.calls)
         else:
             links.previous.send(Message(offer))
-            decision = self._await(Resume, deadline, "the Root to choose a checkpoint")
+            decision = self._await(ResumeFrom, deadline, "the Root to choose a checkpoint")
         if self.checkpoints is not None:
             self.checkpoints.begin_attempt(decision)
         if links.next is not None:
             links.next.send(Message(decision))
         progress = self._load(links, decision, deadline)
         if links.next is not None:
-            self._await(Resumed, deadline, "the nodes behind it to load their state")
+            self._await(StateLoaded, deadline, "the nodes behind it to load their state")
         if links.previous is not None:
-            links.previous.send(Message(Resumed()))
+            links.previous.send(Message(StateLoaded()))
         self._done = True
         lost = offer.lost if links.previous is None else ""
         return ResumedState(
@@ -140,7 +140,7 @@ class ResumeExchange:
             held = self.checkpoints.held()
         return ResumeOffer(held, wish.run, wish.any_run, wish.lost)
 
-    def _load(self, links: Links, decision: Resume, deadline: float) -> Any:
+    def _load(self, links: Links, decision: ResumeFrom, deadline: float) -> Any:
         """Bring the stage to the chosen checkpoint; send replicas to those that lack their state."""
         checkpoints, chosen, own = self.checkpoints, decision.checkpoint, self.spec.stage
         if checkpoints is None:
@@ -154,7 +154,7 @@ class ResumeExchange:
         if own in decision.sources:
             self._await(CheckpointManifest, deadline, "its state from a neighbour")
         checkpoints.drop_later(decision)
-        return checkpoints.load(chosen)
+        return checkpoints.load(decision.run, chosen)
 
     def _await(self, kind: type[Any], deadline: float, what: str) -> Any:
         while True:
@@ -173,15 +173,17 @@ class ResumeExchange:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a worker needs for checkpoints and for the loss of a node."""
+    """Means of a worker for checkpoints and for the loss of a node."""
 
     checkpoints: Checkpoints | None
     exchange: ResumeExchange
     rejoins: bool
     """If a node is lost, the run is interrupted; otherwise it fails."""
+    hands_over: bool
+    """If this process fails for a reason of its machine, the others have lost it."""
 
 
-def _origin(decision: Resume) -> str:
+def _origin(decision: ResumeFrom) -> str:
     """Describe where the state comes from."""
     if decision.checkpoint == BEGINNING:
         return "the original weights: there is no checkpoint yet"

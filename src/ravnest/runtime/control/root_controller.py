@@ -207,7 +207,8 @@ class RootController:
                 part,
                 parts,
                 ends_update and last,
-                digests if first else {},
+                # With the item, the Leaf loads no batch of its own to compare.
+                digests if first and item is None else {},
                 item if first else None,
                 saves and last,
                 self._cut(self._count + 1) if saves and last else None,

@@ -394,7 +394,8 @@ class MicrobatchStore:
         """Return the message for the previous stage; the micro-batch leaves the store."""
         microbatch = self._microbatches.pop(microbatch_id)
         head = Backward(self.run, microbatch_id, timings, microbatch.loss)
-        return Message(head, microbatch.gradients)
+        gradients, microbatch.gradients = microbatch.gradients, {}  # ``last`` does not keep them
+        return Message(head, gradients)
 
     def result_message(self, microbatch_id: MicrobatchId) -> Message:
         """Return the result for the previous stage; the micro-batch leaves the store."""

@@ -241,6 +241,8 @@ class PipelineStage:
                     for phase, result in self._status.validations.items()
                 }
             progress["validations"] = validations
+            averaging = self._averaging
+            progress["averaging_samples"] = 0 if averaging is None else averaging.samples
             self._checkpoints.save(self._store.run, checkpoint, progress)
         self.wake()
 

@@ -10,8 +10,8 @@ import torch
 
 from ravnest.errors import StageFormatError
 from ravnest.runtime.stage.execution import StageExecution
-from ravnest.split.graph import StageSpec, StateSpec
-from ravnest.store.checkpoint import OPTIMIZER, STATE, StoredTensor
+from ravnest.store.checkpoint import OPTIMIZER, STATE
+from ravnest.store.checkpoint_state import stored_entries
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,3 @@ def restore(
     if missing:
         raise StageFormatError(f"the checkpoint lacks {min(missing)}")
     execution.updates.restore(of_optimizer, updates)
-
-
-def stored_entries(spec: StageSpec) -> list[StateSpec]:
-    """Return the state that training changes here: owned weights that train, and buffers.
-
-    Weights that an earlier stage owns arrive with the first micro-batch.
-    """
-    return [
-        entry
-        for entry in spec.state
-        if entry.kind == "buffer"
-        or (entry.kind == "parameter" and entry.trainable and entry.stages[0] == spec.index)
-    ]
-
-
-def stored_tensors(spec: StageSpec) -> dict[str, StoredTensor]:
-    """Return the weights and buffers of a stage's checkpoint in terms of the model, by key."""
-    stored = {}
-    for entry in stored_entries(spec):
-        rows = entry.rows
-        first, count = (0, None) if rows is None else (rows.first, rows.stop - rows.first)
-        stored[entry.key] = StoredTensor(entry.model_names[0], first, count)
-    return stored

@@ -19,6 +19,7 @@ from ravnest.errors import LinkClosedError, RavnestError, RunError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.resume_exchange import Recovery
 from ravnest.runtime.control.run_status import RunStatus
+from ravnest.runtime.machine_failures import is_machine_failure
 from ravnest.runtime.schedule.events import (
     BackwardArrived,
     ForwardArrived,
@@ -113,6 +114,7 @@ class Worker:
         self._checkpoints = recovery.checkpoints
         self._exchange = recovery.exchange
         self._rejoins = recovery.rejoins
+        self._hands_over = recovery.hands_over
         self._status = status
         self._links = Links()
         self._node = node
@@ -282,7 +284,8 @@ class Worker:
             self.fail(f"node_{self._node}: {error}")
         except Exception as error:  # top of the thread: no error may end it silently
             logger.exception("node_%d failed", self._node)
-            self.fail(f"node_{self._node}: {type(error).__name__}: {error}")
+            reason = f"node_{self._node}: {type(error).__name__}: {error}"
+            self.fail(reason, passing_elsewhere=self._hands_over and is_machine_failure(error))
 
     def fail(
         self,
@@ -291,15 +294,17 @@ class Worker:
         node: int | None = None,
         *,
         recoverable: bool = False,
+        passing_elsewhere: bool = False,
     ) -> None:
         """End the run on all nodes; ``reason`` names the node where the failure began.
 
         ``recoverable``: a node was lost, and the others may continue from a checkpoint.
+        ``passing_elsewhere``: the run ends here, and the other nodes have lost this one.
         """
         recoverable = recoverable and self._rejoins
         if self._closed or not self._status.fail(reason, interrupted=recoverable):
             return
-        abort = Abort(self._node if node is None else node, reason, recoverable)
+        abort = Abort(self._node if node is None else node, reason, recoverable or passing_elsewhere)
         for link in (self._links.previous, self._links.next):
             if link is not None and link is not source:
                 try_send(link, abort)

@@ -36,6 +36,17 @@ class ArtifactGrantRepository:
         """Revoke all grants of an owner."""
         self._connection.execute(delete(artifact_grants).where(artifact_grants.c.owner == owner))
 
+    def revoke_files(self, owner: str, digests: Iterable[str]) -> None:
+        """Revoke the grants of some artifacts of an owner."""
+        for digest in digests:
+            own = (artifact_grants.c.owner == owner) & (artifact_grants.c.sha256 == digest)
+            self._connection.execute(delete(artifact_grants).where(own))
+
+    def is_granted(self, sha256: str) -> bool:
+        """Return whether anybody may read an artifact."""
+        query = select(artifact_grants.c.sha256).where(artifact_grants.c.sha256 == sha256)
+        return self._connection.execute(query.limit(1)).first() is not None
+
     def has(self, owners: Iterable[str], sha256: str) -> bool:
         """Return whether any of the owners may read an artifact."""
         query = select(artifact_grants.c.sha256).where(

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, insert, select, update
 
 from ravnest.schemas.base import clipped
-from ravnest.schemas.jobs import ResultFile
-from ravnest.schemas.providers import Assignment, TlsRejections
-from ravnest.server.db.records import ENDED, AssignmentRecord
-from ravnest.server.db.tables import assignments
+from ravnest.schemas.jobs import JobState, ResultFile
+from ravnest.schemas.providers import Assignment, FailureCause, TlsRejections
+from ravnest.server.db.records import ENDED, LOST, AssignmentRecord
+from ravnest.server.db.tables import assignments, jobs
 
 _SHORT = [column for column in assignments.c if column.name != "body"]
 _FILES = TypeAdapter(tuple[ResultFile, ...])
+_SHIPPED = (JobState.SHIPPING, JobState.TRAINING)
 
 
 class AssignmentRepository:
@@ -24,7 +25,9 @@ class AssignmentRepository:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def add(self, assignment: Assignment, provider: str) -> None:
+    def add(
+        self, assignment: Assignment, provider: str, *, refills: int = 0, checkpoint: int = 0
+    ) -> None:
         """Add an assignment that its provider has yet to fetch."""
         self._connection.execute(
             insert(assignments).values(
@@ -36,6 +39,10 @@ class AssignmentRepository:
                 role=assignment.node_spec.role,
                 body=assignment.model_dump_json(),
                 phase="waiting",
+                generation=assignment.node_spec.generation,
+                refills=refills,
+                checkpoint=checkpoint,
+                attempt=assignment.attempt,
             )
         )
 
@@ -50,8 +57,18 @@ class AssignmentRepository:
         return Assignment.model_validate_json(self._connection.execute(query).scalar_one())
 
     def of_job(self, job: str) -> list[AssignmentRecord]:
-        """Return a job's assignments, ordered by node."""
-        query = select(*_SHORT).where(assignments.c.job == job).order_by(assignments.c.node)
+        """Return the assignments of a job's current plan, ordered by node and generation."""
+        current = select(jobs.c.attempt).where(jobs.c.id == job).scalar_subquery()
+        return self._of_job(job, assignments.c.attempt == current)
+
+    def of_earlier_plans(self, job: str) -> list[AssignmentRecord]:
+        """Return the assignments of a job's plans that were given up, by plan, node and generation."""
+        current = select(jobs.c.attempt).where(jobs.c.id == job).scalar_subquery()
+        return self._of_job(job, assignments.c.attempt < current)
+
+    def _of_job(self, job: str, condition: ColumnElement[bool]) -> list[AssignmentRecord]:
+        order = (assignments.c.attempt, assignments.c.node, assignments.c.generation)
+        query = select(*_SHORT).where(assignments.c.job == job, condition).order_by(*order)
         return [_record(row) for row in self._connection.execute(query)]
 
     def current(self, provider: str) -> AssignmentRecord | None:
@@ -63,6 +80,29 @@ class AssignmentRepository:
     def move(self, assignment: AssignmentRecord, phase: str, reason: str = "") -> None:
         """Set the phase of an assignment."""
         self._update(assignment, phase=phase, reason=clipped(reason))
+
+    def lose(self, assignment: AssignmentRecord, reason: str, cause: FailureCause) -> None:
+        """Store that the provider of an assignment is gone, while another one may take its place."""
+        before = assignment.phase
+        self._update(assignment, phase=LOST, reason=clipped(reason), cause=cause, phase_before=before)
+
+    def reopen(self, assignment: AssignmentRecord) -> None:
+        """Store that the provider of a lost assignment is back and goes on with it."""
+        before = assignment.phase_before
+        self._update(assignment, phase=before, reason="", cause="", phase_before="")
+
+    def lost(self, provider: str | None = None) -> list[AssignmentRecord]:
+        """Return the lost assignments of running jobs, or those of one provider, by job and node."""
+        running = select(jobs.c.id).where(jobs.c.state.in_(_SHIPPED))
+        query = select(*_SHORT).where(assignments.c.phase == LOST, assignments.c.job.in_(running))
+        if provider is not None:
+            query = query.where(assignments.c.provider == provider)
+        return [_record(row) for row in self._connection.execute(query.order_by("job", "node"))]
+
+    def set_resume(self, assignment: AssignmentRecord) -> None:
+        """Have the next worker of an assignment join a cluster that may be training already."""
+        body = self.body(assignment.id).model_copy(update={"resume": True})
+        self._update(assignment, body=body.model_dump_json())
 
     def set_result(self, assignment: AssignmentRecord, files: tuple[ResultFile, ...]) -> None:
         """Store the list of trained files that a Root uploaded."""
@@ -97,4 +137,10 @@ def _record(row: Row[Any]) -> AssignmentRecord:
         losses=row.losses,
         has_result=row.result is not None,
         tls_rejections=TlsRejections.model_validate_json(row.tls_rejections),
+        generation=row.generation,
+        cause=row.cause,
+        phase_before=row.phase_before,
+        refills=row.refills,
+        checkpoint=row.checkpoint,
+        attempt=row.attempt,
     )

@@ -19,6 +19,7 @@ from ravnest.errors import ServerError
 from ravnest.server.db import tables
 from ravnest.server.db.artifact_grants import ArtifactGrantRepository
 from ravnest.server.db.assignments import AssignmentRepository
+from ravnest.server.db.checkpoints import CheckpointRepository
 from ravnest.server.db.events import EventRepository
 from ravnest.server.db.jobs import JobRepository
 from ravnest.server.db.links import LinkRepository
@@ -38,6 +39,7 @@ class Transaction:
         self.jobs = JobRepository(connection, self.events, now)
         self.links = LinkRepository(connection)
         self.assignments = AssignmentRepository(connection)
+        self.checkpoints = CheckpointRepository(connection)
         self.telemetry = TelemetryRepository(connection, now)
         self.artifact_grants = ArtifactGrantRepository(connection)
 

@@ -12,7 +12,7 @@ from ravnest.server.db.tables import events
 
 _AT_ONCE = 1000
 """Events in one answer."""
-FORGETTABLE: tuple[EventKind, ...] = ("refusal", "warning", "round")
+FORGETTABLE: tuple[EventKind, ...] = ("refusal", "warning", "round", "recovery")
 """Kinds that others can cause in any number; only the newest of each are kept."""
 
 

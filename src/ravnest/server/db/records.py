@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.link_tests import LinkRoute
 from ravnest.schemas.providers import ProviderOffer, ProviderState, TlsRejections
 from ravnest.schemas.reachability import AddressCheck
+from ravnest.types import CheckpointId
 
-ENDED = ("finished", "failed", "stopped")
-"""Final phases of an assignment."""
+LOST = "lost"
+"""Phase of an assignment whose provider is gone, while another one may take its place."""
+ENDED = ("finished", "failed", "stopped", LOST)
+"""Phases of an assignment that its provider does not work on any more."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,12 @@ class JobRecord:
     changed: float
     plan: str
     passed_over: int
+    attempt: int = 0
+    """Number of plans that were given up because providers were lost."""
+    replans: int = 0
+    """Number of them without a new checkpoint."""
+    resumed: int = -1
+    """Updates of the checkpoint at the last new plan; -1: there was none."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,28 @@ class LinkRecord:
 
 
 @dataclass(frozen=True)
+class StageCheckpointRecord:
+    """Uploaded checkpoint of one stage."""
+
+    job: str
+    plan: str
+    """Digest of the plan."""
+    run: str
+    taken: str
+    """Attempt of the run in which it was taken."""
+    id: CheckpointId
+    cluster: int
+    stage: int
+    stages: int
+    """Number of stages of the cluster."""
+    attempt: int
+    """Number of plans of the job before this one."""
+    time: float
+    tensors: Artifact
+    manifest: Artifact
+
+
+@dataclass(frozen=True)
 class AssignmentRecord:
     """An assignment without its body, which can be long."""
 
@@ -96,8 +128,20 @@ class AssignmentRecord:
     has_result: bool
     tls_rejections: TlsRejections
     """Rejections reported so far."""
+    generation: int = 0
+    """Number of assignments of the same node before this one."""
+    cause: str = ""
+    """Cause of its failure or loss, a ``FailureCause``; empty while it works."""
+    phase_before: str = ""
+    """Phase before it was lost."""
+    refills: int = 0
+    """Number of times that the place of its node was filled since ``checkpoint``, with this one."""
+    checkpoint: int = 0
+    """Updates of the newest checkpoint of its cluster when it got its place."""
+    attempt: int = 0
+    """Number of plans of its job before the one that it belongs to."""
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the assignment is in a final phase."""
+        """Return whether its provider does not work on it any more."""
         return self.phase in ENDED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 4
+VERSION = 6
 """Version of this layout; the server refuses a database of a later one."""
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: ("ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{}'",),
@@ -25,6 +25,19 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "json_extract(spec, '$.if_short')), '$.if_short')",
     ),
     3: ("ALTER TABLE providers ADD COLUMN checks TEXT NOT NULL DEFAULT '[]'",),
+    4: (
+        "ALTER TABLE assignments ADD COLUMN generation INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE assignments ADD COLUMN cause VARCHAR NOT NULL DEFAULT ''",
+        "ALTER TABLE assignments ADD COLUMN phase_before VARCHAR NOT NULL DEFAULT ''",
+        "ALTER TABLE assignments ADD COLUMN refills INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE assignments ADD COLUMN checkpoint INTEGER NOT NULL DEFAULT 0",
+    ),
+    5: (
+        "ALTER TABLE jobs ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE jobs ADD COLUMN replans INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE jobs ADD COLUMN resumed INTEGER NOT NULL DEFAULT -1",
+        "ALTER TABLE assignments ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0",
+    ),
 }
 """Statements that turn each earlier layout into the next one; tables that are missing exist by then."""
 
@@ -68,6 +81,9 @@ jobs = Table(
     Column("plan", Text, nullable=False, default=""),
     Column("passed_over", Integer, nullable=False, default=0),
     Column("result", Text),
+    Column("attempt", Integer, nullable=False, server_default="0"),  # plans that were given up
+    Column("replans", Integer, nullable=False, server_default="0"),  # since `resumed`
+    Column("resumed", Integer, nullable=False, server_default="-1"),  # updates at the last new plan
 )
 
 providers = Table(
@@ -99,6 +115,33 @@ assignments = Table(
     Column("losses", Integer, nullable=False, default=0),  # rows in `losses`
     Column("result", Text),
     Column("tls_rejections", Text, nullable=False, server_default="{}"),
+    Column("generation", Integer, nullable=False, server_default="0"),  # of the node
+    Column("cause", String, nullable=False, server_default=""),  # of a failure or a loss
+    Column("phase_before", String, nullable=False, server_default=""),  # it was lost
+    Column("refills", Integer, nullable=False, server_default="0"),  # of the place since `checkpoint`
+    Column("checkpoint", Integer, nullable=False, server_default="0"),  # when it got the place
+    Column("attempt", Integer, nullable=False, server_default="0"),  # plans of the job before
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("job", ForeignKey("jobs.id"), primary_key=True),
+    Column("plan", String, primary_key=True),
+    Column("run", String, primary_key=True),
+    Column("taken", String, primary_key=True),  # attempt of the run
+    Column("update_number", Integer, primary_key=True),
+    Column("phase", Integer, primary_key=True),
+    Column("cluster", Integer, primary_key=True),
+    Column("stage", Integer, primary_key=True),
+    Column("stages", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),  # plans of the job before
+    Column("time", Float, nullable=False),
+    Column("tensors", String, nullable=False),  # sha256
+    Column("tensors_size", Integer, nullable=False),
+    Column("manifest", String, nullable=False),  # sha256
+    Column("manifest_size", Integer, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 links = Table(

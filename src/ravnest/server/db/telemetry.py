@@ -82,6 +82,15 @@ class StoredWarning:
     message: str
 
 
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint of one stage, and when the server learned of it."""
+
+    update: int
+    """Updates that it contains."""
+    time: float
+
+
 class TelemetryRepository:
     """Records of all assignments."""
 
@@ -161,6 +170,35 @@ class TelemetryRepository:
         )
         return [self._parsed(kind, body) for body in self._connection.execute(query).scalars()]
 
+    def checkpoints(self, assignments: Sequence[AssignmentRecord]) -> dict[int, StoredCheckpoint]:
+        """Return the newest checkpoint of each node, by node; a node can have several assignments."""
+        nodes = {each.id: each.node for each in assignments}
+        update_number = func.json_extract(records.c.body, "$.update").label("update_number")
+        query = (
+            select(records.c.assignment, records.c.time, update_number)
+            .where(records.c.assignment.in_(list(nodes)), records.c.kind == "checkpoint")
+            .order_by(records.c.time, update_number)
+        )
+        found: dict[int, StoredCheckpoint] = {}
+        for row in self._connection.execute(query):
+            known = found.get(nodes[row.assignment])
+            if known is None or row.update_number > known.update:
+                found[nodes[row.assignment]] = StoredCheckpoint(row.update_number, row.time)
+        return found
+
+    def common_checkpoint(self, assignments: Sequence[AssignmentRecord], cluster: int) -> int:
+        """Return the updates of the newest checkpoint that all nodes of a cluster have; 0: none."""
+        own = [each for each in assignments if each.cluster == cluster]
+        found = self.checkpoints(own)
+        return min((found[n].update if n in found else 0 for n in {a.node for a in own}), default=0)
+
+    def count(self, assignment_ids: Iterable[str], kind: type[Stored]) -> int:
+        """Return the number of stored records of one kind."""
+        ids = list(assignment_ids)
+        own = records.c.assignment.in_(ids) & (records.c.kind == _KINDS[kind])
+        query = select(func.count()).select_from(records).where(own)
+        return int(self._connection.execute(query).scalar_one())
+
     def validations(self, assignment: str) -> tuple[ValidationRecord, ...]:
         """Return all validations, oldest first."""
         return tuple(reversed(self.newest(assignment, ValidationRecord, NEWEST_KEPT["validation"])))
@@ -191,6 +229,7 @@ class TelemetryRepository:
         ]
 
     def _add_losses(self, assignment: AssignmentRecord, new: Sequence[LossRecord]) -> int:
+        """Store losses, instead of those of updates that are repeated; return how many there are."""
         if not new:
             return assignment.losses
         rows = [
@@ -204,8 +243,12 @@ class TelemetryRepository:
             }
             for record in {record.update: record for record in new}.values()
         ]
-        self._connection.execute(insert(losses).on_conflict_do_nothing(), rows)
-        return assignment.losses + len(rows)
+        numbers = [row["update_number"] for row in rows]
+        own = losses.c.assignment == assignment.id
+        again = delete(losses).where(own, losses.c.update_number.in_(numbers))
+        repeated = self._connection.execute(again).rowcount
+        self._connection.execute(insert(losses), rows)
+        return assignment.losses + len(rows) - repeated
 
     def _thin_losses(self, assignment: str, most: int) -> int:
         """Keep the losses of every n-th update and the last one; return how many remain."""

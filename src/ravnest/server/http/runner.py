@@ -115,12 +115,13 @@ def serve_in_foreground(
     tls: bool | None = None,
     relay: bool | None = None,
     relay_port: int | None = None,
+    settings: ServerSettings | None = None,
 ) -> None:
     """Run a server until Ctrl-C or SIGTERM; ``announce`` is called once it listens.
 
     Return after an orderly stop; raise ``ServerError`` if the server cannot start.
     """
-    prepared = _prepared(folder, host, port, public_names, tls, None, announce)
+    prepared = _prepared(folder, host, port, public_names, tls, settings, announce)
     with (
         prepared as (running, loop, listener),
         _with_relay(running, host, public_names, relay, relay_port),

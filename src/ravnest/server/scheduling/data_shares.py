@@ -56,12 +56,13 @@ def share(data: DatasetFiles, plan: Plan, stage: StagePlan, rows: range) -> Data
     return DataShare(
         samples=len(rows),
         total=data.samples,
-        inputs=tuple(_slices(data.inputs, rows)) if first else (),
-        labels=tuple(_slices(data.labels, rows)) if last else (),
+        inputs=tuple(slices(data.inputs, rows)) if first else (),
+        labels=tuple(slices(data.labels, rows)) if last else (),
     )
 
 
-def _slices(files: Sequence[DataFile], rows: range) -> Iterator[RowRange]:
+def slices(files: Sequence[DataFile], rows: range) -> Iterator[RowRange]:
+    """Yield the parts of the files that hold these rows of a dataset."""
     begin = 0
     for file in files:
         start, stop = max(rows.start - begin, 0), min(rows.stop - begin, file.rows)

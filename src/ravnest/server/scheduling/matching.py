@@ -10,10 +10,10 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ravnest.errors import RavnestError
+from ravnest.errors import RavnestError, StageFormatError
 from ravnest.plan.infeasible import Infeasible
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, ProviderOffer, ProviderState
@@ -21,10 +21,13 @@ from ravnest.schemas.reachability import RelayView
 from ravnest.server.assignments import needed_by
 from ravnest.server.db.jobs import RUNNING
 from ravnest.server.db.records import JobRecord, ProviderRecord
+from ravnest.server.job_service import JobService
 from ravnest.server.reachability.status import reachability
+from ravnest.server.resume_state import newest_checkpoint, starts_of
 from ravnest.server.scheduling.link_tests import ProviderLinks, ProviderPair
 from ravnest.server.scheduling.planning import JobPlanner, PlannedJob
 from ravnest.server.scheduling.queue import IdleProvider, QueueDecision, Refusal, WaitingJob, decide
+from ravnest.server.scheduling.replanning import safe_checkpoint
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 
 _log = logging.getLogger(__name__)
@@ -75,8 +78,10 @@ class Matching:
         planner: JobPlanner,
         live_relays: Callable[[], Mapping[str, RelayView]],
         link_tests: LinkTests,
+        jobs: JobService,
     ) -> None:
         self._units = units
+        self._jobs = jobs
         self._planner = planner
         self._live_relays = live_relays
         self._link_tests = link_tests
@@ -99,7 +104,7 @@ class Matching:
                 job.id,
                 job.owner,
                 float(position),
-                job.min_providers,
+                _least_providers(job),
                 job.max_providers,
                 job.passed_over,
             )
@@ -176,6 +181,7 @@ class Matching:
         if (chosen, links) not in plans:
             with self._units.db.read() as db:
                 spec = db.jobs.spec(job.id)
+            spec = spec.model_copy(update={"min_providers": job.min_providers})
             while len(plans) >= _CACHED_PLANS:
                 del plans[next(iter(plans))]
             plans[chosen, links] = self._planner.plan(spec, chosen, links)
@@ -196,6 +202,23 @@ class Matching:
         chosen = tuple((each.id, each.offer) for each in everybody[: job.max_providers])
         return isinstance(self._plan_reachable(job, chosen, snapshot.unreachable), Infeasible)
 
+    def plan_with(self, job: JobRecord, providers: Sequence[ProviderRecord]) -> PlannedJob | Infeasible:
+        """Plan a job for given providers, idle or not; nothing is reserved."""
+        relays = self._live_relays()
+        unreachable = {
+            each.id: each.offer.name
+            for each in providers
+            if reachability(each.offer, each.checks, relays).kind == "unreachable"
+        }
+        most = job.max_providers
+        waiting = WaitingJob(job.id, job.owner, 0.0, 1, most, 0)
+        ordered = sorted(
+            providers,
+            key=lambda each: (each.id in unreachable, -each.offer.compute * each.offer.ram, each.id),
+        )
+        chosen = tuple((each.id, each.offer) for each in ordered[:most])
+        return self._plan_reachable(waiting, chosen, unreachable)
+
     def _wait(self, decision: QueueDecision, snapshot: _Snapshot, *, is_insufficient: bool) -> None:
         """Store why a job waits, or fail it if it asked for that."""
         self._link_tests.forget_rounds(decision.job)
@@ -205,12 +228,19 @@ class Matching:
             record = uow.db.jobs.get(decision.job)
             if record is None or record.state is not JobState.SUBMITTED:
                 return
-            if is_insufficient and uow.db.jobs.spec(record.id).on_insufficient == "fail":
+            limit = uow.db.jobs.spec(record.id).on_insufficient if is_insufficient else "wait"
+            if limit == "fail":
                 uow.end_job(record, JobState.FAILED, decision.reason)
                 return
+            if limit == "wait":
+                self._jobs.unlimit_wait(record.id)
+            else:
+                self._jobs.limit_wait(uow, record.id, limit)
             uow.db.jobs.set_passed_over(record.id, decision.passed_over)
-            if decision.reason != record.reason:
-                uow.db.jobs.explain(record, decision.reason)
+            newest = newest_checkpoint(uow.db, record.id)
+            safe = "" if newest is None else f"; {safe_checkpoint(newest.id.update)}"
+            if decision.reason + safe != record.reason:
+                uow.db.jobs.explain(record, decision.reason + safe)
                 uow.topics.add(("job", record.id))
 
     def _fail(self, job: str, reason: str) -> None:
@@ -233,12 +263,33 @@ class Matching:
         if not self._reserve(decision, plan):
             return False
         try:
-            assignments = self._planner.ship(decision.job, plan)
+            assignments = self._ship(decision.job, plan)
         except Exception as error:  # the model's files are the requester's and may hold anything
             self._fail(decision.job, _explained("shipped", error))
             return True
         self._assign(decision.job, plan, assignments)
         return True
+
+    def _ship(self, job: str, plan: PlannedJob) -> tuple[Assignment, ...]:
+        """Write the stages, with the newest checkpoint of the job that is not damaged."""
+        with self._units.db.read() as db:
+            record = db.jobs.get(job)
+            starts = starts_of(db, job, plan)
+        plan = replace(plan, attempt=0 if record is None else record.attempt)
+        problem: StageFormatError | None = None
+        for start in starts:
+            try:
+                assignments = self._planner.ship(job, replace(plan, start=start))
+            except StageFormatError as error:
+                problem = problem or error
+                continue
+            with self._units.begin() as uow:
+                damaged = "" if problem is None else f"; a newer checkpoint is damaged: {problem}"
+                uow.db.events.add("recovery", job, f"{start}{damaged}")
+            return assignments
+        if problem is not None:
+            raise problem
+        return self._planner.ship(job, plan)
 
     def _reserve(self, decision: QueueDecision, plan: PlannedJob) -> bool:
         with self._units.begin() as uow:
@@ -282,9 +333,9 @@ class MatchingThread:
         """Request a run; thread-safe, does not block."""
         self._requested.set()
 
-    def start(self, matching: Matching) -> None:
+    def start(self, run_once: Callable[[], None]) -> None:
         """Start the thread; it runs until ``stop``."""
-        self._thread = threading.Thread(target=self._run, args=(matching,), name="matching", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(run_once,), name="matching", daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
@@ -294,16 +345,21 @@ class MatchingThread:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _run(self, matching: Matching) -> None:
+    def _run(self, run_once: Callable[[], None]) -> None:
         while True:
             self._requested.wait()
             self._requested.clear()
             if self._stopping:
                 return
             try:
-                matching.run_once()
+                run_once()
             except Exception:
                 _log.exception("matching failed; it runs again at the next change")
+
+
+def _least_providers(job: JobRecord) -> int:
+    """Return the providers that a job waits for; one that lost some goes on with fewer."""
+    return 1 if job.attempt else job.min_providers
 
 
 def _idle(record: ProviderRecord, *, is_last: bool) -> IdleProvider:

@@ -23,6 +23,7 @@ from ravnest.plan.row_cuts import least_bytes
 from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.scheduling.data_shares import check_data, least_rows
+from ravnest.server.scheduling.job_start import JobStart
 from ravnest.server.scheduling.link_tests import NO_LINKS, ProviderLinks
 from ravnest.types import Address
 
@@ -44,6 +45,10 @@ class PlannedJob:
     """Position of the planned model among ``UnitModel.variants``: 0 if all tensors are whole."""
     offers: tuple[ProviderOffer, ...] = ()
     """Offers of ``providers``."""
+    attempt: int = 0
+    """Number of plans of the job before this one."""
+    start: JobStart | None = None
+    """Checkpoints to start from."""
 
 
 class JobPlanner(Protocol):

@@ -10,16 +10,18 @@ from pathlib import Path
 
 from ravnest.jobs.model import UnitModel, read_units, write_stage
 from ravnest.plan.infeasible import Infeasible
-from ravnest.plan.plan import ClusterPlan, Plan
+from ravnest.plan.plan import Plan, StagePlan
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobSpec
-from ravnest.schemas.providers import Assignment, ProviderOffer
+from ravnest.schemas.providers import Assignment, ProviderOffer, StageNeeds
 from ravnest.server.artifacts import ArtifactFolder
+from ravnest.server.assignments import assignment_id
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.reachability.routes import with_addresses
 from ravnest.server.scheduling.data_shares import rows_of, share, whole
 from ravnest.server.scheduling.link_tests import ProviderLinks
 from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_variants
+from ravnest.server.scheduling.seeds import stage_starts, with_seeds
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.node_spec import NodeSpec, bundle_path, make_node_spec, plan_digest
 from ravnest.transport.tls import is_loopback
@@ -53,7 +55,12 @@ class ArtifactPlanner:
         self._scratch.mkdir(parents=True)
         weights = self._artifacts.path(planned.spec.model.weights.sha256)
         model = self._read(planned.spec).variants[planned.variant]
-        return ship(job, planned, model, weights, self._artifacts.add, self._scratch, self._relays)
+        assignments = ship(
+            job, planned, model, weights, self._artifacts.add, self._scratch, self._relays
+        )
+        if planned.start is None:
+            return assignments
+        return with_seeds(assignments, planned, model, self._artifacts, self._scratch)
 
     def _read(self, spec: JobSpec) -> UnitModel:
         sha256 = spec.model.units.sha256
@@ -89,13 +96,13 @@ def ship(
     specs = [
         make_node_spec(plan, s, bundle_path(s), artifacts[s.node.id].stage.sha256) for s in plan.stages
     ]
-    digest = plan_digest(specs, job)
+    digest = plan_digest(specs, job if planned.attempt == 0 else f"{job} plan {planned.attempt}")
     tls = any(not is_loopback(stage.node.address) for stage in plan.stages)
     if tls:
         specs = _with_routes(job, specs, planned.offers, relays)
     return tuple(
         Assignment(
-            id=f"{job}-{stage.node.id}",
+            id=assignment_id(job, planned.attempt, stage.node.id),
             job=job,
             node=stage.node.id,
             node_spec=replace(node_spec, plan=digest),
@@ -105,9 +112,29 @@ def ship(
             validation=whole(spec.validation, plan, stage),
             training=spec.training,
             tls=tls,
+            needs=stage_needs(plan, stage),
+            attempt=planned.attempt,
         )
         for stage, node_spec in zip(plan.stages, specs, strict=True)
     )
+
+
+def stage_needs(plan: Plan, stage: StagePlan) -> StageNeeds:
+    """Return what another provider needs to take the place of a stage's node."""
+    before = plan.previous(stage.node.id)
+    links = stage.link_seconds * _link_rate(stage)
+    if before is not None:
+        links += before.link_seconds * _link_rate(before)
+    return StageNeeds(
+        ram=round(stage.memory.total),
+        work=stage.compute_seconds * (stage.node.compute or 0.0),
+        traffic=links,
+    )
+
+
+def _link_rate(stage: StagePlan) -> float:
+    """Return the Mbit/s with which the link to the next stage was planned, roughly."""
+    return stage.node.bandwidth if stage.link is None else stage.link.rate
 
 
 def _with_routes(
@@ -126,16 +153,12 @@ def _write_clusters(
     by_node: dict[int, _StageArtifacts] = {}
     by_cuts: dict[tuple[int, ...], tuple[_StageArtifacts, ...]] = {}
     for cluster in plan.clusters:
-        starts = _starts(cluster)
+        starts = stage_starts(cluster)
         if starts not in by_cuts:
             by_cuts[starts] = tuple(_write_stages(model, starts, weights, add, folder))
         for stage, files in zip(cluster.stages, by_cuts[starts], strict=True):
             by_node[stage.node.id] = files
     return by_node
-
-
-def _starts(cluster: ClusterPlan) -> tuple[int, ...]:
-    return tuple(stage.start for stage in cluster.stages[1:])
 
 
 def _write_stages(

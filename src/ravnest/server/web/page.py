@@ -16,9 +16,8 @@ from ravnest.errors import ServerRefusedError
 from ravnest.schemas.auth import JoinToken
 from ravnest.server.auth.dependencies import CurrentServer, server_of, source_of
 from ravnest.server.db.records import MemberRecord
-from ravnest.server.job_status import leading_root
 from ravnest.server.server import Server
-from ravnest.server.views import provider_views
+from ravnest.server.views import loss_curve, provider_views
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -50,8 +49,7 @@ def page(request: Request) -> HTMLResponse:
         relays = server.relay_service.live()
         providers = provider_views(db, server.provider_service.liveness, lost_since, relays)
         for job in jobs:
-            root = leading_root(db.assignments.of_job(job.id))
-            curves[job.id] = [] if root is None else db.telemetry.sampled_losses(root, _POINTS)
+            curves[job.id] = loss_curve(db, job.id, _POINTS)
     return _rendered(
         "overview.html", member=member, providers=providers, jobs=jobs, curves=curves, now=now
     )

@@ -79,6 +79,13 @@ def cancel(job: str, member: RequesterMember, server: CurrentServer) -> JobView:
     return server.job_service.cancel(job, member)
 
 
+@router.post("/{job}/resume", status_code=201)
+def resume(job: str, member: RequesterMember, server: CurrentServer) -> JobCreated:
+    """Submit the job again, to continue from its newest checkpoint."""
+    server.visible_job(member, job)
+    return JobCreated(id=server.job_service.resume_job(member, job))
+
+
 @router.get("/{job}/result")
 def result(job: str, member: RequesterMember, server: CurrentServer) -> JobResult:
     """Return the list of trained files; 409 if there is none."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -17,6 +19,7 @@ from ravnest.server.auth.dependencies import (
     require_self,
     source_of,
 )
+from ravnest.server.notifications import Subscription
 from ravnest.server.reachability.policy import parse_ip
 from ravnest.server.views import provider_views
 
@@ -52,22 +55,48 @@ async def dial_back(
 
 @router.post("/{provider}/heartbeat")
 async def heartbeat(
-    provider: str, body: Heartbeat, member: ProviderMember, server: CurrentServer
+    provider: str, body: Heartbeat, request: Request, member: ProviderMember, server: CurrentServer
 ) -> HeartbeatReply:
     """Report progress; the reply names the assignment that the provider should work on."""
     clock = asyncio.get_running_loop().time
-    with server.notifications.subscribe(("provider", provider)) as news:
+    with (
+        server.notifications.subscribe(("provider", provider)) as news,
+        _disconnection(request, news) as disconnected,
+    ):
         await run_in_threadpool(require_self, server, member, provider, "send a heartbeat of")
         await run_in_threadpool(server.provider_service.heartbeat, provider, body)
         deadline = clock() + min(body.wait, server.settings.heartbeat_wait)
-        known = (body.known, body.may_train, body.link_test)
-        with server.provider_service.liveness.polling(provider, server.clock.steady):
-            while True:
-                reply = await run_in_threadpool(server.provider_service.reply, provider)
-                test = None if reply.link_test is None else reply.link_test.id
-                is_new = (reply.assignment, reply.may_train, test) != known
-                if is_new or not await news.wait(deadline - clock()):
-                    return reply
+        known = (body.known, body.may_train, body.link_test, body.upload)
+        try:
+            with server.provider_service.liveness.polling(provider, server.clock.steady):
+                while True:
+                    reply = await run_in_threadpool(server.provider_service.reply, provider)
+                    test = None if reply.link_test is None else reply.link_test.id
+                    news_of_reply = (reply.assignment, reply.may_train, test, reply.upload)
+                    is_new = news_of_reply != known or reply.may_leave
+                    if is_new or disconnected.is_set() or not await news.wait(deadline - clock()):
+                        return reply
+        finally:
+            if server.provider_service.liveness.is_limited(provider):
+                server.notifications.notify(("clock", ""))  # its silence begins now
+
+
+@contextmanager
+def _disconnection(request: Request, news: Subscription) -> Iterator[asyncio.Event]:
+    """Yield an event that is set, and wake the request, when its sender closes the connection."""
+    found = asyncio.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        found.set()
+        news.notify()
+
+    task = asyncio.ensure_future(watch())
+    try:
+        yield found
+    finally:
+        task.cancel()
 
 
 @router.delete("/{provider}")
@@ -77,6 +106,6 @@ def leave(
     server: CurrentServer,
     reason: Annotated[str, Query(max_length=1000)] = "",
 ) -> None:
-    """Withdraw the offer; the provider's assignment fails."""
+    """Withdraw the offer; another provider takes the place in the job that this one has."""
     require_self(server, member, provider, "withdraw the offer of")
     server.provider_service.leave(provider, reason)

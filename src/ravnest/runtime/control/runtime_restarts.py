@@ -1,0 +1,102 @@
+"""Starts of a node's runtime: the first one, and one after each loss of another node."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ravnest.errors import RunError, RunInterruptedError
+from ravnest.runtime.control.node_runtime import NodeRuntime
+from ravnest.runtime.control.resume_exchange import ResumeWish
+from ravnest.runtime.control.runtime_config import RuntimeConfig
+from ravnest.split.module import StageModule
+from ravnest.transport.base import Transport
+from ravnest.transport.generations import Generations
+
+logger = logging.getLogger(__name__)
+
+MOST_RECOVERIES = 20
+"""Recoveries in a row from the same checkpoint, after which the run fails."""
+
+
+@dataclass
+class RuntimeRestarts:
+    """Makes the runtimes of one node, one after the other."""
+
+    load_stage: Callable[[], StageModule]
+    make_transport: Callable[[], Transport]
+    _generations: Generations = field(default_factory=Generations)
+    _recoveries: int = 0
+    """Recoveries in a row from the same checkpoint."""
+
+    def start(self, config: RuntimeConfig) -> NodeRuntime:
+        """Return a runtime that is connected to the other nodes of its cluster."""
+        settings = config.settings
+        wish = ResumeWish(any_run=settings.resume)
+        began = time.monotonic()
+        runtime = self._open(config, wish, settings.connect_timeout, phases=0)
+        resumed = runtime.resumed
+        if resumed is not None and resumed.lost and runtime.controller is not None:
+            # This Root takes the place of the one that was lost; its last update is not known.
+            made = resumed.checkpoint.update
+            runtime.report_recovery(resumed.lost, made, time.monotonic() - began)
+        return runtime
+
+    def recover(
+        self,
+        config: RuntimeConfig,
+        lost: NodeRuntime,
+        error: RunInterruptedError,
+        *,
+        calls: int,
+        phases: int,
+    ) -> NodeRuntime:
+        """Replace a runtime that has lost a neighbour, once that is back.
+
+        ``calls`` of the script have ended before, with ``phases`` phases at the Root.
+        """
+        before, spec, timeout = lost.resumed, config.spec, config.settings.rejoin_timeout
+        if before is None:
+            raise error
+        began, made = time.monotonic(), lost.status.updates
+        lost.progress.say(
+            f"{spec.name} ({spec.role}): {error}. It waits up to {timeout:.0f} s and continues from the "
+            "last checkpoint"
+        )
+        lost.abandon(str(error))
+        wish = ResumeWish(before.run, lost=str(error), calls=calls)
+        runtime = self._open(config, wish, timeout, phases)
+        assert runtime.resumed is not None
+        same = runtime.resumed.checkpoint == before.checkpoint
+        self._recoveries = self._recoveries + 1 if same else 0
+        if self._recoveries >= MOST_RECOVERIES:
+            reason = f"nodes were lost {self._recoveries} times at the same checkpoint: {error}"
+            runtime.close(reason)
+            raise RunError(reason)
+        if runtime.controller is not None:
+            runtime.report_recovery(str(error), made, time.monotonic() - began)
+        return runtime
+
+    def _open(self, config: RuntimeConfig, wish: ResumeWish, timeout: float, phases: int) -> NodeRuntime:
+        """Connect to the other nodes; again if one of them is lost before all have connected."""
+        ends = time.monotonic() + timeout
+        while True:
+            left = max(ends - time.monotonic(), 1.0)
+            module, transport = self.load_stage(), self.make_transport()
+            runtime = NodeRuntime(config, module, transport, self._generations, wish, left)
+            try:
+                runtime.open()
+            except RunInterruptedError as error:
+                if not config.settings.rejoin_timeout or time.monotonic() >= ends:
+                    raise
+                logger.info("%s connects again: %s", config.spec.name, error)
+                continue
+            if runtime.controller is not None:
+                try:
+                    runtime.controller.start_at(phases)
+                except RunError as error:
+                    runtime.close(str(error))
+                    raise
+            return runtime

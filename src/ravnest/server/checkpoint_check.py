@@ -1,0 +1,54 @@
+"""Checks of a checkpoint that a provider has uploaded: nothing that it says is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ravnest.errors import StageFormatError
+from ravnest.schemas.checkpoints import UploadedCheckpoint
+from ravnest.store.checkpoint import FORMAT, VERSION, CheckpointManifest
+from ravnest.store.files import convert, has_format, read_json
+from ravnest.store.node_spec import NodeSpec
+
+LARGEST_MANIFEST = 16 << 20
+_COPIES = 4
+"""Size of a checkpoint in terms of the weights: AdamW stores two further tensors for each weight."""
+_SLACK = 16 << 20
+
+
+def misfit_of(uploaded: UploadedCheckpoint, own: NodeSpec, weights: Mapping[int, int]) -> str:
+    """Return why a checkpoint is not one of a node or of its neighbours; empty if it may be.
+
+    ``weights``: bytes of the stages' weights, by stage.
+    """
+    if (uploaded.plan, uploaded.cluster) != (own.plan, own.cluster):
+        return "it is of another plan or cluster"
+    if abs(uploaded.stage - own.stage) > 1 or uploaded.stage not in weights:
+        return f"stage {uploaded.stage} is neither its own nor a neighbour's"
+    most = _COPIES * weights[uploaded.stage] + _SLACK
+    if uploaded.tensors.size > most:
+        return f"it has {uploaded.tensors.size} bytes; stage {uploaded.stage} has {most} at most"
+    if uploaded.manifest.size > LARGEST_MANIFEST:
+        return f"its manifest has {uploaded.manifest.size} bytes; {LARGEST_MANIFEST} are allowed"
+    return ""
+
+
+def check_manifest(path: Path, uploaded: UploadedCheckpoint, stages: int) -> None:
+    """Raise ``StageFormatError`` unless a file is the manifest of this checkpoint."""
+    manifest = read_uploaded_manifest(path)
+    described = (manifest.plan, manifest.run, manifest.attempt, manifest.cluster, manifest.stage)
+    named = (uploaded.plan, uploaded.run, uploaded.taken, uploaded.cluster, uploaded.stage)
+    if described != named or (manifest.id, manifest.stages) != (uploaded.id, stages):
+        raise StageFormatError("its manifest describes another checkpoint")
+    if (manifest.sha256, manifest.size) != (uploaded.tensors.sha256, uploaded.tensors.size):
+        raise StageFormatError("its manifest describes other tensors")
+
+
+def read_uploaded_manifest(path: Path) -> CheckpointManifest:
+    """Read an uploaded manifest of limited size."""
+    data = read_json(path, LARGEST_MANIFEST)
+    if not has_format(data, FORMAT, VERSION):
+        raise StageFormatError("it has no valid manifest")
+    plain = {name: value for name, value in data.items() if name not in ("format", "version")}
+    return convert(plain, CheckpointManifest, "the manifest")

@@ -1,0 +1,177 @@
+"""Reports of assignments: records, phases, results, and the loss of a worker."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ravnest.errors import ServerRefusedError
+from ravnest.schemas.providers import AssignmentReport, ProviderState, TlsRejections
+from ravnest.server.assignments import FETCHING
+from ravnest.server.auth.tokens import AuthService
+from ravnest.server.cluster_activity import ClusterActivity
+from ravnest.server.db.records import AssignmentRecord
+from ravnest.server.job_service import JobService
+from ravnest.server.job_status import lineage
+from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
+from ravnest.telemetry import RecoveryRecord, RoundRecord, WarningRecord, WorkerRecord
+
+_REJECTIONS = {
+    "foreign": "with a certificate of another authority, or an expired one",
+    "bare": "without a certificate",
+    "plain": "without TLS",
+}
+"""Descriptions of the fields of ``TlsRejections``."""
+_MOST_EVENTS = 20
+"""Warnings, rounds and recoveries of one report that become events."""
+
+
+class ReportService:
+    """Stores the reports of providers about their assignments; thread-safe."""
+
+    def __init__(
+        self,
+        units: UnitOfWorkFactory,
+        auth: AuthService,
+        jobs: JobService,
+        activity: ClusterActivity,
+    ) -> None:
+        self._units = units
+        self._auth = auth
+        self._jobs = jobs
+        self._activity = activity
+        self._gaps: dict[str, int] = {}
+        """Assignments whose last report left a gap, and the position at which it started."""
+
+    def store(self, provider: str, report: AssignmentReport) -> None:
+        """Store a report and update the states that follow from it, in one transaction."""
+        with self._units.db.read() as db:
+            assignment = db.assignments.get(report.assignment)
+        if assignment is not None and assignment.provider != provider:
+            raise self._auth.refused(provider, f"{provider} reported on another provider's assignment")
+        with self._units.begin() as uow:
+            assignment = uow.db.assignments.get(report.assignment)
+            if assignment is None or assignment.has_ended:
+                self._gaps.pop(report.assignment, None)
+                self._activity.forget(report.assignment)
+                return  # the reply names the right one
+            self._store_records(uow, assignment, report)
+            if report.tls_rejections != assignment.tls_rejections:
+                self._store_rejections(uow, assignment, report.tls_rejections)
+            if report.phase == "finished" and report.result:
+                digests = [file.artifact.sha256 for file in report.result]
+                if uow.db.artifact_grants.missing(assignment.provider, digests):
+                    raise ServerRefusedError("the result names files that were not uploaded", 422)
+                uow.db.assignments.set_result(assignment, report.result)
+            if report.phase != assignment.phase:
+                self._enter_phase(uow, assignment, report)
+            elif report.phase == "uploading" and report.reason != assignment.reason:
+                self._explain_upload(uow, assignment, report.reason)
+
+    def _store_records(
+        self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
+    ) -> None:
+        """Store the new records of a report.
+
+        A report that starts after the known records leaves a gap. The reply tells the provider where
+        to start; if its next report leaves the same gap, the provider no longer has these records.
+        """
+        missing = report.first_record - assignment.records if report.records else 0
+        if missing > 0 and self._gaps.get(assignment.id) != report.first_record:
+            self._gaps[assignment.id] = report.first_record
+            return
+        self._gaps.pop(assignment.id, None)
+        if missing > 0:
+            what = f"node_{assignment.node}: {missing} records were lost before they reached the server"
+            uow.db.events.add("warning", assignment.provider, what, job=assignment.job)
+        new = uow.db.telemetry.add(assignment, report.first_record, report.records)
+        if not new:
+            return
+        if self._activity.note(assignment, new, self._units.clock.steady()):
+            uow.topics.add(("clock", ""))  # less silence of the missing provider is tolerated now
+        uow.db.jobs.touch(assignment.job)
+        uow.topics.add(("job", assignment.job))
+        notable = [(kind, words) for kind, words in map(_event, new) if words]
+        for kind, words in notable[-_MOST_EVENTS:]:
+            reason = f"node_{assignment.node}: {words}"
+            uow.db.events.add(kind, assignment.provider, reason, job=assignment.job)
+
+    def _store_rejections(
+        self, uow: UnitOfWork, assignment: AssignmentRecord, rejections: TlsRejections
+    ) -> None:
+        """Add events for the connections that a node rejected since its last report."""
+        for kind, words in _REJECTIONS.items():
+            new = getattr(rejections, kind) - getattr(assignment.tls_rejections, kind)
+            if new > 0:
+                count = "a connection" if new == 1 else f"{new} connections"
+                what = f"node_{assignment.node} of {assignment.job} rejected {count} {words}"
+                uow.db.events.add("refusal", assignment.provider, what, job=assignment.job)
+        uow.db.assignments.set_tls_rejections(assignment, rejections)
+
+    def _explain_upload(self, uow: UnitOfWork, assignment: AssignmentRecord, reason: str) -> None:
+        """Store why a trained result is not here yet, or that nothing holds it up any more."""
+        uow.db.assignments.move(assignment, assignment.phase, reason)
+        if reason:
+            what = f"node_{assignment.node}: its trained stages are not here yet: {reason}"
+            uow.db.events.add("warning", assignment.provider, what, job=assignment.job)
+        uow.db.jobs.touch(assignment.job)
+        uow.update_job_status(assignment.job)
+
+    def _enter_phase(
+        self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
+    ) -> None:
+        provider = uow.db.providers.get(assignment.provider)
+        assert provider is not None
+        if report.phase in ("finished", "failed"):
+            self._activity.forget(assignment.id)
+            if report.phase == "failed" and report.cause != "job":
+                uow.vacate(assignment, report.reason, report.cause)
+            else:
+                uow.end_assignment(assignment, report.phase, report.reason)
+            reason = f"its assignment in {assignment.job} is {report.phase} {report.reason}".strip()
+            uow.release(provider, reason)
+        else:
+            uow.db.assignments.move(assignment, report.phase, report.reason)
+            if report.phase == "training" and provider.state is ProviderState.RESERVED:
+                reason = f"trains node_{assignment.node} of {assignment.job}"
+                uow.db.providers.move(provider, ProviderState.TRAINING, reason, job=assignment.job)
+        self._settle_handover(uow, assignment, report.phase)
+        uow.db.jobs.touch(assignment.job)
+        uow.update_job_status(assignment.job)
+        self._jobs.schedule_stops(uow, assignment.job)
+
+    def _settle_handover(self, uow: UnitOfWork, assignment: AssignmentRecord, phase: str) -> None:
+        """End the other assignments of a node that two providers have while one of them leaves.
+
+        The later one takes over once it has its files; it is not needed if the earlier one has trained
+        to the end by then.
+        """
+        chain = lineage(uow.db.assignments.of_job(assignment.job), assignment.node)
+        others = [each for each in chain if each.id != assignment.id and not each.has_ended]
+        for other in others:
+            if other.generation < assignment.generation and phase not in (*FETCHING, "failed"):
+                uow.end_assignment(other, "stopped", "another provider took its place")
+            elif other.generation > assignment.generation and phase in ("uploading", "finished"):
+                uow.end_assignment(other, "stopped", "the node has trained to the end")
+                provider = uow.db.providers.get(other.provider)
+                assert provider is not None
+                uow.release(provider, f"is not needed any more for {assignment.job}")
+
+
+def _event(record: WorkerRecord) -> tuple[Literal["warning", "round", "recovery"], str]:
+    """Return the kind and the text of the event for a record; the text is empty if there is none."""
+    match record:
+        case WarningRecord(message=message):
+            return "warning", message
+        case RoundRecord(committed=False):
+            ending = "; the clusters end without it" if record.mode == "final" else ""
+            return "round", f"round {record.round} was not committed: {record.reason}{ending}"
+        case RoundRecord(mode="final") if record.reason:
+            return "round", f"the final round {record.round} left clusters out: {record.reason}"
+        case RecoveryRecord():
+            return "recovery", (
+                f"training continues from update {record.update} after a loss ({record.lost}); "
+                f"{record.repeated} updates are repeated; state: {record.source}; "
+                f"{record.seconds:.1f} s"
+            )
+        case _:
+            return "warning", ""

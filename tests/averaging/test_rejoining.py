@@ -1,0 +1,142 @@
+"""Nodes whose process was restarted, or whose machine was replaced, take part again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from service_clusters import SECONDS, Outside, Process
+
+from ravnest.averaging.coordinator import Mode
+from ravnest.averaging.outcome import RoundOutcome
+from ravnest.errors import RefusedError
+from ravnest.transport.memory import MemoryNetwork
+from ravnest.types import Address
+
+CLUSTERS = 3
+
+
+class Bystander:
+    """A handler of links that ignores everything."""
+
+    def on_message(self, *_: object) -> None:
+        """Ignore it."""
+
+    def on_lost(self, *_: object) -> None:
+        """Ignore it."""
+
+
+@pytest.fixture
+def lasting() -> MemoryNetwork:
+    """Return a network on which links wait for another connection."""
+    return MemoryNetwork()
+
+
+@pytest.fixture
+def opened(lasting: MemoryNetwork) -> Iterator[Callable[..., list[Process]]]:
+    made: list[Process] = []
+
+    def start(mode: Mode = "background", codec: str = "raw") -> list[Process]:
+        outside = Outside(lasting, CLUSTERS, mode, codec)
+        made.extend(Process(outside, cluster) for cluster in range(CLUSTERS))
+        open_all(made)
+        return made
+
+    yield start
+    for process in made:
+        process.service.close(None)
+        process.transport.close()
+        assert process.errors == []
+
+
+def open_all(processes: Sequence[Process]) -> None:
+    threads = [threading.Thread(target=process.open) for process in processes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+def round_of_all(processes: Sequence[Process]) -> RoundOutcome:
+    """Train until all clusters average together; Roots may be connected again one after the other."""
+    outside = processes[0].outside
+    for _ in range(5):
+        for process in processes:
+            process.service.updated(8)
+            if outside.mode == "blocking":
+                process.service.pause(final=False)
+        outcome = outside.outcomes.get(timeout=SECONDS)
+        if outside.mode == "blocking":
+            for process in processes:
+                process.released.get(timeout=SECONDS)
+        if outcome.committed and len(outcome.weights) == CLUSTERS:
+            return outcome
+    raise AssertionError(f"not all clusters are in a round: {outcome.describe()}")
+
+
+def restart(processes: list[Process], cluster: int, *, generation: int = 0) -> None:
+    outside = processes[0].outside
+    processes[cluster].kill()
+    processes[cluster] = Process(outside, cluster, start=1, generation=generation)
+    processes[cluster].open()
+
+
+@pytest.mark.parametrize("mode", ["background", "blocking"])
+@pytest.mark.parametrize("generation", [0, 1], ids=["same address", "another machine"])
+@pytest.mark.parametrize("cluster", [0, 1])
+def test_a_cluster_that_comes_back_is_in_the_next_round_and_all_agree(
+    opened: Callable[..., list[Process]], mode: Mode, generation: int, cluster: int
+) -> None:
+    processes = opened(mode)
+    before = round_of_all(processes)
+    restart(processes, cluster, generation=generation)
+    after = round_of_all(processes)
+    assert after.round > before.round, "numbers go on, also after the coordinator was restarted"
+    for process in processes:
+        process.service.pause(final=True)
+    for process in processes:
+        process.released.get(timeout=SECONDS)
+    assert all(torch.equal(processes[0].weights.values, each.weights.values) for each in processes)
+
+
+def test_a_member_without_the_last_average_takes_part_uncompressed(
+    opened: Callable[..., list[Process]],
+) -> None:
+    processes = opened("blocking", "int8")
+    exact = round_of_all(processes).sent_bytes
+    assert round_of_all(processes).sent_bytes < exact / 2
+    restart(processes, 1)
+    assert round_of_all(processes).sent_bytes == exact, "the restarted node has no average yet"
+    assert round_of_all(processes).sent_bytes < exact / 2
+    assert all(torch.equal(processes[0].weights.values, each.weights.values) for each in processes)
+
+
+def test_a_machine_that_was_replaced_is_refused(
+    opened: Callable[..., list[Process]], lasting: MemoryNetwork
+) -> None:
+    """It was only slow: its place has been taken by another machine meanwhile."""
+    processes = opened()
+    slow = processes[1]
+    processes[1] = Process(slow.outside, 1, start=1, generation=1)
+    processes[1].open()
+    round_of_all(processes)
+    address = Address.parse(processes[0].hello.addresses[0])
+    with pytest.raises(RefusedError, match="node_1 was replaced by another machine"):
+        lasting.transport().dial(address, slow.hello, Bystander(), deadline=SECONDS)
+    slow.service.close(None)
+    slow.transport.close()
+
+
+def test_the_samples_since_the_last_average_survive_a_restart(
+    opened: Callable[..., list[Process]],
+) -> None:
+    processes = opened("blocking")
+    processes[1].service.continue_from(updates=7, samples=24)
+    outcome = round_of_all(processes)  # 8 samples each, and 24 of the run before
+    assert outcome.weights == pytest.approx({0: 8 / 48, 1: 32 / 48, 2: 8 / 48})
+    assert [process.service.samples for process in processes] == [0, 0, 0]
+    processes[1].service.updated(8)
+    assert processes[1].service.samples == 8

@@ -1,0 +1,111 @@
+"""Lost nodes with real worker processes: they start again, or a spare takes their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from loopback_server import (
+    SECONDS,
+    UPDATES_PER_EPOCH,
+    LoopbackServer,
+    loopback_server,
+    wait_for_updates,
+)
+from running_providers import RunningProvider, providers, wait_for_reason, workers
+
+from ravnest.client.handle import JobHandle
+
+EPOCHS = 100
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LoopbackServer]:
+    with loopback_server(tmp_path / "server") as found:
+        yield found
+
+
+def check_result(handle: JobHandle) -> None:
+    """Wait for the model and check that every update was made."""
+    assert len(handle.result(timeout=SECONDS)) == 6
+    assert list(handle.losses().updates) == list(range(EPOCHS * UPDATES_PER_EPOCH))
+
+
+def recoveries(handle: JobHandle) -> list[str]:
+    return [event.reason for event in handle.events() if event.kind == "recovery"]
+
+
+def test_a_worker_that_is_killed_starts_again_and_the_job_goes_on(
+    server: LoopbackServer, tmp_path: Path
+) -> None:
+    with (
+        providers(server, tmp_path, "a", "b") as both,
+        server.submit(min_providers=2, epochs=EPOCHS) as handle,
+    ):
+        wait_for_updates(handle)
+        workers()[-1].kill()
+        check_result(handle)
+        lost, taken, *_ = recoveries(handle)
+        assert "has lost its provider" in lost
+        assert "SIGKILL" in lost
+        assert "takes the place of node_" in taken
+        for each in both:
+            each.leave()
+            assert not list(each.jobs_dir.assignments())
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_spare_takes_the_place_of_a_provider_that_is_killed(
+    server: LoopbackServer, tmp_path: Path, lost: int
+) -> None:
+    with (
+        providers(server, tmp_path, "a", "b") as both,
+        server.submit(min_providers=2, epochs=EPOCHS) as handle,
+    ):
+        wait_for_updates(handle)
+        with providers(server, tmp_path, "spare") as (spare,):
+            on_node = handle.view().assignments[lost].provider_name
+            victim = next(each for each in both if each.name == on_node)
+            victim.kill()
+            spare.wait_for("starts training")
+            check_result(handle)
+            assert any("spare takes the place" in each for each in recoveries(handle))
+            victim.start()
+
+
+def test_a_provider_that_is_killed_and_started_again_continues_where_it_was(
+    server: LoopbackServer, tmp_path: Path
+) -> None:
+    with (
+        providers(server, tmp_path, "a", "b") as (_, victim),
+        server.submit(min_providers=2, epochs=EPOCHS) as handle,
+    ):
+        wait_for_updates(handle)
+        victim.kill()
+        wait_for_reason(handle, "waits for a provider")
+        victim.start()
+        victim.wait_for("continues the assignment of an earlier run")
+        check_result(handle)
+
+
+def leaver(both: list[RunningProvider], handle: JobHandle) -> RunningProvider:
+    name = handle.view().assignments[1].provider_name
+    return next(each for each in both if each.name == name)
+
+
+def test_a_provider_that_leaves_hands_over_to_a_spare(server: LoopbackServer, tmp_path: Path) -> None:
+    with (
+        providers(server, tmp_path, "a", "b") as both,
+        server.submit(min_providers=2, epochs=EPOCHS) as handle,
+    ):
+        wait_for_updates(handle)
+        with providers(server, tmp_path, "spare") as (spare,):
+            left = leaver(both, handle)
+            left.leave()
+            assert not list(left.jobs_dir.assignments())
+            spare.wait_for("starts training")
+            check_result(handle)
+            found = recoveries(handle)
+            assert any("leaves (its owner stopped it)" in each for each in found), found
+            assert any("stage 1 from the replica at stage 0" in each for each in found), found
