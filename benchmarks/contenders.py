@@ -58,6 +58,10 @@ class Seat:
     schedule: str = "auto"
     compression: bool | str = False
     reduce_factor: int | None = None
+    checkpoint_minutes: float | None = 1.0
+    """Minutes between two checkpoints; None: no checkpoints."""
+    team: str = ""
+    """Name of the processes that train together, for their files."""
 
     def work(self) -> Workload:
         """Return the workload."""
@@ -147,14 +151,14 @@ class Racing(Trainer):
         return Rate(clock.rate(), state.window, statistics.median(staleness))
 
 
-def ravnest(seat: Seat, racing: type[Racing] = Racing) -> None:
-    """Run one node."""
+def ravnest(seat: Seat, racing: type[Racing] = Racing, **settings: Any) -> None:
+    """Run one node; ``settings`` are further settings of it."""
     work = seat.work()
     loader = work.loader()
     with Node(
         seat.name,
         optimizer=torch.optim.AdamW,
-        optimizer_params={"lr": 1e-4},
+        optimizer_params=settings.pop("optimizer_params", {"lr": 1e-4}),
         criterion=loss_of,
         labels=loader,
         schedule=seat.schedule,
@@ -163,7 +167,11 @@ def ravnest(seat: Seat, racing: type[Racing] = Racing) -> None:
         reduce_factor=seat.reduce_factor,
         folder=Path(seat.folder) / NODE_DATA,
         loss_filename=Path(seat.folder) / "losses.txt",
+        checkpoints=seat.checkpoint_minutes is not None,
+        checkpoint_minutes=seat.checkpoint_minutes or 1.0,
+        checkpoint_folder=Path(seat.folder) / f"checkpoints{seat.team}",
         progress=False,
+        **settings,
     ) as node:
         racing(node, loader, work.samples).train()
 

@@ -31,6 +31,7 @@ SECTIONS = {
     "efficiency": "Efficiency of the schedule",
     "pipeline": "Pipelines compared",
     "idle": "Cost of an idle node",
+    "checkpoints": "Cost of checkpoints",
     "learning": "Learning compared with one process",
     "delay": "Cost of late gradients",
     "virtual": "Learning under virtual time",

@@ -202,6 +202,12 @@ MLP = Workload("6-layer MLP 512/2048, batch 512", mlp, lambda: _classes((512, 51
 SLIM_MLP = Workload("6-layer MLP 512/2048, batch 8", mlp, lambda: _classes((8, 512), 512), 1)
 WIDE_MLP = Workload("6-layer MLP 512/4096, batch 8", wide_mlp, lambda: _classes((8, 512), 512), 1)
 SMALL_GPT = Workload("GPT, 6 layers of 128, batch 64 x 64", small_gpt, lambda: _text(64, 64, 512), 8)
+MEDIUM_GPT = Workload(
+    "GPT, 6 layers of 384, batch 16 x 64",
+    lambda: GPT(512, 384, 6, 64),
+    lambda: _text(16, 64, 512),
+    8,
+)
 THIN_GPT = Workload(
     "GPT, 3 layers of 48, batch 512 x 32",
     lambda: GPT(64, 48, 3, 32, heads=1),
@@ -209,4 +215,4 @@ THIN_GPT = Workload(
     8,
 )
 """GPT with one layer per node: little computation for its traffic. Heads are as wide as GPT-2's."""
-WORKLOADS = {w.name: w for w in (DIGITS, MLP, SLIM_MLP, WIDE_MLP, SMALL_GPT, THIN_GPT)}
+WORKLOADS = {w.name: w for w in (DIGITS, MLP, SLIM_MLP, WIDE_MLP, SMALL_GPT, MEDIUM_GPT, THIN_GPT)}

@@ -128,27 +128,28 @@ def test_the_choice_can_be_loaded_and_nothing_newer_could(
 
 def test_the_outcome_of_a_checkpoint_is_reported_when_it_is_known_here_and_behind() -> None:
     for stored_here, stored_behind in itertools.product((True, False), repeat=2):
-        report = CheckpointStored(C1, stored_here and stored_behind)
+        here, behind = CheckpointStored(C1, stored_here, 0.5), CheckpointStored(C1, stored_behind, 2.0)
+        report = CheckpointStored(C1, stored_here and stored_behind, 2.0)
         known = StoredCheckpoints(is_leaf=False)
-        assert known.settled_here(C1, stored_here) is None
-        assert known.settled_behind(C1, stored_behind) == report
+        assert known.settled_here(here) is None
+        assert known.settled_behind(behind) == report
         known = StoredCheckpoints(is_leaf=False)
-        assert known.settled_behind(C1, stored_behind) is None
-        assert known.settled_here(C1, stored_here) == report
+        assert known.settled_behind(behind) is None
+        assert known.settled_here(here) == report
 
 
 def test_the_leaf_reports_at_once() -> None:
     known = StoredCheckpoints(is_leaf=True)
-    assert known.settled_here(C1, True) == CheckpointStored(C1, True)
-    assert known.settled_here(C2, False) == CheckpointStored(C2, False)
+    for outcome in (CheckpointStored(C1, True, 1.0), CheckpointStored(C2, False)):
+        assert known.settled_here(outcome) == outcome
 
 
 def test_checkpoints_that_nobody_takes_do_not_pile_up() -> None:
     known = StoredCheckpoints(is_leaf=False)
     for update in range(1000):
-        known.settled_behind(CheckpointId(update, 0), True)
+        known.settled_behind(CheckpointStored(CheckpointId(update, 0), True))
     assert len(known._behind) < 20
-    assert known.settled_here(CheckpointId(999, 0), True) is not None
+    assert known.settled_here(CheckpointStored(CheckpointId(999, 0), True)) is not None
 
 
 # Policy
@@ -182,6 +183,12 @@ def test_expensive_checkpoints_are_rare() -> None:
     assert not rule.due_after_update(1, 49.0)
     assert not rule.due_after_epoch(1, 49.0)
     assert rule.due_after_epoch(1, 50.0)
+
+
+def test_a_node_that_reports_nonsense_does_not_stop_checkpoints() -> None:
+    for cost in (1e9, float("inf")):
+        assert policy(cost=cost).due_after_update(1, 3600.0)
+    assert policy(cost=float("nan")).due_after_update(1, 3600.0)
 
 
 def test_short_epochs_have_no_checkpoint_each() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from virtual_case import OUTAGE, VirtualCase, VirtualFault
 from virtual_disk import StageContent, Stored, VirtualDisk
-from virtual_training import VirtualClock, VirtualNode, VirtualTraining
+from virtual_nodes import VirtualClock, VirtualNode
+from virtual_training import VirtualTraining
 
 from ravnest.runtime.control.resume_choice import choose_resume, merge_offers
 from ravnest.types import CheckpointId

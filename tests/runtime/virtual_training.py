@@ -6,14 +6,13 @@ what it has applied.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, NamedTuple
 
 from virtual_case import VirtualCase
-from virtual_disk import Applied, Position, StageContent, Stored, VirtualDisk
+from virtual_disk import Applied, Position, StageContent, Stored
+from virtual_nodes import VirtualClock, VirtualNode
 
 from ravnest.runtime.control.checkpoint_policy import CheckpointPolicy
 from ravnest.runtime.control.stored_checkpoints import StoredCheckpoints
@@ -24,53 +23,6 @@ from ravnest.types import BEGINNING, CheckpointId, MicrobatchId
 from ravnest.wire.messages import CheckpointComplete, CheckpointStored, ResumeFrom
 
 DONE = events.Done()
-
-
-class VirtualClock:
-    """Virtual time, and calls in the future."""
-
-    def __init__(self, seed: int) -> None:
-        self.now = 0.0
-        self.random = Random(seed)
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._pushed = 0
-
-    def at(self, time: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Make a call at a time; calls of the same time in the order in which they were requested."""
-        self._pushed += 1
-        heapq.heappush(self._heap, (time, self._pushed, call, arguments))
-
-    def soon(self, most: float) -> float:
-        """Return a time within ``most`` seconds."""
-        return self.now + self.random.random() * most
-
-    def step(self) -> bool:
-        """Make the next call; return False if there is none."""
-        if not self._heap:
-            return False
-        self.now, _, call, arguments = heapq.heappop(self._heap)
-        call(*arguments)
-        return True
-
-
-@dataclass
-class VirtualNode:
-    """A place in the pipeline and the machine that has it."""
-
-    stage: int
-    disk: VirtualDisk = field(default_factory=VirtualDisk)
-    earlier: list[VirtualDisk] = field(default_factory=list)
-    """Disks of machines that had the place before."""
-    process: int = 0
-    """Number of the process; each start has a new one."""
-    up: bool = True
-    wanted: str = ""
-    """Run that the process has left because of a loss."""
-    stopped_until: float = 0.0
-    full_until: float = 0.0
-    slow_until: float = 0.0
-    busy_until: float = 0.0
-    """Time until which the node's checkpoint thread is busy."""
 
 
 class Work(NamedTuple):
@@ -413,10 +365,10 @@ class VirtualTraining:
         self.clock.at(self.clock.soon(self.case.delay), self._arrive, stage, "_settle", settled)
 
     def _settle(self, stage: VirtualStage, here: CheckpointStored) -> None:
-        self._report(stage, stage.known.settled_here(here.checkpoint, here.stored))
+        self._report(stage, stage.known.settled_here(here))
 
     def _settle_behind(self, stage: VirtualStage, behind: CheckpointStored) -> None:
-        self._report(stage, stage.known.settled_behind(behind.checkpoint, behind.stored))
+        self._report(stage, stage.known.settled_behind(behind))
 
     def _report(self, stage: VirtualStage, report: CheckpointStored | None) -> None:
         if report is None or not self.alive:

@@ -432,6 +432,8 @@ class CheckpointStored(Head, frozen=True):
 
     checkpoint: CheckpointId
     stored: bool
+    seconds: float = 0.0
+    """Longest time that it took a node from training."""
 
 
 class CheckpointComplete(Head, frozen=True):

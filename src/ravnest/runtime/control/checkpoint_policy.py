@@ -7,7 +7,9 @@ from dataclasses import dataclass
 _LEAST_SECONDS = 2.0
 """Shortest time between the checkpoints of two epochs, if epochs are shorter."""
 _COST = 100.0
-"""Least time between two checkpoints, in terms of the time for which one stops training: 1% is lost."""
+"""Least time between two checkpoints, in terms of the time that one takes from training: 1% is lost."""
+_MOST_COST = 36.0
+"""Seconds of cost that count at most, so that there is a checkpoint per hour whatever a node reports."""
 _LONGEST = 900.0
 """Seconds after which a checkpoint whose outcome is unknown does not delay the next any longer."""
 
@@ -23,7 +25,7 @@ class CheckpointPolicy:
     last_update: int
     last_time: float
     cost: float = 0.0
-    """Seconds for which the last checkpoint stopped training at the Root."""
+    """Longest time that the last checkpoint took a node from training."""
     wanted: bool = False
     """A node is about to leave and asks for a checkpoint."""
     taken: int = 0
@@ -39,7 +41,7 @@ class CheckpointPolicy:
             return self._take(update, now)
         if self.updates is not None and update - self.last_update >= self.updates:
             return self._take(update, now)
-        if now - self.last_time >= max(self.seconds, _COST * self.cost):
+        if now - self.last_time >= max(self.seconds, self._pause()):
             return self._take(update, now)
         return False
 
@@ -47,7 +49,7 @@ class CheckpointPolicy:
         """Return whether a checkpoint follows the end of an epoch."""
         if self._waits(now):
             return False
-        if self.wanted or now - self.last_time >= max(_LEAST_SECONDS, _COST * self.cost):
+        if self.wanted or now - self.last_time >= max(_LEAST_SECONDS, self._pause()):
             return self._take(update, now)
         return False
 
@@ -59,6 +61,10 @@ class CheckpointPolicy:
     def take(self, update: int, now: float) -> None:
         """Note a checkpoint that is taken in any case."""
         self._take(update, now)
+
+    def _pause(self) -> float:
+        """Return the least time between two checkpoints, by their cost."""
+        return _COST * min(self.cost, _MOST_COST)
 
     def _waits(self, now: float) -> bool:
         """Return whether a checkpoint is still being stored: nodes keep only a few of them."""

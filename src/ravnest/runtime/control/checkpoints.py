@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ravnest.deadlines import BLOCK_WRITTEN, LINK_CLOSE
 from ravnest.errors import RavnestError, StageFormatError
 from ravnest.runtime.control.rendezvous import Links
@@ -73,13 +75,13 @@ class Checkpoints:
         spec: NodeSpec,
         execution: StageExecution,
         reported: Callable[[CheckpointReport], None],
-        settled: Callable[[], None],
+        settled: Callable[[float], None],
     ) -> None:
         """``seed``: the folder of the checkpoint that the stage was shipped with, if it was.
 
         ``reported`` is called in a thread of its own when a checkpoint is on this node's disk.
         ``settled`` is called at the Root when all nodes have stored a checkpoint, or one of them could
-        not.
+        not, with the longest time that it took a node from training.
         """
         self._settled = settled
         self._spec = spec
@@ -113,8 +115,10 @@ class Checkpoints:
         """Held while a checkpoint of the attempt is added to the folder."""
         self._failed = False
         """The last checkpoint could not be written; reported once."""
-        self.cost = 0.0
+        self._pause = 0.0
         """Seconds for which the last checkpoint stopped the stage."""
+        self._background = 0.0
+        """Processor time of the last one in the background."""
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._work, name=f"ravnest-checkpoints-{spec.name}", daemon=True
@@ -265,8 +269,8 @@ class Checkpoints:
             self._fail(checkpoint, error)
             self._settle(checkpoint, stored=False)
             return
-        self.cost = time.monotonic() - began
-        written = _Written(path, manifest, self.cost)
+        self._pause = time.monotonic() - began
+        written = _Written(path, manifest, self._pause)
         self._tasks.put(lambda: self._finish(written))
 
     def _fail(self, checkpoint: CheckpointId, error: Exception) -> None:
@@ -292,9 +296,9 @@ class Checkpoints:
                 return self._take_block(link, head, message)
             case ReplicaStored(checkpoint=checkpoint, problem=problem):
                 self._replica_settled(checkpoint, problem)
-            case CheckpointStored(checkpoint, stored) if link is self._links.next:
+            case CheckpointStored() as outcome if link is self._links.next:
                 with self._stored:
-                    report = self._known.settled_behind(checkpoint, stored)
+                    report = self._known.settled_behind(outcome)
                 self._report(report)
             case CheckpointComplete(checkpoint) if link is self._links.previous:
                 self._keep(checkpoint)
@@ -344,8 +348,10 @@ class Checkpoints:
 
     def _settle(self, checkpoint: CheckpointId, *, stored: bool) -> None:
         """Note whether this node has stored a checkpoint."""
+        # What runs in the background takes one of the cores on which the stage computes.
+        cost = self._pause + self._background / torch.get_num_threads()
         with self._stored:
-            report = self._known.settled_here(checkpoint, stored)
+            report = self._known.settled_here(CheckpointStored(checkpoint, stored, cost))
         self._report(report)
 
     def _report(self, report: CheckpointStored | None) -> None:
@@ -357,7 +363,9 @@ class Checkpoints:
             return
         if report.stored:
             self._keep(report.checkpoint)
-        self._settled()  # after the others were told, so that they know before the next checkpoint
+        self._settled(
+            report.seconds
+        )  # after the others were told, so that they know before the next checkpoint
 
     def _keep(self, checkpoint: CheckpointId) -> None:
         """Keep a checkpoint that all nodes have, and tell the nodes behind."""
@@ -397,7 +405,7 @@ class Checkpoints:
             self._settle(decision.checkpoint, stored=True)
 
     def _finish(self, written: _Written) -> None:
-        manifest = None
+        manifest, began = None, time.thread_time()
         try:
             if not self._abandoned:
                 manifest = self._add(written)
@@ -411,6 +419,7 @@ class Checkpoints:
             self._failed = False
             self._reported(CheckpointReport(manifest.id, manifest.size, written.seconds))
             self._replicate(self._own, manifest)
+        self._background = time.thread_time() - began
 
     def _add(self, written: _Written) -> CheckpointManifest | None:
         """Make a written file a checkpoint; return None if the node has left the attempt meanwhile."""

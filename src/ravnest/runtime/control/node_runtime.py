@@ -14,7 +14,7 @@ from ravnest.averaging.service import AveragingService
 from ravnest.deadlines import LINK_CLOSE, ROOTS_RETURN
 from ravnest.errors import RunError, RunInterruptedError, StageInputError
 from ravnest.runtime.batch_parts import BatchSplit
-from ravnest.runtime.control.checkpoints import CheckpointReport, Checkpoints
+from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
 from ravnest.runtime.control.metrics import MetricsObserver
 from ravnest.runtime.control.microbatch_tuner import MicrobatchTuner
@@ -131,7 +131,7 @@ class NodeRuntime:
                 Path(settings.folder) / spec.bundle / SEED,
                 spec,
                 self.execution,
-                self._checkpoint_taken,
+                self.telemetry.checkpoint,
                 self._checkpoint_settled,
             )
         self._policy = config.checkpoint_policy
@@ -264,12 +264,9 @@ class NodeRuntime:
         )
         self.telemetry.recovery(record)
 
-    def _checkpoint_taken(self, report: CheckpointReport) -> None:
+    def _checkpoint_settled(self, cost: float) -> None:
         if self._policy is not None:
-            self._policy.cost = report.seconds
-        self.telemetry.checkpoint(report)
-
-    def _checkpoint_settled(self) -> None:
+            self._policy.cost = cost
         with self.status.writing():
             self.status.checkpoints_settled += 1
 

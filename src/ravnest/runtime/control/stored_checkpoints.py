@@ -22,25 +22,26 @@ class StoredCheckpoints:
     """
 
     is_leaf: bool
-    _here: dict[CheckpointId, bool] = field(default_factory=dict)
-    _behind: dict[CheckpointId, bool] = field(default_factory=dict)
+    _here: dict[CheckpointId, CheckpointStored] = field(default_factory=dict)
+    _behind: dict[CheckpointId, CheckpointStored] = field(default_factory=dict)
 
-    def settled_here(self, checkpoint: CheckpointId, stored: bool) -> CheckpointStored | None:
+    def settled_here(self, outcome: CheckpointStored) -> CheckpointStored | None:
         """Note whether this node has stored a checkpoint; return the report, if it is due."""
-        self._here[checkpoint] = stored
-        return self._report(checkpoint)
+        if self.is_leaf:
+            return outcome
+        self._here[outcome.checkpoint] = outcome
+        return self._report(outcome.checkpoint)
 
-    def settled_behind(self, checkpoint: CheckpointId, stored: bool) -> CheckpointStored | None:
+    def settled_behind(self, outcome: CheckpointStored) -> CheckpointStored | None:
         """Note whether all nodes behind have stored a checkpoint; return the report, if it is due."""
-        self._behind[checkpoint] = stored
-        return self._report(checkpoint)
+        self._behind[outcome.checkpoint] = outcome
+        return self._report(outcome.checkpoint)
 
     def _report(self, checkpoint: CheckpointId) -> CheckpointStored | None:
-        if self.is_leaf:
-            self._behind[checkpoint] = True
         if checkpoint in self._here and checkpoint in self._behind:
-            stored = self._here.pop(checkpoint) & self._behind.pop(checkpoint)
-            return CheckpointStored(checkpoint, stored)
+            both = self._here.pop(checkpoint), self._behind.pop(checkpoint)
+            stored, seconds = all(each.stored for each in both), max(each.seconds for each in both)
+            return CheckpointStored(checkpoint, stored, seconds)
         for open_ones in (self._here, self._behind):
             if len(open_ones) > _REMEMBERED:
                 del open_ones[min(open_ones)]

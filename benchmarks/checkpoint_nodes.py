@@ -1,0 +1,100 @@
+"""Processes of pipelines with and without checkpoints: they train on request and count what is stored.
+
+    python checkpoint_nodes.py '<settings as JSON>'
+
+The Root reads the seconds to train for and answers with a ``Stored``, as in `contenders.py`. Each node
+writes what it has counted to ``stored_<team>_<node>.json`` when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import Racing, Rate, Seat, ravnest
+
+from ravnest.runtime.control.state_blocks import BYTES, BlockReader
+from ravnest.telemetry import CheckpointRecord
+from ravnest.wire.messages import Message
+
+FROZEN = "frozen"
+"""Team whose optimizer has only half of the parameters."""
+
+
+@dataclass(frozen=True)
+class Stored(Rate):
+    """Measurements of a Root."""
+
+    checkpoints: int = 0
+    """Checkpoints that the Root has finished while it trained."""
+    trained: int = 0
+    """Samples, from the beginning to the end of the run."""
+
+
+@dataclass
+class Counted:
+    """Checkpoints of a node."""
+
+    pauses: list[float] = field(default_factory=list)
+    """Seconds for which the stage stopped, for each checkpoint."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each checkpoint."""
+    sent: list[int] = field(default_factory=list)
+    """Bytes that were sent for each replica."""
+
+    def emit(self, record: Any) -> None:
+        """Count a checkpoint."""
+        if isinstance(record, CheckpointRecord):
+            self.pauses.append(record.seconds)
+            self.sizes.append(record.bytes)
+
+
+COUNTED = Counted()
+
+
+class _CountingRacing(Racing):
+    def _run(self, seconds: float) -> Rate:
+        state = self.node._ensure_started().progress.state
+        before, done = len(COUNTED.pauses), state.done
+        rate = super()._run(seconds)
+        trained = (state.done - done) * self._samples
+        return Stored(**asdict(rate), checkpoints=len(COUNTED.pauses) - before, trained=trained)
+
+
+def _count_blocks() -> None:
+    """Count the bytes of replicas; a training process sends no other blocks."""
+    messages = BlockReader.messages
+
+    def counted(self: BlockReader, *, restore: bool) -> Iterator[Message]:
+        COUNTED.sent.append(0)
+        for message in messages(self, restore=restore):
+            value = message.values.get(BYTES)
+            COUNTED.sent[-1] += value.nbytes if isinstance(value, torch.Tensor) else 0
+            yield message
+
+    BlockReader.messages = counted  # type: ignore[method-assign]
+
+
+def _half(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
+    """Return a parameter group with the first half of a stage's parameters."""
+    parameters = [parameter for _, parameter in named]
+    return [{"params": parameters[: len(parameters) // 2], "lr": 1e-4}]
+
+
+def main(seat: Seat) -> None:
+    """Run one node."""
+    torch.set_num_threads(1)
+    _count_blocks()
+    settings: dict[str, Any] = {"optimizer_params": _half} if seat.team == FROZEN else {}
+    ravnest(seat, _CountingRacing, record_sink=COUNTED, **settings)
+    path = Path(seat.folder) / f"stored_{seat.team}_{seat.name}.json"
+    path.write_text(json.dumps(asdict(COUNTED)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Seat(**json.loads(sys.argv[1])))
