@@ -40,6 +40,8 @@ class RunningProvider:
         """Start it as a new process would, with what an earlier one left in its folder."""
         view = self._api.post("/api/providers", self._offer, ProviderView)
         begun, kept = earlier_work(self.jobs_dir, view.id)
+        if kept:
+            self._api.post("/api/providers", self._offer.having_trained(kept), ProviderView)
         self.provider = Provider(
             self._api,
             self._offer,

@@ -25,5 +25,7 @@ def test_a_result_survives_a_kill_of_the_server_and_of_its_provider(world: World
     world.serve(port=world.port)
     options = ["--name=a", f"--folder={world.folder / 'a'}", "--cores=1"]
     again = world.command("provide", f"--server={world.url}", *options)
-    again.said("finished")
+    again.said("sends the result of an earlier run of this provider")
     assert handle.result(into=small_model(), timeout=120)
+    assert not any("starts training" in line for line in again.lines)
+    assert len(handle.losses().losses) == 12 * EPOCHS

@@ -424,6 +424,31 @@ def test_a_provider_that_is_back_at_another_address_gets_a_new_assignment(
     assert (new["node_spec"]["address"], new["continues"]) == ("127.0.0.1:9077", f"{job}-1")
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_provider_that_is_back_with_a_result_delivers_it_from_any_address(
+    case: Case, noticed: bool
+) -> None:
+    rita, job, alice, bob = training_pair(case)
+    if noticed:
+        silence(case, bob)
+        assert state_of(case, alice) == "lost"
+    alice.post("/api/providers", offer("alice", address="127.0.0.1:9077", trained=[f"{job}-0"]))
+    assert alice.heartbeat()["assignment"] == f"{job}-0"
+    finish(alice)
+    bob.report("finished")
+    assert view(rita, job)["state"] == "done"
+
+
+def test_a_result_of_a_place_that_another_provider_took_is_not_wanted_any_more(case: Case) -> None:
+    _, job, alice, bob = training_pair(case)
+    carol = provider(case, "carol", 2)
+    leave(bob)
+    assert carol.heartbeat()["assignment"] == f"{job}-1-g1"
+    bob.post("/api/providers", offer("bob", address="127.0.0.1:9077", trained=[f"{job}-1"]))
+    assert bob.heartbeat()["assignment"] is None
+    assert alice.heartbeat()["assignment"] == f"{job}-0"
+
+
 # Leaving
 
 

@@ -113,6 +113,11 @@ class JobDir:
     def _outcome(self) -> Path:
         return self.folder / "outcome.json"
 
+    @property
+    def has_outcome(self) -> bool:
+        """``True`` if the folder holds a result, for whichever server."""
+        return self.read_outcome() is not None
+
     def write_outcome(self, outcome: Outcome) -> None:
         """Write the marker of a folder whose result the server has not acknowledged yet."""
         write_json(self._outcome, outcome.model_dump(mode="json"), compact=True)
@@ -157,6 +162,14 @@ class JobsDir:
         """Yield the assignments that have a folder."""
         if self.folder.is_dir():
             yield from sorted(p.name for p in self.folder.iterdir() if _NAME.fullmatch(p.name))
+
+    def outcomes(self, provider: str) -> dict[str, Outcome]:
+        """Return the assignments that a provider has trained to the end, and whose server lacks them.
+
+        Results for other servers stay where they are.
+        """
+        found = ((name, self.job_dir(name).read_outcome()) for name in self.assignments())
+        return {name: each for name, each in found if each is not None and each.provider == provider}
 
     def adopt(self, earlier: str, assignment: str) -> None:
         """Use the folder of an earlier assignment for another one of the same node, if it exists."""

@@ -77,12 +77,13 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
         member = machine_membership(server, token, own_name, ApiRole.PROVIDER)
         with member.api() as api:
             routes = RouteFinder(api, found)
-            offer = routes.complete(measure(own_name, found.known, limits, ServerProbe(api)))
+            jobs_dir = JobsDir(target.absolute() / _JOBS)
+            begun, kept = earlier_work(jobs_dir, member.id)
+            measured = measure(own_name, found.known, limits, ServerProbe(api))
+            offer = routes.complete(measured).having_trained(kept)
             provider = api.post("/api/providers", offer, ProviderView, idempotent=True)
             for line in (*describe(offer, limits, hours, member.url), describe_routes(provider)):
                 show(line)
-            jobs_dir = JobsDir(target.absolute() / _JOBS)
-            begun, kept = earlier_work(jobs_dir, provider.id)
             room = int(offer.ram / PLANNED * GB)
             ends = None if hours is None else time.monotonic() + 3600 * hours
             Provider(
@@ -107,19 +108,10 @@ def _mapped(found: Addresses, server: str, say: Callable[[str], None]) -> Iterat
 
 
 def earlier_work(jobs_dir: JobsDir, provider: str) -> tuple[list[str], dict[str, Outcome]]:
-    """Return the assignments that an earlier process worked on: those to continue, and the results.
-
-    Results for other servers stay where they are.
-    """
-    begun: list[str] = []
-    kept: dict[str, Outcome] = {}
-    for assignment in jobs_dir.assignments():
-        outcome = jobs_dir.job_dir(assignment).read_outcome()
-        if outcome is None:
-            begun.append(assignment)
-        elif outcome.provider == provider:
-            kept[assignment] = outcome
-    return begun, kept
+    """Return the assignments that an earlier process worked on: those to continue, and the results."""
+    kept = jobs_dir.outcomes(provider)
+    others = (name for name in jobs_dir.assignments() if name not in kept)
+    return [name for name in others if not jobs_dir.job_dir(name).has_outcome], kept
 
 
 def describe(offer: ProviderOffer, limits: OwnerLimits, hours: float | None, url: str) -> list[str]:

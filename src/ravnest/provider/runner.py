@@ -227,7 +227,8 @@ class Provider:
     def _send(self, action: SendHeartbeat | SendOffer) -> AgentEvent:
         try:
             if isinstance(action, SendOffer):
-                self.offer = self.check_routes(self.offer)
+                trained = self.jobs_dir.outcomes(self.id)
+                self.offer = self.check_routes(self.offer).having_trained(trained)
                 self.id = self.api.post("/api/providers", self.offer, ProviderView).id
                 return OfferAccepted()
             beat = action.heartbeat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -26,6 +27,8 @@ MOST_ADDRESSES = 12
 """Addresses in an offer."""
 MOST_RELAYS = 64
 """Relays in an offer."""
+MOST_TRAINED = 100
+"""Assignments in an offer whose results the provider keeps."""
 
 
 class ProviderState(StrEnum):
@@ -59,11 +62,17 @@ class ProviderOffer(Schema):
     """Seconds to the server and back."""
     version: str
     torch: str
+    trained: Annotated[tuple[str, ...], Field(max_length=MOST_TRAINED)] = ()
+    """Assignments that it has trained to the end, and whose results this server does not have."""
 
     @property
     def all_addresses(self) -> tuple[str, ...]:
         """All addresses at which others may reach it, the first is ``address``."""
         return tuple(dict.fromkeys((self.address, *self.addresses)))
+
+    def having_trained(self, assignments: Iterable[str]) -> ProviderOffer:
+        """Return the offer of a provider that keeps the results of these assignments."""
+        return self.model_copy(update={"trained": tuple(assignments)[:MOST_TRAINED]})
 
 
 class ProviderView(Schema):

@@ -267,7 +267,7 @@ class ProviderService:
             self._return(uow, record)
             return
         own = uow.db.assignments.current(record.id)
-        if own is None or is_trained(own) or own.phase in FETCHING:
+        if own is None or is_trained(own) or own.phase in FETCHING or own.id in record.offer.trained:
             return
         if _is_at(uow.db, own, record):
             uow.db.assignments.set_resume(own)
@@ -279,7 +279,7 @@ class ProviderService:
     def _reopen(self, uow: UnitOfWork, record: ProviderRecord, lost: AssignmentRecord) -> None:
         """Give a provider that is back its place again, which nobody has taken."""
         uow.db.assignments.reopen(lost)
-        if lost.phase_before not in FETCHING:
+        if lost.phase_before not in FETCHING and lost.id not in record.offer.trained:
             uow.db.assignments.set_resume(lost)
         what = f"{record.offer.name} is back in the place of {place_name(lost)}"
         uow.db.events.add("recovery", lost.job, what)
@@ -341,6 +341,8 @@ def _vacated(db: Transaction, record: ProviderRecord) -> AssignmentRecord | None
     """Return the lost assignment of a provider whose place is still vacant."""
     for lost in db.assignments.lost(record.id):
         still = lost in vacant(db.assignments.of_job(lost.job))
+        if still and lost.id in record.offer.trained:
+            return lost
         if still and lost.cause == "passing" and _is_at(db, lost, record):
             return lost
     return None
