@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from local_cluster import Splits
-from provider_processes import DEADLINE, Provider, Start, ended_well
+from provider_processes import DEADLINE, ENVIRONMENT, SCRIPT, Provider, Start, ended_well
 
 from ravnest import model_fusion
 from ravnest.store.checkpoint import CheckpointFolder
 
+OUTPUT = "output.txt"
 SETTINGS: dict[str, Any] = {
     "case": "tied-gpt",
     "epochs": 30,
@@ -61,6 +67,17 @@ def await_checkpoint(folder: Path, name: str, after: int, provider: Provider) ->
     while not (ids := own.ids()) or ids[-1].update <= after:
         assert time.monotonic() < deadline, provider.output
         assert not provider.ended.wait(0.02), provider.output
+    return ids[-1].update
+
+
+def await_update(folder: Path, name: str, after: int, launcher: subprocess.Popen[bytes]) -> int:
+    """Wait until a node of a launcher has a checkpoint of more than ``after`` updates."""
+    own = CheckpointFolder(folder / "checkpoints" / name)
+    deadline = time.monotonic() + DEADLINE
+    while not (ids := own.ids()) or ids[-1].update <= after:
+        assert time.monotonic() < deadline, (folder / OUTPUT).read_text()
+        assert launcher.poll() is None, (folder / OUTPUT).read_text()
+        time.sleep(0.02)
     return ids[-1].update
 
 
@@ -114,6 +131,40 @@ def test_all_nodes_are_lost(
     for provider in providers.values():
         provider.wait()
     ended_well(start(tmp_path, names, **SETTINGS, resume=True))
+    assert_same(tmp_path, expected)
+
+
+def test_launch_starts_a_killed_node_again(
+    splits: Splits, tmp_path: Path, expected: tuple[str, Any]
+) -> None:
+    names = copy(splits, tmp_path)
+    with (tmp_path / OUTPUT).open("w") as output:
+        launcher = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "ravnest.cli.app",
+                "launch",
+                "--restart",
+                SCRIPT,
+                json.dumps(SETTINGS),
+            ],
+            cwd=tmp_path,
+            env=os.environ | ENVIRONMENT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        update = 0
+        for name in (names[1], names[0]):
+            update = await_update(tmp_path, name, update, launcher)
+            children = psutil.Process(launcher.pid).children()
+            next(each for each in children if name in each.cmdline()).kill()
+        assert launcher.wait(2 * DEADLINE) == 0, (tmp_path / OUTPUT).read_text()
+    finally:
+        launcher.terminate()
+        launcher.wait(DEADLINE)
+    assert (tmp_path / OUTPUT).read_text().count("started again (1)") == 2
     assert_same(tmp_path, expected)
 
 
