@@ -48,7 +48,7 @@ TRAINING_SILENCE = 90.0
 """The same, while it trains with others: links outlast an outage of its network, and so must it."""
 WITNESSED_LIMIT = 600.0
 """Longest silence of a provider while its neighbours report progress with it."""
-REJOIN_SILENCE = 3.0
+REJOIN_SILENCE = 2.5
 """The same, while its neighbours have lost their links to it and wait for it."""
 
 # Reachability and relays
@@ -100,7 +100,7 @@ LINK_HEARTBEAT = 1.0
 """Longest time for which a side of a link sends nothing."""
 LINK_HELLO = 5.0
 """Time for a Hello or its answer to arrive after the connection is established."""
-LINK_GONE = 3.0
+LINK_GONE = 1.5
 """Time after which a peer is gone if its machine answers that nothing listens at its address."""
 LINK_DIRECT_FIRST = 1.0
 """Time for a peer's own addresses to answer before a relay is used."""
