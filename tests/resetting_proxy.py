@@ -44,6 +44,7 @@ def resetting(routes: Sequence[tuple[int, int]], limits: Sequence[int]) -> Itera
         yield resets
     finally:
         for listener in listeners:
+            listener.shutdown(socket.SHUT_RDWR)  # otherwise it listens until accept() returns
             listener.close()
 
 

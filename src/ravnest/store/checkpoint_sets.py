@@ -105,7 +105,7 @@ def checkpoint_set(checkpoints: Iterable[StageCheckpoint]) -> CheckpointSet:
 
 
 def find_checkpoint_sets(folder: Path) -> dict[int, CheckpointSet]:
-    """Return the newest complete checkpoints below a folder, by cluster; all are of the same plan.
+    """Return the newest complete checkpoints below a folder, ordered by cluster; all are of one plan.
 
     The folder contains the ``node_<i>`` folders of the nodes, as ``Node(checkpoint_folder=...)`` does.
     Replicas count. A damaged checkpoint is reported, and an earlier one used. ``StageFormatError`` if
@@ -126,7 +126,8 @@ def find_checkpoint_sets(folder: Path) -> dict[int, CheckpointSet]:
         raise StageFormatError(_explain_nothing(folder, found))
     _check_one_run(folder, newest)
     plan, _, _ = max(newest, key=lambda line: newest[line].id)
-    return {line[2]: chosen for line, chosen in sorted(newest.items()) if line[0] == plan}
+    of_plan = {cluster: chosen for (its, _, cluster), chosen in newest.items() if its == plan}
+    return dict(sorted(of_plan.items()))
 
 
 def _stored_below(folder: Path) -> Iterator[StageCheckpoint]:
