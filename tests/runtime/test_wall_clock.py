@@ -69,7 +69,8 @@ def test_a_clock_that_jumps_changes_no_bit(cluster: Formed, monkeypatch: pytest.
     states = []
     for plan in (FaultPlan(0, ()), PLAN):
         faults = MemoryFaults(plan)
-        nodes = cluster("mlp", 3, schedule="sync", checkpoint_updates=2, record_sink=faults)
+        settings = {"schedule": "sync", "micro_batches": 2, "checkpoint_updates": 2}
+        nodes = cluster("mlp", 3, **settings, record_sink=faults)
         nodes.network = faults.network
         if plan.faults:
             monkeypatch.setattr(time, "time", jumping)

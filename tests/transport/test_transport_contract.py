@@ -253,6 +253,31 @@ def test_a_closed_transport_does_not_listen(transport: Opener) -> None:
     assert again.serve(address, lambda peer: hello(1), Inbox(), lambda link: None) == address
 
 
+def test_a_peer_that_dials_while_a_node_closes_reaches_the_next_one(transport: Opener) -> None:
+    """As when a node that has lost a neighbour makes a new transport, at the same address."""
+    old, inbox = transport(), Inbox()
+    address = free_address(transport)
+    restarted = threading.Event()
+
+    def restart() -> None:
+        old.close()
+        transport().serve(address, lambda peer: hello(1), inbox, lambda link: None)
+        restarted.set()
+
+    def admit(_: Hello) -> Hello:
+        if not restart_thread.is_alive():
+            restart_thread.start()
+        assert old._links.closed.wait(SECONDS)  # type: ignore[attr-defined]
+        return hello(1)
+
+    restart_thread = threading.Thread(target=restart, daemon=True)
+    old.serve(address, admit, Inbox(), lambda link: None)
+    link = transport().dial(address, hello(0), Inbox(), deadline=SECONDS)
+    assert restarted.wait(SECONDS)
+    link.send(numbered(4))
+    assert index_of(inbox.next()) == 4
+
+
 def test_a_lost_link_can_be_dialled_again(pair: Pair) -> None:
     pair.near.close()
     pair.far_inbox.loss()

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import grpc
 
 from ravnest.deadlines import LINK_HELLO
-from ravnest.errors import AddressInUseError, TransportError
+from ravnest.errors import AddressInUseError, LinkClosedError, TransportError
 from ravnest.transport.base import Admit
 from ravnest.transport.connection import Connection
 from ravnest.transport.grpc_settings import (
@@ -112,6 +112,8 @@ class GrpcListener:
                 opened.put((link, connection, reply.ours))
         except grpc.RpcError as error:
             detail = reason_of(error)
+        except LinkClosedError as error:  # the peer dials again
+            detail = str(error)
         finally:
             opened.put(None)
             if link is not None:

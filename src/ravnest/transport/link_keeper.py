@@ -21,7 +21,7 @@ from ravnest.deadlines import (
     LINK_HELLO,
     LINK_OUTAGE,
 )
-from ravnest.errors import RefusedError, TransportError
+from ravnest.errors import LinkClosedError, RefusedError, TransportError
 from ravnest.transport.base import LinkHandler
 from ravnest.transport.link import FrameLink
 from ravnest.transport.routes import Unanswered
@@ -81,7 +81,11 @@ class LinkKeeper:
         dialled: Sequence[Address],
         limits: Limits = DEFAULT_LIMITS,
     ) -> FrameLink:
-        """Return a new link; ``dialled`` are the peer's addresses if this side opens it."""
+        """Return a new link; ``dialled`` are the peer's addresses if this side opens it.
+
+        ``LinkClosedError`` if the peer opens it and this side closes its links: the peer would wait for
+        a node that never answers.
+        """
         link = FrameLink(
             local,
             structs.replace(peer, session=""),
@@ -94,6 +98,8 @@ class LinkKeeper:
         )
         named = [Address.parse(each) for each in peer.addresses]
         with self._lock:
+            if self._closed.is_set() and not dialled:
+                raise LinkClosedError("this node is closing its links")
             self._links[link.session] = link
             self._addresses[link.session] = list(dialled) or named
             if self._heartbeat is None and not self._closed.is_set():

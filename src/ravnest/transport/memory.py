@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from msgspec import structs
 
 from ravnest.deadlines import LINK_OUTAGE
-from ravnest.errors import AddressInUseError, RefusedError, UnreachableError
+from ravnest.errors import AddressInUseError, LinkClosedError, RefusedError, UnreachableError
 from ravnest.transport.base import Admit, Link, LinkHandler
 from ravnest.transport.connection import Connection
 from ravnest.transport.handshake import answer, hello_frame, new_session, read_answer
@@ -185,22 +186,25 @@ class MemoryTransport:
         """Connect to the listener at ``address``; wait for it until the deadline."""
         until = time.monotonic() + deadline
         nodes = None if expect is None else (hello.node, expect)
-        server = self._network.server_at(address, 0, nodes)
-        while server is None:
-            left = until - time.monotonic()
-            reason = f"nothing listens at {address}"
-            if left <= 0:
-                raise UnreachableError(f"no answer from {address} in {deadline:g} s: {reason}")
-            if waiting is not None:
-                waiting(reason)
-            server = self._network.server_at(address, min(left, _WAITING_SECONDS), nodes)
         session = new_session()
 
         def open_link(peer: Hello) -> FrameLink:
             return self._links.open(hello, peer, handler, session, (address,))
 
         greeting = structs.replace(hello, session=session)
-        return self._connect(server, address, greeting, open_link, expect)
+        pause = 0.0
+        while True:
+            server = self._network.server_at(address, pause, nodes)
+            if server is not None:
+                with suppress(LinkClosedError):  # it has stopped to listen meanwhile
+                    return self._connect(server, address, greeting, open_link, expect)
+            left = until - time.monotonic()
+            reason = f"nothing listens at {address}"
+            if left <= 0:
+                raise UnreachableError(f"no answer from {address} in {deadline:g} s: {reason}")
+            if waiting is not None:
+                waiting(reason)
+            pause = min(left, _WAITING_SECONDS)
 
     def close(self) -> None:
         """Close all links and stop listening."""
