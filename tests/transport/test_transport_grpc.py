@@ -1,5 +1,6 @@
 """gRPC transport only: TLS, killed processes, clients that do not follow the protocol."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -246,8 +247,9 @@ def test_invalid_data_loses_the_link_with_the_reason(
     ]:
         channel, stream, outgoing = raw_stream(address, hello_frame(hello(5)), garbage)
         assert reason in inbox.loss()
-        with pytest.raises(grpc.RpcError):
+        with contextlib.suppress(grpc.RpcError):  # it is cancelled, or has ended just before
             list(stream)
+        assert stream.code() != grpc.StatusCode.DEADLINE_EXCEEDED
         outgoing.put(None)
         channel.close()
     link = open_transport(made).dial(address, hello(0), Inbox(), deadline=SECONDS)
