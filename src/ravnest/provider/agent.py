@@ -323,11 +323,13 @@ class Agent:
             self._try_later(work, now)
 
     def _discard_unwanted(self) -> list[Action]:
-        """Remove the folders of earlier assignments that the server does not want, or has results of."""
+        """Remove the folders of earlier assignments that the server does not need any more."""
         current = {self._wanted, None if self._work is None else self._work.assignment}
-        unwanted = [assignment for assignment in self._kept if assignment != self._wanted]
-        for assignment in unwanted:
+        others = [assignment for assignment in self._kept if assignment != self._wanted]
+        for assignment in others:
             del self._kept[assignment]
+        self._folders |= {*others} & self._needed
+        unwanted = [assignment for assignment in others if assignment not in self._needed]
         over = sorted(self._folders - self._needed - current)
         self._folders -= {*over}
         return [Discard(assignment) for assignment in (*unwanted, *over)]
@@ -339,7 +341,7 @@ class Agent:
         match event:
             case WorkerEnded():
                 work.cause = event.cause
-            case Fetched():
+            case Fetched() | Uploaded():
                 work.cause = "machine"
         self._report_soon(now)
         return [Announce(f"{work.title}: failed: {event.failure}")]
@@ -414,7 +416,8 @@ class Agent:
             work.phase, work.busy = "training", True
             self._report_soon(now)
             return [Announce(f"{work.node_title}: starts training"), StartWorker(work.assignment)]
-        order = work.checkpoints.begin() if work.phase == "training" else None
+        has_checkpoints = work.phase in ("fetched", "training")  # of an earlier assignment, at first
+        order = work.checkpoints.begin() if has_checkpoints else None
         return [] if order is None else [UploadCheckpoints(work.assignment, order)]
 
     def _begin(self, assignment: str, now: float) -> list[Action]:

@@ -7,11 +7,12 @@ that a restarted server continues where the last one stopped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, ProviderOffer, ProviderState
 from ravnest.server.assignments import FETCHING, needed_by
+from ravnest.server.complete_checkpoints import complete_checkpoints
 from ravnest.server.db.records import AssignmentRecord, JobRecord
 from ravnest.server.deadline_table import DeadlineTable
 from ravnest.server.job_service import JobService
@@ -21,14 +22,23 @@ from ravnest.server.job_status import (
     holders,
     lineage,
     place_name,
+    to_repeat,
     vacant,
 )
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.reachability.routes import peers_of
 from ravnest.server.reachability.status import reachability
-from ravnest.server.scheduling.successor import peers, successor
-from ravnest.server.scheduling.takeover import NoSpare, SpareProvider, VacantPlace, exhausted, fill
+from ravnest.server.scheduling.successor import peers, place_of, successor
+from ravnest.server.scheduling.takeover import (
+    NoSpare,
+    SpareProvider,
+    VacantPlace,
+    exhausted,
+    fill,
+    returning,
+)
+from ravnest.server.scheduling.takeover_state import TakeoverState
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.tls import is_loopback
@@ -51,6 +61,21 @@ class _RunningJob:
     @property
     def specs(self) -> dict[int, NodeSpec]:
         return {node: body.node_spec for node, body in self.bodies.items()}
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A place that a spare takes."""
+
+    before: AssignmentRecord
+    """Assignment that had it."""
+    spare: SpareProvider
+    words: str
+    """Why it is vacant, or will be."""
+
+    @property
+    def node(self) -> int:
+        return self.before.node
 
 
 class TakeoverService:
@@ -90,12 +115,13 @@ class TakeoverService:
             found = self._running(uow, own.job)
             if found is None or lineage(found.assignments, own.node)[0].id != own.id:
                 return  # somebody else fetches already
-            if not can_continue(found.assignments, own) or vacant(found.assignments):
+            is_ending = bool(to_repeat(found.assignments, own))
+            if is_ending or not can_continue(found.assignments, own) or vacant(found.assignments):
                 return
             chosen = fill([self._place(uow, found, own)], self._spares(uow, found))
             if not isinstance(chosen, NoSpare):
                 words = f"{found.offers[provider].name} leaves ({reason})"
-                self._take_over(uow, found, own, chosen[own.node], words)
+                self._take_over(uow, found, [_Filled(own, chosen[own.node], words)])
 
     def run_due(self) -> float | None:
         """Give up places that were vacant for too long; return the next deadline (steady clock)."""
@@ -127,17 +153,34 @@ class TakeoverService:
             if words := exhausted(places[each.node]):
                 self._give_up(uow, each, words)
                 return
-        chosen = fill(places.values(), self._spares(uow, found))
-        if not isinstance(chosen, NoSpare):
-            for each in empty:
-                words = f"{_name(found, each.provider, uow)} had it: {each.reason}"
-                self._take_over(uow, found, each, chosen[each.node], words)
-            return
+        spares = self._spares(uow, found)
+        chosen = returning(places.values(), spares)
+        left = [each for each in empty if each.node not in chosen]
+        used = {each.id for each in chosen.values()}
+        others = fill(
+            [places[each.node] for each in left], [each for each in spares if each.id not in used]
+        )
+        if not isinstance(others, NoSpare):
+            chosen |= others
+        filled = [
+            _Filled(each, chosen[each.node], f"{_name(found, each.provider, uow)} had it: {each.reason}")
+            for each in empty
+            if each.node in chosen
+        ]
+        if filled:
+            self._take_over(uow, found, filled)
+        if isinstance(others, NoSpare):
+            self._wait(uow, found, left, others.reason)
+
+    def _wait(
+        self, uow: UnitOfWork, found: _RunningJob, empty: Sequence[AssignmentRecord], reason: str
+    ) -> None:
+        """Wait for further providers as long as the job allows; ``ReplanningService`` may end that."""
         limit = uow.db.jobs.spec(found.record.id).on_insufficient
         whole = {each.cluster for each in holders(found.assignments)} - {each.cluster for each in empty}
         if limit == "fail" and whole - failed_clusters(found.assignments):
-            self._give_up(uow, empty[0], f"{empty[0].reason}; {chosen.reason}")
-        elif isinstance(limit, float):  # otherwise ``ReplanningService`` decides about the job
+            self._give_up(uow, empty[0], f"{empty[0].reason}; {reason}")
+        elif isinstance(limit, float):
             for each in empty:
                 self._waits.add(each.id, self._units.clock.steady() + limit)
             uow.topics.add(("clock", ""))
@@ -148,47 +191,74 @@ class TakeoverService:
         uow.db.events.add("recovery", lost.job, f"{place_name(lost)} is given up: {reason}")
         self._jobs.schedule_stops(uow, lost.job)
 
-    def _take_over(
+    def _take_over(self, uow: UnitOfWork, found: _RunningJob, filled: Sequence[_Filled]) -> None:
+        """Give places of one cluster to spares."""
+        state = self._state(uow, found, filled)
+        if state.begins_again:
+            self._begin_again(uow, found, filled[0].before.cluster, state)
+            return
+        specs, offers = found.specs, dict(found.offers)
+        for each in filled:
+            provider = uow.db.providers.get(each.spare.id)
+            assert provider is not None
+            offers[provider.id] = provider.offer
+            place = place_of(found.bodies[each.node], provider.offer)
+            specs[each.node] = replace(specs[each.node], address=place.address, others=place.others)
+        for each in filled:
+            self._give_place(uow, replace(found, offers=offers), each, specs, state)
+
+    def _give_place(
         self,
         uow: UnitOfWork,
         found: _RunningJob,
-        before: AssignmentRecord,
-        spare: SpareProvider,
-        words: str,
+        filled: _Filled,
+        specs: Mapping[int, NodeSpec],
+        state: TakeoverState,
     ) -> None:
-        """Give the place of an assignment to a spare."""
+        """Give the place of an assignment to a spare; ``specs``: the nodes as they will be."""
+        before, spare = filled.before, filled.spare
         provider = uow.db.providers.get(spare.id)
         assert provider is not None
         chain = lineage(found.assignments, before.node)
         own = next((each.id for each in chain if each.provider == spare.id), None)
         cluster = [each for each in found.assignments if each.cluster == before.cluster]
         started = any((each.phase_before or each.phase) not in _BEFORE_TRAINING for each in cluster)
-        checkpoint = uow.db.telemetry.common_checkpoint(found.assignments, before.cluster)
-        offers = [*found.offers.values(), provider.offer]
         body = found.bodies[before.node]
-        peers_now = peers_of(found.specs.values()).get(before.node, ())
+        peers_now = peers_of(specs.values()).get(before.node, ())
+        offers = list(found.offers.values())
         relay = body.node_spec.relay and self._relays.access(before.job, before.node, peers_now, offers)
         new = successor(
             body,
             chain[0].generation + 1,
             provider.offer,
-            found.specs,
+            specs,
             relay,
             resume=started,
             continues=own,
+            seed=state.seed(body.node_spec.stage),
         )
-        refills = self._refills(before, checkpoint) + 1
-        uow.db.assignments.add(new, spare.id, refills=refills, checkpoint=checkpoint)
+        refills = self._refills(before, state.common) + 1
+        uow.db.assignments.add(new, spare.id, refills=refills, checkpoint=state.common)
         uow.db.artifact_grants.grant(new.id, needed_by(new))
         if before.has_ended:
             uow.db.artifact_grants.revoke(before.id)
         name = place_name(before)
         reason = f"takes the place of {name} in {found.record.name}"
         uow.db.providers.move(provider, ProviderState.RESERVED, reason, job=before.job)
-        where = f"update {checkpoint}" if checkpoint else "the start"
-        what = f"{spare.name} takes the place of {name}; training continues from {where}; {words}"
+        what = f"{spare.name} takes the place of {name}; {state}; {filled.words}"
         uow.db.events.add("recovery", before.job, what)
         uow.topics |= {("provider", spare.id), ("job", before.job), ("clock", "")}
+
+    def _begin_again(
+        self, uow: UnitOfWork, found: _RunningJob, cluster: int, state: TakeoverState
+    ) -> None:
+        """Have the nodes that wait give up their places, to take them again with the same state."""
+        for each in holders(found.assignments):
+            if each.cluster == cluster and not each.has_ended:
+                provider = uow.db.providers.get(each.provider)
+                assert provider is not None
+                uow.db.assignments.lose(each, "the state of a lost node is only at the server", None)
+                uow.release(provider, f"it begins again in {found.record.name}: {state}")
 
     # Values for the decision
 
@@ -201,6 +271,32 @@ class TakeoverService:
         live = {each.provider for each in assignments if not each.has_ended}
         offers = {each.id: each.offer for each in uow.db.providers.present() if each.id in live}
         return _RunningJob(record, assignments, bodies, offers)
+
+    def _state(self, uow: UnitOfWork, found: _RunningJob, filled: Sequence[_Filled]) -> TakeoverState:
+        """Return where the cluster of these places can continue."""
+        first = filled[0].before
+        members = [each for each in holders(found.assignments) if each.cluster == first.cluster]
+        spec = found.bodies[first.node].node_spec
+        returned = {each.before.node for each in filled if each.spare.id == each.before.provider}
+        training = {
+            each.node for each in members if not each.has_ended and each.phase not in _BEFORE_TRAINING
+        }
+        rejoined = {
+            each.node for each in members if not each.has_ended and found.bodies[each.node].continues
+        }
+        nodes = training | rejoined | returned
+        uploaded = uow.db.checkpoints.of_job(first.job)
+        own = [each for each in uploaded if (each.plan, each.cluster) == (spec.plan, first.cluster)]
+        saved = next(iter(complete_checkpoints(own)), None)
+        return TakeoverState(
+            stages=spec.stages,
+            keeping=frozenset(found.bodies[node].node_spec.stage for node in nodes),
+            training=bool(training),
+            common=uow.db.telemetry.common_checkpoint(found.assignments, first.cluster),
+            saved=saved,
+            age=0.0 if saved is None else max(uow.db.now - saved.time, 0.0),
+            shipped=found.bodies[first.node].seed,
+        )
 
     def _place(self, uow: UnitOfWork, found: _RunningJob, own: AssignmentRecord) -> VacantPlace:
         body = found.bodies[own.node]
