@@ -7,13 +7,12 @@ that a restarted server continues where the last one stopped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ravnest.schemas.jobs import JobState
-from ravnest.schemas.providers import Assignment, ProviderOffer, ProviderState
-from ravnest.server.assignments import FETCHING, needed_by
-from ravnest.server.complete_checkpoints import complete_checkpoints
-from ravnest.server.db.records import AssignmentRecord, JobRecord
+from ravnest.schemas.providers import ProviderState
+from ravnest.server.assignments import needed_by
+from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.deadline_table import DeadlineTable
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import (
@@ -29,53 +28,29 @@ from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.reachability.routes import peers_of
 from ravnest.server.reachability.status import reachability
-from ravnest.server.scheduling.successor import peers, place_of, successor
+from ravnest.server.scheduling.successor import place_of, successor
 from ravnest.server.scheduling.takeover import (
     NoSpare,
     SpareProvider,
-    VacantPlace,
     exhausted,
     fill,
     returning,
 )
 from ravnest.server.scheduling.takeover_state import TakeoverState
+from ravnest.server.takeover_situation import (
+    BEFORE_TRAINING,
+    FilledPlace,
+    RunningJob,
+    provider_name,
+    refills_since,
+    running_job,
+    takeover_state,
+    vacant_place,
+)
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.tls import is_loopback
 from ravnest.types import Address
-
-_BEFORE_TRAINING = (*FETCHING, "fetched")
-
-
-@dataclass(frozen=True)
-class _RunningJob:
-    """A running job, its assignments and the assignments that stand for its nodes."""
-
-    record: JobRecord
-    assignments: Sequence[AssignmentRecord]
-    bodies: Mapping[int, Assignment]
-    """Assignments that stand for the nodes, by node."""
-    offers: Mapping[str, ProviderOffer]
-    """Offers of the providers that work on it."""
-
-    @property
-    def specs(self) -> dict[int, NodeSpec]:
-        return {node: body.node_spec for node, body in self.bodies.items()}
-
-
-@dataclass(frozen=True)
-class _Filled:
-    """A place that a spare takes."""
-
-    before: AssignmentRecord
-    """Assignment that had it."""
-    spare: SpareProvider
-    words: str
-    """Why it is vacant, or will be."""
-
-    @property
-    def node(self) -> int:
-        return self.before.node
 
 
 class TakeoverService:
@@ -112,16 +87,16 @@ class TakeoverService:
             own = uow.db.assignments.current(provider)
             if own is None or own.phase != "training":
                 return
-            found = self._running(uow, own.job)
+            found = running_job(uow, own.job)
             if found is None or lineage(found.assignments, own.node)[0].id != own.id:
                 return  # somebody else fetches already
             is_ending = bool(to_repeat(found.assignments, own))
             if is_ending or not can_continue(found.assignments, own) or vacant(found.assignments):
                 return
-            chosen = fill([self._place(uow, found, own)], self._spares(uow, found))
+            chosen = fill([vacant_place(uow, found, own)], self._spares(uow, found))
             if not isinstance(chosen, NoSpare):
                 words = f"{found.offers[provider].name} leaves ({reason})"
-                self._take_over(uow, found, [_Filled(own, chosen[own.node], words)])
+                self._take_over(uow, found, [FilledPlace(own, chosen[own.node], words)])
 
     def run_due(self) -> float | None:
         """Give up places that were vacant for too long; return the next deadline (steady clock)."""
@@ -135,7 +110,7 @@ class TakeoverService:
         return self._waits.next
 
     def _fill_job(self, uow: UnitOfWork, job: str) -> None:
-        found = self._running(uow, job)
+        found = running_job(uow, job)
         if found is None:
             return
         empty = vacant(found.assignments)
@@ -145,10 +120,10 @@ class TakeoverService:
             uow.update_job_status(job)
 
     def _fill_cluster(
-        self, uow: UnitOfWork, found: _RunningJob, empty: Sequence[AssignmentRecord]
+        self, uow: UnitOfWork, found: RunningJob, empty: Sequence[AssignmentRecord]
     ) -> None:
         """Fill the vacant places of a cluster, or wait, or give the cluster up."""
-        places = {each.node: self._place(uow, found, each) for each in empty}
+        places = {each.node: vacant_place(uow, found, each) for each in empty}
         for each in empty:
             if words := exhausted(places[each.node]):
                 self._give_up(uow, each, words)
@@ -163,7 +138,11 @@ class TakeoverService:
         if not isinstance(others, NoSpare):
             chosen |= others
         filled = [
-            _Filled(each, chosen[each.node], f"{_name(found, each.provider, uow)} had it: {each.reason}")
+            FilledPlace(
+                each,
+                chosen[each.node],
+                f"{provider_name(found, each.provider, uow)} had it: {each.reason}",
+            )
             for each in empty
             if each.node in chosen
         ]
@@ -173,7 +152,7 @@ class TakeoverService:
             self._wait(uow, found, left, others.reason)
 
     def _wait(
-        self, uow: UnitOfWork, found: _RunningJob, empty: Sequence[AssignmentRecord], reason: str
+        self, uow: UnitOfWork, found: RunningJob, empty: Sequence[AssignmentRecord], reason: str
     ) -> None:
         """Wait for further providers as long as the job allows; ``ReplanningService`` may end that."""
         limit = uow.db.jobs.spec(found.record.id).on_insufficient
@@ -191,9 +170,9 @@ class TakeoverService:
         uow.db.events.add("recovery", lost.job, f"{place_name(lost)} is given up: {reason}")
         self._jobs.schedule_stops(uow, lost.job)
 
-    def _take_over(self, uow: UnitOfWork, found: _RunningJob, filled: Sequence[_Filled]) -> None:
+    def _take_over(self, uow: UnitOfWork, found: RunningJob, filled: Sequence[FilledPlace]) -> None:
         """Give places of one cluster to spares."""
-        state = self._state(uow, found, filled)
+        state = takeover_state(uow, found, filled)
         if state.begins_again:
             self._begin_again(uow, found, filled[0].before.cluster, state)
             return
@@ -210,8 +189,8 @@ class TakeoverService:
     def _give_place(
         self,
         uow: UnitOfWork,
-        found: _RunningJob,
-        filled: _Filled,
+        found: RunningJob,
+        filled: FilledPlace,
         specs: Mapping[int, NodeSpec],
         state: TakeoverState,
     ) -> None:
@@ -222,7 +201,7 @@ class TakeoverService:
         chain = lineage(found.assignments, before.node)
         own = next((each.id for each in chain if each.provider == spare.id), None)
         cluster = [each for each in found.assignments if each.cluster == before.cluster]
-        started = any((each.phase_before or each.phase) not in _BEFORE_TRAINING for each in cluster)
+        started = any((each.phase_before or each.phase) not in BEFORE_TRAINING for each in cluster)
         body = found.bodies[before.node]
         peers_now = peers_of(specs.values()).get(before.node, ())
         offers = list(found.offers.values())
@@ -237,7 +216,7 @@ class TakeoverService:
             continues=own,
             seed=state.seed(body.node_spec.stage),
         )
-        refills = self._refills(before, state.common) + 1
+        refills = refills_since(before, state.common) + 1
         uow.db.assignments.add(new, spare.id, refills=refills, checkpoint=state.common)
         uow.db.artifact_grants.grant(new.id, needed_by(new))
         if before.has_ended:
@@ -250,7 +229,7 @@ class TakeoverService:
         uow.topics |= {("provider", spare.id), ("job", before.job), ("clock", "")}
 
     def _begin_again(
-        self, uow: UnitOfWork, found: _RunningJob, cluster: int, state: TakeoverState
+        self, uow: UnitOfWork, found: RunningJob, cluster: int, state: TakeoverState
     ) -> None:
         """Have the nodes that wait give up their places, to take them again with the same state."""
         for each in holders(found.assignments):
@@ -260,72 +239,7 @@ class TakeoverService:
                 uow.db.assignments.lose(each, "the state of a lost node is only at the server", None)
                 uow.release(provider, f"it begins again in {found.record.name}: {state}")
 
-    # Values for the decision
-
-    def _running(self, uow: UnitOfWork, job: str) -> _RunningJob | None:
-        record = uow.db.jobs.get(job)
-        if record is None or record.state not in (JobState.SHIPPING, JobState.TRAINING):
-            return None
-        assignments = uow.db.assignments.of_job(job)
-        bodies = {each.node: uow.db.assignments.body(each.id) for each in holders(assignments)}
-        live = {each.provider for each in assignments if not each.has_ended}
-        offers = {each.id: each.offer for each in uow.db.providers.present() if each.id in live}
-        return _RunningJob(record, assignments, bodies, offers)
-
-    def _state(self, uow: UnitOfWork, found: _RunningJob, filled: Sequence[_Filled]) -> TakeoverState:
-        """Return where the cluster of these places can continue."""
-        first = filled[0].before
-        members = [each for each in holders(found.assignments) if each.cluster == first.cluster]
-        spec = found.bodies[first.node].node_spec
-        returned = {each.before.node for each in filled if each.spare.id == each.before.provider}
-        training = {
-            each.node for each in members if not each.has_ended and each.phase not in _BEFORE_TRAINING
-        }
-        rejoined = {
-            each.node for each in members if not each.has_ended and found.bodies[each.node].continues
-        }
-        nodes = training | rejoined | returned
-        uploaded = uow.db.checkpoints.of_job(first.job)
-        own = [each for each in uploaded if (each.plan, each.cluster) == (spec.plan, first.cluster)]
-        saved = next(iter(complete_checkpoints(own)), None)
-        return TakeoverState(
-            stages=spec.stages,
-            keeping=frozenset(found.bodies[node].node_spec.stage for node in nodes),
-            training=bool(training),
-            common=uow.db.telemetry.common_checkpoint(found.assignments, first.cluster),
-            saved=saved,
-            age=0.0 if saved is None else max(uow.db.now - saved.time, 0.0),
-            shipped=found.bodies[first.node].seed,
-        )
-
-    def _place(self, uow: UnitOfWork, found: _RunningJob, own: AssignmentRecord) -> VacantPlace:
-        body = found.bodies[own.node]
-        held = holders(found.assignments)
-        named = peers(body.node_spec)
-        near = {each.node for each in (body.node_spec.previous, body.node_spec.next) if each}
-        others = [each for each in held if each.node != own.node and not each.has_ended]
-        checkpoint = uow.db.telemetry.common_checkpoint(found.assignments, own.cluster)
-        addresses = (found.bodies[each.node].node_spec for each in others)
-        return VacantPlace(
-            node=own.node,
-            name=place_name(own),
-            needs=body.needs,
-            tls=body.tls,
-            holder=own.provider,
-            cause=own.cause,
-            reason=own.reason,
-            refills=self._refills(own, checkpoint),
-            neighbours=frozenset(each.provider for each in others if each.node in near),
-            has_peers=bool(named),
-            taken=frozenset(each.address for each in addresses),
-        )
-
-    @staticmethod
-    def _refills(own: AssignmentRecord, checkpoint: int) -> int:
-        """Return how often the place was filled since the newest checkpoint."""
-        return own.refills if own.checkpoint >= checkpoint else 0
-
-    def _spares(self, uow: UnitOfWork, found: _RunningJob) -> list[SpareProvider]:
+    def _spares(self, uow: UnitOfWork, found: RunningJob) -> list[SpareProvider]:
         idle = [each for each in uow.db.providers.present() if each.state is ProviderState.OFFERED]
         relays = self._relays.live()
         offers = dict(found.offers) | {each.id: each.offer for each in idle}
@@ -347,8 +261,3 @@ class TakeoverService:
             )
             for each in idle
         ]
-
-
-def _name(found: _RunningJob, provider: str, uow: UnitOfWork) -> str:
-    offer = found.offers.get(provider)
-    return uow.db.providers.names([provider])[provider] if offer is None else offer.name
