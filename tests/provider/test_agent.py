@@ -543,6 +543,13 @@ def test_the_folder_of_a_finished_node_stays_until_the_job_has_a_result(scene: S
     assert scene.order("b") == [Discard("a"), Fetch("b")]
 
 
+def test_a_provider_that_leaves_removes_the_folder_of_a_finished_node(scene: Scene) -> None:
+    scene.train(is_root=False)
+    scene.finish_training()
+    scene.answer_report(None, keep=("a",))
+    assert scene.give(InterruptReceived()) == [Discard("a"), Leave("its owner stopped it")]
+
+
 def test_a_finished_node_repeats_its_end_in_the_same_folder(scene: Scene) -> None:
     scene.train(is_root=False)
     scene.finish_training()

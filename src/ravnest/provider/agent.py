@@ -99,6 +99,8 @@ class Agent:
         self._once = once
         self._folders = set(begun)
         """Assignments with a folder that may be needed again, besides the current one."""
+        self._finished: set[str] = set()
+        """Those of them that are trained to the end; their nodes may have to repeat the end."""
         self._needed: frozenset[str] = frozenset()
         """Earlier assignments whose folders the server wants to be kept."""
         self._kept = dict(kept or {})
@@ -328,10 +330,12 @@ class Agent:
         others = [assignment for assignment in self._kept if assignment != self._wanted]
         for assignment in others:
             del self._kept[assignment]
-        self._folders |= {*others} & self._needed
+        self._finished |= {*others} & self._needed
+        self._folders |= self._finished
         unwanted = [assignment for assignment in others if assignment not in self._needed]
         over = sorted(self._folders - self._needed - current)
         self._folders -= {*over}
+        self._finished -= {*over}
         return [Discard(assignment) for assignment in (*unwanted, *over)]
 
     def _fail(
@@ -374,7 +378,8 @@ class Agent:
             work = None
         if self._leaving is not None:
             self._left = True
-            return [*actions, Leave(self._leaving)]
+            discards = [Discard(assignment) for assignment in sorted(self._finished)]
+            return [*actions, *discards, Leave(self._leaving)]
         if work is None and wanted is not None:
             actions += self._begin(wanted, now)
         elif work is not None:
@@ -397,6 +402,8 @@ class Agent:
             actions.append(Announce(f"{work.title}: {_KEPT}"))
         elif is_needed or work.assignment == self._wanted:
             self._folders.add(work.assignment)
+            if work.is_trained:
+                self._finished.add(work.assignment)
         else:
             actions.append(Discard(work.assignment))
         goes_on = is_needed and wanted is not None  # in the same place, after a failure
@@ -429,6 +436,7 @@ class Agent:
         self._work = AssignmentProgress(assignment)
         again = assignment in self._folders
         self._folders.discard(assignment)
+        self._finished.discard(assignment)
         words = _CONTINUES if again else "got an assignment from the server; fetching its files"
         return [Announce(words), Fetch(assignment)]
 
