@@ -1,5 +1,6 @@
 """Takeovers that concern a whole cluster: nodes that had finished, and clusters without any node."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from checkpoint_cases import provider, took, training_pair, upload, uploaded
 from server_cases import Caller, Case, FakePlanner, opened
 
 from ravnest.deadlines import TRAINING_SILENCE
+from ravnest.telemetry import PhaseRecord
 
 
 @pytest.fixture
@@ -23,9 +25,9 @@ def training_trio(case: Case) -> tuple[Caller, str, Caller, Caller, Caller]:
     nodes = [provider(case, name, number) for number, name in enumerate(("alice", "bob", "carol"))]
     job = case.submit(rita)
     case.match()
-    for phase in ("fetched", "training"):
+    for name in ("fetched", "training"):
         for each in nodes:
-            each.report(phase)
+            each.report(name)
     return rita, job, nodes[0], nodes[1], nodes[2]
 
 
@@ -37,6 +39,10 @@ def view(rita: Caller, job: str) -> dict[str, Any]:
 def recoveries(rita: Caller, job: str) -> list[str]:
     events = rita.get(f"/api/jobs/{job}/events")
     return [each["reason"] for each in events if each["kind"] == "recovery"]
+
+
+def phase(name: Any) -> dict[str, Any]:
+    return asdict(PhaseRecord(name, epoch=0))
 
 
 def state_of(case: Case, caller: Caller) -> str:
@@ -222,6 +228,41 @@ def test_one_lost_node_of_three_is_replaced_from_its_replica(trio: Case) -> None
     dave = provider(trio, "dave", 3)
     assert dave.get(f"/api/assignments/{dave.heartbeat()['assignment']}")["seed"] is None
     assert alice.heartbeat()["assignment"] == f"{job}-0"
+    assert "training continues from update 70" in recoveries(rita, job)[-1]
+
+
+def test_a_spare_that_has_no_state_yet_begins_again_if_its_neighbour_is_lost_too(case: Case) -> None:
+    rita, job, alice, bob = training_pair(case)
+    named = [upload(alice, 0, 50), upload(bob, 1, 50)]
+    for each in (alice, bob):
+        each.report("training", records=[took(70)])
+    carol, dave = provider(case, "carol", 2), provider(case, "dave", 3)
+    leave(alice)
+    carol.report("fetched")
+    carol.report("training", records=[phase("connect")])
+    assert carol.get(f"/api/assignments/{job}-0-g1")["seed"] is None, "bob has a replica"
+    leave(bob)
+    assert carol.heartbeat()["assignment"] == f"{job}-0-g2"
+    assert dave.heartbeat()["assignment"] == f"{job}-1-g1"
+    for stage, each in enumerate((carol, dave)):
+        new = each.get(f"/api/assignments/{each.heartbeat()['assignment']}")
+        assert new["seed"]["tensors"] == named[stage]["tensors"]
+    assert "update 50, the newest checkpoint at the server" in recoveries(rita, job)[-1]
+
+
+def test_a_spare_that_has_trained_has_the_state(case: Case) -> None:
+    rita, job, alice, bob = training_pair(case)
+    upload(alice, 0, 50)
+    upload(bob, 1, 50)
+    for each in (alice, bob):
+        each.report("training", records=[took(70)])
+    carol, dave = provider(case, "carol", 2), provider(case, "dave", 3)
+    leave(alice)
+    carol.report("fetched")
+    carol.report("training", records=[phase("connect"), phase("train")])
+    leave(bob)
+    assert carol.heartbeat()["assignment"] == f"{job}-0-g1"
+    assert dave.get(f"/api/assignments/{job}-1-g1")["seed"] is None
     assert "training continues from update 70" in recoveries(rita, job)[-1]
 
 

@@ -21,8 +21,8 @@ def saved(update: int, stages: int = 3) -> CompleteCheckpoint:
     return CompleteCheckpoint(tuple(replace(first, stage=stage) for stage in range(stages)))
 
 
-def state(*keeping: int, training: bool = True, **fields: object) -> TakeoverState:
-    return TakeoverState(3, frozenset(keeping), training, **fields)  # type: ignore[arg-type]
+def state(*keeping: int, **fields: object) -> TakeoverState:
+    return TakeoverState(3, frozenset(keeping), **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -45,18 +45,20 @@ def test_the_state_is_complete_if_every_stage_or_its_replica_is_there(
     assert [replica_stage(stage) for stage in range(3)] == [1, 0, 1]
 
 
-def test_nodes_that_wait_begin_again_if_only_the_server_has_the_state() -> None:
-    assert state(0, saved=saved(50)).begins_again
-    assert not state(0, 1, saved=saved(50)).begins_again, "replicas are newer"
-    assert not state(0).begins_again, "the server has nothing either"
-    assert not state(saved=saved(50), training=False).begins_again, "nobody waits"
+def test_nodes_that_are_there_begin_again_if_only_the_server_has_the_state() -> None:
+    assert state(0, saved=saved(50), is_unseeded=True).begins_again
+    assert not state(0, 1, saved=saved(50), is_unseeded=True).begins_again, "replicas are newer"
+    assert not state(0, is_unseeded=True).begins_again, "the server has nothing either"
+    assert not state(0, saved=saved(50)).begins_again, "all who are there have it"
 
 
-def test_a_seed_is_given_if_nobody_of_the_cluster_is_there() -> None:
-    seed = state(training=False, saved=saved(50)).seed(1)
+def test_a_seed_is_given_unless_the_nodes_have_a_newer_state() -> None:
+    seed = state(saved=saved(50)).seed(1)
     assert seed == SeedCheckpoint(update=50, phase=0, tensors=FILE, manifest=FILE)
-    assert state(1, saved=saved(50)).seed(0) is None
-    assert state(training=False).seed(0) is None
+    assert state(1, saved=saved(50), is_held=True).seed(0) is None
+    assert state(0, saved=saved(50), is_held=True).seed(1) == seed, "the Leaf's state is lost"
+    assert state(1, saved=saved(50)).seed(0) == seed, "a disk that returns may be empty"
+    assert state().seed(0) is None
 
 
 def test_the_words_name_the_source_and_its_age() -> None:

@@ -10,15 +10,20 @@ from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.assignments import FETCHING
 from ravnest.server.complete_checkpoints import complete_checkpoints
 from ravnest.server.db.records import AssignmentRecord, JobRecord
-from ravnest.server.job_status import holders, place_name
+from ravnest.server.job_status import holders, lineage, place_name
 from ravnest.server.scheduling.successor import peers
 from ravnest.server.scheduling.takeover import SpareProvider, VacantPlace
 from ravnest.server.scheduling.takeover_state import TakeoverState
 from ravnest.server.unit_of_work import UnitOfWork
 from ravnest.store.node_spec import NodeSpec
+from ravnest.telemetry import PhaseRecord
 
 BEFORE_TRAINING = (*FETCHING, "fetched")
 """Phases of an assignment whose worker has not started."""
+_CONNECTING = ("connect", "rejoin")
+"""Phases of a worker before it has the state of its stage."""
+_PHASES_READ = 8
+"""Newest phases of a worker that say if it has trained."""
 
 
 @dataclass(frozen=True)
@@ -71,26 +76,38 @@ def takeover_state(uow: UnitOfWork, found: RunningJob, filled: Sequence[FilledPl
     first = filled[0].before
     members = [each for each in holders(found.assignments) if each.cluster == first.cluster]
     spec = found.bodies[first.node].node_spec
-    returned = {each.before.node for each in filled if each.spare.id == each.before.provider}
-    training = {
-        each.node for each in members if not each.has_ended and each.phase not in BEFORE_TRAINING
-    }
-    rejoined = {
-        each.node for each in members if not each.has_ended and found.bodies[each.node].continues
-    }
-    nodes = training | rejoined | returned
+    returning = [each.before for each in filled if each.spare.id == each.before.provider]
+    returned = {each.node for each in returning if _keeps_state(uow, found, each)}
+    there = [each for each in members if not each.has_ended]
+    held = {each.node for each in there if _keeps_state(uow, found, each)}
     uploaded = uow.db.checkpoints.of_job(first.job)
     own = [each for each in uploaded if (each.plan, each.cluster) == (spec.plan, first.cluster)]
     saved = next(iter(complete_checkpoints(own)), None)
+    seeds = [found.bodies[each.node].seed for each in there]
     return TakeoverState(
         stages=spec.stages,
-        keeping=frozenset(found.bodies[node].node_spec.stage for node in nodes),
-        training=bool(training),
+        keeping=frozenset(found.bodies[node].node_spec.stage for node in held | returned),
+        is_held=bool(held),
+        is_unseeded=any(saved and (seed is None or seed.id != saved.id) for seed in seeds),
         common=uow.db.telemetry.common_checkpoint(found.assignments, first.cluster),
         saved=saved,
         age=0.0 if saved is None else max(uow.db.now - saved.time, 0.0),
         shipped=found.bodies[first.node].seed,
     )
+
+
+def _keeps_state(uow: UnitOfWork, found: RunningJob, own: AssignmentRecord) -> bool:
+    """Return whether the provider of an assignment has the state of its stage on its disk."""
+    chain = [each for each in lineage(found.assignments, own.node) if each.provider == own.provider]
+    return any(_has_begun(uow, each) for each in chain)
+
+
+def _has_begun(uow: UnitOfWork, own: AssignmentRecord) -> bool:
+    """Return whether a node has trained; one that takes a place gets its state from others first."""
+    if (own.phase_before or own.phase) in BEFORE_TRAINING:
+        return False
+    phases = uow.db.telemetry.newest(own.id, PhaseRecord, _PHASES_READ)
+    return own.generation == 0 or any(each.phase not in _CONNECTING for each in phases)
 
 
 def vacant_place(uow: UnitOfWork, found: RunningJob, own: AssignmentRecord) -> VacantPlace:

@@ -17,8 +17,10 @@ class TakeoverState:
     stages: int
     keeping: frozenset[int]
     """Stages of the nodes that keep their disks: those that are there, and those that return."""
-    training: bool
-    """Nodes of the cluster are there, and wait for the vacant places."""
+    is_held: bool = False
+    """A node that is there keeps its disk."""
+    is_unseeded: bool = False
+    """A node that is there was not shipped with ``saved``."""
     common: int = 0
     """Updates of the newest checkpoint that all nodes have reported; 0: there is none."""
     saved: CompleteCheckpoint | None = None
@@ -35,18 +37,18 @@ class TakeoverState:
 
     @property
     def begins_again(self) -> bool:
-        """Return whether the nodes that wait must load the checkpoint at the server, too.
+        """Return whether the nodes that are there must load the checkpoint at the server, too.
 
-        They have newer ones, but nobody has those of the lost stages.
+        They may have newer ones, but nobody has those of the lost stages.
         """
-        return self.training and not self.is_complete and self.saved is not None
+        return self.is_unseeded and not self.is_complete and self.saved is not None
 
     def seed(self, stage: int) -> SeedCheckpoint | None:
-        """Return the checkpoint at the server for a stage; None if it is not needed, or not there.
+        """Return the checkpoint at the server for a stage; None if it is not there, or not needed.
 
-        While a node of the cluster is there, it has newer ones of its own.
+        Nodes that have the state of all stages have a newer one.
         """
-        if self.training or self.saved is None:
+        if self.saved is None or (self.is_held and self.is_complete):
             return None
         part, name = self.saved.stages[stage], self.saved.id
         return SeedCheckpoint(
