@@ -215,7 +215,7 @@ def test_a_failure_is_reported_until_the_server_wants_another_assignment(
         scene.answer_report("a")
         failed = Uploaded("a", failure="no room")
     assert scene.give(failed) == []
-    cause = "machine" if phase == "fetch" else "job"
+    cause = "job" if phase == "train" else "machine"
     expected = AssignmentReport(assignment="a", phase="failed", reason="no room", cause=cause)
     assert scene.report == expected
     scene.answer_report("a")
@@ -534,6 +534,47 @@ def test_the_folder_of_a_failed_assignment_stays_while_its_place_is_vacant(scene
     scene.give(WorkerEnded("a", "out of memory", "machine"))
     assert scene.answer_report(None, keep=("a",)) == []
     assert scene.order(None) == [Discard("a")]
+
+
+def test_the_folder_of_a_finished_node_stays_until_the_job_has_a_result(scene: Scene) -> None:
+    scene.train(is_root=False)
+    scene.finish_training()
+    assert scene.answer_report(None, keep=("a",)) == []
+    assert scene.order("b") == [Discard("a"), Fetch("b")]
+
+
+def test_a_provider_that_leaves_removes_the_folder_of_a_finished_node(scene: Scene) -> None:
+    scene.train(is_root=False)
+    scene.finish_training()
+    scene.answer_report(None, keep=("a",))
+    assert scene.give(InterruptReceived()) == [Discard("a"), Leave("its owner stopped it")]
+
+
+def test_a_finished_node_repeats_its_end_in_the_same_folder(scene: Scene) -> None:
+    scene.train(is_root=False)
+    scene.finish_training()
+    scene.answer_report(None, keep=("a",))
+    assert scene.answer(scene.poll, None, keep=("a",)) == [], "a report was answered later"
+    assert scene.answer(scene.poll, "a-g1", keep=("a",)) == [Fetch("a-g1")]
+
+
+def test_a_restarted_provider_keeps_the_folder_of_a_finished_node() -> None:
+    scene = Scene(kept={"a": Outcome(is_root=False, title=TITLE)})
+    scene.give(OfferAccepted())
+    assert scene.answer(scene.poll, None, keep=("a",)) == []
+    scene.later()
+    assert scene.answer(scene.poll, "a-g1", keep=("a",)) == [Fetch("a-g1")], "it does not send a result"
+    scene.answer_report("a-g1")
+    scene.give(Fetched("a-g1", is_root=False, node_title=TITLE))
+    assert scene.report.phase == "fetched"
+
+
+def test_checkpoints_of_an_earlier_assignment_are_uploaded_before_training(scene: Scene) -> None:
+    scene.begin("a-g1")
+    scene.answer_report("a-g1")
+    scene.give(Fetched("a-g1", is_root=False, node_title=TITLE))
+    order = CheckpointOrder(at_least=5, rescue=True, stages=(0,))
+    assert scene.answer_report("a-g1", upload=order) == [UploadCheckpoints("a-g1", order)]
 
 
 def test_a_provider_for_one_job_stays_in_its_place_after_a_failure() -> None:

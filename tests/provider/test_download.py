@@ -20,6 +20,7 @@ from ravnest.errors import RavnestError, ServerError, ServerRefusedError, StageF
 from ravnest.http.api import ApiClient
 from ravnest.provider.download import AssignmentDownload, write_certificate
 from ravnest.provider.job_dir import CERTIFICATES, JobDir, JobsDir
+from ravnest.provider.outcome import Outcome
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.providers import Assignment, ProviderView, SignedCertificate
 from ravnest.store.bundle import load_stage
@@ -97,6 +98,18 @@ def test_a_job_folder_has_everything_that_the_worker_needs(member: Member, job_d
     rows = (*assignment.train.inputs, *assignment.train.labels)
     assert rows
     assert all(job_dir.data_file(each.artifact).is_file() for each in rows)
+
+
+def test_the_folder_of_a_node_that_had_finished_is_used_without_its_result(
+    member: Member, job_dir: JobDir
+) -> None:
+    earlier = JobsDir(job_dir.folder.parent).job_dir("earlier")
+    (earlier.checkpoints / "node_0").mkdir(parents=True)
+    earlier.write_outcome(Outcome(is_root=True, title="node_0"))
+    member.change(continues="earlier")
+    member.fetch(job_dir)
+    assert (job_dir.checkpoints / "node_0").is_dir()
+    assert job_dir.read_outcome() is None, "after a restart the provider would send an old result"
 
 
 def test_a_second_fetch_uses_the_files_of_the_first(member: Member, job_dir: JobDir) -> None:

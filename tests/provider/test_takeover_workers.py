@@ -109,3 +109,25 @@ def test_a_provider_that_leaves_hands_over_to_a_spare(server: LoopbackServer, tm
             found = recoveries(handle)
             assert any("leaves (its owner stopped it)" in each for each in found), found
             assert any("stage 1 from the replica at stage 0" in each for each in found), found
+
+
+def test_the_end_is_repeated_if_the_result_of_a_cluster_is_lost(
+    server: LoopbackServer, tmp_path: Path
+) -> None:
+    with (
+        providers(server, tmp_path, "a", "b") as both,
+        server.submit(min_providers=2, epochs=EPOCHS) as handle,
+    ):
+        wait_for_updates(handle)
+        for each in both:
+            each.wire.refuse["PUT /api/artifacts/"] = 403
+        on_root = handle.view().assignments[0].provider_name
+        root = next(each for each in both if each.name == on_root)
+        root.wait_for("failed: refused with 403")
+        for each in both:
+            each.wire.refuse.clear()
+        check_result(handle)
+        found = recoveries(handle)
+        end = EPOCHS * UPDATES_PER_EPOCH
+        assert any(f"training continues from update {end};" in each for each in found), found
+        assert any("it had finished, and repeats the end" in each for each in found), found

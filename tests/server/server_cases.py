@@ -110,9 +110,11 @@ def _cluster(number: int) -> ClusterPlan:
 
 @dataclass
 class FakePlanner:
-    """Planner that makes clusters of two nodes in the given order; it needs ``needs`` providers."""
+    """Planner that makes clusters in the given order; it needs ``needs`` providers."""
 
     needs: int = 1
+    size: int = 2
+    """Nodes of a cluster; the last one has fewer if there are not enough."""
     tls: bool = False
     ram: int = 0
     """Bytes that each stage needs."""
@@ -135,7 +137,7 @@ class FakePlanner:
             raise self.error
         if len(names) < self.needs:
             return Infeasible(f"needs {self.needs} providers, {len(names)} are connected")
-        clusters = tuple(_cluster(number) for number in range((len(names) + 1) // 2))
+        clusters = tuple(_cluster(number) for number in range(-(-len(names) // self.size)))
         plan = Plan(
             clusters=clusters,
             rings=(),
@@ -157,8 +159,9 @@ class FakePlanner:
         return tuple(each.model_copy(update={"resume": planned.start is not None}) for each in found)
 
     def _assignment(self, job: str, planned: PlannedJob, node: int, count: int) -> Assignment:
-        alone = count == 1 or (count % 2 and node == count - 1)
-        role = Role.LEAF if node % 2 else Role.ROOT
+        cluster, stage = divmod(node, self.size)
+        stages = min(self.size, count - cluster * self.size)
+        role = Role.at(stage, stages)
         address = f"127.0.0.1:{9000 + node}"
         rows = RowRange(artifact=artifact("inputs"), start=0, stop=8)
         return Assignment(
@@ -167,16 +170,16 @@ class FakePlanner:
             node=node,
             node_spec=node_file(
                 node,
-                stage=node % 2,
-                cluster=node // 2,
+                stage=stage,
+                cluster=cluster,
                 role=role,
                 address=address,
-                stages=1 if alone else 2,
+                stages=stages,
                 plan="plan" + "'" * planned.attempt,
             ),
             stage=artifact("units"),
             weights=artifact("weights"),
-            train=DataShare(samples=8, total=8, inputs=(rows,) if alone or role is Role.ROOT else ()),
+            train=DataShare(samples=8, total=8, inputs=() if stage else (rows,)),
             training=planned.spec.training,
             attempt=planned.attempt,
             tls=self.tls,

@@ -17,6 +17,8 @@ from ravnest.server.job_status import (
     leading_root,
     lineage,
     may_train,
+    repeats_end,
+    to_repeat,
     vacant,
 )
 
@@ -155,10 +157,59 @@ def test_the_reason_says_what_a_vacant_place_waits_for() -> None:
     assert job_status(both, {}).reason.endswith("; the other clusters go on")
 
 
-def test_a_cluster_goes_on_unless_another_node_has_finished_or_failed() -> None:
-    for others, expected in [("training", True), ("lost", True), ("finished", False), ("failed", False)]:
+def test_a_cluster_goes_on_unless_another_node_has_failed() -> None:
+    for others, expected in [("training", True), ("lost", True), ("finished", True), ("failed", False)]:
         found = assignments(others, "training", "finished", "finished")
         assert can_continue(found, found[1]) is expected
+
+
+def pipeline(*phases: str, **fields: Any) -> list[AssignmentRecord]:
+    """Return the assignments of one cluster, from the Root to the Leaf."""
+    roles = ["Root", *["Stem"] * (len(phases) - 2), "Leaf"]
+    return [
+        assignment(node, phase, cluster=0, role=role, has_result=False, **fields)
+        for node, (phase, role) in enumerate(zip(phases, roles, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phases", "lost", "repeated"),
+    [
+        (("training", "finished", "finished"), 0, ["j-1", "j-2"]),
+        (("training", "training", "finished"), 1, ["j-2"]),
+        (("training", "lost", "finished"), 0, ["j-2"]),
+        (("uploading", "training", "finished"), 1, []),  # the Root has everything
+        (("uploading", "finished", "finished"), 0, ["j-1", "j-2"]),
+    ],
+)
+def test_finished_nodes_repeat_the_end_if_another_one_is_lost(
+    phases: tuple[str, ...], lost: int, repeated: list[str]
+) -> None:
+    found = pipeline(*phases)
+    assert ids(to_repeat(found, found[lost])) == repeated
+    other = assignment(3, "finished", cluster=1)
+    assert ids(to_repeat([*found, other], found[lost])) == repeated, "another cluster is not concerned"
+
+
+def test_a_node_that_finishes_after_a_loss_repeats_the_end_too() -> None:
+    for phases, expected in [
+        (("lost", "training", "training"), True),
+        (("training", "training", "training"), False),
+        (("uploading", "lost", "training"), False),
+    ]:
+        found = pipeline(*phases)
+        assert repeats_end(found, found[2]) is expected
+    fetching = [*pipeline("lost", "training", "training"), later(0, 1, "fetched", cluster=0)]
+    assert repeats_end(fetching, fetching[2])
+    recovered = [*pipeline("lost", "training", "training"), later(0, 1, "training", cluster=0)]
+    assert not repeats_end(recovered, recovered[2])
+    assert not repeats_end(recovered, recovered[3]), "the Root has everything when it finishes"
+
+
+def test_a_cluster_of_finished_and_lost_nodes_is_not_over() -> None:
+    found = pipeline("lost", "lost", "lost")
+    assert job_status(found, {}).state is JobState.SHIPPING
+    assert ids(vacant(found)) == ["j-0", "j-1", "j-2"]
 
 
 def test_a_provider_that_takes_a_place_waits_for_nobody() -> None:

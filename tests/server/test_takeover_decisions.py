@@ -17,6 +17,7 @@ from ravnest.server.scheduling.takeover import (
     fill,
     misfit,
     predicted_rate,
+    returning,
 )
 from ravnest.store.node_spec import NeighbourSpec, RelaySpec, RingSpec
 
@@ -113,6 +114,14 @@ def test_the_places_of_a_cluster_are_filled_together_or_not_at_all() -> None:
     assert isinstance(fill([small, large], [much]), NoSpare)
     assert isinstance(fill([small, large], [little, spare("other")]), NoSpare)
     assert isinstance(fill([small], []), NoSpare)
+
+
+def test_idle_providers_return_to_their_places_whoever_takes_the_others() -> None:
+    first, second = place(1, holder="a", cause=""), place(2, holder="b")
+    assert returning([first, second], [spare("a")]) == {1: spare("a")}
+    assert returning([first, second], [spare("a"), spare("b"), spare("c")]).keys() == {1, 2}
+    assert returning([place(1, holder="a", cause="machine")], [spare("a")]) == {}
+    assert returning([place(1, holder="a", ram=3 * GB)], [spare("a")]) == {}, "its offer has changed"
 
 
 def test_two_providers_of_one_address_take_one_place() -> None:

@@ -99,6 +99,8 @@ class Agent:
         self._once = once
         self._folders = set(begun)
         """Assignments with a folder that may be needed again, besides the current one."""
+        self._finished: set[str] = set()
+        """Those of them that are trained to the end; their nodes may have to repeat the end."""
         self._needed: frozenset[str] = frozenset()
         """Earlier assignments whose folders the server wants to be kept."""
         self._kept = dict(kept or {})
@@ -323,13 +325,17 @@ class Agent:
             self._try_later(work, now)
 
     def _discard_unwanted(self) -> list[Action]:
-        """Remove the folders of earlier assignments that the server does not want, or has results of."""
+        """Remove the folders of earlier assignments that the server does not need any more."""
         current = {self._wanted, None if self._work is None else self._work.assignment}
-        unwanted = [assignment for assignment in self._kept if assignment != self._wanted]
-        for assignment in unwanted:
+        others = [assignment for assignment in self._kept if assignment != self._wanted]
+        for assignment in others:
             del self._kept[assignment]
+        self._finished |= {*others} & self._needed
+        self._folders |= self._finished
+        unwanted = [assignment for assignment in others if assignment not in self._needed]
         over = sorted(self._folders - self._needed - current)
         self._folders -= {*over}
+        self._finished -= {*over}
         return [Discard(assignment) for assignment in (*unwanted, *over)]
 
     def _fail(
@@ -339,7 +345,7 @@ class Agent:
         match event:
             case WorkerEnded():
                 work.cause = event.cause
-            case Fetched():
+            case Fetched() | Uploaded():
                 work.cause = "machine"
         self._report_soon(now)
         return [Announce(f"{work.title}: failed: {event.failure}")]
@@ -372,7 +378,8 @@ class Agent:
             work = None
         if self._leaving is not None:
             self._left = True
-            return [*actions, Leave(self._leaving)]
+            discards = [Discard(assignment) for assignment in sorted(self._finished)]
+            return [*actions, *discards, Leave(self._leaving)]
         if work is None and wanted is not None:
             actions += self._begin(wanted, now)
         elif work is not None:
@@ -395,6 +402,8 @@ class Agent:
             actions.append(Announce(f"{work.title}: {_KEPT}"))
         elif is_needed or work.assignment == self._wanted:
             self._folders.add(work.assignment)
+            if work.is_trained:
+                self._finished.add(work.assignment)
         else:
             actions.append(Discard(work.assignment))
         goes_on = is_needed and wanted is not None  # in the same place, after a failure
@@ -414,7 +423,8 @@ class Agent:
             work.phase, work.busy = "training", True
             self._report_soon(now)
             return [Announce(f"{work.node_title}: starts training"), StartWorker(work.assignment)]
-        order = work.checkpoints.begin() if work.phase == "training" else None
+        has_checkpoints = work.phase in ("fetched", "training")  # of an earlier assignment, at first
+        order = work.checkpoints.begin() if has_checkpoints else None
         return [] if order is None else [UploadCheckpoints(work.assignment, order)]
 
     def _begin(self, assignment: str, now: float) -> list[Action]:
@@ -426,6 +436,7 @@ class Agent:
         self._work = AssignmentProgress(assignment)
         again = assignment in self._folders
         self._folders.discard(assignment)
+        self._finished.discard(assignment)
         words = _CONTINUES if again else "got an assignment from the server; fetching its files"
         return [Announce(words), Fetch(assignment)]
 

@@ -48,6 +48,7 @@ class AssignmentDownload:
         node = own_node_spec(assignment, self.addresses)
         if assignment.continues is not None:
             JobsDir(job_dir.folder.parent).adopt(assignment.continues, name)
+            job_dir.forget_outcome()  # if it had finished: this assignment repeats the end
         write_node(job_dir.node_data, node)
         files = files_of(job_dir, assignment)
         _check_disk(job_dir.folder, files)

@@ -129,6 +129,10 @@ class JobDir:
         except (OSError, StageFormatError, ValidationError):
             return None
 
+    def forget_outcome(self) -> None:
+        """Remove the marker of a result that is made anew."""
+        self._outcome.unlink(missing_ok=True)
+
     def write_assignment(self, assignment: Assignment) -> None:
         """Write the assignment, once all files that it names are here."""
         write_json(self._assignment, assignment.model_dump(mode="json"), compact=True)

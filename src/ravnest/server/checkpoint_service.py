@@ -68,7 +68,7 @@ class CheckpointService:
 
     def order_for(self, db: Transaction, assignment: AssignmentRecord) -> CheckpointOrder | None:
         """Return what the provider of an assignment should upload."""
-        if assignment.phase != "training":
+        if assignment.phase not in ("fetched", "training"):
             return None
         key = _key(assignment)
         with self._lock:
@@ -76,6 +76,8 @@ class CheckpointService:
             issued = self._orders.get(key)
         if rescue is not None:
             return self._rescue_order(rescue, db.assignments.body(assignment.id).node_spec)
+        if assignment.phase != "training":
+            return None
         own = [each for each in db.checkpoints.of_job(assignment.job) if _is_of(each, assignment)]
         newest = next(iter(complete_checkpoints(own)), None)
         update = 0 if newest is None else newest.id.update
@@ -109,16 +111,17 @@ class CheckpointService:
             self._rescues = {key: each for key, each in self._rescues.items() if key[0] != job}
 
     def is_rescued(self, db: Transaction, cluster: Sequence[AssignmentRecord]) -> bool:
-        """Return whether all remaining nodes of a cluster have uploaded their checkpoints."""
+        """Return whether all remaining nodes of a cluster have uploaded their checkpoints.
+
+        Those that have returned to their places count too, even if they do not train yet.
+        """
         for each in cluster:
-            if each.phase != "training":
+            body = db.assignments.body(each.id)
+            if each.has_ended or (each.phase != "training" and body.continues is None):
                 continue
             with self._lock:
                 rescue = self._rescues.get(_key(each))
-            if rescue is None:
-                return False
-            order = self._rescue_order(rescue, db.assignments.body(each.id).node_spec)
-            if self._done.get(each.id) != order:
+            if rescue is None or self._done.get(each.id) != self._rescue_order(rescue, body.node_spec):
                 return False
         return True
 

@@ -12,7 +12,7 @@ from ravnest.server.assignments import FETCHING, fetch_limit, needed_files
 from ravnest.server.db.records import AssignmentRecord, MemberRecord
 from ravnest.server.deadline_table import DeadlineTable
 from ravnest.server.job_resume import add_resumed, find_resumed
-from ravnest.server.job_status import failed_clusters
+from ravnest.server.job_status import failed_clusters, has_delivered, roots
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.server.views import job_view
@@ -156,7 +156,10 @@ class JobService:
             uow.update_job_status(job)
 
     def _give_up_result(self, name: str) -> None:
-        """Fail an assignment whose provider has not returned with its result."""
+        """Give up the result of a provider that has not returned with it.
+
+        Its cluster repeats the end of the training, unless another cluster has delivered a result.
+        """
         with self._units.begin() as uow:
             assignment = uow.db.assignments.get(name)
             provider = None if assignment is None else uow.db.providers.get(assignment.provider)
@@ -165,7 +168,10 @@ class JobService:
             if provider.state is ProviderState.LOST:
                 minutes = f"{self._settings.result_wait / 60:.0f} minutes"
                 reason = f"the provider was lost with the result, and was away for {minutes}"
-                uow.end_assignment(assignment, "failed", reason)
+                if any(map(has_delivered, roots(uow.db.assignments.of_job(assignment.job)))):
+                    uow.end_assignment(assignment, "failed", reason)
+                else:
+                    uow.vacate(assignment, reason, "passing")
                 uow.update_job_status(assignment.job)
                 self.schedule_stops(uow, assignment.job)
 

@@ -48,9 +48,7 @@ def job_status(
     failures = _described(("failed", LOST), held, names)
     empty = vacant(assignments)
     if all(each.has_ended for each in held) and not empty:
-        root = next(
-            (root for root in roots(assignments) if root.phase == "finished" and root.has_result), None
-        )
+        root = next((root for root in roots(assignments) if has_delivered(root)), None)
         if root is not None:
             note = f"; failed: {failures}" if failures else ""
             return JobStatus(JobState.DONE, f"cluster {root.cluster} has trained the model{note}", root)
@@ -111,11 +109,38 @@ def vacant(assignments: Sequence[AssignmentRecord]) -> list[AssignmentRecord]:
 def can_continue(assignments: Sequence[AssignmentRecord], lost: AssignmentRecord) -> bool:
     """Return whether a cluster can train on once another provider has the place of a lost node.
 
-    Nodes that have finished are gone with their checkpoints, so the last part cannot be repeated.
+    A node that has failed because of the job would fail again.
     """
-    others = [each for each in holders(assignments) if each.node != lost.node]
-    cluster = [each for each in others if each.cluster == lost.cluster]
-    return not any(each.phase in ("failed", "stopped", "finished", "uploading") for each in cluster)
+    return not any(each.phase in ("failed", "stopped") for each in _others(assignments, lost))
+
+
+def to_repeat(assignments: Sequence[AssignmentRecord], lost: AssignmentRecord) -> list[AssignmentRecord]:
+    """Return the finished nodes whose end must be repeated, because a node of their cluster is lost.
+
+    Their providers keep their checkpoints until the Root has sent the result. Nothing is repeated if the
+    Root has the trained stages of all nodes already.
+    """
+    others = _others(assignments, lost)
+    if any(each.role == Role.ROOT and is_trained(each) for each in others):
+        return []
+    return [each for each in others if each.phase == "finished"]
+
+
+def repeats_end(assignments: Sequence[AssignmentRecord], finished: AssignmentRecord) -> bool:
+    """Return whether a node that finishes must repeat its end: another one was lost before its own."""
+    others = _others(assignments, finished)
+    if finished.role == Role.ROOT or any(each.role == Role.ROOT and is_trained(each) for each in others):
+        return False
+    return any(
+        each.phase == LOST or (each.generation and each.phase in (*FETCHING, "fetched"))
+        for each in others
+    )
+
+
+def _others(assignments: Sequence[AssignmentRecord], own: AssignmentRecord) -> list[AssignmentRecord]:
+    """Return the assignments that stand for the other nodes of a cluster."""
+    held = holders(assignments)
+    return [each for each in held if each.cluster == own.cluster and each.node != own.node]
 
 
 def failed_clusters(assignments: Sequence[AssignmentRecord]) -> set[int]:
@@ -129,7 +154,12 @@ def failed_clusters(assignments: Sequence[AssignmentRecord]) -> set[int]:
 
 def is_trained(assignment: AssignmentRecord) -> bool:
     """Return whether a node has trained to the end, though its result may not be here yet."""
-    return assignment.phase == "uploading" or (assignment.phase == "finished" and assignment.has_result)
+    return assignment.phase == "uploading" or has_delivered(assignment)
+
+
+def has_delivered(assignment: AssignmentRecord) -> bool:
+    """Return whether a Root has trained to the end, and the server has the result."""
+    return assignment.phase == "finished" and assignment.has_result
 
 
 def may_train(assignments: Sequence[AssignmentRecord]) -> set[str]:

@@ -19,7 +19,15 @@ from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, MemberRecord, ProviderRecord
 from ravnest.server.job_service import JobService
-from ravnest.server.job_status import is_trained, lineage, may_train, place_name, vacant
+from ravnest.server.job_status import (
+    has_delivered,
+    is_trained,
+    lineage,
+    may_train,
+    place_name,
+    roots,
+    vacant,
+)
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.liveness import Liveness
 from ravnest.server.reachability.dial_back import DialBackService
@@ -326,8 +334,16 @@ class ProviderService:
 
 
 def _kept(db: Transaction, provider: str) -> tuple[str, ...]:
-    """Return the lost assignments of a provider whose folders it may need again."""
+    """Return the ended assignments of a provider whose folders it may need again.
+
+    Those of finished nodes are needed until the Root of their cluster has sent the result.
+    """
     found = []
+    for finished in db.assignments.finished(provider):
+        job = db.assignments.of_job(finished.job)
+        delivered = {root.cluster for root in roots(job) if has_delivered(root)}
+        if finished in job and finished.cluster not in delivered:
+            found.append(finished.id)
     for lost in db.assignments.lost(provider):
         job = db.assignments.of_job(lost.job)
         newest = lineage(job, lost.node)[0]

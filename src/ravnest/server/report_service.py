@@ -11,9 +11,10 @@ from ravnest.server.auth.tokens import AuthService
 from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.job_service import JobService
-from ravnest.server.job_status import lineage
+from ravnest.server.job_status import holders, lineage
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.telemetry import RecoveryRecord, RoundRecord, WarningRecord, WorkerRecord
+from ravnest.types import Role
 
 _REJECTIONS = {
     "foreign": "with a certificate of another authority, or an expired one",
@@ -123,10 +124,12 @@ class ReportService:
         assert provider is not None
         if report.phase in ("finished", "failed"):
             self._activity.forget(assignment.id)
-            if report.phase == "failed" and report.cause != "job":
+            if report.phase == "finished":
+                uow.finish_assignment(assignment, report.reason)
+            elif report.cause != "job":
                 uow.vacate(assignment, report.reason, report.cause)
             else:
-                uow.end_assignment(assignment, report.phase, report.reason)
+                uow.end_assignment(assignment, "failed", report.reason)
             reason = f"its assignment in {assignment.job} is {report.phase} {report.reason}".strip()
             uow.release(provider, reason)
         else:
@@ -135,6 +138,8 @@ class ReportService:
                 reason = f"trains node_{assignment.node} of {assignment.job}"
                 uow.db.providers.move(provider, ProviderState.TRAINING, reason, job=assignment.job)
         self._settle_handover(uow, assignment, report.phase)
+        if assignment.role == Role.ROOT and report.phase in ("uploading", "finished"):
+            self._settle_repeats(uow, assignment)
         uow.db.jobs.touch(assignment.job)
         uow.update_job_status(assignment.job)
         self._jobs.schedule_stops(uow, assignment.job)
@@ -155,6 +160,18 @@ class ReportService:
                 provider = uow.db.providers.get(other.provider)
                 assert provider is not None
                 uow.release(provider, f"is not needed any more for {assignment.job}")
+
+    def _settle_repeats(self, uow: UnitOfWork, root: AssignmentRecord) -> None:
+        """Release nodes that were about to repeat their end for a Root that is back with the result."""
+        assignments = uow.db.assignments.of_job(root.job)
+        for each in holders(assignments):
+            ends = [other.phase_before for other in lineage(assignments, each.node)]
+            waits = each.phase in (*FETCHING, "fetched") and each.cluster == root.cluster
+            if waits and "finished" in ends:
+                uow.end_assignment(each, "stopped", "the node has trained to the end")
+                provider = uow.db.providers.get(each.provider)
+                assert provider is not None
+                uow.release(provider, f"is not needed any more for {root.job}")
 
 
 def _event(record: WorkerRecord) -> tuple[Literal["warning", "round", "recovery"], str]:

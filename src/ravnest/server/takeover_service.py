@@ -7,12 +7,12 @@ that a restarted server continues where the last one stopped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ravnest.schemas.jobs import JobState
-from ravnest.schemas.providers import Assignment, ProviderOffer, ProviderState
-from ravnest.server.assignments import FETCHING, needed_by
-from ravnest.server.db.records import AssignmentRecord, JobRecord
+from ravnest.schemas.providers import ProviderState
+from ravnest.server.assignments import needed_by
+from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.deadline_table import DeadlineTable
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import (
@@ -21,36 +21,36 @@ from ravnest.server.job_status import (
     holders,
     lineage,
     place_name,
+    to_repeat,
     vacant,
 )
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.reachability.routes import peers_of
 from ravnest.server.reachability.status import reachability
-from ravnest.server.scheduling.successor import peers, successor
-from ravnest.server.scheduling.takeover import NoSpare, SpareProvider, VacantPlace, exhausted, fill
+from ravnest.server.scheduling.successor import place_of, successor
+from ravnest.server.scheduling.takeover import (
+    NoSpare,
+    SpareProvider,
+    exhausted,
+    fill,
+    returning,
+)
+from ravnest.server.scheduling.takeover_state import TakeoverState
+from ravnest.server.takeover_situation import (
+    BEFORE_TRAINING,
+    FilledPlace,
+    RunningJob,
+    provider_name,
+    refills_since,
+    running_job,
+    takeover_state,
+    vacant_place,
+)
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.tls import is_loopback
 from ravnest.types import Address
-
-_BEFORE_TRAINING = (*FETCHING, "fetched")
-
-
-@dataclass(frozen=True)
-class _RunningJob:
-    """A running job, its assignments and the assignments that stand for its nodes."""
-
-    record: JobRecord
-    assignments: Sequence[AssignmentRecord]
-    bodies: Mapping[int, Assignment]
-    """Assignments that stand for the nodes, by node."""
-    offers: Mapping[str, ProviderOffer]
-    """Offers of the providers that work on it."""
-
-    @property
-    def specs(self) -> dict[int, NodeSpec]:
-        return {node: body.node_spec for node, body in self.bodies.items()}
 
 
 class TakeoverService:
@@ -87,15 +87,16 @@ class TakeoverService:
             own = uow.db.assignments.current(provider)
             if own is None or own.phase != "training":
                 return
-            found = self._running(uow, own.job)
+            found = running_job(uow, own.job)
             if found is None or lineage(found.assignments, own.node)[0].id != own.id:
                 return  # somebody else fetches already
-            if not can_continue(found.assignments, own) or vacant(found.assignments):
+            is_ending = bool(to_repeat(found.assignments, own))
+            if is_ending or not can_continue(found.assignments, own) or vacant(found.assignments):
                 return
-            chosen = fill([self._place(uow, found, own)], self._spares(uow, found))
+            chosen = fill([vacant_place(uow, found, own)], self._spares(uow, found))
             if not isinstance(chosen, NoSpare):
                 words = f"{found.offers[provider].name} leaves ({reason})"
-                self._take_over(uow, found, own, chosen[own.node], words)
+                self._take_over(uow, found, [FilledPlace(own, chosen[own.node], words)])
 
     def run_due(self) -> float | None:
         """Give up places that were vacant for too long; return the next deadline (steady clock)."""
@@ -109,7 +110,7 @@ class TakeoverService:
         return self._waits.next
 
     def _fill_job(self, uow: UnitOfWork, job: str) -> None:
-        found = self._running(uow, job)
+        found = running_job(uow, job)
         if found is None:
             return
         empty = vacant(found.assignments)
@@ -119,25 +120,46 @@ class TakeoverService:
             uow.update_job_status(job)
 
     def _fill_cluster(
-        self, uow: UnitOfWork, found: _RunningJob, empty: Sequence[AssignmentRecord]
+        self, uow: UnitOfWork, found: RunningJob, empty: Sequence[AssignmentRecord]
     ) -> None:
         """Fill the vacant places of a cluster, or wait, or give the cluster up."""
-        places = {each.node: self._place(uow, found, each) for each in empty}
+        places = {each.node: vacant_place(uow, found, each) for each in empty}
         for each in empty:
             if words := exhausted(places[each.node]):
                 self._give_up(uow, each, words)
                 return
-        chosen = fill(places.values(), self._spares(uow, found))
-        if not isinstance(chosen, NoSpare):
-            for each in empty:
-                words = f"{_name(found, each.provider, uow)} had it: {each.reason}"
-                self._take_over(uow, found, each, chosen[each.node], words)
-            return
+        spares = self._spares(uow, found)
+        chosen = returning(places.values(), spares)
+        left = [each for each in empty if each.node not in chosen]
+        used = {each.id for each in chosen.values()}
+        others = fill(
+            [places[each.node] for each in left], [each for each in spares if each.id not in used]
+        )
+        if not isinstance(others, NoSpare):
+            chosen |= others
+        filled = [
+            FilledPlace(
+                each,
+                chosen[each.node],
+                f"{provider_name(found, each.provider, uow)} had it: {each.reason}",
+            )
+            for each in empty
+            if each.node in chosen
+        ]
+        if filled:
+            self._take_over(uow, found, filled)
+        if isinstance(others, NoSpare):
+            self._wait(uow, found, left, others.reason)
+
+    def _wait(
+        self, uow: UnitOfWork, found: RunningJob, empty: Sequence[AssignmentRecord], reason: str
+    ) -> None:
+        """Wait for further providers as long as the job allows; ``ReplanningService`` may end that."""
         limit = uow.db.jobs.spec(found.record.id).on_insufficient
         whole = {each.cluster for each in holders(found.assignments)} - {each.cluster for each in empty}
         if limit == "fail" and whole - failed_clusters(found.assignments):
-            self._give_up(uow, empty[0], f"{empty[0].reason}; {chosen.reason}")
-        elif isinstance(limit, float):  # otherwise ``ReplanningService`` decides about the job
+            self._give_up(uow, empty[0], f"{empty[0].reason}; {reason}")
+        elif isinstance(limit, float):
             for each in empty:
                 self._waits.add(each.id, self._units.clock.steady() + limit)
             uow.topics.add(("clock", ""))
@@ -148,88 +170,76 @@ class TakeoverService:
         uow.db.events.add("recovery", lost.job, f"{place_name(lost)} is given up: {reason}")
         self._jobs.schedule_stops(uow, lost.job)
 
-    def _take_over(
+    def _take_over(self, uow: UnitOfWork, found: RunningJob, filled: Sequence[FilledPlace]) -> None:
+        """Give places of one cluster to spares."""
+        state = takeover_state(uow, found, filled)
+        if state.begins_again:
+            self._begin_again(uow, found, filled[0].before.cluster, state)
+            return
+        specs, offers = found.specs, dict(found.offers)
+        for each in filled:
+            provider = uow.db.providers.get(each.spare.id)
+            assert provider is not None
+            offers[provider.id] = provider.offer
+            place = place_of(found.bodies[each.node], provider.offer)
+            specs[each.node] = replace(specs[each.node], address=place.address, others=place.others)
+        for each in filled:
+            self._give_place(uow, replace(found, offers=offers), each, specs, state)
+
+    def _give_place(
         self,
         uow: UnitOfWork,
-        found: _RunningJob,
-        before: AssignmentRecord,
-        spare: SpareProvider,
-        words: str,
+        found: RunningJob,
+        filled: FilledPlace,
+        specs: Mapping[int, NodeSpec],
+        state: TakeoverState,
     ) -> None:
-        """Give the place of an assignment to a spare."""
+        """Give the place of an assignment to a spare; ``specs``: the nodes as they will be."""
+        before, spare = filled.before, filled.spare
         provider = uow.db.providers.get(spare.id)
         assert provider is not None
         chain = lineage(found.assignments, before.node)
         own = next((each.id for each in chain if each.provider == spare.id), None)
         cluster = [each for each in found.assignments if each.cluster == before.cluster]
-        started = any((each.phase_before or each.phase) not in _BEFORE_TRAINING for each in cluster)
-        checkpoint = uow.db.telemetry.common_checkpoint(found.assignments, before.cluster)
-        offers = [*found.offers.values(), provider.offer]
+        started = any((each.phase_before or each.phase) not in BEFORE_TRAINING for each in cluster)
         body = found.bodies[before.node]
-        peers_now = peers_of(found.specs.values()).get(before.node, ())
+        peers_now = peers_of(specs.values()).get(before.node, ())
+        offers = list(found.offers.values())
         relay = body.node_spec.relay and self._relays.access(before.job, before.node, peers_now, offers)
         new = successor(
             body,
             chain[0].generation + 1,
             provider.offer,
-            found.specs,
+            specs,
             relay,
             resume=started,
             continues=own,
+            seed=state.seed(body.node_spec.stage),
         )
-        refills = self._refills(before, checkpoint) + 1
-        uow.db.assignments.add(new, spare.id, refills=refills, checkpoint=checkpoint)
+        refills = refills_since(before, state.common) + 1
+        uow.db.assignments.add(new, spare.id, refills=refills, checkpoint=state.common)
         uow.db.artifact_grants.grant(new.id, needed_by(new))
         if before.has_ended:
             uow.db.artifact_grants.revoke(before.id)
         name = place_name(before)
         reason = f"takes the place of {name} in {found.record.name}"
         uow.db.providers.move(provider, ProviderState.RESERVED, reason, job=before.job)
-        where = f"update {checkpoint}" if checkpoint else "the start"
-        what = f"{spare.name} takes the place of {name}; training continues from {where}; {words}"
+        what = f"{spare.name} takes the place of {name}; {state}; {filled.words}"
         uow.db.events.add("recovery", before.job, what)
         uow.topics |= {("provider", spare.id), ("job", before.job), ("clock", "")}
 
-    # Values for the decision
+    def _begin_again(
+        self, uow: UnitOfWork, found: RunningJob, cluster: int, state: TakeoverState
+    ) -> None:
+        """Have the nodes that wait give up their places, to take them again with the same state."""
+        for each in holders(found.assignments):
+            if each.cluster == cluster and not each.has_ended:
+                provider = uow.db.providers.get(each.provider)
+                assert provider is not None
+                uow.db.assignments.lose(each, "the state of a lost node is only at the server", None)
+                uow.release(provider, f"it begins again in {found.record.name}: {state}")
 
-    def _running(self, uow: UnitOfWork, job: str) -> _RunningJob | None:
-        record = uow.db.jobs.get(job)
-        if record is None or record.state not in (JobState.SHIPPING, JobState.TRAINING):
-            return None
-        assignments = uow.db.assignments.of_job(job)
-        bodies = {each.node: uow.db.assignments.body(each.id) for each in holders(assignments)}
-        live = {each.provider for each in assignments if not each.has_ended}
-        offers = {each.id: each.offer for each in uow.db.providers.present() if each.id in live}
-        return _RunningJob(record, assignments, bodies, offers)
-
-    def _place(self, uow: UnitOfWork, found: _RunningJob, own: AssignmentRecord) -> VacantPlace:
-        body = found.bodies[own.node]
-        held = holders(found.assignments)
-        named = peers(body.node_spec)
-        near = {each.node for each in (body.node_spec.previous, body.node_spec.next) if each}
-        others = [each for each in held if each.node != own.node and not each.has_ended]
-        checkpoint = uow.db.telemetry.common_checkpoint(found.assignments, own.cluster)
-        addresses = (found.bodies[each.node].node_spec for each in others)
-        return VacantPlace(
-            node=own.node,
-            name=place_name(own),
-            needs=body.needs,
-            tls=body.tls,
-            holder=own.provider,
-            cause=own.cause,
-            reason=own.reason,
-            refills=self._refills(own, checkpoint),
-            neighbours=frozenset(each.provider for each in others if each.node in near),
-            has_peers=bool(named),
-            taken=frozenset(each.address for each in addresses),
-        )
-
-    @staticmethod
-    def _refills(own: AssignmentRecord, checkpoint: int) -> int:
-        """Return how often the place was filled since the newest checkpoint."""
-        return own.refills if own.checkpoint >= checkpoint else 0
-
-    def _spares(self, uow: UnitOfWork, found: _RunningJob) -> list[SpareProvider]:
+    def _spares(self, uow: UnitOfWork, found: RunningJob) -> list[SpareProvider]:
         idle = [each for each in uow.db.providers.present() if each.state is ProviderState.OFFERED]
         relays = self._relays.live()
         offers = dict(found.offers) | {each.id: each.offer for each in idle}
@@ -251,8 +261,3 @@ class TakeoverService:
             )
             for each in idle
         ]
-
-
-def _name(found: _RunningJob, provider: str, uow: UnitOfWork) -> str:
-    offer = found.offers.get(provider)
-    return uow.db.providers.names([provider])[provider] if offer is None else offer.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ravnest.schemas.jobs import JobResult, JobState
 from ravnest.schemas.providers import FailureCause, ProviderState
@@ -17,6 +17,8 @@ from ravnest.server.job_status import (
     job_status,
     may_train,
     place_name,
+    repeats_end,
+    to_repeat,
     vacant,
 )
 from ravnest.server.notifications import Notifications, Topic
@@ -46,15 +48,31 @@ class UnitOfWork:
         self.db.artifact_grants.revoke(assignment.id)
         self.topics.add(("provider", assignment.provider))
 
+    def finish_assignment(self, assignment: AssignmentRecord, reason: str) -> None:
+        """Store that a node has trained to the end.
+
+        Its files stay granted until the job ends: if another node is lost, the end is repeated.
+        """
+        self.db.assignments.move(assignment, "finished", reason)
+        self.topics.add(("provider", assignment.provider))
+        if repeats_end(self.db.assignments.of_job(assignment.job), assignment):
+            why = "it has finished, and repeats the end with a node that takes the place of a lost one"
+            self.db.assignments.lose(replace(assignment, phase="finished"), why, None)
+
     def vacate(self, assignment: AssignmentRecord, reason: str, cause: FailureCause) -> None:
         """End an assignment whose provider is gone; its cluster waits for another one if it can.
 
-        The files stay granted, because the next provider of the place needs them.
+        The files stay granted, because the next provider of the place needs them. Nodes of the cluster
+        that have finished already must repeat the end: their places become vacant too.
         """
-        if not can_continue(self.db.assignments.of_job(assignment.job), assignment):
+        assignments = self.db.assignments.of_job(assignment.job)
+        if not can_continue(assignments, assignment):
             self.end_assignment(assignment, "failed", reason)
             return
         self.db.assignments.lose(assignment, reason, cause)
+        for each in to_repeat(assignments, assignment):
+            why = f"it had finished, and repeats the end because node_{assignment.node} was lost before"
+            self.db.assignments.lose(each, why, None)
         self.topics.add(("provider", assignment.provider))
         self.needs_matching = True
         name = self.db.providers.names([assignment.provider])[assignment.provider]
@@ -68,7 +86,7 @@ class UnitOfWork:
         for assignment in self.db.assignments.of_job(job.id):
             if not assignment.has_ended:
                 self.end_assignment(assignment, "stopped", reason)
-            elif assignment.phase == LOST:
+            else:
                 self.db.artifact_grants.revoke(assignment.id)
         for provider in self.db.providers.of_job(job.id):
             self.release(provider, f"job {job.name} is {state}")
@@ -91,6 +109,8 @@ class UnitOfWork:
         for assignment in self.db.assignments.of_job(job.id):
             if not assignment.has_ended or assignment.phase == LOST:
                 self.end_assignment(assignment, "stopped", reason)
+            else:
+                self.db.artifact_grants.revoke(assignment.id)
         for provider in self.db.providers.of_job(job.id):
             self.release(provider, f"job {job.name} is planned anew")
         update = -1 if checkpoint is None else checkpoint

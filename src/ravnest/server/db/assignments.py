@@ -81,10 +81,13 @@ class AssignmentRepository:
         """Set the phase of an assignment."""
         self._update(assignment, phase=phase, reason=clipped(reason))
 
-    def lose(self, assignment: AssignmentRecord, reason: str, cause: FailureCause) -> None:
-        """Store that the provider of an assignment is gone, while another one may take its place."""
-        before = assignment.phase
-        self._update(assignment, phase=LOST, reason=clipped(reason), cause=cause, phase_before=before)
+    def lose(self, assignment: AssignmentRecord, reason: str, cause: FailureCause | None) -> None:
+        """Store that the provider of an assignment is gone, while another one may take its place.
+
+        ``cause``: None if nothing is wrong with the provider, whose node must repeat its end.
+        """
+        values = {"reason": clipped(reason), "cause": cause or "", "phase_before": assignment.phase}
+        self._update(assignment, phase=LOST, **values)
 
     def reopen(self, assignment: AssignmentRecord) -> None:
         """Store that the provider of a lost assignment is back and goes on with it."""
@@ -97,6 +100,13 @@ class AssignmentRepository:
         query = select(*_SHORT).where(assignments.c.phase == LOST, assignments.c.job.in_(running))
         if provider is not None:
             query = query.where(assignments.c.provider == provider)
+        return [_record(row) for row in self._connection.execute(query.order_by("job", "node"))]
+
+    def finished(self, provider: str) -> list[AssignmentRecord]:
+        """Return the finished assignments of a provider in running jobs, by job and node."""
+        running = select(jobs.c.id).where(jobs.c.state.in_(_SHIPPED))
+        own = (assignments.c.provider == provider, assignments.c.phase == "finished")
+        query = select(*_SHORT).where(*own, assignments.c.job.in_(running))
         return [_record(row) for row in self._connection.execute(query.order_by("job", "node"))]
 
     def set_resume(self, assignment: AssignmentRecord) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ravnest.schemas.checkpoints import SeedCheckpoint
 from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.assignments import assignment_id
 from ravnest.store.node_spec import NeighbourSpec, NodeSpec, RelaySpec
@@ -19,16 +20,15 @@ def successor(
     *,
     resume: bool,
     continues: str | None,
+    seed: SeedCheckpoint | None = None,
 ) -> Assignment:
     """Return the assignment of a node for another provider: the same work at other addresses.
 
     ``specs`` are those of the job's nodes now, by node: their workers listen there. The digest of the
-    plan stays, so that the other nodes accept this one.
+    plan stays, so that the other nodes accept this one. ``seed``: checkpoint of this plan to start from
+    if the nodes have no newer one; None: that of the earlier assignment, if it has one.
     """
-    others = (
-        tuple(each for each in offer.all_addresses if each != offer.address) if assignment.tls else ()
-    )
-    own = NeighbourSpec(assignment.node, offer.address, others)
+    own = place_of(assignment, offer)
 
     def current(neighbour: NeighbourSpec) -> NeighbourSpec:
         if neighbour.node == own.node:
@@ -54,8 +54,15 @@ def successor(
             "node_spec": moved,
             "resume": resume,
             "continues": continues,
+            "seed": assignment.seed if seed is None else seed,
         }
     )
+
+
+def place_of(assignment: Assignment, offer: ProviderOffer) -> NeighbourSpec:
+    """Return where others find a node once a provider has taken its place."""
+    others = tuple(each for each in offer.all_addresses if each != offer.address)
+    return NeighbourSpec(assignment.node, offer.address, others if assignment.tls else ())
 
 
 def peers(spec: NodeSpec) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Takeover of vacant places: which idle provider takes the place of a node that lost its own. Pure.
 
 The vacant places of a cluster are filled together or not at all: a pipeline with a gap cannot train, and
-a provider that waits for the last place could train for another job meanwhile.
+a provider that waits for the last place could train for another job meanwhile. Only a provider that had
+its place before takes it again at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class VacantPlace:
     holder: str
     """Provider that had it last."""
     cause: str
-    """Why that one lost it, a ``FailureCause``."""
+    """Why that one lost it, a ``FailureCause``; empty if its node must repeat the end."""
     reason: str
     """The same as a sentence."""
     refills: int = 0
@@ -90,6 +91,22 @@ def fill(
         chosen[place.node] = best
         free = [each for each in free if each.id != best.id and not each.addresses & best.addresses]
     return chosen
+
+
+def returning(
+    places: Iterable[VacantPlace], spares: Iterable[SpareProvider]
+) -> dict[int, SpareProvider]:
+    """Return the places that idle providers take again, by node: they have the state of their stages.
+
+    They do not wait for the other places of the cluster to be filled, because their checkpoints are
+    needed either way: to train on, or to plan the job anew.
+    """
+    free = {each.id: each for each in spares}
+    return {
+        place.node: free[place.holder]
+        for place in places
+        if place.cause != "machine" and place.holder in free and not misfit(place, free[place.holder])
+    }
 
 
 def misfit(place: VacantPlace, spare: SpareProvider) -> str:
