@@ -136,6 +136,11 @@ FINAL_ANSWER = 360.0
 """Shortest limit of the wait for a cluster's copy in the final round."""
 FINAL_MOST = 7200.0
 """Longest duration of a final round, with all its attempts."""
+RETURN_MARGIN = 90.0
+"""Wait of the final round for a lost cluster, in addition to the time for which that cluster itself
+waits for its lost node. Nodes that wait for the final round have no limit of their own."""
+FINAL_CHECKPOINT = 60.0
+"""Longest wait of a cluster for the checkpoint of the final average to reach all its nodes."""
 
 # Port of a provider at its router
 
@@ -328,6 +333,14 @@ RELATIONS = (
     Relation(ROUND_ANSWER, ROUND_ANSWER_MOST, "a measured time lengthens the wait for a copy"),
     Relation(ROUND_REQUEST, ROUND_REQUEST_UNKNOWN, "a cluster that is new gets more time"),
     Relation(ROUND_ANSWER_MOST, FINAL_ANSWER, "the final round waits longer than a round of training"),
+    Relation(
+        LINK_OUTAGE + LINK_HELLO + ROOTS_RETURN,
+        RETURN_MARGIN,
+        "the final round waits for a cluster that returns at the last moment, if its nodes have noticed "
+        "the loss as late as possible",
+    ),
+    Relation(LAST_CHECKPOINT, FINAL_CHECKPOINT, "nobody leaves before the last checkpoint is stored"),
+    Relation(FINAL_CHECKPOINT, TRAINING_STALL, "a checkpoint that is not stored does not end a run"),
     Relation(RING_STALL, ROUND_REDUCE_MOST, "a stalled ring reports before the coordinator gives it up"),
     Relation(RING_STALL, TRAINING_STALL, "a round that stalls ends before the run does"),
     Relation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from ravnest.averaging.coordinator import Coordinator, Mode
@@ -47,9 +48,17 @@ class Case:
         return actions
 
     def request(
-        self, cluster: int, updates: int = 8, *, interval: float = 0.0, final: bool = False
+        self,
+        cluster: int,
+        updates: int = 8,
+        *,
+        interval: float = 0.0,
+        final: bool = False,
+        kept: bool = False,
+        call: int = 0,
     ) -> list[Action]:
-        return self.feed(RequestArrived(RoundRequest(cluster, updates, 32 * updates, interval, final)))
+        head = RoundRequest(cluster, updates, 32 * updates, interval, final, kept, call)
+        return self.feed(RequestArrived(head))
 
     def prepared(
         self, cluster: int, samples: int = 1, problem: str = "", of: RoundId | None = None
@@ -67,8 +76,10 @@ class Case:
         head = Reduced(of or self.round, cluster, cluster, {0: digest}, 100, problem, missing)
         return self.feed(ReducedArrived(head))
 
-    def lost(self, cluster: int, reason: str = "its link is gone") -> list[Action]:
-        return self.feed(ClusterLost(cluster, reason))
+    def lost(
+        self, cluster: int, reason: str = "its link is gone", *, until: float = -math.inf
+    ) -> list[Action]:
+        return self.feed(ClusterLost(cluster, reason, until))
 
     def joined(self, cluster: int) -> list[Action]:
         return self.feed(ClusterJoined(cluster))

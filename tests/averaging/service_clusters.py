@@ -22,6 +22,8 @@ from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, RoundId
 
 SECONDS = 30.0
 """Limit of all waits; tests that pass wait far less."""
+REJOIN = 600.0
+"""Time for which a cluster waits for a lost node; no test waits for it."""
 ELEMENTS = 3000
 
 
@@ -86,6 +88,7 @@ class Process:
             rings=(RingSpec(0, ("w",), members),),
             generation=generation,
         )
+        self.spec = spec
         self.cluster = cluster
         self.generations = Generations()
         self.hello = Hello(
@@ -101,11 +104,11 @@ class Process:
         )
         drawn = torch.Generator().manual_seed(10 * start + cluster)
         self.weights = FakeWeights(torch.randn(ELEMENTS, generator=drawn))
-        self.released: SimpleQueue[None] = SimpleQueue()
+        self.released: SimpleQueue[bool] = SimpleQueue()
         self.errors: list[str] = []
         self.outside = outside
         self.transport = outside.network.transport()
-        config = AveragingConfig(outside.mode, 1, lambda: self.released.put(None), outside.outcomes.put)
+        config = AveragingConfig(outside.mode, 1, self.released.put, outside.outcomes.put)
         self.service = AveragingService(
             spec,
             self.weights,
@@ -113,6 +116,7 @@ class Process:
             self.transport,
             config=config,
             failed=self.errors.append,
+            rejoin=REJOIN,
             generations=self.generations,
         )
 

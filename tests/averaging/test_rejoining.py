@@ -11,21 +11,13 @@ from service_clusters import SECONDS, Outside, Process
 
 from ravnest.averaging.coordinator import Mode
 from ravnest.averaging.outcome import RoundOutcome
+from ravnest.averaging.peers import IgnoringHandler, Peers
 from ravnest.errors import RefusedError
 from ravnest.transport.memory import MemoryNetwork
 from ravnest.types import Address
+from ravnest.wire.messages import Abort
 
 CLUSTERS = 3
-
-
-class Bystander:
-    """A handler of links that ignores everything."""
-
-    def on_message(self, *_: object) -> None:
-        """Ignore it."""
-
-    def on_lost(self, *_: object) -> None:
-        """Ignore it."""
 
 
 @pytest.fixture
@@ -95,11 +87,65 @@ def test_a_cluster_that_comes_back_is_in_the_next_round_and_all_agree(
     restart(processes, cluster, generation=generation)
     after = round_of_all(processes)
     assert after.round > before.round, "numbers go on, also after the coordinator was restarted"
-    for process in processes:
-        process.service.pause(final=True)
-    for process in processes:
-        process.released.get(timeout=SECONDS)
+    end_training(processes)
+
+
+def end_training(processes: Sequence[Process], *, waiting: Sequence[Process] = ()) -> None:
+    """Let all clusters end together; those of ``waiting`` have requested the final round already."""
+    for kept in (False, True):
+        for process in processes:
+            if kept or process not in waiting:
+                process.service.pause(final=True, kept=kept, call=1)
+        applied = [process.released.get(timeout=SECONDS) for process in processes]
+        assert applied == [not kept] * len(processes)
     assert all(torch.equal(processes[0].weights.values, each.weights.values) for each in processes)
+
+
+def final_requests(processes: Sequence[Process]) -> None:
+    for process in processes:
+        process.service.pause(final=True, call=1)
+
+
+@pytest.mark.parametrize("cluster", [0, 1])
+@pytest.mark.parametrize("generation", [0, 1], ids=["same address", "another machine"])
+def test_a_cluster_in_recovery_is_part_of_the_final_round(
+    opened: Callable[..., list[Process]], cluster: int, generation: int
+) -> None:
+    processes = opened()
+    others = [process for process in processes if process.cluster != cluster]
+    round_of_all(processes)
+    final_requests(others)
+    restart(processes, cluster, generation=generation)
+    processes[cluster].service.updated(8)
+    end_training(processes, waiting=others)
+
+
+@pytest.mark.parametrize("cluster", [0, 2])
+def test_a_cluster_that_fails_says_so_and_nobody_waits_for_it(
+    opened: Callable[..., list[Process]], cluster: int
+) -> None:
+    processes = opened()
+    others = [process for process in processes if process.cluster != cluster]
+    round_of_all(processes)
+    final_requests(others)
+    processes[cluster].service.close(Abort(cluster, "a label is out of range"))
+    end_training(others, waiting=others)
+
+
+@pytest.mark.parametrize("cluster", [0, 2])
+def test_a_cluster_that_fails_in_its_recovery_says_so(
+    opened: Callable[..., list[Process]], lasting: MemoryNetwork, cluster: int
+) -> None:
+    processes = opened()
+    others = [process for process in processes if process.cluster != cluster]
+    round_of_all(processes)
+    final_requests(others)
+    processes[cluster].kill()
+    again = Process(processes[0].outside, cluster, start=1)
+    peers = Peers(again.spec, again.hello, again.transport, IgnoringHandler())
+    peers.say_goodbye(Abort(cluster, "node_9 has not connected"), SECONDS)
+    end_training(others, waiting=others)
+    again.transport.close()
 
 
 def test_a_member_without_the_last_average_takes_part_uncompressed(
@@ -125,7 +171,7 @@ def test_a_machine_that_was_replaced_is_refused(
     round_of_all(processes)
     address = Address.parse(processes[0].hello.addresses[0])
     with pytest.raises(RefusedError, match="node_1 was replaced by another machine"):
-        lasting.transport().dial(address, slow.hello, Bystander(), deadline=SECONDS)
+        lasting.transport().dial(address, slow.hello, IgnoringHandler(), deadline=SECONDS)
     slow.service.close(None)
     slow.transport.close()
 

@@ -8,14 +8,14 @@ from random import Random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from whole_clusters import World
+from whole_clusters import RETURN, World
 
 from ravnest.averaging.coordinator import Mode
 from ravnest.deadlines import ROUND_ANSWER
 
 END = 100_000.0
 SOON = ROUND_ANSWER - 30.0
-"""Time in which they finish if nothing waits for a deadline."""
+"""Time in which they finish if nothing waits for a deadline but that of a lost cluster."""
 SEEDS = 1000
 """Random worlds for each mode, some ms each."""
 
@@ -116,5 +116,6 @@ def test_clusters_that_are_restarted_at_any_time_finish(mode: Mode) -> None:
             cluster, at = drawn.randrange(clusters), drawn.uniform(0, 25)
             again = partial(world.restart, cluster, drawn.randint(0, 12))
             world.after(at, again if drawn.random() < 0.8 else partial(world.kill_and_restart, cluster))
-        world.run(SOON)
+        world.run(SOON + RETURN)
         check_restarts(world)
+        assert len({root.parameters for root in world.roots.values()}) == 1, "they agree at the end"

@@ -1,15 +1,18 @@
 """Members of several clusters in virtual time: all of averaging except the tensors.
 
-A cluster trains, requests rounds, replies, and waits at the end for the final round. Links keep their
-order. A cluster that is killed falls silent; each of the others learns of it a while later. A cluster
-that is restarted has lost its state and connects to the others again, which may not have learned of its
-death by then; what its last process sent does not arrive any more.
+A cluster trains, requests rounds, replies, and waits at the end for the final round and its end. Links
+keep their order. A cluster that is killed falls silent; each of the others learns of it a while later.
+A cluster that is restarted goes back to its last checkpoint and connects to the others again, which may
+not have learned of its death by then; what its last process sent does not arrive any more.
+
+Parameters are words: each update makes a new one, and an average is the same word in all members.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from random import Random
@@ -37,6 +40,8 @@ from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.relay import RelayToNodes, RoundOver
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
+RETURN = 500.0
+"""Time for which the final round waits for a cluster that may return."""
 NODES = 2
 """Nodes in each cluster; node 10 * cluster is its Root."""
 REDUCE_FACTOR = 3
@@ -56,6 +61,9 @@ class World:
         self.leaves = leaves
         self.outcomes: list[RoundOutcome] = []
         self.applied: dict[RoundId, set[int]] = {}
+        self.copies: dict[tuple[RoundId, int], str] = {}
+        """Parameters that enter a round, by cluster."""
+        self._names = count()
         self._order = count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._arrivals: dict[tuple[int, int], float] = {}
@@ -72,25 +80,43 @@ class World:
         self._arrivals[sender, receiver] = at
         self.after(at - self.now, call)
 
-    def kill(self, cluster: int) -> None:
+    def new_parameters(self, cluster: int) -> str:
+        return f"{next(self._names)} of cluster {cluster}"
+
+    def kill(self, cluster: int, *, returns: bool = False) -> None:
+        """End a cluster; ``returns``: the others wait for it in the final round."""
         killed = self.roots[cluster]
         killed.alive = False
         for root in self.roots.values():
-            self.after(self.random.uniform(0.0, 2.0), root.loss_of(killed))
+            self.after(self.random.uniform(0.0, 2.0), root.loss_of(killed, returns=returns))
+
+    def fail(self, cluster: int) -> None:
+        """End a cluster for good, which it tells the others; also if it was killed before."""
+        failed = self.roots[cluster]
+        failed.alive, failed.gone = False, True
+        for root in self.roots.values():
+            if root is not failed:
+                self.send(cluster, root.cluster, root.farewell_of(failed))
 
     def kill_and_restart(self, cluster: int) -> None:
         """Restart a cluster some time after its death."""
         if self.roots[cluster].alive:
-            self.kill(cluster)
+            self.kill(cluster, returns=True)
             self.after(self.random.uniform(0.0, 10.0), partial(self.restart, cluster))
 
     def restart(self, cluster: int, back: int = 5) -> None:
-        """Continue with a new process from ``back`` updates before the last one."""
+        """Continue with a new process from ``back`` updates before the last one.
+
+        If the final average is in a checkpoint, continue from that; if it was released, end at once.
+        """
         before = self.roots[cluster]
-        if before.done:
+        if before.gone:
             return
         before.alive = False
-        now = self.roots[cluster] = Root(self, cluster, min(before.left + back, self.updates))
+        left = 0 if before.kept else min(max(before.left, 0) + back, self.updates)
+        now = self.roots[cluster] = Root(self, cluster, left, before.kept)
+        now.released = before.done or before.released
+        now.member.expect(set(self.roots) - {cluster}, self.now + RETURN)
         others = [root for root in self.roots.values() if root.alive and root is not now]
         for other in others:
             now.connect(other)
@@ -105,7 +131,7 @@ class World:
 class Root:
     """A cluster: the real member of its Root, and simulated nodes."""
 
-    def __init__(self, world: World, cluster: int, updates: int) -> None:
+    def __init__(self, world: World, cluster: int, updates: int, kept: str = "") -> None:
         self.world = world
         self.cluster = cluster
         self.left = updates
@@ -113,11 +139,21 @@ class Root:
         self.alive = True
         self.paused = False
         self.done = False
+        self.released = False
+        """The process before was released from the end of training."""
+        self.failed = False
+        """The cluster does not return."""
+        self.gone = False
+        """The process has ended its run."""
+        self.kept = kept
+        """Parameters in the checkpoint of the final average; empty if there is none."""
+        self.parameters = kept or world.new_parameters(cluster)
         self.connected: dict[int, Root] = {}
         """The process at the other end of each link."""
         self.past: set[Root] = set()
         """Processes whose links are lost, or whose place another one has taken."""
         self.applied: list[RoundId] = []
+        self.averages: dict[RoundId, str] = {}
         self.nodes = [10 * cluster + stage for stage in range(NODES)]
         self.member = Member(cluster, self.nodes, mode=world.mode, reduce_factor=REDUCE_FACTOR)
         self.speed = world.random.uniform(0.1, 1.0)
@@ -145,13 +181,21 @@ class Root:
     def train(self) -> None:
         if not self.alive or self.paused or self.done:
             return
+        if self.released:
+            self.end()
+            return
+        if self.kept:
+            self.paused = True
+            self.give(TrainingPaused(final=True, kept=True, call=1))
+            return
         self.left -= 1
+        self.parameters = self.world.new_parameters(self.cluster)
         self.give(UpdateMade(8, self.world.now))
         final = self.left <= 0
         due = self.world.mode == "blocking" and self.member.trigger.is_due
         if final or due:
             self.paused = True
-            self.give(TrainingPaused(final))
+            self.give(TrainingPaused(final, call=int(final)))
         else:
             self.world.after(self.speed, self.train)
 
@@ -180,13 +224,19 @@ class Root:
     def node_gets(self, node: int, head: Command) -> None:
         match head:
             case Prepare(of):
+                self.world.copies[of, self.cluster] = self.parameters
                 self.node_replies(Prepared(of, self.cluster, node, 0))
             case Start(of, weights):
-                # The average follows from the members: all have the same, or something is wrong.
-                digest = str(sorted(weights.items()))
+                # The average follows from the copies: all have the same, or something is wrong.
+                digest = self.average(of, weights)
+                self.averages[of] = digest
                 self.node_replies(Reduced(of, self.cluster, node, {node % 10: digest}, 10))
             case Decision():
                 pass
+
+    def average(self, of: RoundId, weights: Mapping[int, float]) -> str:
+        copies = {c: self.world.copies[of, c] for c, weight in weights.items() if weight}
+        return next(iter(copies.values())) if len(copies) == 1 else f"{of.number}: {sorted(copies)}"
 
     def node_replies(self, head: Reply) -> None:
         delay = self.world.random.uniform(0.0, 0.3)
@@ -194,31 +244,59 @@ class Root:
 
     def over(self, decision: Decision, *, resume: bool) -> None:
         if decision.commit:
+            if resume:  # else the difference is added: any new word is as good
+                self.parameters = self.averages[decision.round]
             self.applied.append(decision.round)
             self.world.applied.setdefault(decision.round, set()).add(self.cluster)
-        if resume and self.paused:
-            self.paused = False
-            if self.left <= 0:
-                self.done = True
-                if self.world.leaves:
-                    self.world.after(self.world.random.uniform(0.0, 20.0), self.leave)
-            else:
-                self.world.after(self.speed, self.train)
+        if not resume or not self.paused:
+            return
+        if self.left <= 0 and decision.commit:
+            self.world.after(self.world.random.uniform(0.0, 1.0), self.keep)
+            return
+        self.paused = False
+        if self.left <= 0:
+            self.end()
+        else:
+            self.world.after(self.speed, self.train)
+
+    def end(self) -> None:
+        self.done, self.kept = True, self.parameters
+        if self.world.leaves:
+            self.world.after(self.world.random.uniform(0.0, 20.0), self.leave)
+
+    def keep(self) -> None:
+        """Write a checkpoint of the final average, and wait for the other clusters."""
+        if self.alive:
+            self.kept = self.parameters
+            self.give(TrainingPaused(final=True, kept=True, call=1))
 
     # Losses
 
     def leave(self) -> None:
         if self.alive:
-            self.world.kill(self.cluster)
+            self.world.fail(self.cluster)
 
-    def loss_of(self, killed: Root) -> Callable[[], None]:
+    def loss_of(self, killed: Root, *, returns: bool = False) -> Callable[[], None]:
         """Return the call with which this Root learns of a loss."""
 
         def learn() -> None:
             if self.connected.get(killed.cluster) is killed:
                 del self.connected[killed.cluster]
                 self.past.add(killed)
-                self.give(ClusterLost(killed.cluster, "no heartbeat"))
+                until = self.world.now + RETURN if returns else -math.inf
+                self.give(ClusterLost(killed.cluster, "no heartbeat", until))
+
+        return learn
+
+    def farewell_of(self, gone: Root) -> Callable[[], None]:
+        """Return the call with which this Root learns that another one has ended for good."""
+
+        def learn() -> None:
+            before = self.connected.get(gone.cluster)
+            if before is None or before is gone:
+                self.connected.pop(gone.cluster, None)
+                self.past.add(gone)
+                self.give(ClusterLost(gone.cluster, "it has left"))
 
         return learn
 
@@ -227,7 +305,8 @@ class Root:
         for here, there in ((self, other), (other, self)):
             before = here.connected.get(there.cluster)
             if before is not None and before is not there:  # the loss may be seen before or after
-                self.world.after(self.world.random.uniform(0.0, 2.0), here.loss_of(before))
+                learns = here.loss_of(before, returns=True)
+                self.world.after(self.world.random.uniform(0.0, 2.0), learns)
             self.world.send(there.cluster, here.cluster, partial(here.join, there))
 
     def join(self, other: Root) -> None:

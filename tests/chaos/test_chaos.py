@@ -102,3 +102,15 @@ def test_three_clusters_survive_ten_kills(tmp_path: Path, server: ForkServer) ->
     assert result.updates == (THREE.updates,) * THREE.clusters
     assert result.loss is not None
     assert result.loss < 0.75 * math.log(CLASSES), "the loss of the first model, which guesses"
+
+
+@pytest.mark.slow
+def test_clusters_that_lose_nodes_at_the_end_have_the_same_model(
+    tmp_path: Path, server: ForkServer
+) -> None:
+    """One node is killed in the last updates, the others when all updates are made."""
+    settings = replace(THREE, updates=100, epoch=50)
+    plan = FaultPlan.parse("seed=1 | kill node_0 @290.0u; kill node_1 @300.0u; kill node_4 @300.0u")
+    result = run(settings, plan, tmp_path / "run", server)
+    assert result.good, result
+    assert result.updates == (100, 100, 100)

@@ -81,7 +81,7 @@ HEADS: list[AnyHead] = [
     SaveStage("run"),
     StageSaved("run", 1, '{"a": 1}'),
     CallEnd("run", "train", 1),
-    TakeCheckpoint("run"),
+    TakeCheckpoint("run", 3),
     ResumeOffer({0: (HeldCheckpoint("run", CheckpointId(3, 1), 0),)}, "run", lost="node_1 was lost"),
     ResumeFrom("run", CheckpointId(3, 1), {1: 0}, 1),
     StateLoaded(),

@@ -9,7 +9,7 @@ continue after that round. One round is open at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from ravnest.averaging.deadlines import Deadlines, Timing
@@ -21,12 +21,13 @@ from ravnest.averaging.events import (
     PreparedArrived,
     ReducedArrived,
     RequestArrived,
+    SendToCluster,
     Tick,
     Wake,
 )
 from ravnest.averaging.outcome import RoundKind
 from ravnest.averaging.two_phase_commit import TwoPhaseCommit
-from ravnest.wire.messages import Prepared, RoundRequest
+from ravnest.wire.messages import Decision, Prepared, RoundId, RoundRequest
 
 Mode = Literal["background", "blocking"]
 
@@ -41,8 +42,12 @@ class Coordinator:
       take part, even after few updates: their weight accounts for that.
     - ``blocking``: a round opens when all clusters that still train have requested one, or when the
       deadline for the others has passed.
-    - The final round opens when all live clusters have requested it. Until then the others continue
-      with rounds of their own.
+    - The final round opens when all live clusters have requested it, and no lost one may return. Until
+      then the others continue with rounds of their own. If a member is lost that may return, the round
+      is void, and opens again when the cluster has trained to the end once more.
+    - A cluster that has the final average writes a checkpoint with it, and requests again. When all have
+      done so, all are released. If one was lost before, the next final round gives it the average of
+      those that have it.
 
     A cluster that cannot be reached, or replies too late, is missing in that round, with the reason,
     and takes part in the next. Late, repeated and unknown messages are ignored.
@@ -56,7 +61,10 @@ class Coordinator:
         mode: Mode,
         first_round: int = 0,
         deadlines: Deadlines | None = None,
+        absent: Mapping[int, float] | None = None,
     ) -> None:
+        """``absent``: clusters that are lost and may return, and until when they are waited for."""
+        self._absent = dict(absent or {})
         self._live = {*clusters, own}
         self._own = own
         self._mode = mode
@@ -67,7 +75,13 @@ class Coordinator:
         self._requested: dict[int, float] = {}
         """Time of each unanswered request for a round, by cluster."""
         self._finished: set[int] = set()
-        """Clusters that wait for the final round."""
+        """Clusters that wait for the final round, or for its end."""
+        self._kept: set[int] = set()
+        """Those of them that have the average of a final round in a checkpoint."""
+        self._released: set[int] = set()
+        """Clusters that were released from the end of training and have not requested anything since."""
+        self._calls: dict[int, int] = {}
+        """Call of the script that each cluster trains in, as far as it has said so."""
         self._updates: dict[int, int] = {}
         """Updates of each cluster at its newest request; identifies repeated requests."""
         self._commit: TwoPhaseCommit | None = None
@@ -79,6 +93,8 @@ class Coordinator:
         self._reopen = False
         """The round that was abandoned for a corrected number opens again."""
         self._wake: float | None = None
+        self._actions: list[Action] = []
+        """Actions outside of rounds."""
 
     @property
     def next_round(self) -> int:
@@ -98,7 +114,9 @@ class Coordinator:
             if current.outcome is None:
                 break
             self._close(current, now)
-        wake = self._deadline()
+        actions += self._actions
+        self._actions.clear()
+        wake = self._deadline(now)
         if wake is not None and (wake != self._wake or isinstance(event, Tick)):
             actions.append(Wake(wake))
         self._wake = wake
@@ -117,8 +135,8 @@ class Coordinator:
                     self._commit.reduced(head, now)
             case ClusterJoined(cluster):
                 self._joined(cluster)
-            case ClusterLost(cluster, reason):
-                self._cluster_lost(cluster, reason, now)
+            case ClusterLost():
+                self._cluster_lost(event, now)
             case Tick():
                 pass
 
@@ -127,16 +145,20 @@ class Coordinator:
         if cluster not in self._live:
             return
         self._timing.interval(cluster, head.interval)
+        self._released.discard(cluster)
+        self._calls[cluster] = max(head.call, self._calls.get(cluster, 0))
         if head.final:
             self._requested.pop(cluster, None)
             current = self._commit
             if current is None or current.kind != "final" or cluster not in current.round.members:
                 self._finished.add(cluster)
+                (self._kept.add if head.kept else self._kept.discard)(cluster)
             return
         if head.updates <= self._updates.get(cluster, -1):
             return
         self._updates[cluster] = head.updates
         self._finished.discard(cluster)
+        self._kept.discard(cluster)
         if not self._is_answered(cluster):
             self._requested.setdefault(cluster, now)
 
@@ -175,27 +197,47 @@ class Coordinator:
             return
         self._live.add(cluster)
         self._lost.pop(cluster, None)
+        self._absent.pop(cluster, None)
         if self._commit is not None:
             self._commit.missing.setdefault(cluster, "joined during the round")
 
-    def _cluster_lost(self, cluster: int, reason: str, now: float) -> None:
-        if cluster not in self._live or cluster == self._own:
+    def _cluster_lost(self, event: ClusterLost, now: float) -> None:
+        cluster, reason = event.cluster, event.reason
+        if cluster == self._own:
+            return
+        self._absent[cluster] = event.until
+        if cluster not in self._live:
             return
         self._live.discard(cluster)
         self._lost[cluster] = reason
         self._requested.pop(cluster, None)
-        self._finished.discard(cluster)
+        for group in (self._finished, self._kept, self._released):
+            group.discard(cluster)
         self._updates.pop(cluster, None)
-        if self._commit is not None:
-            self._commit.lost(cluster, reason, now)
+        self._calls.pop(cluster, None)
+        current = self._commit
+        if current is None:
+            return
+        if current.kind == "final" and cluster in current.round.members and event.until > now:
+            current.abandon(f"cluster {cluster} was lost: {reason}", now, report=False)
+            self._finished |= set(current.round.members) - {cluster}
+            self._kept |= current.sources - {cluster}
+        else:
+            current.lost(cluster, reason, now)
 
     # Rounds
 
     def _open(self, now: float) -> bool:
         """Open a round if one is due, and return True if it was."""
+        self._release_earlier_calls()
         training = self._live - self._finished
+        if training <= self._released and self._is_over(now):
+            self._release(self._finished, "all clusters have the average of the final round")
+            return False
         if not training:
-            self._start("final", self._live, dict(self._lost), now)
+            if self._awaited(now):
+                return False
+            self._start("final", set(self._live), dict(self._lost), now)
             return True
         if not self._requested:
             return False
@@ -213,19 +255,52 @@ class Coordinator:
         self._start("blocking", set(self._requested), missing | dict.fromkeys(absent, waited), now)
         return True
 
+    def _is_over(self, now: float) -> bool:
+        """Return whether all clusters at the end of training have the final average."""
+        return bool(self._finished) and self._finished <= self._kept and not self._awaited(now)
+
+    def _awaited(self, now: float) -> dict[int, float]:
+        """Return the lost clusters that the end of training waits for, and until when."""
+        return {cluster: until for cluster, until in self._absent.items() if now < until}
+
+    def _release_earlier_calls(self) -> None:
+        """Release clusters from the end of a call of the script that another one has left behind.
+
+        They were restarted after the others had been released.
+        """
+        newest = max(self._calls.values(), default=0)
+        behind = {c for c in self._finished & self._kept if self._calls[c] < newest}
+        if behind:
+            self._release(behind, "the other clusters train in a later call")
+
+    def _release(self, clusters: set[int], reason: str) -> None:
+        number = RoundId(self._next)
+        self._next += 1
+        for cluster in sorted(clusters):
+            decision = Decision(number, commit=False, reason=reason, assign=True)
+            self._actions.append(SendToCluster(cluster, decision))
+        self._released |= clusters
+        self._finished -= clusters
+        self._kept -= clusters
+
     def _start(self, kind: RoundKind, clusters: set[int], missing: dict[int, str], now: float) -> None:
         for cluster in clusters:
             self._requested.pop(cluster, None)
+        sources = self._kept & clusters
         if kind == "final":
             self._finished -= clusters
-        self._commit = TwoPhaseCommit(self._next, kind, clusters, missing, self._timing, now)
+            self._kept -= clusters
+        self._commit = TwoPhaseCommit(self._next, kind, clusters, missing, self._timing, now, sources)
         self._next += 1
         self._commit.open(now)
 
     def _close(self, done: TwoPhaseCommit, now: float) -> None:
         self._commit, self._ended = None, now
+        if done.kind == "final":
+            self._released |= done.released & self._live
         if self._reopen:
             self._reopen = False
+            self._kept |= done.sources
             self._start(done.kind, set(done.round.members), done.missing, now)
         else:
             self._corrected.clear()
@@ -242,8 +317,10 @@ class Coordinator:
     def _request_deadline(self, absent: set[int]) -> float:
         return self._first_request() + self._timing.request_within(absent)
 
-    def _deadline(self) -> float | None:
+    def _deadline(self, now: float) -> float | None:
         if self._commit is not None:
             return self._commit.deadline
+        if self._finished and self._live <= self._finished | self._released:
+            return max(self._awaited(now).values(), default=None)
         absent = self._live - self._finished - set(self._requested)
         return self._request_deadline(absent) if self._requested and absent else None

@@ -39,6 +39,8 @@ class Deadlines:
     """Minimum for Prepared in the final round, used too while nothing is measured."""
     final_most: float = deadlines.FINAL_MOST
     """Maximum for a final round with all its attempts."""
+    final_return: float = 0.0
+    """Wait of the final round for a cluster that was lost and may return; 0 if none may."""
     grace: float = 2.0
     """Wait for the other replies after one cluster has failed, to find the cause."""
     ring_stall: float = deadlines.RING_STALL
@@ -47,8 +49,11 @@ class Deadlines:
     """Wait of a node for the connection to another member of a ring."""
 
     @classmethod
-    def outlasting(cls, outage: float) -> Deadlines:
-        """Return limits for links that wait ``outage`` seconds for another connection."""
+    def outlasting(cls, outage: float, rejoin: float = 0.0) -> Deadlines:
+        """Return limits for links that wait ``outage`` seconds for another connection.
+
+        A cluster waits ``rejoin`` seconds for a lost node.
+        """
         more = max(0.0, outage - deadlines.LINK_OUTAGE)
         step, default = deadlines.ROUND_OUTAGES * more, cls()
         return replace(
@@ -60,6 +65,7 @@ class Deadlines:
             request_unknown=default.request_unknown + step,
             final_answer=default.final_answer + step,
             final_most=default.final_most + 2 * step,
+            final_return=rejoin + deadlines.RETURN_MARGIN + more if rejoin else 0.0,
             ring_stall=default.ring_stall + step,
             reach=default.reach + more,
         )

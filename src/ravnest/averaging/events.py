@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ravnest.averaging.outcome import RoundOutcome
@@ -52,6 +53,8 @@ class ClusterLost:
 
     cluster: int
     reason: str
+    until: float = -math.inf
+    """Time until which the cluster may return, and the final round waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,10 @@ class TrainingPaused:
 
     final: bool
     """Training has ended: it waits for the final round."""
+    kept: bool = False
+    """With ``final``: it has the average of that round in a checkpoint, and waits for the others."""
+    call: int = 0
+    """With ``final``: number of the script's call that ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,10 @@ class Member:
         self._mode: Mode = mode
         self._deadlines = deadlines
         self._live = {cluster}
+        self._absent: dict[int, float] = {}
+        """Clusters that are lost and may return, and until when the final round waits for them."""
+        self._unseen: dict[int, float] = {}
+        """The same for those that took part before this process began."""
         self._relay = CommandRelay(cluster, self._nodes, cluster)
         self._coordinator: Coordinator | None = self._new_coordinator()
         self._early: deque[Event] = deque(maxlen=MAX_EARLY_EVENTS)
@@ -134,6 +142,10 @@ class Member:
     def coordinator(self) -> int:
         """The cluster that coordinates, as far as this Root knows."""
         return self._relay.coordinator
+
+    def expect(self, clusters: Iterable[int], until: float) -> None:
+        """Continue a run that other clusters were part of: they may connect until some time."""
+        self._unseen = {c: until for c in clusters if c not in self._live}
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberAction]:
         """Take an event and return the actions that follow, in order."""
@@ -155,17 +167,16 @@ class Member:
             case EpochEnded(at):
                 self.trigger.epoch_ended(at)
                 self._request_if_due()
-            case TrainingPaused(final):
-                self.trigger.paused()
-                self._to_coordinator(self.trigger.request(final=final))
+            case TrainingPaused():
+                self._pause(event, now)
             case MessageArrived(cluster, head):
                 self._message(cluster, head, now)
             case NodeReplied(head):
                 self._node_replied(head)
             case ClusterJoined(cluster):
                 self._joined(cluster, now)
-            case ClusterLost(cluster, reason):
-                self._lost(cluster, reason, now)
+            case ClusterLost():
+                self._lost(event, now)
             case Tick():
                 self.wake = math.inf
                 if self._coordinator is not None:
@@ -176,6 +187,13 @@ class Member:
     def _request_if_due(self) -> None:
         if self._mode == "background" and self.trigger.is_due:
             self._to_coordinator(self.trigger.request())
+
+    def _pause(self, event: TrainingPaused, now: float) -> None:
+        self.trigger.paused()
+        if event.final:
+            self._await_unseen(now)
+        request = self.trigger.request(final=event.final, kept=event.kept, call=event.call)
+        self._to_coordinator(request)
 
     # Messages
 
@@ -212,24 +230,37 @@ class Member:
 
     # Other clusters
 
+    def _await_unseen(self, now: float) -> None:
+        """Wait at the end of training for clusters of which this process knows nothing yet."""
+        unseen, self._unseen = self._unseen, {}
+        for cluster, until in unseen.items():
+            self._lost(ClusterLost(cluster, "it has not connected again", until), now)
+
     def _joined(self, cluster: int, now: float) -> None:
         reconnected = cluster in self._live
         self._live.add(cluster)
+        self._absent.pop(cluster, None)
+        self._unseen.pop(cluster, None)
         self._relay.forget(cluster)
         if self._coordinator is not None:
             if reconnected:  # it knows nothing of the open round, or has given it up
-                self._coordinate(ClusterLost(cluster, "it has connected again"), now)
+                self._coordinate(ClusterLost(cluster, "it has connected again", math.inf), now)
             self._coordinate(ClusterJoined(cluster), now)
         again = reconnected and cluster == self._relay.coordinator
         self._follow_lowest(f"cluster {cluster} has joined", now, reconnected=again)
 
-    def _lost(self, cluster: int, reason: str, now: float) -> None:
+    def _lost(self, event: ClusterLost, now: float) -> None:
+        cluster = event.cluster
+        if event.until > now:
+            self._absent[cluster] = event.until
+        else:
+            self._absent.pop(cluster, None)
+        if self._coordinator is not None:
+            self._coordinate(event, now)
         if cluster not in self._live:
             return
         self._live.discard(cluster)
         self._relay.forget(cluster)
-        if self._coordinator is not None:
-            self._coordinate(ClusterLost(cluster, reason), now)
         self._follow_lowest(f"cluster {cluster} is gone", now)
 
     def _follow_lowest(self, reason: str, now: float, *, reconnected: bool = False) -> None:
@@ -253,6 +284,7 @@ class Member:
             mode=self._mode,
             first_round=self._relay.next_round,
             deadlines=self._deadlines,
+            absent=self._absent,
         )
 
     def _take_over(self, now: float) -> None:

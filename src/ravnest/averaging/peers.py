@@ -11,7 +11,7 @@ from ravnest.store.node_spec import NeighbourSpec, NodeSpec
 from ravnest.transport.base import Link, LinkHandler, Transport, send_and_close
 from ravnest.transport.generations import Generations
 from ravnest.types import Address
-from ravnest.wire.messages import AnyHead, Hello
+from ravnest.wire.messages import AnyHead, Hello, Message
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,16 @@ class PeerError(UnreachableError):
     def __init__(self, message: str, cluster: int) -> None:
         super().__init__(message)
         self.cluster = cluster
+
+
+class IgnoringHandler:
+    """Handler of links over which only this side speaks."""
+
+    def on_message(self, link: Link, message: Message) -> None:
+        """Ignore a message."""
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        """Ignore a loss."""
 
 
 class Peers:
@@ -242,6 +252,22 @@ class Peers:
     def _link_to(self, node: int) -> Link | None:
         with self._changed:
             return self._links.get(node)
+
+    def say_goodbye(self, last: AnyHead, seconds: float) -> None:
+        """Dial the Roots of all other clusters once and send a last message to those that answer."""
+
+        def say(root: NeighbourSpec) -> None:
+            try:
+                send_and_close(self._dial(root, seconds), last, seconds)
+            except RavnestError as error:
+                logger.info("node_%d does not learn of the end: %s", root.node, error)
+
+        others = [root for c, root in enumerate(self._spec.roots) if c != self._spec.cluster]
+        threads = [threading.Thread(target=say, args=(root,), daemon=True) for root in others]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * seconds)
 
     def close(self, last: AnyHead | None) -> None:
         """Close all links, with ``last`` as the last message if given."""

@@ -43,8 +43,8 @@ class AveragingConfig:
     mode: Mode
     reduce_factor: int | None
     """Updates between rounds; None for one round per epoch."""
-    released: Callable[[], None]
-    """Called when training that has paused for a round continues."""
+    released: Callable[[bool], None]
+    """Called when training that has paused for a round continues; True if the average was applied."""
     reported: Callable[[RoundOutcome], None]
     """Called at the coordinator when a round is over."""
 

@@ -59,9 +59,11 @@ from ravnest.errors import RavnestError
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.base import Link, Transport, try_send
 from ravnest.transport.generations import Generations
-from ravnest.wire.messages import AnyHead, Decision, Goodbye, Hello, Message, RingChunk, RoundId
+from ravnest.wire.messages import Abort, AnyHead, Decision, Goodbye, Hello, Message, RingChunk, RoundId
 
 logger = logging.getLogger(__name__)
+
+_HAS_LEFT = "it has left"
 
 
 class AveragingService:
@@ -77,15 +79,18 @@ class AveragingService:
         config: AveragingConfig | None,
         failed: Callable[[str], None],
         outage: float | None = None,
+        rejoin: float = 0.0,
         generations: Generations | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``config`` is given at Roots only. ``failed`` is called with unexpected errors.
 
         ``outage`` is the time for which links wait for another connection; the plan's if not given.
+        ``rejoin`` is the time for which a cluster waits for a lost node; 0 if it does not.
         ``generations`` knows which process is each node; it outlives the run.
         """
-        deadlines = Deadlines.outlasting(spec.outage if outage is None else outage)
+        deadlines = Deadlines.outlasting(spec.outage if outage is None else outage, rejoin)
+        self._returns = deadlines.final_return
         self._spec = spec
         self._weights = weights
         self._config = config
@@ -147,15 +152,21 @@ class AveragingService:
 
     # Training of this cluster, from any thread
 
-    def continue_from(self, updates: int, samples: int) -> None:
+    def continue_from(self, updates: int, samples: int, *, after_loss: bool = False) -> None:
         """Continue a run from a checkpoint, before the first update: see ``RoundTrigger``.
 
         Only a Root needs it. ``samples`` is what ``samples`` was when the checkpoint was taken.
+        ``after_loss``: the other clusters were part of the run before; the final round waits for them.
         """
         self._samples = samples
-        if self._member is not None:
-            trigger = self._member.trigger
-            self.post(lambda: trigger.continue_from(updates, samples))
+        member = self._member
+        if member is None:
+            return
+        self.post(lambda: member.trigger.continue_from(updates, samples))
+        if after_loss and self._returns:
+            others = set(range(len(self._spec.roots))) - {self._spec.cluster}
+            until = self._now() + self._returns
+            self.post(lambda: member.expect(others, until))
 
     @property
     def samples(self) -> int:
@@ -171,10 +182,14 @@ class AveragingService:
         """Report that all updates of an epoch are made."""
         self._post_to_member(EpochEnded(self._now()))
 
-    def pause(self, *, final: bool) -> None:
-        """Request a round that this cluster waits for; ``released`` is called when it is over."""
+    def pause(self, *, final: bool, kept: bool = False, call: int = 0) -> None:
+        """Request a round that this cluster waits for; ``released`` is called when it is over.
+
+        ``final``: training has ended in this ``call`` of the script; with ``kept``, the average of the
+        final round is in a checkpoint, and the cluster only waits until all others have it too.
+        """
         assert self._member is not None, "only a Root requests rounds"
-        self._post_to_member(TrainingPaused(final))
+        self._post_to_member(TrainingPaused(final, kept, call))
 
     @property
     def clamped(self) -> int:
@@ -200,7 +215,9 @@ class AveragingService:
             case RingChunk():
                 self._reducer.allreduce.take(link, message)
             case Goodbye():
-                self.post(lambda: self._link_lost(link, ""))
+                self.post(lambda: self._link_lost(link, _HAS_LEFT, returns=False))
+            case Abort(_, reason, recoverable):
+                self.post(lambda: self._link_lost(link, reason, returns=recoverable))
             case _ if isinstance(head, RoundMessage):
                 self.post(lambda: self._from_root(link, head))
             case _:
@@ -285,16 +302,17 @@ class AveragingService:
             self._joined = {link, *filter(self._peers.is_current, self._joined)}
             self._to_member(ClusterJoined(link.peer.cluster))
 
-    def _link_lost(self, link: Link, reason: str) -> None:
-        """Handle a lost link; ``reason`` is empty if the peer has closed it regularly."""
+    def _link_lost(self, link: Link, reason: str, *, returns: bool = True) -> None:
+        """Handle a lost link; ``returns``: the cluster has not left the run, and may connect again."""
         cluster, own = link.peer.cluster, self._spec.cluster
         self._joined.discard(link)
         if not self._peers.forget(link) or self._member is None or link.peer.stage != 0:
             return
-        if reason:
+        if reason != _HAS_LEFT:
             logger.warning("cluster %d is gone (%s); cluster %d trains on", cluster, reason, own)
-        self._to_member(ClusterLost(cluster, reason or "it has left"))
-        if cluster < own and reason and not self._peers.closed:
+        until = self._now() + self._returns if returns and self._returns else -math.inf
+        self._to_member(ClusterLost(cluster, reason, until))
+        if cluster < own and returns and not self._peers.closed:
             self._peers.dial_root(cluster, REDIAL_SECONDS, self._link_opened)
 
     def _from_root(self, link: Link, head: RoundMessage) -> None:
@@ -332,7 +350,7 @@ class AveragingService:
             case RoundOver(decision, resume):
                 logger.info("cluster %d: %s", self._spec.cluster, decision.reason)
                 if resume:
-                    self._config.released()
+                    self._config.released(decision.commit)
             case RoundEnded(outcome):
                 self._config.reported(outcome)
 

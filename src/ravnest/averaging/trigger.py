@@ -36,6 +36,8 @@ class RoundTrigger:
         """Samples since the last average that was applied here."""
         self.averaged = 0
         """Samples in the averages that were applied here."""
+        self.call = 0
+        """Number of the script's call that the cluster trains in; 0 if unknown."""
         self.pending: RoundRequest | None = None
         """The request that the coordinator has not answered; a new coordinator gets it again."""
         self._since = 0
@@ -105,10 +107,13 @@ class RoundTrigger:
             return self._gap * self._reduce_factor
         return max(self._epoch, MIN_INTERVAL) if self._epoch else 0.0
 
-    def request(self, *, final: bool = False) -> RoundRequest:
+    def request(self, *, final: bool = False, kept: bool = False, call: int = 0) -> RoundRequest:
         """Return the request to send now, and restart the count of updates."""
         self._restart()
-        self.pending = RoundRequest(self._cluster, self.updates, self.samples, self.interval, final)
+        self.call = max(call, self.call)
+        self.pending = RoundRequest(
+            self._cluster, self.updates, self.samples, self.interval, final, kept, self.call
+        )
         return self.pending
 
     def hold(self) -> int:
@@ -128,6 +133,8 @@ class RoundTrigger:
             self.averaged += self._held
         self._held = 0
         final = self.pending is not None and self.pending.final
+        if final and assign and not commit:
+            self.call += 1  # that call is over
         if assign or (self.pending is self._held_pending and not final):
             self.pending = None
         self._held_pending = None

@@ -35,8 +35,13 @@ class TwoPhaseCommit:
         missing: Mapping[int, str],
         timing: Timing,
         now: float,
+        sources: Iterable[int] = (),
     ) -> None:
+        """``sources``: clusters that have the average of an earlier final round; the others get it."""
         self.kind: RoundKind = kind
+        self.sources = frozenset(sources)
+        self.released: set[int] = set()
+        """Clusters that a Decision has released without an average."""
         self.round = Round(RoundId(number), kind != "background", tuple(sorted(clusters)), now)
         """The current attempt."""
         self.missing = dict(missing)
@@ -106,9 +111,11 @@ class TwoPhaseCommit:
             else:
                 self._start(now)
 
-    def abandon(self, reason: str, now: float) -> None:
+    def abandon(self, reason: str, now: float, *, report: bool = True) -> None:
         """End the round without a Decision, because a newer Prepare follows."""
         self._close(reason, now, announce=False)
+        if not report:
+            self.actions.pop()
 
     # Steps
 
@@ -133,7 +140,9 @@ class TwoPhaseCommit:
             causes = "; ".join(f"cluster {c}: {head.problem}" for c, head in sorted(replies.items()))
             self._close(f"no cluster has valid parameters: {causes}", now)
             return
-        self.round = self.round.start(dict.fromkeys(self.round.members, 0.0) | shares(able), now)
+        sources = sorted(self.sources & able.keys())
+        weights = {sources[0]: 1.0} if sources else shares(able)
+        self.round = self.round.start(dict.fromkeys(self.round.members, 0.0) | weights, now)
         self._wait(self._timing.limits.reduce_most, now)
         codec, base = self._compression()
         self._send(Start(self.round.id, dict(self.round.weights), codec, base))
@@ -217,6 +226,7 @@ class TwoPhaseCommit:
         for cluster, reason in sorted(reasons.items()):
             self.missing[cluster] = reason
             if tell:
+                self.released.add(cluster)
                 self.actions.append(SendToCluster(cluster, self._decision(False, reason)))
 
     def _too_few(self) -> str:
@@ -237,6 +247,8 @@ class TwoPhaseCommit:
             seconds=now - self._opened,
             digests=current.reduced[current.members[0]].digests if committed else {},
         )
+        if announce and not committed:
+            self.released |= set(current.members)
         if announce:
             self._send(self._decision(committed, reason or self.outcome.describe()))
         self.actions.append(RoundEnded(self.outcome))

@@ -428,20 +428,16 @@ class Node:
         states = [loader.random for loader in self._loaders() if loader.random is not None]
         return states[-1] if states else None
 
-    def _take_checkpoint(self) -> None:
-        """Write a checkpoint of the end of training on all nodes (Root only)."""
-        self._end_phase()
-        self._controller().take_checkpoint(self.epoch, capture_random_state(self._loaders()))
+    def _end_training(self) -> None:
+        """Average with the other clusters for the last time and write a checkpoint (Root only).
 
-    def _average(self) -> None:
-        """Wait for the other clusters and average with them for the last time (Root only).
-
-        Afterwards all clusters have bit-identical parameters. Does nothing with a single cluster.
+        Waits for the other clusters. Afterwards all have bit-identical parameters.
         """
-        if self.is_root and self.clusters > 1:
-            self._end_phase()
+        self._end_phase()
+        if self.clusters > 1:
             self._ensure_started().telemetry.phase("average")
-            self._controller().average(final=True)
+        random = capture_random_state(self._loaders())
+        self._controller().end_training(self.epoch, random, self._calls)
 
     def _save(self) -> None:
         """Make every node write its trained stage, and collect the stages here (Root only)."""

@@ -216,8 +216,7 @@ class Trainer:
             return
         self._ended = True
         if self.node.is_root and call == "train":
-            self.node._average()
-            self.node._take_checkpoint()
+            self.node._end_training()
             if self.save:
                 self.node._save()
         self.node._finish_call(call)

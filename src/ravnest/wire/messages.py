@@ -14,7 +14,7 @@ import torch
 
 from ravnest.types import CheckpointId, MicrobatchId
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
@@ -220,9 +220,11 @@ class StageSaved(Head, frozen=True):
 
 
 class TakeCheckpoint(Head, frozen=True):
-    """Request for a checkpoint when all phases so far are over; at the end of training."""
+    """End of training: request for a checkpoint when all phases so far are over."""
 
     run: str
+    phases: int
+    """Number of phases that are over then; the end of training counts as one."""
 
 
 class CallEnd(Head, frozen=True):
@@ -259,6 +261,10 @@ class RoundRequest(Head, frozen=True):
     """Seconds between the cluster's rounds at its current training rate; 0 if unknown."""
     final: bool
     """True if the cluster has finished training and waits."""
+    kept: bool = False
+    """With ``final``: the cluster has the average of the final round, in a checkpoint."""
+    call: int = 0
+    """Number of the script's call that the cluster trains in, from 1; 0 if unknown."""
 
 
 class Prepare(Head, frozen=True):

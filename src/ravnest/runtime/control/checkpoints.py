@@ -75,7 +75,7 @@ class Checkpoints:
         spec: NodeSpec,
         execution: StageExecution,
         reported: Callable[[CheckpointReport], None],
-        settled: Callable[[float], None],
+        settled: Callable[[CheckpointId, float], None],
     ) -> None:
         """``seed``: the folder of the checkpoint that the stage was shipped with, if it was.
 
@@ -363,9 +363,8 @@ class Checkpoints:
             return
         if report.stored:
             self._keep(report.checkpoint)
-        self._settled(
-            report.seconds
-        )  # after the others were told, so that they know before the next checkpoint
+        # After the others were told, so that they know before the next checkpoint.
+        self._settled(report.checkpoint, report.seconds)
 
     def _keep(self, checkpoint: CheckpointId) -> None:
         """Keep a checkpoint that all nodes have, and tell the nodes behind."""
@@ -434,7 +433,11 @@ class Checkpoints:
         """Send a copy to a neighbour, one block at a time, so that activations pass in between."""
         link = self._links.next if self._spec.stage == 0 else self._links.previous
         reader = BlockReader(folder, manifest, self._acknowledged)
-        self._sending = reader
+        with self._stored:
+            before, self._sending = self._sending, reader
+        if before is not None and before.checkpoint != manifest.id:
+            # The one at the end of training does not wait for the one before, which is stored here.
+            self._settle(before.checkpoint, stored=True)
         if link is None:
             self._replica_settled(manifest.id)
             return

@@ -15,6 +15,7 @@ from ravnest.deadlines import LINK_CLOSE, ROOTS_RETURN
 from ravnest.errors import RunError, RunInterruptedError, StageInputError
 from ravnest.runtime.batch_parts import BatchSplit
 from ravnest.runtime.control.checkpoints import Checkpoints
+from ravnest.runtime.control.ended_training import EndedTraining
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
 from ravnest.runtime.control.metrics import MetricsObserver
 from ravnest.runtime.control.microbatch_tuner import MicrobatchTuner
@@ -50,6 +51,7 @@ from ravnest.store.checkpoint import SEED
 from ravnest.telemetry import RecoveryRecord
 from ravnest.transport.base import Link, Transport, send_and_close, try_send
 from ravnest.transport.generations import Generations
+from ravnest.types import CheckpointId
 from ravnest.wire.messages import (
     Abort,
     AnyHead,
@@ -238,7 +240,8 @@ class NodeRuntime:
             return
         if self._averaging is not None:
             samples = 0 if progress is None else progress["averaging_samples"]
-            self._averaging.continue_from(checkpoint.update, samples)
+            after_loss = progress is not None or bool(resumed.lost)
+            self._averaging.continue_from(checkpoint.update, samples, after_loss=after_loss)
         cut = RootCut(**progress["root"]) if progress is not None else NOTHING_DONE
         self.controller.resume(ResumePoint(resumed.run, checkpoint.phase, checkpoint.update, cut))
         if progress is not None or resumed.lost:
@@ -264,11 +267,12 @@ class NodeRuntime:
         )
         self.telemetry.recovery(record)
 
-    def _checkpoint_settled(self, cost: float) -> None:
+    def _checkpoint_settled(self, checkpoint: CheckpointId, cost: float) -> None:
         if self._policy is not None:
             self._policy.cost = cost
         with self.status.writing():
             self.status.checkpoints_settled += 1
+            self.status.phases_settled = max(self.status.phases_settled, checkpoint.phase)
 
     def _neighbours(self) -> list[Link]:
         return [link for link in (self._links.previous, self._links.next) if link is not None]
@@ -298,7 +302,7 @@ class NodeRuntime:
         if self._checkpoints is not None:
             self._checkpoints.close()
         if self._averaging is not None:
-            self._averaging.close(None)
+            self._averaging.close(Abort(node, reason, recoverable=True))
         self._transport.close()
         self._losses.close()
         self._accuracies.close()
@@ -328,6 +332,7 @@ class NodeRuntime:
         self._worker.stop(LINK_CLOSE)
         node = self._config.spec.node
         last: AnyHead = Goodbye(node) if reason is None else Abort(node, reason, recoverable)
+        to_clusters = last if self.status.failure is None or reason is not None else None
         links = self._neighbours()
         if self._checkpoints is not None:
             self._checkpoints.close()
@@ -336,7 +341,7 @@ class NodeRuntime:
         for link in links:
             send_and_close(link, last, 0.0 if failed or reason is not None else outage)
         if self._averaging is not None:
-            self._averaging.close(Goodbye(node) if reason is None and not failed else None)
+            self._averaging.close(to_clusters)
         self._log_clamped_values(links)
         self._transport.close()
         self.progress.sum_up()
@@ -424,18 +429,26 @@ class NodeRuntime:
             config=rounds,
             failed=lambda reason: inbox.post(lambda: self._worker.fail(reason)),
             outage=settings.outage,
+            rejoin=settings.rejoin_timeout if settings.checkpoints else 0.0,
             generations=self._generations,
         )
 
     def _blocking_averages(self) -> BlockingAverages | None:
         if self._averaging is None:
             return None
-        blocking = self._config.settings.averaging == "blocking"
-        return BlockingAverages(blocking, self._config.reduce_factor, self._averaging.pause)
+        config, settings = self._config, self._config.settings
+        ended = EndedTraining(Path(settings.checkpoint_folder) / config.spec.name / "ended.json")
+        return BlockingAverages(
+            settings.averaging == "blocking",
+            config.reduce_factor,
+            self._averaging.pause,
+            ended if settings.checkpoints else None,
+        )
 
-    def _released(self) -> None:
+    def _released(self, applied: bool) -> None:
         with self.status.writing():
             self.status.rounds += 1
+            self.status.last_round_applied = applied
 
     def _reported(self, outcome: RoundOutcome) -> None:
         """Record and log a round's outcome. Called at the coordinator, in the averaging thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import Any, Protocol
 
 import xxhash
 
+from ravnest.deadlines import FINAL_CHECKPOINT
 from ravnest.errors import DataError, RunError
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control.checkpoint_policy import CheckpointPolicy
+from ravnest.runtime.control.ended_training import EndedTraining
 from ravnest.runtime.control.microbatch_tuner import MicrobatchTuner
 from ravnest.runtime.control.run_status import MicrobatchResult, RunStatus
 from ravnest.runtime.random_state import RandomState
@@ -33,6 +36,8 @@ from ravnest.wire.messages import (
     TakeCheckpoint,
     ValidationResult,
 )
+
+logger = logging.getLogger(__name__)
 
 NOTHING_DONE = RootCut(0, 0, 0, 0, "", None)
 """Position before the first batch of a phase."""
@@ -57,13 +62,18 @@ class BlockingAverages:
     blocking: bool
     reduce_factor: int | None
     ask: Ask
+    ended: EndedTraining | None = None
+    """None if there are no checkpoints."""
 
 
 class Ask(Protocol):
     """Callback that requests a round for which this cluster stops training."""
 
-    def __call__(self, *, final: bool) -> None:
-        """Request a round; ``final`` marks the last one of the run."""
+    def __call__(self, *, final: bool, kept: bool = False, call: int = 0) -> None:
+        """Request a round; ``final``: training has ended, in this ``call`` of the script.
+
+        ``kept``: the average of the final round is in a checkpoint.
+        """
 
 
 class RootController:
@@ -315,13 +325,53 @@ class RootController:
             return False
         return due
 
-    def take_checkpoint(self, epoch: int, random: RandomState) -> None:
-        """Make all nodes write a checkpoint of the end of training."""
+    def end_training(self, epoch: int, random: RandomState, call: int) -> None:
+        """Average with the other clusters for the last time; make all nodes write a checkpoint.
+
+        All clusters end together, when each of them has the average in a checkpoint: one that loses a
+        node before gets it from the others. The end of training counts as a phase.
+        """
+        kept = self.skips_phase
+        self._phases += 1
+        if kept and self._has_ended():
+            return
+        cut = RootCut(epoch, 0, 0, 0, "", random)
+        taken = kept
+        while self._averages is not None and self._average_finally(kept=kept, call=call):
+            self._take_checkpoint(cut)
+            self._await_checkpoint()
+            kept = taken = True
+        if self._averages is not None and self._averages.ended is not None:
+            self._averages.ended.write(self.run, self._phases)
+        if not taken:
+            self._take_checkpoint(cut)
+
+    def _has_ended(self) -> bool:
+        """Return whether the other clusters need nothing of this one to end the training."""
+        point, averages = self._point, self._averages
+        assert point is not None, "the end of training is part of a checkpoint"
+        later_call = point.phases > self._phases
+        if averages is None or later_call:
+            return True
+        return averages.ended is not None and averages.ended.covers(self.run, self._phases)
+
+    def _take_checkpoint(self, cut: RootCut) -> None:
         if self._policy is not None:
             self._policy.take(self._updates, time.monotonic())
-            cut = RootCut(epoch, 0, 0, 0, "", random)
-            head = TakeCheckpoint(self.run)
-            self._worker.post(functools.partial(self._worker.announce, head, cut))
+        head = TakeCheckpoint(self.run, self._phases)
+        self._worker.post(functools.partial(self._worker.announce, head, cut))
+
+    def _await_checkpoint(self) -> None:
+        """Wait until all nodes have stored the checkpoint of the end of training, or cannot."""
+        status = self._status
+        if self._policy is None:
+            return
+        if not status.wait_for(lambda: status.phases_settled >= self._phases, FINAL_CHECKPOINT):
+            logger.warning(
+                "the checkpoint of the trained model is not stored on all nodes after %.0f s: if a node "
+                "is lost now, its cluster may end with another model than the others",
+                FINAL_CHECKPOINT,
+            )
 
     def _cut(self, microbatches: int) -> RootCut:
         """Return the position of the data after this number of micro-batches of the open phase."""
@@ -335,15 +385,24 @@ class RootController:
             self._random,
         )
 
-    def average(self, *, final: bool) -> None:
-        """Wait until the clusters have averaged; submitted micro-batches are applied first."""
-        if self._averages is None:
-            return
-        self._wait(lambda: self._status.updates >= self._updates, "micro-batches to return")
-        over = self._status.rounds
-        self._averages.ask(final=final)
+    def _average(self, ask: Callable[[], None]) -> bool:
+        """Wait until the clusters have averaged; return whether this one has taken part.
+
+        Submitted micro-batches are applied first.
+        """
+        status = self._status
+        self._wait(lambda: status.updates >= self._updates, "micro-batches to return")
+        over = status.rounds
+        ask()
         # No deadline here: the coordinator has one, and the final round waits for all live clusters.
-        self._status.wait(lambda: self._status.rounds > over)
+        status.wait(lambda: status.rounds > over)
+        return status.last_round_applied
+
+    def _average_finally(self, *, kept: bool, call: int) -> bool:
+        """Request the final round or, with its average in a checkpoint, its end; see ``_average``."""
+        averages = self._averages
+        assert averages is not None
+        return self._average(lambda: averages.ask(final=True, kept=kept, call=call))
 
     def _stand_still_if_due(self, *, made_update: bool = True, epoch_over: bool = False) -> None:
         still = self._averages
@@ -351,7 +410,7 @@ class RootController:
             return
         every = still.reduce_factor
         if epoch_over if every is None else made_update and self._updates % every == 0:
-            self.average(final=False)
+            self._average(lambda: still.ask(final=False))
 
     def settle(self) -> None:
         """Wait until all ended phases are over: their micro-batches have returned and are applied."""

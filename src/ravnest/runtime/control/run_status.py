@@ -45,10 +45,14 @@ class RunStatus:
         """A node is about to leave and asks for a checkpoint; at the Root."""
         self.checkpoints_settled = 0
         """Number of checkpoints whose outcome is known; at the Root."""
+        self.phases_settled = 0
+        """Number of phases that are over in the newest of them; at the Root."""
         self.updates = 0
         """Number of updates made here."""
         self.rounds = 0
         """Number of finished averaging rounds for which this cluster stopped training."""
+        self.last_round_applied = False
+        """The last of them has averaged this cluster's parameters."""
         self.loss_split: LossSplit | None = None
         """Answer of the Leaf to whether batches can be split; at the Root."""
         self.run_ended = False
@@ -81,6 +85,13 @@ class RunStatus:
         """Raise ``RunError`` if the run has failed."""
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
+
+    def wait_for(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Wait until ``ready()``, at most ``seconds``; raise ``RunError`` if the run fails."""
+        with self._condition:
+            found = self._condition.wait_for(lambda: self.failure is not None or ready(), seconds)
+        self.check()
+        return found
 
     def wait(
         self, ready: Callable[[], bool], *, stall: float | None = None, waiting_for: str = ""

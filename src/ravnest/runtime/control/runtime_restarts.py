@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ravnest.averaging.peers import IgnoringHandler, Peers
+from ravnest.deadlines import LINK_HELLO
 from ravnest.errors import RunError, RunInterruptedError
 from ravnest.runtime.control.node_runtime import NodeRuntime
 from ravnest.runtime.control.resume_exchange import ResumeWish
@@ -14,6 +16,7 @@ from ravnest.runtime.control.runtime_config import RuntimeConfig
 from ravnest.split.module import StageModule
 from ravnest.transport.base import Transport
 from ravnest.transport.generations import Generations
+from ravnest.wire.messages import Abort
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,11 @@ class RuntimeRestarts:
         )
         lost.abandon(str(error))
         wish = ResumeWish(before.run, lost=str(error), calls=calls)
-        runtime = self._open(config, wish, timeout, phases)
+        try:
+            runtime = self._open(config, wish, timeout, phases)
+        except RunError as failure:
+            self._say_failed(config, str(failure))
+            raise
         assert runtime.resumed is not None
         same = runtime.resumed.checkpoint == before.checkpoint
         self._recoveries = self._recoveries + 1 if same else 0
@@ -78,6 +85,18 @@ class RuntimeRestarts:
         if runtime.controller is not None:
             runtime.report_recovery(str(error), made, time.monotonic() - began)
         return runtime
+
+    def _say_failed(self, config: RuntimeConfig, reason: str) -> None:
+        """Tell the other clusters that this one does not return, so that nobody waits for it."""
+        spec = config.spec
+        if spec.stage or len(spec.roots) < 2:
+            return
+        transport = self.make_transport()
+        try:
+            peers = Peers(spec, config.hello(), transport, IgnoringHandler())
+            peers.say_goodbye(Abort(spec.node, reason), LINK_HELLO)
+        finally:
+            transport.close()
 
     def _open(self, config: RuntimeConfig, wish: ResumeWish, timeout: float, phases: int) -> NodeRuntime:
         """Connect to the other nodes; again if one of them is lost before all have connected."""

@@ -256,9 +256,18 @@ class PipelineStage:
         with self._status.writing():
             self._status.phases_over = max(self._status.phases_over, phase + 1)
         if saves:
-            self.save_between_phases(self._store.take_cut(phase))
+            self._save_between_phases(self._store.take_cut(phase))
 
-    def save_between_phases(self, cut: RootCut | None) -> None:
+    def end_training(self, phases: int, cut: RootCut | None) -> None:
+        """Write a checkpoint of the end of training, which counts as a phase without micro-batches.
+
+        It has another number than the one after the last epoch, which is not averaged.
+        """
+        with self._status.writing():
+            self._status.phases_over = max(self._status.phases_over, phases)
+        self._save_between_phases(cut)
+
+    def _save_between_phases(self, cut: RootCut | None) -> None:
         """Write a checkpoint after the end of a phase; ``cut`` is given at the Root."""
         progress = self._store.progress(cut, between_phases=True)
         self._save(CheckpointId(self._machine.version, self._status.phases_over), progress)

@@ -232,8 +232,8 @@ class Worker:
                     self._status.validations[head.phase] = head
             case SaveStage(run):
                 self._when_over.append(lambda: self._save(run))
-            case TakeCheckpoint():
-                self._when_over.append(lambda: self._stage.save_between_phases(cut))
+            case TakeCheckpoint(phases=phases):
+                self._when_over.append(lambda: self._stage.end_training(phases, cut))
             case CallEnd(number=number):
                 self._when_idle.append(lambda: self._end_call(number))
             case RunEnd():
