@@ -36,7 +36,7 @@ from ravnest.server.scheduling.shipping import stage_needs
 from ravnest.server.scheduling.stragglers import NO_SLOWDOWNS, Slowdowns, with_slowdowns
 from ravnest.server.settings import ServerSettings
 from ravnest.store.plain_data import encode
-from ravnest.telemetry import TimingRecord
+from ravnest.telemetry import ScheduleRecord, TimingRecord
 from ravnest.types import CheckpointId
 
 # The decision
@@ -262,6 +262,8 @@ class Run:
         """Report without HTTP, which would take most of the test's time."""
         records: list[Any] = []
         if number % 2 == 0:
+            if self.update == 1:
+                records.append(asdict(ScheduleRecord("sync", 1, "a test")))
             records += losses(0.5, first=self.update - 1)
             records += [asdict(self._timing(stage)) for stage in (0, 1)] * 4
         if self.update % 4 == 0:  # every second one at the end of an epoch
@@ -485,6 +487,15 @@ def test_a_job_that_ends_soon_keeps_its_plan(case: Case, updates: int, words: st
     assert len(told) == 1, "it is said once"
     assert words in told[0]
     assert not [each for each in case.planner.asked if len(each) > 2]
+
+
+def test_the_time_that_the_workers_took_to_start_counts(case: Case) -> None:
+    run = start(case, epochs=2)
+    case.pass_time(210.0)
+    run.train(9)
+    provider(case, "carol", 2), provider(case, "dave", 3)
+    case.match()
+    assert run.events("a move does not pay: 4 min are left", "4 min for the restart")
 
 
 def test_jobs_that_wait_have_the_idle_providers_first(case: Case) -> None:

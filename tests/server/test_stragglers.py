@@ -129,6 +129,14 @@ def test_a_slower_link_is_found_if_it_matters() -> None:
     assert not any(looked(places("b", "a"), series(fast, steady(0.1)))), "2 ms beside 100 ms"
 
 
+def test_a_busy_machine_also_answers_late_and_its_links_are_not_to_blame() -> None:
+    def late(now: float) -> tuple[float, float]:
+        return 0.1, 0.2 if now >= 400 else 0.05
+
+    found = looked(places("a", "b"), series(late, after(400, 3.0)))[-1]
+    assert found == Slowdowns({"b": pytest.approx(3.0, rel=0.01)}, {})
+
+
 def test_a_slowdown_outlives_its_plan_and_a_recovery_ends_it() -> None:
     before = places("a", "b")
     timings = series(steady(0.1), after(400, 3.0))

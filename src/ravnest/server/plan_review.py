@@ -13,8 +13,8 @@ from ravnest.server.complete_checkpoints import CompleteCheckpoint
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
 from ravnest.server.job_pace import ClusterPace, PaceReader
-from ravnest.server.job_status import holders, vacant
-from ravnest.server.scheduling.improvement import MoveCost, PresentStage, RunningPlan
+from ravnest.server.job_status import holders, roots, vacant
+from ravnest.server.scheduling.improvement import RESTART, MoveCost, PresentStage, RunningPlan
 from ravnest.server.scheduling.link_tests import ProviderLinks
 from ravnest.server.scheduling.stragglers import LEAST_GROWTH, Slowdowns, with_slowdowns
 
@@ -45,6 +45,8 @@ class PlanReview:
     """Seconds since the present plan began to train."""
     shipped: float
     """Seconds that its shipping took."""
+    started: float
+    """Seconds that its workers took afterwards until they trained; 0: not known."""
 
     @property
     def question(self) -> PlanQuestion:
@@ -74,7 +76,9 @@ class PlanReview:
         newest = (pace.checkpoints[0][0] for pace in self.paces)
         state = max(stage.tensors.size for each in newest for stage in each.stages)
         return MoveCost(
-            shipping=max(self.shipped, (weights + state) / slowest), repeated=state / slowest
+            shipping=max(self.shipped, (weights + state) / slowest),
+            repeated=state / slowest,
+            restart=max(self.started, RESTART),
         )
 
     def stages(self, links: ProviderLinks) -> list[list[PresentStage]]:
@@ -142,6 +146,7 @@ class PlanReviewer:
             db.events.last_entry(job, state) for state in (JobState.TRAINING, JobState.SHIPPING)
         )
         paces = self._pace.read(db, record, assignments, now)
+        schedules = [db.telemetry.first_schedule(each.id) for each in roots(held)]
         present = {each.id: each for each in db.providers.present()}
         own = [present[each.provider] for each in held if each.provider in present]
         if began is None or shipped is None or paces is None or len(own) < len(held):
@@ -156,6 +161,7 @@ class PlanReviewer:
             paces=tuple(paces),
             trained=max(now - began, 0.0),
             shipped=max(began - shipped, 0.0),
+            started=max((each - began for each in schedules if each is not None), default=0.0),
         )
 
 

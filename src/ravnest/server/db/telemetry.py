@@ -227,6 +227,11 @@ class TelemetryRepository:
         found = self._connection.execute(query)
         return [(row.time, self._parsed(TimingRecord, row.body)) for row in found]
 
+    def first_schedule(self, assignment: str) -> float | None:
+        """Return the time at which a Root reported its schedule: training began."""
+        own = (records.c.assignment == assignment) & (records.c.kind == "schedule")
+        return self._connection.execute(select(func.min(records.c.time)).where(own)).scalar()
+
     def checkpoint_times(self, assignment: str) -> list[StoredCheckpoint]:
         """Return the checkpoints that a node has reported, oldest first."""
         update_number = func.json_extract(records.c.body, "$.update").label("update_number")

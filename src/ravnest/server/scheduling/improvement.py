@@ -20,8 +20,8 @@ PAYS = 3.0
 LAST_PART = 0.1
 """Share of the training at its end in which plans are not replaced any more."""
 RESTART = 30.0
-"""Seconds for workers to stop, for tests of new links, and for workers to start, to connect and to make
-their first update."""
+"""Least seconds for workers to stop, for tests of new links, and for workers to start, to connect and to
+make their first update."""
 PAYBACK = 1 / (1 - 1 / LEAST_GAIN)
 """Time for which a plan must have trained before it is replaced, in terms of what a move costs: in that
 time, even a move with the least gain has paid for itself."""

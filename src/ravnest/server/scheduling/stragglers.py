@@ -130,13 +130,18 @@ def slowdowns(known: Iterable[StageTimesRecord]) -> Slowdowns:
             continue  # alone, a stage has no others to be compared with
         pace = max(min(each.recent / each.baseline for each in stages), 1.0)
         slowest = max(each.recent for each in stages)
+        late: set[int] = set()
         for each in stages:
             growth = _growth(
                 each.recent_least / each.baseline / pace, each.recent / each.baseline / pace
             )
             compute[each.provider] = compute.get(each.provider, 1.0) * growth
+            if growth >= LEAST_GROWTH:
+                late.add(each.stage)
         for one, other in pairwise(stages):
-            matters = one.link_recent_least >= LEAST_LINK_SHARE * slowest and one.link_baseline > 0.0
+            # A machine that is busy also answers late: the link is not to blame then.
+            is_blamed = not late & {one.stage, other.stage} and one.link_baseline > 0.0
+            matters = is_blamed and one.link_recent_least >= LEAST_LINK_SHARE * slowest
             growth = one.link_recent_least / one.link_baseline / pace if matters else 1.0
             if growth >= LEAST_GROWTH:
                 pair = (min(one.provider, other.provider), max(one.provider, other.provider))
