@@ -560,3 +560,18 @@ def test_a_checkpoint_in_the_middle_of_the_next_epoch_is_not_the_start(case: Cas
     begin = case.planner.starts[-1]
     assert begin is not None
     assert {each.id.update for each in begin.checkpoints} == {24}
+
+
+def test_a_checkpoint_that_is_waited_for_is_noticed_at_once(tmp_path: Path) -> None:
+    rarely = replace(SETTINGS, improvement_check=1e9)
+    with opened(tmp_path, settings=rarely) as case:
+        run = start(case)
+        run.train(17)
+        provider(case, "carol", 2), provider(case, "dave", 3)
+        run.train(6)
+        run.watched = False
+        requested = case.server._matching_thread._requested
+        requested.clear()
+        run.train(1)
+        assert run.update == 24
+        assert requested.is_set()
