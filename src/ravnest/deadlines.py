@@ -91,6 +91,10 @@ RESCUE_GRACE = 60.0
 times the time predicted from the bandwidth."""
 REQUEUE_AFTER = 240.0
 """Time for which the other nodes of a job keep their places if no plan without the lost one exists."""
+IMPROVEMENT_CHECK = 30.0
+"""Time between two looks of the server at running jobs for which another plan may be faster."""
+IMPROVEMENT_PAUSE = 300.0
+"""Least time between two questions to the planner about one of them."""
 RESULT_WAIT = 3600.0
 """Longest wait for a provider that has trained to the end and is away before its result arrived."""
 
@@ -315,6 +319,12 @@ RELATIONS = (
         TRAINING_SILENCE + REQUEUE_AFTER + RESCUE_GRACE,
         MEMBER_RETURN,
         "the nodes that remain have uploaded their checkpoints before they give up",
+    ),
+    Relation(IMPROVEMENT_CHECK, IMPROVEMENT_PAUSE, "looking is cheap, planning is not"),
+    Relation(
+        IMPROVEMENT_PAUSE,
+        CHECKPOINT_UPLOAD,
+        "providers that come one after the other do not wait for long to be considered",
     ),
     Relation(NEIGHBOUR_CONNECT, TRAINING_STALL, "a run does not stall because it still connects"),
     Relation(NODE_RETURN, MEMBER_RETURN, "with a server, another machine may have to be found first"),

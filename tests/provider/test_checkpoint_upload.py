@@ -25,10 +25,10 @@ from ravnest.types import CheckpointId
 FILE = Artifact(sha256="0" * 64, size=1)
 
 
-def write(folder: CheckpointFolder, stage: int, *updates: int) -> None:
+def write(folder: CheckpointFolder, stage: int, *updates: int, phase: int = 0) -> None:
     for update in updates:
         tensors = {"state/w": torch.full((3,), float(update + 100 * stage))}
-        checkpoint = CheckpointId(update, 0)
+        checkpoint = CheckpointId(update, phase)
         manifest = CheckpointManifest(
             "plan", "run", stage, 0, stage, 3, checkpoint, {"w": StoredTensor("w")}, {}
         )
@@ -97,6 +97,14 @@ def test_the_first_checkpoint_from_an_update_on_is_uploaded(job_dir: JobDir, sen
     for path in (own(job_dir).tensors_path(checkpoint), own(job_dir).manifest_path(checkpoint)):
         assert sent.files[hashlib.sha256(path.read_bytes()).hexdigest()] == path.read_bytes()
     assert not job_dir.uploads.exists(), "the further names are removed"
+
+
+def test_the_first_checkpoint_after_the_end_of_a_phase_is_uploaded(job_dir: JobDir, sent: Sent) -> None:
+    write(own(job_dir), 1, 4, 7)
+    assert run(job_dir, at_least=4, phases=1) == [], "the phase is not over"
+    write(own(job_dir), 1, 8, phase=1)
+    assert run(job_dir, at_least=4, phases=1) == [(1, 8)]
+    assert sent.files
 
 
 def test_a_rescue_uploads_everything_the_newest_first(job_dir: JobDir, sent: Sent) -> None:

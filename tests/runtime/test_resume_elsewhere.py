@@ -286,6 +286,17 @@ def train_clusters(clusters: Clusters, **trainer: Any) -> None:
     raise_errors(clusters.train(loaders, save=True, **trainer))
 
 
+def test_a_cluster_becomes_two_that_average(tmp_path: Path) -> None:
+    train_clusters(clusters_of(tmp_path / "one", [2]), epochs=1)
+    two = clusters_of(tmp_path / "two", [1, 1], tmp_path / "one" / "checkpoints")
+    train_clusters(two, epochs=2, resume=True)
+    found = find_checkpoint_sets(tmp_path / "two" / "checkpoints")
+    # 12 updates of one cluster, then an epoch of 30 samples in each of two.
+    assert [each.id.update for each in found.values()] == [12 + 6] * 2
+    one, other = two.fused(0), two.fused(1)
+    assert all(torch.equal(one[key], other[key]) for key in one), "the final round averages both"
+
+
 def positions(folder: Path) -> list[tuple[int, str, int]]:
     """Return cluster, run and batches of the epoch of the checkpoints that Roots are shipped with."""
     found = []

@@ -52,7 +52,8 @@ def spec(name: str = "digits", **changes: Any) -> JobSpec:
         optimizer=NamedComponent(name="SGD"), loss=NamedComponent(name="CrossEntropyLoss"), epochs=2
     )
     model = ModelFiles(units=artifact("units"), weights=artifact("weights"))
-    return JobSpec(name=name, model=model, train=data, training=training, **changes)
+    fields: dict[str, Any] = {"model": model, "train": data, "training": training}
+    return JobSpec(name=name, **(fields | changes))
 
 
 def losses(*values: float | None, first: int = 0) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ def files_of(case: Case) -> set[str]:
 
 def test_all_nodes_of_a_cluster_get_the_same_order(case: Case) -> None:
     _, _, alice, bob = training_pair(case)
-    wanted = {"at_least": 1, "rescue": False, "stages": []}
+    wanted = {"at_least": 1, "phases": 0, "rescue": False, "stages": []}
     assert order(alice) == wanted, "the first checkpoint"
     alice.report("training", records=[took(10), took(12)])
     assert order(bob) == wanted == order(alice)
@@ -61,7 +61,7 @@ def test_the_next_order_follows_some_time_after_a_complete_checkpoint(case: Case
     assert order(alice) is None
     alice.report("training", records=[took(7)])
     case.time.now += 1
-    assert order(alice) == {"at_least": 8, "rescue": False, "stages": []} == order(bob)
+    assert order(alice) == {"at_least": 8, "phases": 0, "rescue": False, "stages": []} == order(bob)
 
 
 def test_nodes_that_uploaded_different_checkpoints_get_another_order(case: Case) -> None:
@@ -71,7 +71,7 @@ def test_nodes_that_uploaded_different_checkpoints_get_another_order(case: Case)
         named = uploaded(caller, stage, update)
         caller.report("training", checkpoints=[named], upload_done=first, records=[took(update)])
     assert complete(case, job) == []
-    assert order(bob) == {"at_least": 7, "rescue": False, "stages": []}
+    assert order(bob) == {"at_least": 7, "phases": 0, "rescue": False, "stages": []}
 
 
 def test_a_provider_that_does_not_train_gets_no_order(case: Case) -> None:

@@ -42,7 +42,11 @@ class CheckpointUpload:
         node = self.job_dir.read_assignment().node_spec
         own = CheckpointFolder(self.job_dir.checkpoints / node.name)
         if not order.rescue:
-            found = [each for each in own.ids() if each.update >= order.at_least]
+            found = [
+                each
+                for each in own.ids()
+                if each.update >= order.at_least and each.phase >= order.phases
+            ]
             return tuple(self._upload(own, found[:1]))
         uploaded = self._upload(own, own.ids()[-KEPT:])
         for stage in order.stages:

@@ -119,14 +119,8 @@ def handing_over(node: Node) -> Iterator[None]:
 
 def scheduler_steps(share: DataShare, training: TrainingSpec) -> float:
     """Return the updates per epoch of one process, divided by those of a cluster with this share."""
-    return _updates(share.total, training) / max(_updates(share.samples, training), 1)
-
-
-def _updates(samples: int, training: TrainingSpec) -> int:
-    """Return the number of updates per epoch."""
-    size = training.batch_size
-    batches = samples // size if training.drop_last else -(-samples // size)
-    return -(-batches // training.update_frequency)
+    own = max(training.updates_per_epoch(share.samples), 1)
+    return training.updates_per_epoch(share.total) / own
 
 
 def loader(

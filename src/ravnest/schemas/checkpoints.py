@@ -24,6 +24,8 @@ class CheckpointOrder(Schema):
 
     at_least: Number = 0
     """Upload the first checkpoint of the own stage with at least this many updates."""
+    phases: Number = 0
+    """The same for the phases that are over in it: the first one after the end of a phase is meant."""
     rescue: bool = False
     """Upload all checkpoints that are there instead, because the cluster has lost nodes."""
     stages: Annotated[tuple[Number, ...], Field(max_length=2)] = ()

@@ -86,6 +86,12 @@ class TrainingSpec(Schema):
     drop_last: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
 
+    def updates_per_epoch(self, samples: int) -> int:
+        """Return the number of updates that a cluster makes in an epoch of this many samples."""
+        size = self.batch_size
+        batches = samples // size if self.drop_last else -(-samples // size)
+        return -(-batches // self.update_frequency)
+
 
 WaitLimit = Literal["wait", "fail"] | Annotated[float, Field(gt=0, le=1e9)]
 """``wait`` without a limit, ``fail`` at once, or wait for so many seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ravnest.errors import StageFormatError
@@ -10,11 +11,22 @@ from ravnest.schemas.checkpoints import UploadedCheckpoint
 from ravnest.store.checkpoint import FORMAT, VERSION, CheckpointManifest
 from ravnest.store.files import convert, has_format, read_json
 from ravnest.store.node_spec import NodeSpec
+from ravnest.store.plain_data import NotPlainError, decode
 
 LARGEST_MANIFEST = 16 << 20
 _COPIES = 4
 """Size of a checkpoint in terms of the weights: AdamW stores two further tensors for each weight."""
 _SLACK = 16 << 20
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Position in the data at which a checkpoint was taken."""
+
+    epoch: int
+    """Epochs that are over."""
+    batches: int
+    """Batches of the next epoch that it contains."""
 
 
 def misfit_of(uploaded: UploadedCheckpoint, own: NodeSpec, weights: Mapping[int, int]) -> str:
@@ -52,3 +64,16 @@ def read_uploaded_manifest(path: Path) -> CheckpointManifest:
         raise StageFormatError("it has no valid manifest")
     plain = {name: value for name, value in data.items() if name not in ("format", "version")}
     return convert(plain, CheckpointManifest, "the manifest")
+
+
+def read_position(path: Path) -> DataPosition:
+    """Read the position in the data from the manifest of a Root; ``StageFormatError`` if it has none."""
+    try:
+        root = decode(read_uploaded_manifest(path).progress)["root"]
+        position = DataPosition(root["epoch"], root["batches"])
+    except (NotPlainError, RecursionError, KeyError, TypeError) as error:
+        raise StageFormatError("its manifest has no position in the data") from error
+    for number in (position.epoch, position.batches):
+        if not isinstance(number, int) or number < 0:
+            raise StageFormatError("its manifest has a wrong position in the data")
+    return position

@@ -14,13 +14,20 @@ from ravnest.schemas.checkpoints import CheckpointOrder, UploadedCheckpoint
 from ravnest.schemas.providers import AssignmentReport
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.checkpoint_check import check_manifest, misfit_of
-from ravnest.server.complete_checkpoints import complete_checkpoints, newest_by_cluster, superseded
+from ravnest.server.complete_checkpoints import (
+    CompleteCheckpoint,
+    complete_checkpoints,
+    newest_by_cluster,
+    superseded,
+)
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, StageCheckpointRecord
 from ravnest.server.job_status import holders
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.store.node_spec import NodeSpec
+from ravnest.telemetry import CheckpointRecord
+from ravnest.types import BEGINNING, CheckpointId
 
 _ClusterKey = tuple[str, int, int]
 """Job, plan and cluster."""
@@ -33,6 +40,11 @@ class _IssuedOrder:
     at_least: int
     issued: float
     """Steady time."""
+    phases: int = 0
+
+    @property
+    def order(self) -> CheckpointOrder:
+        return CheckpointOrder(at_least=self.at_least, phases=self.phases)
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class CheckpointService:
         self._lock = threading.Lock()
         self._orders: dict[_ClusterKey, _IssuedOrder] = {}
         self._rescues: dict[_ClusterKey, _Rescue] = {}
+        self._awaited: set[str] = set()
+        """Jobs for which somebody waits for the next complete checkpoint."""
         self._done: dict[str, CheckpointOrder] = {}
         """Last order that the provider of an assignment has carried out."""
         self._refused: set[str] = set()
@@ -80,15 +94,71 @@ class CheckpointService:
             return None
         own = [each for each in db.checkpoints.of_job(assignment.job) if _is_of(each, assignment)]
         newest = next(iter(complete_checkpoints(own)), None)
-        update = 0 if newest is None else newest.id.update
-        if issued is not None and not self._is_over(db, assignment, issued, update):
-            return CheckpointOrder(at_least=issued.at_least)
+        newest_id = BEGINNING if newest is None else newest.id
+        if issued is not None and not self._is_over(db, assignment, issued, newest_id):
+            return issued.order
         if newest is not None and self._age(newest.time) < self._settings.checkpoint_upload:
             return None
         at_least = self._newest_update(db, assignment) + 1
         with self._lock:
             self._orders[key] = _IssuedOrder(at_least, self._units.clock.steady())
         return CheckpointOrder(at_least=at_least)
+
+    def request(
+        self, uow: UnitOfWork, cluster: Sequence[AssignmentRecord], *, at_phase_end: bool
+    ) -> None:
+        """Have a cluster upload its next checkpoint now, not only from time to time.
+
+        ``at_phase_end``: the next one that is taken after the end of a phase. An upload that is under
+        way is not disturbed: call this again later.
+        """
+        first = cluster[0]
+        key = _key(first)
+        own = [each for each in uow.db.checkpoints.of_job(first.job) if _is_of(each, first)]
+        newest = next(iter(complete_checkpoints(own)), None)
+        with self._lock:
+            self._awaited.add(first.job)
+            issued = self._orders.get(key)
+        if issued is not None and not self._is_over(
+            uow.db, first, issued, BEGINNING if newest is None else newest.id
+        ):
+            return
+        known = [
+            record for each in cluster for record in uow.db.telemetry.newest(each.id, CheckpointRecord)
+        ]
+        update = max((each.update for each in known), default=0)
+        phase = max((each.phase for each in known), default=0)
+        order = (
+            _IssuedOrder(update, self._units.clock.steady(), phase + 1)
+            if at_phase_end
+            else _IssuedOrder(update + 1, self._units.clock.steady())
+        )
+        with self._lock:
+            self._orders[key] = order
+        uow.topics |= {("provider", each.provider) for each in cluster}
+
+    def end_requests(self, job: str) -> None:
+        """Nobody waits for a checkpoint of a job any more."""
+        with self._lock:
+            self._awaited.discard(job)
+
+    def drop_other_checkpoints(
+        self, uow: UnitOfWork, job: str, kept: Sequence[CompleteCheckpoint]
+    ) -> None:
+        """Drop all checkpoints of a job that are newer than those from which it shall start."""
+        keep = {stage for each in kept for stage in each.stages}
+        oldest = {each.cluster: each.id for each in kept}
+        attempt = kept[0].attempt
+        self._drop(
+            uow,
+            [
+                each
+                for each in uow.db.checkpoints.of_job(job)
+                if each not in keep
+                and each.attempt >= attempt
+                and each.id > oldest.get(each.cluster, BEGINNING)
+            ],
+        )
 
     def rescue(self, uow: UnitOfWork, cluster: Sequence[AssignmentRecord], lost: set[int]) -> None:
         """Have the remaining nodes of a cluster upload all checkpoints; ``lost``: the missing stages."""
@@ -135,15 +205,15 @@ class CheckpointService:
         db: Transaction,
         assignment: AssignmentRecord,
         issued: _IssuedOrder,
-        newest: int,
+        newest: CheckpointId,
     ) -> bool:
         """Return whether an order has led to a complete checkpoint, or cannot any more.
 
         If a node took the order late, it has uploaded another checkpoint than the others.
         """
-        if newest >= issued.at_least:
+        if newest.update >= issued.at_least and newest.phase >= issued.phases:
             return True
-        order = CheckpointOrder(at_least=issued.at_least)
+        order = issued.order
         cluster = [
             each
             for each in holders(db.assignments.of_job(assignment.job))
@@ -251,6 +321,8 @@ class CheckpointService:
         self._drop(uow, superseded(uow.db.checkpoints.of_job(assignment.job)))
         uow.db.jobs.touch(assignment.job)
         uow.topics |= {("job", assignment.job), ("clock", "")}
+        with self._lock:
+            uow.needs_matching |= assignment.job in self._awaited
 
     # Retention
 

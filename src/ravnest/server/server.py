@@ -16,9 +16,12 @@ from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Database
 from ravnest.server.db.records import JobRecord, MemberRecord
 from ravnest.server.folder import ServerFolder
+from ravnest.server.improvement_service import ImprovementService
+from ravnest.server.job_pace import PaceReader
 from ravnest.server.job_service import JobService
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.notifications import Notifications
+from ravnest.server.plan_review import PlanReviewer
 from ravnest.server.provider_service import ProviderService
 from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
@@ -28,6 +31,7 @@ from ravnest.server.scheduling.matching import Matching, MatchingThread
 from ravnest.server.scheduling.planning import JobPlanner
 from ravnest.server.scheduling.shipping import ArtifactPlanner
 from ravnest.server.settings import Clock, ServerSettings
+from ravnest.server.straggler_service import StragglerService
 from ravnest.server.takeover_service import TakeoverService
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 from ravnest.server.views import job_view
@@ -88,17 +92,29 @@ class Server:
             self.relay_service,
             self.link_test_service,
         )
+        self.straggler_service = StragglerService(self._units)
         self.matching = Matching(
             self._units,
             planner or ArtifactPlanner(self.artifacts, self.folder.scratch, self.relay_service),
             self.relay_service.live,
             self.link_test_service,
             self.job_service,
+            self.straggler_service.slowdowns,
         )
         self.replanning_service = ReplanningService(
             self._units,
             self.matching,
             self.checkpoint_service,
+            self.settings,
+            self._matching_thread.request,
+        )
+        self.improvement_service = ImprovementService(
+            self._units,
+            self.matching,
+            self.checkpoint_service,
+            self.straggler_service,
+            PlanReviewer(PaceReader(self.artifacts.path)),
+            self.link_test_service,
             self.settings,
             self._matching_thread.request,
         )
@@ -129,8 +145,9 @@ class Server:
             self._matching_thread.stop(_STOP_SECONDS)
 
     def run_matching(self) -> None:
-        """Plan jobs anew that cannot go on, then start every job that can start."""
+        """Plan jobs anew that cannot go on or could be faster, then start every job that can start."""
         self.replanning_service.run_once()
+        self.improvement_service.run_once()
         self.matching.run_once()
 
     def run_due(self) -> float:
@@ -142,6 +159,7 @@ class Server:
             self.link_test_service,
             self.checkpoint_service,
             self.replanning_service,
+            self.improvement_service,
         )
         deadlines = [service.run_due() for service in services]
         with self.db.write(self.clock.wall()) as db:

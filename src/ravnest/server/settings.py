@@ -38,6 +38,10 @@ class ServerSettings:
     """Time for a lost provider to return, or for a spare to come, before its job is planned anew."""
     requeue_after: float = deadlines.REQUEUE_AFTER
     """Time for which the other nodes wait in their places if no plan without the lost one exists."""
+    improvement_check: float = deadlines.IMPROVEMENT_CHECK
+    """Time between two looks at running jobs for which another plan may be faster."""
+    improvement_pause: float = deadlines.IMPROVEMENT_PAUSE
+    """Least time between two questions to the planner about one of them."""
     ended_jobs_resumable: int = 16
     """Number of ended jobs whose newest checkpoints are kept."""
     checkpoints_kept: float = 7 * 86400.0

@@ -35,6 +35,8 @@ class CutProgress:
     """Settings of optimizer and scheduler; None if nothing trains."""
     fields: tuple[Mapping[str, Mapping[str, Any]], ...]
     """Plain values of the optimizer by weight, for each stage."""
+    averaging_samples: int = 0
+    """Samples since the last average with other clusters."""
 
     def of_stage(
         self, index: int, count: int, fields: Mapping[str, Any] | None, *, restart_epoch: bool = False
@@ -54,6 +56,8 @@ class CutProgress:
                 "leaf": self.leaf if 0 < index == count - 1 else None,
                 "validations": self.validations,
                 "updates": updates,
+                # With other shares of the data, all clusters start from the same state.
+                "averaging_samples": 0 if restart_epoch else self.averaging_samples,
             }
         )
 
@@ -76,6 +80,9 @@ def cluster_progress(manifests: Sequence[CheckpointManifest]) -> CutProgress:
     _check_equal("done", done)
     if not isinstance(done[0], int):
         raise StageFormatError("the checkpoint of stage 0 has no number of updates")
+    samples = stages[0].get("averaging_samples", 0)
+    if not isinstance(samples, int) or samples < 0:
+        raise StageFormatError("the checkpoint of stage 0 has a wrong number of samples")
     return CutProgress(
         root,
         leaf,
@@ -83,6 +90,7 @@ def cluster_progress(manifests: Sequence[CheckpointManifest]) -> CutProgress:
         done[0],
         next(iter(settings.values()), None),
         tuple(each.get("fields", {}) if index in trained else {} for index, each in enumerate(updates)),
+        samples,
     )
 
 

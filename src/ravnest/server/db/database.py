@@ -25,6 +25,7 @@ from ravnest.server.db.jobs import JobRepository
 from ravnest.server.db.links import LinkRepository
 from ravnest.server.db.members import MemberRepository
 from ravnest.server.db.providers import ProviderRepository
+from ravnest.server.db.stage_times import StageTimesRepository
 from ravnest.server.db.telemetry import TelemetryRepository
 
 
@@ -41,6 +42,7 @@ class Transaction:
         self.assignments = AssignmentRepository(connection)
         self.checkpoints = CheckpointRepository(connection)
         self.telemetry = TelemetryRepository(connection, now)
+        self.stage_times = StageTimesRepository(connection)
         self.artifact_grants = ArtifactGrantRepository(connection)
 
 

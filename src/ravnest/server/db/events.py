@@ -56,6 +56,17 @@ class EventRepository:
             query = query.where(or_(events.c.subject == job, events.c.job == job))
         return [_event(row) for row in self._connection.execute(query.limit(limit))]
 
+    def last_entry(self, job: str, state: str) -> float | None:
+        """Return the time at which a job last came into a state."""
+        query = (
+            select(events.c.time)
+            .where(events.c.subject == job, events.c.kind == "job")
+            .where(events.c.after == state, events.c.before != state)
+            .order_by(events.c.sequence.desc())
+            .limit(1)
+        )
+        return self._connection.execute(query).scalar()
+
     def forget(self, keep: int) -> None:
         """Delete all but the newest ``keep`` events of each kind in ``FORGETTABLE``."""
         for kind in FORGETTABLE:

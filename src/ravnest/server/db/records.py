@@ -60,7 +60,7 @@ class JobRecord:
     plan: str
     passed_over: int
     attempt: int = 0
-    """Number of plans that were given up because providers were lost."""
+    """Number of plans that were given up: providers were lost, or another plan was faster."""
     replans: int = 0
     """Number of them without a new checkpoint."""
     resumed: int = -1
@@ -107,6 +107,30 @@ class StageCheckpointRecord:
     time: float
     tensors: Artifact
     manifest: Artifact
+
+
+@dataclass(frozen=True)
+class StageTimesRecord:
+    """Seconds of a stage for all micro-batches of an update, at first and now; 0: not known yet."""
+
+    job: str
+    attempt: int
+    """Number of plans of the job before the one that the stage belongs to."""
+    cluster: int
+    stage: int
+    provider: str
+    since: float
+    """Time from which on this provider has the stage."""
+    baseline: float = 0.0
+    """Median at first."""
+    recent: float = 0.0
+    """Median now."""
+    recent_least: float = 0.0
+    """Lower quartile now."""
+    link_baseline: float = 0.0
+    """Median at first on the link to the next stage and back."""
+    link_recent_least: float = 0.0
+    """Lower quartile of the same now."""
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,23 @@ records = Table(
     sqlite_with_rowid=False,
 )
 
+stage_times = Table(
+    "stage_times",
+    metadata,
+    Column("job", ForeignKey("jobs.id"), primary_key=True),
+    Column("attempt", Integer, primary_key=True),  # plans of the job before
+    Column("cluster", Integer, primary_key=True),
+    Column("stage", Integer, primary_key=True),
+    Column("provider", ForeignKey("providers.id"), nullable=False),
+    Column("since", Float, nullable=False),
+    Column("baseline", Float, nullable=False),  # 0: not known yet, as all times of this table
+    Column("recent", Float, nullable=False),
+    Column("recent_least", Float, nullable=False),
+    Column("link_baseline", Float, nullable=False),
+    Column("link_recent_least", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 events = Table(
     "events",
     metadata,

@@ -35,7 +35,7 @@ MOST_LOSSES = 100_000
 NEWEST_KEPT = {
     "validation": 10_000,
     "round": 1000,
-    "timing": 1000,
+    "timing": 4000,
     "queue": 200,
     "schedule": 10,
     "warning": 200,
@@ -213,6 +213,35 @@ class TelemetryRepository:
             .order_by(stage)
         )
         return tuple(self._parsed(TimingRecord, row.body) for row in self._connection.execute(query))
+
+    def timings_between(
+        self, assignment: str, first: float, last: float
+    ) -> list[tuple[float, TimingRecord]]:
+        """Return the timings of all stages that were received in a span of time, oldest first."""
+        query = (
+            select(records.c.time, records.c.body)
+            .where(records.c.assignment == assignment, records.c.kind == "timing")
+            .where(records.c.time >= first, records.c.time <= last)
+            .order_by(records.c.position)
+        )
+        found = self._connection.execute(query)
+        return [(row.time, self._parsed(TimingRecord, row.body)) for row in found]
+
+    def first_schedule(self, assignment: str) -> float | None:
+        """Return the time at which a Root reported its schedule: training began."""
+        own = (records.c.assignment == assignment) & (records.c.kind == "schedule")
+        return self._connection.execute(select(func.min(records.c.time)).where(own)).scalar()
+
+    def checkpoint_times(self, assignment: str) -> list[StoredCheckpoint]:
+        """Return the checkpoints that a node has reported, oldest first."""
+        update_number = func.json_extract(records.c.body, "$.update").label("update_number")
+        query = (
+            select(records.c.time, update_number)
+            .where(records.c.assignment == assignment, records.c.kind == "checkpoint")
+            .order_by(records.c.position)
+        )
+        found = self._connection.execute(query)
+        return [StoredCheckpoint(row.update_number, row.time) for row in found]
 
     def warnings(self, assignment_ids: Iterable[str], limit: int) -> list[StoredWarning]:
         """Return the newest warnings of several assignments, newest first."""

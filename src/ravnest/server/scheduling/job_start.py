@@ -53,7 +53,7 @@ def job_starts(
         if clusters == 1:
             starts += [JobStart((each,)) for each in complete if each.attempt == complete[0].attempt]
     why = "the clusters have other shares of the data" if same_loader else "its data or batches changed"
-    note = f"the epoch in progress begins anew, because {why}"
+    note = f"an epoch in progress begins anew, because {why}"
     ordered = sorted(complete, key=lambda each: (each.attempt, each.id), reverse=True)
     starts += [JobStart((each,) * clusters, restart_epoch=True, note=note) for each in ordered]
     distinct = [start for number, start in enumerate(starts) if start not in starts[:number]]

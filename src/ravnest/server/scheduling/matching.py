@@ -28,6 +28,7 @@ from ravnest.server.scheduling.link_tests import ProviderLinks, ProviderPair
 from ravnest.server.scheduling.planning import JobPlanner, PlannedJob
 from ravnest.server.scheduling.queue import IdleProvider, QueueDecision, Refusal, WaitingJob, decide
 from ravnest.server.scheduling.replanning import safe_checkpoint
+from ravnest.server.scheduling.stragglers import NO_SLOWDOWNS, Slowdowns, with_slowdowns
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 
 _log = logging.getLogger(__name__)
@@ -79,8 +80,11 @@ class Matching:
         live_relays: Callable[[], Mapping[str, RelayView]],
         link_tests: LinkTests,
         jobs: JobService,
+        slowdowns: Callable[[str], Slowdowns] = lambda _: NO_SLOWDOWNS,
     ) -> None:
+        """``slowdowns`` returns how much slower the providers of a job have become."""
         self._units = units
+        self._slowdowns = slowdowns
         self._jobs = jobs
         self._planner = planner
         self._live_relays = live_relays
@@ -178,6 +182,7 @@ class Matching:
     def _plan(self, job: WaitingJob, chosen: _Chosen) -> PlannedJob | Infeasible:
         plans = self._plans.setdefault(job.id, {})
         links = self._link_tests.links_between(dict(chosen))
+        chosen, links = with_slowdowns(chosen, links, self._slowdowns(job.id))
         if (chosen, links) not in plans:
             with self._units.db.read() as db:
                 spec = db.jobs.spec(job.id)
