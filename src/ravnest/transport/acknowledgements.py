@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ravnest.wire.control import Ack
 
-ACK_BYTES = 8 << 20
+ACK_BYTES = 2 << 20
 """Received bytes after which an acknowledgement is sent on its own; until then it waits for other
 frames."""
 _ACK_SECONDS = 0.01
