@@ -288,7 +288,8 @@ class Peers:
     def _dial(
         self, peer: NeighbourSpec, seconds: float, waiting: Callable[[str], None] | None = None
     ) -> Link:
-        addresses = self._addresses(peer)
+        planned = Address.parse(peer.address), *peer.further
+        addresses = self._generations.addresses(peer.node, planned)
         link = self._transport.dial(
             addresses[0],
             self._hello,
@@ -303,13 +304,3 @@ class Peers:
             link.close()
             raise RefusedError(reason)
         return link
-
-    def _addresses(self, peer: NeighbourSpec) -> tuple[Address, ...]:
-        """Return where a peer is dialled: by its Hello if another machine has taken its place."""
-        newest = self._generations.newest(peer.node)
-        if newest is not None and newest.generation and newest.addresses:
-            try:
-                return tuple(Address.parse(each) for each in newest.addresses)
-            except ValueError:
-                logger.warning("node_%d names an address that cannot be dialled", peer.node)
-        return Address.parse(peer.address), *peer.further

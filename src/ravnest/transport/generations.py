@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
+from ravnest.types import Address
 from ravnest.wire.messages import Hello
+
+logger = logging.getLogger(__name__)
 
 
 class Generations:
@@ -43,6 +47,19 @@ class Generations:
         """Return the newest Hello of a node."""
         with self._lock:
             return self._newest.get(node)
+
+    def addresses(self, node: int, planned: tuple[Address, ...]) -> tuple[Address, ...]:
+        """Return where a node is dialled: by its Hello if another machine has taken its place.
+
+        ``planned`` are the addresses of its first machine.
+        """
+        newest = self.newest(node)
+        if newest is not None and newest.generation and newest.addresses:
+            try:
+                return tuple(Address.parse(each) for each in newest.addresses)
+            except ValueError:
+                logger.warning("node_%d names an address that cannot be dialled", node)
+        return planned
 
     def _refusal(self, hello: Hello) -> str | None:
         known = self._newest.get(hello.node)

@@ -345,8 +345,9 @@ class NodeRuntime:
         self._log_clamped_values(links)
         self._transport.close()
         self.progress.sum_up()
-        self._losses.close()
-        self._accuracies.close()
+        for problem in (self._losses.close(), self._accuracies.close()):
+            if problem:
+                logger.error("%s", problem)
         self.telemetry.close()
 
     def _log_clamped_values(self, links: list[Link]) -> None:

@@ -127,8 +127,9 @@ class Rendezvous:
         """Connect to both neighbours and return the links; they may start in any order.
 
         Each node dials the next one. A node that takes the place of another dials both neighbours, as
-        they do not know its address. ``RunError`` names the neighbour that is missing. ``others``
-        receives the links of nodes of other clusters, which may connect at any time.
+        they do not know its address; after that they dial the addresses of its Hello. ``RunError`` names
+        the neighbour that is missing. ``others`` receives the links of nodes of other clusters, which
+        may connect at any time.
         """
         spec = self.spec
         if spec.previous is None and spec.next is None and others is None:
@@ -161,16 +162,19 @@ class Rendezvous:
                 raise _NotNeededError
             self.say(f"{self._name} waits for {_named(neighbour)}: {reason}")
 
+        planned = Address.parse(neighbour.address), *neighbour.further
+        addresses = self.generations.addresses(neighbour.node, planned)
+
         def dial() -> None:
             try:
                 link = transport.dial(
-                    Address.parse(neighbour.address),
+                    addresses[0],
                     self.hello,
                     handler,
                     deadline=self.timeout,
                     waiting=waiting,
                     expect=neighbour.node,
-                    others=neighbour.further,
+                    others=addresses[1:],
                 )
             except _NotNeededError:
                 return
@@ -184,7 +188,10 @@ class Rendezvous:
             except Exception as error:  # top of the thread: the waiting thread raises it
                 places.fail(error)
             else:
-                places.take(link)
+                if self.generations.admit(link.peer) is None:
+                    places.take(link)
+                else:  # another machine has its place, and dials this node
+                    link.close()
 
         name = f"ravnest-dial-{self.spec.name}-{neighbour.node}"
         threading.Thread(target=dial, name=name, daemon=True).start()
