@@ -82,6 +82,29 @@ def test_clusters_end_with_the_same_model(tmp_path: Path, sizes: tuple[int, ...]
     assert not same(models[0], small_model("mlp").state_dict())
 
 
+def test_a_second_training_ends_with_the_same_model_too(tmp_path: Path) -> None:
+    """The end of training counts as a phase: validations and checkpoints after it are numbered right."""
+    clusters = mlp_clusters(tmp_path, (2, 1), schedule="sync", reduce_factor=3)
+    first: dict[str, dict[str, torch.Tensor]] = {}
+
+    def again(name: str, trainer: Trainer) -> None:
+        if name == clusters.names[0][0]:
+            first["model"] = clusters.fused(0)
+        trainer.evaluate()
+        trainer.train()
+
+    data = points_data()
+    share = shards(data, tmp_path)
+    raise_errors(
+        clusters.train(
+            lambda name: (share(name)[0], DataLoader(data, 8)), then=again, epochs=1, save=True
+        )
+    )
+    models = [clusters.fused(c) for c in range(2)]
+    assert same(models[0], models[1])
+    assert not same(models[0], first["model"])
+
+
 def test_blocking_rounds_at_every_update_equal_large_batches(tmp_path: Path) -> None:
     clusters = mlp_clusters(
         tmp_path,
