@@ -126,8 +126,8 @@ class Rendezvous:
     ) -> Links:
         """Connect to both neighbours and return the links; they may start in any order.
 
-        Each node dials the next one. A node that takes the place of another dials both neighbours, as
-        they do not know its address. ``RunError`` names the neighbour that is missing. ``others``
+        Each node dials the next one. A node that takes the place of another dials the previous one if
+        that does not know its address. ``RunError`` names the neighbour that is missing. ``others``
         receives the links of nodes of other clusters, which may connect at any time.
         """
         spec = self.spec
@@ -144,7 +144,11 @@ class Rendezvous:
         advertised = Address.parse(spec.address)
         router = handler if others is None else _Router(spec.cluster, handler, others)
         transport.serve(self.listen, self._admit, router, on_link, known_as=advertised)
-        for neighbour in (spec.next, spec.previous if spec.generation else None):
+        dialled = (
+            spec.next if spec.dials_next else None,
+            spec.previous if spec.dials_previous else None,
+        )
+        for neighbour in dialled:
             if neighbour is not None:
                 self._dial(neighbour, transport, handler, places)
         if spec.previous is not None and not places.has(spec.previous.node):
