@@ -38,11 +38,12 @@ def successor(
         return neighbour if spec is None else NeighbourSpec(spec.node, spec.address, spec.others)
 
     spec = assignment.node_spec
-    before, after = (each and specs.get(each.node) for each in (spec.previous, spec.next))
+    before = None if spec.previous is None else specs.get(spec.previous.node)
+    after = None if spec.next is None else specs.get(spec.next.node)
     moved = replace(
         spec,
-        dials_next=after is None or not (after.dials_previous and _knows(after.previous, own)),
-        dials_previous=before is not None and not (before.dials_next and _knows(before.next, own)),
+        dials_next=not (after and after.dials_previous and _knows(after.previous, own)),
+        dials_previous=not (before and before.dials_next and _knows(before.next, own)),
         address=own.address,
         others=own.others,
         previous=None if spec.previous is None else current(spec.previous),
