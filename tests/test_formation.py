@@ -195,6 +195,8 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "outage",
         "others",
         "generation",
+        "dials_next",
+        "dials_previous",
         "defers",
         "relay",
         "splittable",

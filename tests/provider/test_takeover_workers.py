@@ -16,6 +16,7 @@ from loopback_server import (
 from running_providers import RunningProvider, providers, wait_for_reason, workers
 
 from ravnest.client.handle import JobHandle
+from ravnest.schemas.jobs import JobView
 
 EPOCHS = 100
 
@@ -26,10 +27,10 @@ def server(tmp_path: Path) -> Iterator[LoopbackServer]:
         yield found
 
 
-def check_result(handle: JobHandle) -> None:
+def check_result(handle: JobHandle, epochs: int = EPOCHS) -> None:
     """Wait for the model and check that every update was made."""
     assert len(handle.result(timeout=SECONDS)) == 6
-    assert list(handle.losses().updates) == list(range(EPOCHS * UPDATES_PER_EPOCH))
+    assert list(handle.losses().updates) == list(range(epochs * UPDATES_PER_EPOCH))
 
 
 def recoveries(handle: JobHandle) -> list[str]:
@@ -131,3 +132,29 @@ def test_the_end_is_repeated_if_the_result_of_a_cluster_is_lost(
         end = EPOCHS * UPDATES_PER_EPOCH
         assert any(f"training continues from update {end};" in each for each in found), found
         assert any("it had finished, and repeats the end" in each for each in found), found
+
+
+def test_spares_of_a_whole_cluster_continue_from_the_checkpoint_at_the_server(
+    server: LoopbackServer, tmp_path: Path
+) -> None:
+    with (
+        providers(server, tmp_path, "a", "b", "c", "d") as crew,
+        server.submit(min_providers=2, max_providers=2, epochs=3 * EPOCHS) as handle,
+    ):
+
+        def on_change(view: JobView) -> None:
+            if view.saved_update is not None:
+                raise StopIteration
+
+        with pytest.raises(StopIteration):
+            handle.wait(SECONDS, on_change)
+        names = {each.provider_name for each in handle.view().assignments}
+        lost = [each for each in crew if each.name in names]
+        for each in lost:
+            each.kill()
+        for each in lost:
+            server.running.server.provider_service.leave(each.provider.id, "killed")
+        check_result(handle, 3 * EPOCHS)
+        found = recoveries(handle)
+        words = "the newest checkpoint at the server"
+        assert sum("takes the place" in each and words in each for each in found) == 2, found

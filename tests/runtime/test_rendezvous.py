@@ -51,7 +51,8 @@ class Machine:
     ) -> None:
         """``starts``: processes that this one has seen in earlier starts."""
         address = f"127.0.0.1:{NEW_PORT if generation else 8080 + node}"
-        self.spec = node_file(node, address=address, generation=generation)
+        dials = {"dials_previous": True} if generation else {}
+        self.spec = node_file(node, address=address, generation=generation, **dials)
         self.hello = Hello(
             PROTOCOL,
             "plan",
@@ -66,6 +67,8 @@ class Machine:
         self.handler = Received()
         self.transport: MemoryTransport = network.transport()
         self.links = Links()
+        self.met: list[Link] = []
+        """Links of those who have dialled ``listen``."""
 
     def meet(self, timeout: float = SECONDS) -> None:
         listen = Address.parse(self.spec.address)
@@ -75,7 +78,7 @@ class Machine:
     def listen(self) -> None:
         """Answer those who dial, and dial nobody."""
         address = Address.parse(self.spec.address)
-        self.transport.serve(address, lambda _: self.hello, self.handler, lambda _: None)
+        self.transport.serve(address, lambda _: self.hello, self.handler, self.met.append)
 
 
 def meet(*machines: Machine) -> None:
@@ -122,21 +125,21 @@ def test_an_outage_after_a_takeover_is_survived_whoever_dials(
     assert root.handler.lost == leaf.handler.lost == []
 
 
-def test_in_its_next_start_the_survivor_dials_the_new_machine(
+def test_in_its_next_start_the_survivor_waits_for_the_new_machine(
     network: MemoryNetwork, after_takeover: tuple[Machine, Machine]
 ) -> None:
     """The machine that was replaced is back, listens at the address of the plan, and is not asked."""
     root, leaf = after_takeover
-    old = Machine(network, 1)
-    old.listen()
     root.transport.close()
     leaf.transport.close()
-    again = Machine(network, 1, generation=1)
-    again.listen()
+    old = Machine(network, 1)
+    old.listen()
+    again = Machine(network, 1, generation=1, starts=leaf.generations)
     survivor = Machine(network, 0, starts=root.generations)
-    survivor.meet()
+    meet(survivor, again)
     assert survivor.links.next is not None
     assert survivor.links.next.peer.incarnation == again.hello.incarnation
+    assert old.met == []
     for machine in (old, again, survivor):
         machine.transport.close()
 

@@ -170,6 +170,12 @@ def test_spares_of_a_whole_cluster_start_from_the_checkpoint_at_the_server(case:
             new["node_spec"][side]["address"] for side in ("previous", "next") if new["node_spec"][side]
         }
         assert addresses < {"127.0.0.1:9002", "127.0.0.1:9003"}, "where the other spare listens"
+    specs = [
+        each.get(f"/api/assignments/{each.heartbeat()['assignment']}")["node_spec"]
+        for each in (carol, dave)
+    ]
+    root, leaf = sorted(specs, key=lambda each: each["stage"])
+    assert (root["dials_next"], leaf["dials_previous"]) == (True, False), "not both ways"
     expected = "training continues from update 50, the newest checkpoint at the server (20 s old)"
     assert all(expected in text for text in recoveries(rita, job)[-2:])
 

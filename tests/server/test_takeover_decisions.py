@@ -1,5 +1,6 @@
 """Which spare takes which vacant place, and the assignment that it gets. No server."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ravnest.server.scheduling.takeover import (
     predicted_rate,
     returning,
 )
-from ravnest.store.node_spec import NeighbourSpec, RelaySpec, RingSpec
+from ravnest.store.node_spec import NeighbourSpec, NodeSpec, RelaySpec, RingSpec
 
 GB = 10**9
 
@@ -182,6 +183,29 @@ def test_the_successor_has_the_same_work_at_its_own_address() -> None:
     same = {"stage", "weights", "train", "validation", "training", "tls", "needs", "job", "node"}
     assert made.model_dump(include=same) == before.model_dump(include=same)
     assert peers(node) == (0, 2, 3, 4)
+
+
+def test_of_two_neighbours_one_dials_the_other() -> None:
+    """A second connection between them looks like a neighbour that was started again."""
+    before = assignment(tls=False)
+    root = node_file(0, stages=3, address="127.0.0.1:1")
+    leaf = node_file(2, stages=3, address="127.0.0.1:3")
+
+    def made(own: str, *specs: NodeSpec) -> tuple[bool, bool]:
+        """Return whether the node at an address dials the previous and the next one."""
+        known = {each.node: each for each in specs}
+        new = successor(before, 1, offer("carol", address=own), known, None, resume=True, continues=None)
+        return new.node_spec.dials_previous, new.node_spec.dials_next
+
+    here = "127.0.0.1:2"
+    knowing = replace(root, next=NeighbourSpec(1, here))
+    assert made(here, root, leaf) == (True, True), "the Root only knows the lost machine"
+    assert made(here, knowing, leaf) == (False, True), "the Root has taken a place too, or it is back"
+    assert made(here, replace(knowing, dials_next=False), leaf) == (True, True)
+    waiting = replace(leaf, generation=1, dials_previous=True, previous=NeighbourSpec(1, here))
+    assert made(here, knowing, waiting) == (False, False), "the Leaf dials this address"
+    elsewhere = replace(waiting, previous=NeighbourSpec(1, "127.0.0.1:9"))
+    assert made(here, knowing, elsewhere) == (False, True)
 
 
 def test_without_tls_a_node_has_one_address() -> None:

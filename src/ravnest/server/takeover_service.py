@@ -182,9 +182,16 @@ class TakeoverService:
             assert provider is not None
             offers[provider.id] = provider.offer
             place = place_of(found.bodies[each.node], provider.offer)
-            specs[each.node] = replace(specs[each.node], address=place.address, others=place.others)
-        for each in filled:
-            self._give_place(uow, replace(found, offers=offers), each, specs, state)
+            specs[each.node] = replace(
+                specs[each.node],
+                address=place.address,
+                others=place.others,
+                dials_next=True,
+                dials_previous=False,
+            )
+        for each in sorted(filled, key=lambda each: specs[each.node].stage):
+            now = replace(found, offers=offers)
+            specs[each.node] = self._give_place(uow, now, each, specs, state)
 
     def _give_place(
         self,
@@ -193,8 +200,11 @@ class TakeoverService:
         filled: FilledPlace,
         specs: Mapping[int, NodeSpec],
         state: TakeoverState,
-    ) -> None:
-        """Give the place of an assignment to a spare; ``specs``: the nodes as they will be."""
+    ) -> NodeSpec:
+        """Give the place of an assignment to a spare and return its node's spec.
+
+        ``specs``: the nodes as they will be, those of earlier stages complete.
+        """
         before, spare = filled.before, filled.spare
         provider = uow.db.providers.get(spare.id)
         assert provider is not None
@@ -227,6 +237,7 @@ class TakeoverService:
         what = f"{spare.name} takes the place of {name}; {state}; {filled.words}"
         uow.db.events.add("recovery", before.job, what)
         uow.topics |= {("provider", spare.id), ("job", before.job), ("clock", "")}
+        return new.node_spec
 
     def _begin_again(
         self, uow: UnitOfWork, found: RunningJob, cluster: int, state: TakeoverState

@@ -142,6 +142,11 @@ class NodeSpec:
     """None: nodes are reached at their own addresses only."""
     generation: int = 0
     """Number of machines that held this node before; the one with the highest number is the node."""
+    dials_next: bool = True
+    """False: the next node dials this one. Two neighbours must not dial each other, because a second
+    connection looks like a neighbour that was started again."""
+    dials_previous: bool = False
+    """True: the previous node does not know the address of this one, which took a place."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)

@@ -83,8 +83,8 @@ class LinkKeeper:
     ) -> FrameLink:
         """Return a new link; ``dialled`` are the peer's addresses if this side opens it.
 
-        ``LinkClosedError`` if the peer opens it and this side closes its links: the peer would wait for
-        a node that never answers.
+        ``LinkClosedError`` if this side closes its links: the peer would wait for a node that never
+        answers.
         """
         link = FrameLink(
             local,
@@ -98,7 +98,7 @@ class LinkKeeper:
         )
         named = [Address.parse(each) for each in peer.addresses]
         with self._lock:
-            if self._closed.is_set() and not dialled:
+            if self._closed.is_set():
                 raise LinkClosedError("this node is closing its links")
             self._links[link.session] = link
             self._addresses[link.session] = list(dialled) or named

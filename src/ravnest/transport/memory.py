@@ -195,6 +195,8 @@ class MemoryTransport:
         pause = 0.0
         while True:
             server = self._network.server_at(address, pause, nodes)
+            if self._links.closed.is_set():
+                raise UnreachableError(f"gave up on {address}: this node is closing")
             if server is not None:
                 with suppress(LinkClosedError):  # it has stopped to listen meanwhile
                     return self._connect(server, address, greeting, open_link, expect)
@@ -235,7 +237,11 @@ class MemoryTransport:
             far, ours = server.owner.accept(hello, server)
         except RefusedError as error:
             raise RefusedError(f"{address} {error}") from error
-        near = open_link(read_answer(hello_frame(ours), str(address), expect))
+        try:
+            near = open_link(read_answer(hello_frame(ours), str(address), expect))
+        except LinkClosedError as error:  # of this node
+            far.abandon(str(error))
+            raise
         stream = _Stream(self._network, near, far)
         self._network.keep(stream)
         stream.start()

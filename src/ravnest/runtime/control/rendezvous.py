@@ -126,8 +126,8 @@ class Rendezvous:
     ) -> Links:
         """Connect to both neighbours and return the links; they may start in any order.
 
-        Each node dials the next one. A node that takes the place of another dials both neighbours, as
-        they do not know its address; after that they dial the addresses of its Hello. ``RunError`` names
+        Each node dials the next one. A node that takes the place of another dials the neighbours that do
+        not know its address, at their next starts too, so that these do not dial it. ``RunError`` names
         the neighbour that is missing. ``others`` receives the links of nodes of other clusters, which
         may connect at any time.
         """
@@ -145,8 +145,12 @@ class Rendezvous:
         advertised = Address.parse(spec.address)
         router = handler if others is None else _Router(spec.cluster, handler, others)
         transport.serve(self.listen, self._admit, router, on_link, known_as=advertised)
-        for neighbour in (spec.next, spec.previous if spec.generation else None):
-            if neighbour is not None:
+        dialled = (
+            spec.next if spec.dials_next else None,
+            spec.previous if spec.dials_previous else None,
+        )
+        for neighbour in dialled:
+            if neighbour is not None and not self._dials_us(neighbour):
                 self._dial(neighbour, transport, handler, places)
         if spec.previous is not None and not places.has(spec.previous.node):
             self.say(f"{self._name} waits for {_named(spec.previous)} to connect")
@@ -195,6 +199,16 @@ class Rendezvous:
 
         name = f"ravnest-dial-{self.spec.name}-{neighbour.node}"
         threading.Thread(target=dial, name=name, daemon=True).start()
+
+    def _dials_us(self, neighbour: NeighbourSpec) -> bool:
+        """Return whether another machine has the neighbour's place, at an address that is not planned.
+
+        Such a machine dials. Two connections would look like a neighbour that was started again.
+        """
+        newest = self.generations.newest(neighbour.node)
+        if newest is None or not newest.generation or not newest.addresses:
+            return False
+        return {neighbour.address, *neighbour.others}.isdisjoint(newest.addresses)
 
     def _missing(self, neighbour: NeighbourSpec) -> RunError:
         return RunError(

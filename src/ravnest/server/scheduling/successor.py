@@ -24,7 +24,8 @@ def successor(
 ) -> Assignment:
     """Return the assignment of a node for another provider: the same work at other addresses.
 
-    ``specs`` are those of the job's nodes now, by node: their workers listen there. The digest of the
+    ``specs`` are those of the job's nodes now, by node: their workers listen there, and dial the nodes
+    that they know. The digest of the
     plan stays, so that the other nodes accept this one. ``seed``: checkpoint of this plan to start from
     if the nodes have no newer one; None: that of the earlier assignment, if it has one.
     """
@@ -37,8 +38,12 @@ def successor(
         return neighbour if spec is None else NeighbourSpec(spec.node, spec.address, spec.others)
 
     spec = assignment.node_spec
+    before = None if spec.previous is None else specs.get(spec.previous.node)
+    after = None if spec.next is None else specs.get(spec.next.node)
     moved = replace(
         spec,
+        dials_next=not (after and after.dials_previous and _knows(after.previous, own)),
+        dials_previous=not (before and before.dials_next and _knows(before.next, own)),
         address=own.address,
         others=own.others,
         previous=None if spec.previous is None else current(spec.previous),
@@ -63,6 +68,13 @@ def place_of(assignment: Assignment, offer: ProviderOffer) -> NeighbourSpec:
     """Return where others find a node once a provider has taken its place."""
     others = tuple(each for each in offer.all_addresses if each != offer.address)
     return NeighbourSpec(assignment.node, offer.address, others if assignment.tls else ())
+
+
+def _knows(neighbour: NeighbourSpec | None, place: NeighbourSpec) -> bool:
+    """Return whether a node finds a place with what it knows about its neighbour."""
+    if neighbour is None:
+        return False
+    return bool({neighbour.address, *neighbour.others} & {place.address, *place.others})
 
 
 def peers(spec: NodeSpec) -> tuple[int, ...]:
