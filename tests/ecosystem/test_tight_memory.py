@@ -47,5 +47,5 @@ def test_clusters_average_within_the_offered_memory(world: World) -> None:
     handle.result(timeout=180)
     plan = handle.view().plan
     assert plan.count("averaging with other clusters 151 MB") == 2
-    assert plan.count("acknowledged by the neighbours 8 MB") == 2
+    assert plan.count("acknowledged by the neighbours 2 MB") == 2
     assert plan.count("(98%)") == 2

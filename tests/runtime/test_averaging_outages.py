@@ -183,5 +183,5 @@ def test_an_outage_adds_no_more_than_the_window_to_what_links_keep(
     loader = DataLoader(points_data(), 8)
     cluster.train(lambda: (loader, None), node={"schedule": "sync", "micro_batches": 8}, epochs=20)
     disturbing.join()
-    assert 0 < sent[Forward] + sent[Backward] <= 2 * window
+    assert sent[Forward] + sent[Backward] <= 2 * window
     assert max(sent.values()) <= window

@@ -89,7 +89,14 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 
 
 def train(
-    folder: Path, node_data: Path, names: list[str], case: str, *, stop: int | None = None, **given: Any
+    folder: Path,
+    node_data: Path,
+    names: list[str],
+    case: str,
+    *,
+    stop: int | None = None,
+    epochs: int = EPOCHS,
+    **given: Any,
 ) -> list[BaseException | None]:
     """Train and return the errors of the nodes; ``stop``: the Root's script ends after a batch."""
     _, _, loaders, criterion = CASES[case]
@@ -111,7 +118,7 @@ def train(
             data = (
                 train_loader if stop is None or not own.is_root else StoppingLoader(train_loader, stop)
             )
-            Trainer(own, train_loader=data, val_loader=val_loader, epochs=EPOCHS, save=True).train()
+            Trainer(own, train_loader=data, val_loader=val_loader, epochs=epochs, save=True).train()
 
     return cluster.errors(script)
 
@@ -152,6 +159,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert isinstance(errors[0], StoppedError)
     assert not any(train(resumed, node_data, names, case, resume=True, **settings))
     assert_same_result(whole, resumed)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_that_has_ended_continues_with_more_epochs(
+    formed: Any, tmp_path: Path, case: str
+) -> None:
+    folder, names = formed(case, 3)
+    node_data = folder / "node_data"
+    whole, longer = tmp_path / "whole", tmp_path / "longer"
+    assert not any(train(whole, node_data, names, case))
+    assert not any(train(longer, node_data, names, case, epochs=1))
+    assert not any(train(longer, node_data, names, case, resume=True))
+    assert_same_result(whole, longer)
+    assert not any(train(longer, node_data, names, case, resume=True))
+    assert_same_result(whole, longer)
 
 
 def test_a_damaged_checkpoint_is_not_used(

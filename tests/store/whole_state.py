@@ -107,6 +107,7 @@ class WholeState:
             "leaf": RANDOM if last and spec.index > 0 else None,
             "validations": {1: ("accuracy", 0.5, 7)},
             "updates": updates | changed,
+            "averaging_samples": 24,
         }
         manifest = CheckpointManifest(
             plan,

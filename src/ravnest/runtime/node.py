@@ -407,7 +407,7 @@ class Node:
         Return False if it is not part of it, else its validation result, or None for training.
         """
         controller = self._controller()
-        if controller.open is not None or not controller.skips_phase:
+        if controller.open is not None or not controller.skips(kind):
             return False
         controller.begin(kind, self.epoch)
         if kind == "train":

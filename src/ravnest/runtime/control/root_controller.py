@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import xxhash
@@ -161,6 +161,18 @@ class RootController:
         number = self._phases - (self.open is not None)
         return self._point is not None and number < self._point.phases
 
+    def skips(self, kind: PhaseKind) -> bool:
+        """Return whether the next phase, of this kind, is part of the checkpoint.
+
+        If it begins where the training of the checkpoint ended, the script has more epochs than before.
+        """
+        point = self._point
+        if point is None or kind == "predict":
+            return False
+        if point.cut.ended and self._phases == point.phases - 1:
+            self._point = replace(point, phases=self._phases)
+        return self.skips_phase
+
     def begin(self, kind: PhaseKind, epoch: int, random: RandomState | None = None) -> None:
         """Begin a phase; the previous one must have ended.
 
@@ -170,7 +182,7 @@ class RootController:
         self._status.check()
         self._random, self._samples = random, 0
         self._data.reset()
-        if self.skips_phase and kind != "predict":
+        if self.skips(kind):
             self.open = PhaseBegin(self.run, self._phases, kind, epoch)
             self._phases += 1
             self._batches = 0
@@ -335,7 +347,7 @@ class RootController:
         self._phases += 1
         if kept and self._has_ended():
             return
-        cut = RootCut(epoch, 0, 0, 0, "", random)
+        cut = RootCut(epoch, 0, 0, 0, "", random, ended=True)
         taken = kept
         while self._averages is not None and self._average_finally(kept=kept, call=call):
             self._take_checkpoint(cut)

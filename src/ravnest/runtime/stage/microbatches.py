@@ -52,6 +52,8 @@ class RootCut:
     """Digest of those batches as they were loaded."""
     random: RandomState | None
     """State of the generators when the iteration of the phase's loader began, or at the end of it."""
+    ended: bool = False
+    """The last phase is the end of training."""
 
 
 @dataclass
