@@ -12,8 +12,8 @@ from world import World, eventually, providers
 from ravnest.jobs.job import Job
 
 WIDTH = 2048
-RAM = 0.39
-"""GB. The model has 76 MB of weights; a single node that averages needs 4.5 times as much, and 8 MB that
+RAM = 0.383
+"""GB. The model has 76 MB of weights; a single node that averages needs 4.5 times as much, and 2 MB that
 its links keep until they are acknowledged."""
 
 
