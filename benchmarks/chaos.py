@@ -141,8 +141,7 @@ def _expect_good(result: RunResult) -> None:
 def plan_kills(settings: ChaosRun, kills: int, seed: int, until: float = 0.95) -> FaultPlan:
     """Return kills of random nodes, until a share of the updates is made.
 
-    The rest is for the clusters to end together: one that is down while the others make the final
-    average would not be part of it.
+    The rest is for the last recoveries, so that what they cost is part of the run.
     """
     nodes = range(settings.clusters * settings.nodes)
     start, end = 0.02 * settings.total, until * settings.total
