@@ -184,4 +184,4 @@ def test_an_outage_adds_no_more_than_the_window_to_what_links_keep(
     cluster.train(lambda: (loader, None), node={"schedule": "sync", "micro_batches": 8}, epochs=20)
     disturbing.join()
     assert sent[Forward] + sent[Backward] <= 2 * window
-    assert max(sent.values()) <= window
+    assert max(sent.values(), default=0) <= window
