@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -154,18 +154,17 @@ class WorkerProcess:
             str(Path.home()),
             sandbox.version,
         )
-        ours, theirs = socket.socketpair()
-        try:
+        policy = network_policy(spec, self.settings.listen)
+        with ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
             with theirs:
                 self._launch(output, records, order, theirs)
-            broker = SocketBroker(
-                self._child.pid, ours, sandbox.processor, network_policy(spec, self.settings.listen)
-            )
+            undo.callback(self._child.kill)
+            broker = SocketBroker(self._child.pid, ours, sandbox.processor, policy)
             broker.on_refusal = PeerUpdates(broker, self.find_peers).on_refusal
             broker.start()
-        except BaseException:
-            ours.close()
-            raise
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
