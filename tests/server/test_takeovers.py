@@ -629,7 +629,7 @@ def test_a_server_that_is_killed_during_a_takeover_finds_the_truth_again(
     with opened(tmp_path, time=time) as case:
         rita, job, alice, bob = training_pair(case)
         takeover = Takeover(case, job, alice, bob, provider(case, "carol", 2))
-        # The event loop of the test client ends with the server, at times before its answer is asked for.
+        # The event loop of the test client ends with the server, maybe before its answer is asked for.
         with monkeypatch.context() as patch, suppress(KilledError, RuntimeError):
             killed_after(patch, commits)
             takeover.begin(step)
