@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from checkpoint_cases import complete, provider, took, training_pair, upload, uploaded
 from server_cases import Caller, Case, FakePlanner, Time, losses, opened
+from takeover_cases import leave, recoveries, view
 
 from ravnest.schemas.jobs import JobState
 from ravnest.server.scheduling.replanning import (
@@ -29,20 +30,6 @@ SETTINGS = ServerSettings(replan_after=AFTER, requeue_after=REQUEUE, rescue_grac
 def case(tmp_path: Path) -> Any:
     with opened(tmp_path, settings=SETTINGS) as found:
         yield found
-
-
-def view(rita: Caller, job: str) -> dict[str, Any]:
-    found: dict[str, Any] = rita.get(f"/api/jobs/{job}")
-    return found
-
-
-def recoveries(rita: Caller, job: str) -> list[str]:
-    events = rita.get(f"/api/jobs/{job}/events")
-    return [each["reason"] for each in events if each["kind"] == "recovery"]
-
-
-def leave(caller: Caller) -> None:
-    caller.call("DELETE", f"/api/providers/{caller.id}?reason=gone")
 
 
 def rescue(alice: Caller, update: int) -> dict[str, Any]:
