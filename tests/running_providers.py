@@ -17,9 +17,16 @@ from ravnest.provider.agent import Agent
 from ravnest.provider.job_dir import JobsDir, WorkerSettings
 from ravnest.provider.provide import earlier_work
 from ravnest.provider.runner import Provider
+from ravnest.provider.sandbox.choice import Sandbox, usable_sandbox
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobView
 from ravnest.schemas.providers import ProviderView
+
+
+def available_sandbox() -> Sandbox | None:
+    """Return the sandbox of this system; workers of tests run without one where there is none."""
+    found = usable_sandbox()
+    return None if isinstance(found, str) else found
 
 
 class RunningProvider:
@@ -50,6 +57,7 @@ class RunningProvider:
             self._settings,
             self._announce,
             view.id,
+            sandbox=available_sandbox(),
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

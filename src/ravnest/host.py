@@ -100,6 +100,14 @@ def limit_data_memory(limit: int) -> None:
         _resource.setrlimit(_resource.RLIMIT_DATA, (most, most))
 
 
+def limit_file_size(limit: int) -> None:
+    """Limit the size of files that this process writes, in bytes; larger writes fail."""
+    if _resource is not None:
+        _, hard = _resource.getrlimit(_resource.RLIMIT_FSIZE)
+        most = limit if hard == _resource.RLIM_INFINITY else min(limit, hard)
+        _resource.setrlimit(_resource.RLIMIT_FSIZE, (most, most))
+
+
 def data_memory(process: psutil.Process) -> int:
     """Return the bytes that count against ``limit_data_memory``; 0 without such a limit."""
     return int(getattr(process.memory_info(), "data", 0))

@@ -1,5 +1,6 @@
 """Folders of assignments: one is taken over by the next assignment of the same node."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,20 @@ def test_folders_of_an_earlier_process_are_continued_or_hold_results(tmp_path: P
     jobs.job_dir("theirs").write_outcome(outcome.model_copy(update={"provider": "another"}))
     assert earlier_work(jobs, "me") == (["begun"], {"mine": outcome})
     assert sorted(jobs.assignments()) == ["begun", "mine", "theirs"], "nothing is removed yet"
+
+
+def test_a_folder_of_many_nested_folders_is_removed(tmp_path: Path) -> None:
+    """A worker can make more of them than Python removes by recursion."""
+    jobs = JobsDir(tmp_path)
+    folder = jobs.job_dir("deep").folder
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    for _ in range(2000):
+        os.mkdir("inner", mode=0o300, dir_fd=descriptor)
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=descriptor))
+        inner = os.open("inner", os.O_PATH, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+    jobs.discard("deep")
+    assert not folder.exists()

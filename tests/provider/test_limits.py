@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -12,7 +13,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ravnest.provider.limits import BUFFERS, environment, excess, held_memory
+from ravnest.provider.events import WorkerEnded
+from ravnest.provider.job_dir import JobDir, WorkerSettings
+from ravnest.provider.limits import (
+    BUFFERS,
+    LEAST_FREE,
+    MOST_ENTRIES,
+    MOST_THREADS,
+    FolderUsage,
+    disk_shortage,
+    environment,
+    excess,
+    folder_usage,
+    held_memory,
+    job_excess,
+)
+from ravnest.provider.worker_process import WorkerProcess
 
 SOURCE = Path(__file__).parents[2] / "src"
 SECONDS = 60
@@ -71,6 +87,64 @@ def test_the_reason_names_the_taken_and_the_offered_memory() -> None:
     reason = excess(held=3_250_000_000 + BUFFERS, idle=250_000_000, offered=2_000_000_000)
     assert "3.00 GB" in reason
     assert "2.00 GB" in reason
+
+
+USAGE = FolderUsage(size=10, entries=10, free=1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("usage", "threads", "seconds", "words"),
+    [
+        (USAGE, 10, 10.0, ""),
+        (USAGE, 10, 7201.0, "ran for 2 hours"),
+        (USAGE, MOST_THREADS + 1, 10.0, f"{MOST_THREADS + 1} threads"),
+        (FolderUsage(3_000_000_000, 1, 0), 1, 1.0, "take 3.00 GB, 2.00 GB are allowed"),
+        (FolderUsage(1, MOST_ENTRIES + 1, 0), 1, 1.0, "files"),
+        (None, 1, 1.0, "cannot be read"),
+    ],
+)
+def test_the_limits_of_a_job(
+    usage: FolderUsage | None, threads: int, seconds: float, words: str
+) -> None:
+    reason = job_excess(usage, threads, seconds, disk=2_000_000_000, longest=7200.0)
+    assert words in reason
+    assert bool(words) == bool(reason)
+
+
+def test_a_worker_leaves_its_owner_some_of_the_disk() -> None:
+    assert disk_shortage(FolderUsage(1, 1, LEAST_FREE)) == ""
+    assert "0.10 GB left" in disk_shortage(FolderUsage(1, 1, 100_000_000))
+
+
+def test_the_disk_space_of_a_folder(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    (inner / "file").write_bytes(bytes(1 << 20))
+    (inner / "link").symlink_to("/")
+    with (inner / "sparse").open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    found = folder_usage(tmp_path)
+    assert found.entries == 5
+    assert 1 << 20 <= found.size < 2 << 20
+    assert found.free > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"seconds": 0.0}, "the most that this provider allows"), ({"disk": 1 << 20}, "are allowed")],
+)
+def test_a_worker_that_exceeds_a_limit_of_a_job_ends_with_the_reason(
+    tmp_path: Path, settings: dict[str, float], words: str
+) -> None:
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    (tmp_path / "data").write_bytes(bytes(2 << 20))
+    limits = WorkerSettings.model_validate({"ram": 1 << 30, "cores": 1, **settings})
+    worker = WorkerProcess("job-1", JobDir(tmp_path), limits, events.put, None, tuple)
+    worker.start()
+    ended = events.get(timeout=SECONDS)
+    assert isinstance(ended, WorkerEnded)
+    assert words in ended.failure
+    assert ended.cause == "job"
 
 
 def test_priority_and_core_dumps() -> None:

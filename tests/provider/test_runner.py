@@ -13,7 +13,7 @@ from loopback_server import (
     loopback_server,
     wait_for_updates,
 )
-from running_providers import providers, wait_for_reason, workers
+from running_providers import available_sandbox, providers, wait_for_reason, workers
 
 from ravnest.errors import JobEndedError
 from ravnest.schemas.auth import ApiRole
@@ -76,6 +76,11 @@ def test_a_cancelled_job_stops_its_workers(server: LoopbackServer, tmp_path: Pat
     ):
         wait_for_updates(handle)
         assert len(workers()) == 2
+        if available_sandbox() is not None:
+            for worker in workers():
+                status = Path(f"/proc/{worker.pid}/status").read_text()
+                assert "\nSeccomp:\t2\n" in status, "system calls are filtered"
+                assert "\nNoNewPrivs:\t1\n" in status
         handle.cancel()
         for each in both:
             each.leave()

@@ -72,6 +72,7 @@ ALLOWED = {
     ("POST", "/api/providers/{x}/heartbeat"): {ApiRole.PROVIDER},
     ("DELETE", "/api/providers/{x}"): {ApiRole.PROVIDER},
     ("GET", "/api/assignments/{x}"): {ApiRole.PROVIDER},
+    ("GET", "/api/assignments/{x}/peers"): {ApiRole.PROVIDER},
     ("POST", "/api/assignments/{x}/certificate"): {ApiRole.PROVIDER},
     ("POST", "/api/jobs/{x}/cancel"): {ApiRole.REQUESTER},
     ("GET", "/api/jobs/{x}/result"): {ApiRole.REQUESTER},
@@ -112,13 +113,14 @@ def test_a_provider_has_no_access_to_another_assignment(case: Case) -> None:
     assert owner.get(f"/api/artifacts/{weights}")
 
     other.get(f"/api/assignments/{assignment}", 403)
+    other.get(f"/api/assignments/{assignment}/peers", 403)
     other.post(f"/api/assignments/{assignment}/certificate", request, 403)
     other.get(f"/api/artifacts/{weights}", 403)
     other.heartbeat(403, report={"assignment": assignment, "phase": "failed"})
     other.post(f"/api/providers/{owner.id}/heartbeat", {"wait": 0}, 403)
     other.call("DELETE", f"/api/providers/{owner.id}", 403)
     owner.get("/api/assignments/unknown", 404)
-    assert len(case.refusals()) == 6
+    assert len(case.refusals()) == 7
     assert owner.heartbeat()["assignment"] == assignment
 
 

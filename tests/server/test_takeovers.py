@@ -32,8 +32,10 @@ def test_a_spare_takes_the_place_of_a_lost_node(case: Case) -> None:
     carol = provider(case, "carol", 2)
     alice.report("training", records=[checkpoint(120)])
     bob.report("training", records=[checkpoint(120)])
+    assert alice.get(f"/api/assignments/{job}-0/peers") == {"addresses": ["127.0.0.1:9001"]}
     leave(bob)
     assert state_of(case, carol) == "reserved"
+    assert alice.get(f"/api/assignments/{job}-0/peers") == {"addresses": ["127.0.0.1:9002"]}
     assert alice.heartbeat()["assignment"] == f"{job}-0", "the rest of the cluster stays"
     assert carol.heartbeat()["assignment"] == f"{job}-1-g1"
     assert "carol takes the place of node_1 (Leaf of cluster 0)" in view(rita, job)["reason"]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ravnest.provider.provide import provide as provide_machine
+from ravnest.provider.sandbox.choice import SandboxChoice
 
 
 def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
@@ -39,6 +40,12 @@ def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
         Path | None, typer.Option(help="Folder for the files of running jobs.", file_okay=False)
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Leave after one job.")] = False,
+    sandbox: Annotated[
+        SandboxChoice,
+        typer.Option(help="Sandbox of jobs; off: they run with all permissions of this user."),
+    ] = "auto",
+    disk: Annotated[float | None, typer.Option(help="Maximum disk space of a job, in GB.")] = None,
+    job_hours: Annotated[float | None, typer.Option(help="Maximum hours of a job.")] = None,
 ) -> None:
     """Offer this machine to a server and work on its jobs until Ctrl-C.
 
@@ -57,4 +64,7 @@ def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
         address=address,
         map_port=map_port,
         once=once,
+        sandbox=sandbox,
+        disk=disk,
+        job_hours=job_hours,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,10 @@ CERTIFICATES = CertificateFiles(
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _LIMIT = 256 << 20
 
+DEFAULT_DISK = 100_000_000_000
+DEFAULT_SECONDS = 7 * 86_400.0
+"""Limits of a job, unless the owner sets others."""
+
 
 class WorkerSettings(Schema):
     """Settings of a worker that the provider chooses, not the server."""
@@ -34,6 +41,10 @@ class WorkerSettings(Schema):
     cores: int
     listen: str | None = None
     """Address at which the node listens, if it differs from the address that others use."""
+    disk: int = DEFAULT_DISK
+    """Bytes that the folder of a job may take."""
+    seconds: float = DEFAULT_SECONDS
+    """Time that a worker may run."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +93,19 @@ class JobDir:
         return self.folder / "uploads"
 
     @property
+    def scratch(self) -> Path:
+        """Folder for all that the worker writes beside checkpoints and trained stages."""
+        return self.folder / "scratch"
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """The folders in which the worker may write; it only reads the others."""
+        return self.scratch, self.checkpoints, self.trained
+
+    @property
     def losses(self) -> Path:
         """Loss file of the node, as ``Node(loss_filename=...)`` takes it."""
-        return self.folder / "losses.txt"
+        return self.scratch / "losses.txt"
 
     @property
     def output(self) -> Path:
@@ -99,7 +120,7 @@ class JobDir:
     @property
     def idle(self) -> Path:
         """Bytes of memory that the worker held before it read the job's data."""
-        return self.folder / "idle.json"
+        return self.scratch / "idle.json"
 
     @property
     def _assignment(self) -> Path:
@@ -182,5 +203,27 @@ class JobsDir:
             old.rename(new)
 
     def discard(self, assignment: str) -> None:
-        """Remove the folder of an assignment."""
-        shutil.rmtree(self.job_dir(assignment).folder, ignore_errors=True)
+        """Remove the folder of an assignment, whatever its worker has made in it."""
+        folder = self.job_dir(assignment).folder
+        with suppress(RecursionError):  # folders within folders
+            shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            with suppress(OSError):
+                _flatten(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flatten(folder: Path) -> None:
+    """Remove all files below a folder, and all folders but empty ones directly in it."""
+    names = itertools.count()
+    pending = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    while pending:
+        inner = folder / pending.pop()
+        inner.chmod(0o700)
+        for entry in list(os.scandir(inner)):
+            if entry.is_dir(follow_symlinks=False):
+                name = f".discarded-{next(names)}"
+                Path(entry.path).rename(folder / name)
+                pending.append(name)
+            else:
+                Path(entry.path).unlink()

@@ -7,13 +7,17 @@ and exec of a process with threads; the agent watches it from outside.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from ravnest import host
+from ravnest.provider.sandbox.entry import enter_sandbox
 
 _PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 _PASSED_ON_PREFIX = "LC_"
@@ -28,12 +32,19 @@ BUFFERS = 64 << 20
 """Bytes that libraries take beside a job's tensors while they work: buffers of gRPC and oneDNN, and
 freed memory that the allocator keeps. They count as the process's own."""
 
+MOST_ENTRIES = 100_000
+"""Files and folders that the folder of a job may have."""
+LEAST_FREE = 256 << 20
+"""Bytes of the disk that a worker leaves to its owner."""
+MOST_THREADS = 1024
+"""Threads that a worker may have; some libraries start one for each core and peer."""
+
 HOME = "home"
 TEMPORARY = "tmp"
 
 
 def environment(folder: Path, cores: int, source: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a worker: a few variables of ours, and ``folder`` as its home."""
+    """Return the environment of a worker: a few variables of ours; its home is in ``folder``."""
     found = os.environ if source is None else source
     passed = {
         name: value
@@ -44,8 +55,10 @@ def environment(folder: Path, cores: int, source: Mapping[str, str] | None = Non
     return passed | own | dict.fromkeys(_THREADS, str(cores))
 
 
-def confine() -> None:
+def confine(sandbox: str = "", channel: int = -1) -> None:
     """Confine this process, a worker, before anything else: low priority, no core dumps, bound lifetime.
+
+    ``sandbox`` and ``channel`` are the arguments of ``enter_sandbox``; without them there is no sandbox.
 
     The agent holds the other end of stdin, which closes when the agent ends, for whatever reason. On
     Linux the system also kills the worker, even if Python cannot run at that moment.
@@ -53,6 +66,8 @@ def confine() -> None:
     host.lower_priority(_NICE)
     host.disable_core_dumps()
     host.end_with_parent()
+    if sandbox:
+        enter_sandbox(sandbox, channel)
     threading.Thread(target=_end_with_stdin, name="agent", daemon=True).start()
 
 
@@ -85,6 +100,14 @@ def held_memory(process: psutil.Process) -> int:
     return int(found.rss - getattr(found, "shared", 0))
 
 
+def thread_count(process: psutil.Process) -> int:
+    """Return the number of threads of a process; 0 if it has ended."""
+    try:
+        return int(process.num_threads())
+    except psutil.Error:
+        return 0
+
+
 def excess(held: int, idle: int, offered: int) -> str:
     """Return why a worker that holds ``held`` bytes must end; an empty string if it may continue."""
     if held <= idle + BUFFERS + offered:
@@ -94,3 +117,75 @@ def excess(held: int, idle: int, offered: int) -> str:
         f"the worker took {taken / 1e9:.2f} GB for training, {offered / 1e9:.2f} GB are "
         "offered; offer more with --ram, or submit the job with smaller batches"
     )
+
+
+def limit_files(size: int) -> None:
+    """Refuse files of this process that are larger than a whole job may be; the agent adds them up."""
+    host.limit_file_size(size)
+
+
+@dataclass(frozen=True)
+class FolderUsage:
+    """Disk space and entries of a folder, and the space that its disk has left."""
+
+    size: int
+    entries: int
+    free: int
+
+
+def folder_usage(folder: Path) -> FolderUsage:
+    """Return what a folder that a worker writes takes on the disk, links not followed.
+
+    The walk ends early at ``MOST_ENTRIES``; ``PermissionError`` if a folder cannot be read.
+    """
+    size = entries = 0
+    pending = [str(folder)]
+    while pending and entries <= MOST_ENTRIES:
+        try:
+            with os.scandir(pending.pop()) as found:
+                for each in found:
+                    entries += 1
+                    if each.is_dir(follow_symlinks=False):
+                        pending.append(each.path)
+                    with suppress(FileNotFoundError):
+                        size += _disk_size(each.stat(follow_symlinks=False))
+        except FileNotFoundError:  # the worker removes files at any time
+            continue
+    return FolderUsage(size, entries, shutil.disk_usage(folder).free)
+
+
+def _disk_size(found: os.stat_result) -> int:
+    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
+
+
+def disk_shortage(usage: FolderUsage) -> str:
+    """Return why a worker must end although its job has exceeded no limit: the owner's disk is full."""
+    if usage.free >= LEAST_FREE:
+        return ""
+    return f"the disk of this provider has only {usage.free / 1e9:.2f} GB left"
+
+
+def job_excess(
+    usage: FolderUsage | None, threads: int, seconds: float, *, disk: int, longest: float
+) -> str:
+    """Return which limit a job has exceeded, as the reason for its end; an empty string if none.
+
+    ``usage`` is ``None`` if the folder cannot be read.
+    """
+    if seconds > longest:
+        return (
+            f"the worker ran for {seconds / 3600:.2g} hours, the most that this provider allows a job; "
+            "submit the rest as another job, or raise --job-hours at the provider"
+        )
+    if threads > MOST_THREADS:
+        return f"the worker started {threads} threads; a job may have {MOST_THREADS}"
+    if usage is None:
+        return "the worker made a folder that cannot be read"
+    if usage.entries > MOST_ENTRIES:
+        return f"the worker made more than {MOST_ENTRIES} files; a job may have no more"
+    if usage.size > disk:
+        return (
+            f"the files of the job take {usage.size / 1e9:.2f} GB, {disk / 1e9:.2f} GB are allowed; "
+            "raise --disk at the provider, or submit a smaller job"
+        )
+    return ""

@@ -19,12 +19,13 @@ from ravnest.provider.addresses import MOST_ADDRESSES, Addresses, addresses
 from ravnest.provider.agent import Agent
 from ravnest.provider.benchmark import GB, PLANNED, OwnerLimits, ServerProbe, measure
 from ravnest.provider.interfaces import local_host
-from ravnest.provider.job_dir import JobsDir, WorkerSettings
+from ravnest.provider.job_dir import DEFAULT_DISK, DEFAULT_SECONDS, JobsDir, WorkerSettings
 from ravnest.provider.membership import machine_membership
 from ravnest.provider.outcome import Outcome
 from ravnest.provider.port_mapping import mapped_port
 from ravnest.provider.routes import RouteFinder
 from ravnest.provider.runner import Provider
+from ravnest.provider.sandbox.choice import Sandbox, SandboxChoice, choose_sandbox
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.providers import ProviderOffer, ProviderView
 from ravnest.types import Address
@@ -45,6 +46,9 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     address: str | Sequence[str] | None = None,
     map_port: bool = False,
     once: bool = False,
+    sandbox: SandboxChoice = "auto",
+    disk: float | None = None,
+    job_hours: float | None = None,
     say: Callable[[str], None] | None = None,
 ) -> None:
     """Offer this machine to a server and train for its jobs, until it is interrupted.
@@ -54,8 +58,9 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     ``address`` (``host:port``, ``host`` or ``:port``) say where the node listens and where others
     reach it; ``listen`` can have a range of ports (``:20000-20010``), ``address`` can be a list.
     ``map_port``: ask the router to forward the port (UPnP). ``folder`` holds the files of a job while
-    it runs. ``once``: leave after one job. ``say`` is called
-    with a line for each event; stdout by default.
+    it runs. ``once``: leave after one job. ``sandbox``: that of this system (``auto``, ``landlock``) or
+    none (``off``). ``disk`` (GB) and ``job_hours`` limit the files and the time of one job. ``say`` is
+    called with a line for each event; stdout by default.
 
     Returns once the provider has left the server. Raises ``ServerError`` if the server cannot be
     reached at the start or refuses the provider, ``SettingsError`` if an argument is wrong,
@@ -63,8 +68,10 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     interrupted a second time while it leaves.
     """
     limits = OwnerLimits(ram, cores)
-    if hours is not None and not hours > 0:
-        raise SettingsError(f"the hours to offer must be more than 0, not {hours:g}")
+    for what, value in (("hours to offer", hours), ("disk space", disk), ("hours of a job", job_hours)):
+        if value is not None and not value > 0:
+            raise SettingsError(f"the {what} must be more than 0, not {value:g}")
+    chosen = choose_sandbox(sandbox)
     show = _say if say is None else say
     own_name = (name or socket.gethostname())[:100]
     target = home() / "providers" / _slug(own_name) if folder is None else Path(folder)
@@ -82,7 +89,8 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
             measured = measure(own_name, found.known, limits, ServerProbe(api))
             offer = routes.complete(measured).having_trained(kept)
             provider = api.post("/api/providers", offer, ProviderView, idempotent=True)
-            for line in (*describe(offer, limits, hours, member.url), describe_routes(provider)):
+            lines = describe(offer, limits, hours, member.url)
+            for line in (*lines, describe_routes(provider), describe_sandbox(chosen)):
                 show(line)
             room = int(offer.ram / PLANNED * GB)
             ends = None if hours is None else time.monotonic() + 3600 * hours
@@ -91,9 +99,16 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
                 offer,
                 Agent(ends=ends, once=once, begun=begun, kept=kept),
                 jobs_dir,
-                WorkerSettings(ram=room, cores=offer.cores, listen=found.listen),
+                WorkerSettings(
+                    ram=room,
+                    cores=offer.cores,
+                    listen=found.listen,
+                    disk=DEFAULT_DISK if disk is None else int(disk * GB),
+                    seconds=DEFAULT_SECONDS if job_hours is None else 3600 * job_hours,
+                ),
                 show,
                 provider.id,
+                chosen,
                 routes.complete,
             ).run()
 
@@ -133,6 +148,13 @@ def describe_routes(provider: ProviderView) -> str:
     if provider.reachability == "direct":
         return f"other providers reach it at {provider.offer.address}"
     return f"{provider.reachability}: {provider.reachability_reason}"
+
+
+def describe_sandbox(sandbox: Sandbox | None) -> str:
+    """Return a line that says what confines the jobs of others."""
+    if sandbox is None:
+        return "no sandbox: jobs run with all permissions of this user"
+    return f"jobs run in a sandbox ({sandbox})"
 
 
 @contextmanager

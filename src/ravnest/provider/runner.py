@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ravnest.deadlines import HTTP_ANSWER, LEAVE_ANSWER, POLL_ANSWER
-from ravnest.errors import LaunchError, RavnestError, ServerError, ServerRefusedError
+from ravnest.errors import RavnestError, ServerError, ServerRefusedError
 from ravnest.http.api import ApiClient, is_temporary
 from ravnest.http.transfer import artifact_of, upload
 from ravnest.provider.agent import Agent
@@ -51,12 +51,13 @@ from ravnest.provider.job_dir import JobsDir, WorkerSettings
 from ravnest.provider.link_test import LinkTest
 from ravnest.provider.link_test_api import LinkTestApi
 from ravnest.provider.outcome import Outcome
+from ravnest.provider.sandbox.choice import Sandbox
 from ravnest.provider.signals import interrupts
 from ravnest.provider.worker_process import WorkerProcess
 from ravnest.schemas.checkpoints import CheckpointOrder
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.link_tests import LinkTestOrder
-from ravnest.schemas.providers import HeartbeatReply, ProviderOffer, ProviderView
+from ravnest.schemas.providers import HeartbeatReply, PeerAddresses, ProviderOffer, ProviderView
 from ravnest.types import Address
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class Provider:
     """Called with lines for the owner of the machine."""
     id: str
     """Id of this provider at the server."""
+    sandbox: Sandbox | None
+    """Sandbox of workers; ``None``: the owner wants none."""
     check_routes: Callable[[ProviderOffer], ProviderOffer] = lambda offer: offer
     """Returns the offer with the addresses and relays at which others reach this machine now."""
     _events: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
@@ -256,14 +259,25 @@ class Provider:
     def _start_worker(self, task: _Task) -> None:
         """Start the worker in this thread: the system ends the worker when the thread ends."""
         job_dir = self.jobs_dir.job_dir(task.assignment)
-        worker = WorkerProcess(task.assignment, job_dir, self.settings, self._events.put)
+        worker = WorkerProcess(
+            task.assignment,
+            job_dir,
+            self.settings,
+            self._events.put,
+            self.sandbox,
+            lambda: self._peers(task.assignment),
+        )
         try:
             worker.start()
-        except (OSError, LaunchError) as error:
+        except (OSError, RavnestError) as error:
             failure = f"the worker cannot be started: {error}"
             self._events.put(WorkerEnded(task.assignment, failure, "machine"))
             return
         task.worker = worker
+
+    def _peers(self, assignment: str) -> tuple[str, ...]:
+        """Return the addresses of the peers of an assignment's node, as the server knows them now."""
+        return self.api.get(f"/api/assignments/{assignment}/peers", PeerAddresses).addresses
 
     def _upload(self, task: _Task) -> AgentEvent:
         name = task.assignment

@@ -13,7 +13,7 @@ from pathlib import Path
 from ravnest.errors import RavnestError
 from ravnest.provider.failure import EXIT_CODES, cause_of
 from ravnest.provider.job_dir import JobDir
-from ravnest.provider.limits import limit_memory
+from ravnest.provider.limits import limit_files, limit_memory
 from ravnest.provider.record_pipe import record_writer
 from ravnest.provider.training import train, warm_up
 from ravnest.runtime.machine_failures import is_out_of_memory
@@ -34,6 +34,7 @@ def work(folder: str, records: int | None = None) -> int:
     try:
         with record_writer(records) as sink:
             warm_up(settings.cores)
+            limit_files(settings.disk)
             write_json(job_dir.idle, limit_memory(settings.ram))
             train(job_dir, settings, sink)
     except KeyboardInterrupt as error:

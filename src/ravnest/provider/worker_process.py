@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -20,20 +23,44 @@ from ravnest.provider.child_process import ChildProcess
 from ravnest.provider.events import ConnectionsRejected, RecordsReceived, WorkerEnded
 from ravnest.provider.failure import cause_of_exit
 from ravnest.provider.job_dir import JobDir, WorkerSettings
-from ravnest.provider.limits import HOME, TEMPORARY, environment, excess, held_memory
+from ravnest.provider.limits import (
+    HOME,
+    TEMPORARY,
+    disk_shortage,
+    environment,
+    excess,
+    folder_usage,
+    held_memory,
+    job_excess,
+    thread_count,
+)
 from ravnest.provider.record_pipe import read_records
+from ravnest.provider.sandbox.choice import Sandbox
+from ravnest.provider.sandbox.entry import entry_order
+from ravnest.provider.sandbox.policy import FilePolicy
+from ravnest.provider.sandbox.socket_broker import SocketBroker
+from ravnest.provider.sandbox.worker_network import (
+    FindPeers,
+    PeerUpdates,
+    network_policy,
+    with_ip_addresses,
+)
 from ravnest.provider.tls_rejections import is_log_line, rejection_kind
 from ravnest.schemas.providers import FailureCause, TlsRejections
+from ravnest.store.node_spec import read_node, write_node
 from ravnest.telemetry import WorkerRecord
 
 _SAMPLE_SECONDS = 0.25
 _LONGEST_REASON = 2000
 _TAIL = 1 << 14
+_LONGEST_NUMBER = 32
+_SAMPLES_PER_WALK = 4
+"""Samples of the memory per walk through the job's folder."""
 _BOOT = (
     "import os, sys\n"
     "sys.path.insert(0, sys.argv[1])\n"
     "from ravnest.provider.limits import confine\n"
-    "confine()\n"
+    "confine(sys.argv[4], int(sys.argv[5]))\n"
     "from ravnest.provider.worker import work\n"
     "code = work(sys.argv[2], int(sys.argv[3]))\n"
     "sys.stdout.flush()\n"
@@ -43,6 +70,7 @@ _BOOT = (
 """Program of the worker: the Ravnest that runs here, installed or not, confined before it imports torch,
 which takes seconds; it ends without unloading torch, because others may wait for its place."""
 
+_Excess = tuple[str, FailureCause]
 OnWorkerEvent = Callable[[RecordsReceived | ConnectionsRejected | WorkerEnded], None]
 
 
@@ -55,11 +83,15 @@ class WorkerProcess:
     settings: WorkerSettings
     on_event: OnWorkerEvent
     """Called from several threads; ``WorkerEnded`` comes last."""
+    sandbox: Sandbox | None
+    find_peers: FindPeers
     _child: ChildProcess = field(init=False)
     _records: threading.Thread = field(init=False)
     _rejections: TlsRejections = field(default_factory=TlsRejections)
     _kill_at: float | None = None
-    _excess: str = ""
+    _excess: _Excess | None = None
+    """Limit that the worker has exceeded, and whose fault that is."""
+    _started: float = 0.0
     _idle: int | None = None
 
     def start(self) -> None:
@@ -69,24 +101,18 @@ class WorkerProcess:
         """
         job_dir = self.job_dir
         job_dir.write_settings(self.settings)
-        for name in (HOME, TEMPORARY):
-            (job_dir.folder / name).mkdir(exist_ok=True)
-        root = Path(__file__).parents[2]
+        for folder in (*job_dir.written, job_dir.scratch / HOME, job_dir.scratch / TEMPORARY):
+            folder.mkdir(exist_ok=True)
         reading, writing = os.pipe()
         job_dir.errors.write_bytes(b"")
         job_dir.idle.unlink(missing_ok=True)  # of an earlier worker in this folder
+        self._started = time.monotonic()
         try:
             with job_dir.output.open("wb") as output:
-                self._child = ChildProcess(
-                    f"worker {self.assignment}",
-                    [sys.executable, "-I", "-c", _BOOT, str(root), str(job_dir.folder), str(writing)],
-                    environment(job_dir.folder, self.settings.cores),
-                    job_dir.folder,
-                    stdout=output,
-                    pass_fds=(writing,),
-                    holds_stdin=True,
-                )
-                self._child.start()
+                if self.sandbox is None:
+                    self._launch(output, writing)
+                else:
+                    self._launch_in_sandbox(self.sandbox, output, writing)
         except BaseException:
             os.close(reading)
             raise
@@ -98,6 +124,48 @@ class WorkerProcess:
         self._records.start()
         self._child.follow(self._on_error_line, self._on_end)
         threading.Thread(target=self._watch, name="worker watch", daemon=True).start()
+
+    def _launch(
+        self, output: IO[bytes], records: int, order: str = "", channel: socket.socket | None = None
+    ) -> None:
+        """Start the process; ``order`` and ``channel`` are for its entry into a sandbox."""
+        job_dir, root = self.job_dir, Path(__file__).parents[2]
+        end = -1 if channel is None else channel.fileno()
+        self._child = ChildProcess(
+            f"worker {self.assignment}",
+            [
+                *(sys.executable, "-I", "-c", _BOOT, str(root), str(job_dir.folder), str(records)),
+                *(order, str(end)),
+            ],
+            environment(job_dir.scratch, self.settings.cores),
+            job_dir.folder,
+            stdout=output,
+            pass_fds=(records,) if channel is None else (records, end),
+            holds_stdin=True,
+        )
+        self._child.start()
+
+    def _launch_in_sandbox(self, sandbox: Sandbox, output: IO[bytes], records: int) -> None:
+        job_dir = self.job_dir
+        spec = with_ip_addresses(read_node(job_dir.node_data, job_dir.read_assignment().node_spec.name))
+        write_node(job_dir.node_data, spec)
+        order = entry_order(
+            FilePolicy((str(job_dir.folder),), tuple(map(str, job_dir.written))),
+            str(Path.home()),
+            sandbox.version,
+        )
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._launch(output, records, order, theirs)
+            broker = SocketBroker(
+                self._child.pid, ours, sandbox.processor, network_policy(spec, self.settings.listen)
+            )
+            broker.on_refusal = PeerUpdates(broker, self.find_peers).on_refusal
+            broker.start()
+        except BaseException:
+            ours.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -132,25 +200,50 @@ class WorkerProcess:
 
     def _on_end(self, code: int) -> None:
         self._records.join(OUTPUT_CLOSE)
-        cause: FailureCause = "machine" if self._excess else cause_of_exit(code)
+        if code and self._excess is None:  # a write that the system refused ended it before the watch
+            self._excess = self._job_excess(threads=0)
+        cause = cause_of_exit(code) if self._excess is None else self._excess[1]
         self.on_event(WorkerEnded(self.assignment, self._failure(code), cause))
 
     def _watch(self) -> None:
-        """Look at the worker's memory now and then, and end it if it takes too much or too long."""
+        """Look at the worker now and then, and end it if it takes too much or too long."""
         process = psutil.Process(self._child.pid)
-        while not self._child.wait(_SAMPLE_SECONDS):
+        for sample in itertools.count():
+            if self._child.wait(_SAMPLE_SECONDS):
+                return
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._child.send_to_group(KILL)
-            if self._idle is None:
-                self._idle = _idle_memory(self.job_dir.idle)
-            elif not self._excess:
-                self._excess = excess(held_memory(process), self._idle, self.settings.ram)
-                if self._excess:
-                    self._child.send_to_group(KILL)
+            reason = self._memory_excess(held_memory(process))
+            found: _Excess | None = (reason, "machine") if reason else None
+            if found is None and sample % _SAMPLES_PER_WALK == 0:
+                found = self._job_excess(thread_count(process))
+            if found is not None and self._excess is None:
+                self._excess = found
+                self._child.send_to_group(KILL)
+
+    def _memory_excess(self, held: int) -> str:
+        if self._idle is None:
+            idle = _idle_memory(self.job_dir.idle)
+            self._idle = None if idle is None else min(idle, held)  # a worker cannot claim more
+            return ""
+        return excess(held, self._idle, self.settings.ram)
+
+    def _job_excess(self, threads: int) -> _Excess | None:
+        """Compare the worker with the limits of a job, which it would exceed anywhere else too."""
+        usage = None
+        with suppress(PermissionError):
+            usage = folder_usage(self.job_dir.folder)
+        seconds = time.monotonic() - self._started
+        settings = self.settings
+        reason = job_excess(usage, threads, seconds, disk=settings.disk, longest=settings.seconds)
+        if reason or usage is None:
+            return reason, "job"
+        shortage = disk_shortage(usage)
+        return (shortage, "machine") if shortage else None
 
     def _failure(self, code: int) -> str:
-        if self._excess:
-            return self._excess
+        if self._excess is not None:
+            return self._excess[0]
         if code == 0:
             return ""
         if code < 0:
@@ -160,9 +253,12 @@ class WorkerProcess:
 
 def _idle_memory(path: Path) -> int | None:
     try:
-        return int(json.loads(path.read_bytes()))
+        with path.open("rb") as file:
+            return int(json.loads(file.read(_LONGEST_NUMBER)))
     except FileNotFoundError:
         return None
+    except ValueError:  # a worker that does not say what it held held nothing
+        return 0
 
 
 def last_line(path: Path) -> str:

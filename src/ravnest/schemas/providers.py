@@ -265,6 +265,12 @@ class CertificateRequest(Schema):
     csr: Annotated[str, Field(max_length=10_000)]
 
 
+class PeerAddresses(Schema):
+    """Addresses of the nodes that a node talks to."""
+
+    addresses: tuple[str, ...]
+
+
 class SignedCertificate(Schema):
     """A node's certificate and its authority, in PEM."""
 

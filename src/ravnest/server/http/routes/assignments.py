@@ -5,9 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from ravnest.errors import ServerRefusedError
-from ravnest.schemas.providers import Assignment, CertificateRequest, SignedCertificate
+from ravnest.schemas.providers import Assignment, CertificateRequest, PeerAddresses, SignedCertificate
 from ravnest.server.auth.dependencies import CurrentServer, ProviderMember
 from ravnest.server.db.records import MemberRecord
+from ravnest.server.scheduling.successor import peers
 from ravnest.server.server import Server
 from ravnest.types import Address
 
@@ -29,6 +30,18 @@ def certificate(
     node = found.node_spec
     hosts = list(dict.fromkeys(Address.parse(each).host for each in (node.address, *node.others)))
     return server.auth.sign(found.job, found.node, hosts, body.csr)
+
+
+@router.get("/{assignment}/peers")
+def get_peers(assignment: str, member: ProviderMember, server: CurrentServer) -> PeerAddresses:
+    """Return where the node's peers are now: other machines may have taken their places."""
+    own = _own(server, member, assignment)
+    named = peers(own.node_spec)
+    with server.db.read() as db:
+        records = [each for each in db.assignments.of_job(own.job) if each.node in named]
+        specs = [db.assignments.body(each.id).node_spec for each in records if not each.has_ended]
+    found = (address for spec in specs for address in (spec.address, *spec.others))
+    return PeerAddresses(addresses=tuple(dict.fromkeys(found)))
 
 
 def _own(server: Server, member: MemberRecord, assignment: str) -> Assignment:

@@ -1,0 +1,1 @@
+"""Sandbox of worker processes: Landlock for files, seccomp for system calls, a broker for sockets."""
