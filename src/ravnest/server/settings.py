@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ravnest import deadlines
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of the connections to the server. Strangers: connections without a valid credential yet."""
+
+    strangers: int = 512
+    """Connections of strangers; the oldest is closed for a new one."""
+    strangers_per_address: int = 64
+    """The same, of each address."""
+    per_member: int = 64
+    """Connections of each member."""
+    header_seconds: float = 10.0
+    """Time for the header of a request, and for a TLS handshake."""
+    linger_seconds: float = 5.0
+    """Time for which the rest of a request is read that was answered before its end."""
+    unread_bytes: int = 1 << 20
+    """Bytes of it that are read: a client sees the answer only if it can send what it has begun."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +85,9 @@ class ServerSettings:
     """Age at which an incomplete upload is deleted, at a start of the server."""
     disk_reserve: int = 256 << 20
     """Free disk space that uploads must leave."""
-    largest_message: int = 32 << 20
-    """Size limit of a request that is not an upload."""
+    largest_message: int = 4 << 20
+    """Size limit of a request that is not an upload; most routes have a lower one."""
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     probe_bytes: int = 16 << 20
     page_login: float = 30 * 86400.0
     """Lifetime of a browser login."""

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.deadlines import TIMER_LATE
-from ravnest.server.http.middleware import AccessLog, BodyLimit, explain_errors
+from ravnest.server.http.middleware import AccessLog, explain_errors
 from ravnest.server.http.routes import (
     artifacts,
     assignments,
@@ -53,7 +53,6 @@ def create_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     explain_errors(app)
-    app.add_middleware(BodyLimit, largest=server.settings.largest_message)
     app.add_middleware(AccessLog)
     for module in (auth, providers, relays, links, assignments, artifacts, jobs, probe):
         app.include_router(module.router)

@@ -10,9 +10,10 @@ from fastapi.responses import PlainTextResponse
 from ravnest.schemas.auth import JoinReply, JoinRequest
 from ravnest.schemas.jobs import EventView
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer, EventReader, source_of
+from ravnest.server.http.guarded_route import GuardedRoute
 from ravnest.version import __version__
 
-router = APIRouter(prefix="/api", tags=["server"])
+router = APIRouter(prefix="/api", tags=["server"], route_class=GuardedRoute)
 
 
 @router.get("/health")
