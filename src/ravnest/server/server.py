@@ -28,8 +28,8 @@ from ravnest.server.reachability.relays import RelayService
 from ravnest.server.replanning_service import ReplanningService
 from ravnest.server.report_service import ReportService
 from ravnest.server.scheduling.matching import Matching, MatchingThread
+from ravnest.server.scheduling.planner_process import ProcessPlanner
 from ravnest.server.scheduling.planning import JobPlanner
-from ravnest.server.scheduling.shipping import ArtifactPlanner
 from ravnest.server.settings import Clock, ServerSettings
 from ravnest.server.straggler_service import StragglerService
 from ravnest.server.takeover_service import TakeoverService
@@ -95,7 +95,10 @@ class Server:
         self.straggler_service = StragglerService(self._units)
         self.matching = Matching(
             self._units,
-            planner or ArtifactPlanner(self.artifacts, self.folder.scratch, self.relay_service),
+            planner
+            or ProcessPlanner(
+                self.folder.artifacts, self.folder.scratch, self.settings.planning, self.relay_service
+            ),
             self.relay_service.live,
             self.link_test_service,
             self.job_service,

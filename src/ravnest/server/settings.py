@@ -28,6 +28,18 @@ class ConnectionLimits:
 
 
 @dataclass(frozen=True)
+class PlanningLimits:
+    """Limits of the process that reads models, plans jobs and writes stages."""
+
+    memory: int = 3 << 30
+    """Bytes that a model may take there; Linux only."""
+    plan_seconds: float = 120.0
+    """Time for one plan."""
+    ship_seconds: float = 3600.0
+    """Time to write the stages of a job."""
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Limits of time (seconds) and size (bytes)."""
 
@@ -60,6 +72,8 @@ class ServerSettings:
     """Time between two looks at running jobs for which another plan may be faster."""
     improvement_pause: float = deadlines.IMPROVEMENT_PAUSE
     """Least time between two questions to the planner about one of them."""
+    unfinished_jobs: int = 100
+    """Jobs of one requester that may wait or run at the same time."""
     ended_jobs_resumable: int = 16
     """Number of ended jobs whose newest checkpoints are kept."""
     checkpoints_kept: float = 7 * 86400.0
@@ -88,6 +102,7 @@ class ServerSettings:
     largest_message: int = 4 << 20
     """Size limit of a request that is not an upload; most routes have a lower one."""
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    planning: PlanningLimits = field(default_factory=PlanningLimits)
     probe_bytes: int = 16 << 20
     page_login: float = 30 * 86400.0
     """Lifetime of a browser login."""
