@@ -79,6 +79,8 @@ class JobService:
             uow.db.jobs.add(job, member.id, spec, f"submitted by {member.name}{how}")
             add_resumed(uow.db, job, find_resumed(uow.db, self._artifacts, member, spec))
             uow.needs_matching = True
+        for file in files:
+            self._artifacts.touch(file.sha256)  # they stay for as long as those of a new upload
         return job
 
     def _check_count(self, uow: UnitOfWork, member: MemberRecord) -> None:

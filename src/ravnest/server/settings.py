@@ -95,8 +95,23 @@ class ServerSettings:
     longest_wait: float = deadlines.LONGEST_HELD_REQUEST
     """Longest delay of a reply to a request that waits for a change."""
     largest_artifact: int = 256 << 30
+    member_bytes: int = 512 << 30
+    """Size of all files of one member, with the declared size of incomplete uploads."""
+    member_files: int = 200_000
+    """Number of these files."""
+    files_kept: float = 30 * 86400.0
+    """Age at which a file of a member is deleted, if no job needs it; the age of a result counts from
+    its upload, that of other files from the last submission with them."""
+    stored_bytes: int = 1 << 40
+    """Size of all files; beyond it, files that no job needs are deleted earlier, the oldest first."""
+    files_kept_at_least: float = 86400.0
+    """Least age of a file that is deleted for this reason: its submission may follow."""
+    clean_up_pause: float = 600.0
+    """Time between two searches for files to delete."""
     kept_uploads: float = 7 * 86400.0
-    """Age at which an incomplete upload is deleted, at a start of the server."""
+    """Age at which an incomplete upload is deleted."""
+    disk_ballast: int = 16 << 20
+    """Size of a file that is deleted when the disk is full, so that the database can be written."""
     disk_reserve: int = 256 << 20
     """Free disk space that uploads must leave."""
     largest_message: int = 4 << 20

@@ -7,8 +7,11 @@ never contain the refused secret.
 from __future__ import annotations
 
 import datetime
+import logging
 import secrets
 from collections.abc import Iterable
+
+from sqlalchemy.exc import OperationalError
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken
@@ -25,6 +28,7 @@ from ravnest.transport.certificates import Authority, Identity
 ADMIN = MemberRecord("admin", ApiRole.ADMIN, "admin")
 DEFAULT_HOURS = 24.0
 _HOUR = 3600.0
+_log = logging.getLogger(__name__)
 _WRONG_TOKENS = Rate(burst=30, per_second=0.5)
 """Attempts to join with a wrong token, from one address."""
 _WRONG_CREDENTIALS = Rate(burst=30, per_second=0.1)
@@ -51,7 +55,8 @@ class AuthService:
                 db.members.add(ADMIN, credential)
             elif db.members.by_credential(credential, db.now) is None:
                 db.members.renew(ADMIN.id, credential)
-        write_private(self._folder.admin, credential.encode())
+        if credential != self._saved_admin():  # a start needs no space on the disk
+            write_private(self._folder.admin, credential.encode())
 
     @property
     def authority(self) -> str:
@@ -123,8 +128,11 @@ class AuthService:
 
     def refused(self, subject: str, reason: str, status: int = 403) -> ServerRefusedError:
         """Record a refusal; return the error to raise."""
-        with self._db.write(self._clock.wall()) as db:
-            db.events.add("refusal", subject, reason)
+        try:
+            with self._db.write(self._clock.wall()) as db:
+                db.events.add("refusal", subject, reason)
+        except OperationalError as error:  # the disk is full: the refusal stands
+            _log.warning("a refusal was not recorded: %s", error.orig)
         return ServerRefusedError(reason, status)
 
     def sign(self, job: str, node: int, hosts: Iterable[str], request: str) -> SignedCertificate:

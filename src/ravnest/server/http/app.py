@@ -34,7 +34,7 @@ def create_app(server: Server) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work(server)) for work in (_run_timers, _control_relay)]
+        tasks = [asyncio.create_task(work(server)) for work in (_run_timers, _control_relay, _clean_up)]
         try:
             with server.matching_in_background():
                 yield
@@ -86,3 +86,13 @@ async def _control_relay(server: Server) -> None:
             except Exception:
                 _log.exception("the relay of the server was not told which jobs run")
             await news.wait(server.settings.lost_after)
+
+
+async def _clean_up(server: Server) -> None:
+    """Delete files that nobody needs any more, all the time."""
+    while True:
+        try:
+            await run_in_threadpool(server.clean_up)
+        except Exception:
+            _log.exception("files could not be deleted; the server continues")
+        await asyncio.sleep(server.settings.clean_up_pause)

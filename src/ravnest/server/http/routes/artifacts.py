@@ -63,9 +63,9 @@ async def upload(
     member: ArtifactMember,
     server: CurrentServer,
     offset: Annotated[int, Query(ge=0)],
-    size: Annotated[int | None, Query(ge=0)] = None,
+    size: Annotated[int, Query(ge=0)],
 ) -> UploadStatus:
-    """Append the body to an upload; the digest is checked after the last byte."""
+    """Append the body to an upload of ``size`` bytes; the digest is checked after the last one."""
     with await run_in_threadpool(server.artifacts.upload, sha, size, offset, member.id) as target:
         try:
             async for block in _blocks(request):

@@ -94,6 +94,10 @@ def result(job: str, member: RequesterMember, server: CurrentServer) -> JobResul
     record = server.visible_job(member, job)
     with server.db.read() as db:
         found = db.jobs.result(job)
+        digests = [] if found is None else [file.artifact.sha256 for file in found.files]
+        lost = db.artifact_grants.missing(record.owner, digests)
+    if lost:
+        raise ServerRefusedError(f"the result of {job} was deleted: it is too old", 409)
     if found is None:
         raise ServerRefusedError(f"{job} has no result: it is {record.state}. {record.reason}", 409)
     return found
