@@ -113,10 +113,12 @@ class ServerUnreachableError(ServerError):
 class ServerRefusedError(ServerError):
     """The server rejected the request."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
         """HTTP status code."""
+        self.retry_after = retry_after
+        """Seconds after which the server may accept the request; ``None`` if it did not say."""
 
 
 class WireError(RavnestError):

@@ -34,6 +34,7 @@ class ServerFolder:
         self.job_authorities = path / "authorities"
         self.relay_key = self.authority / "relay.key"
         self.scratch = path / "scratch"
+        self.ballast = path / "ballast"
         self.admin = path / "admin.credential"
         self._address = path / "server.json"
 

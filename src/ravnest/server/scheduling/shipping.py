@@ -33,12 +33,9 @@ class ArtifactPlanner:
     Not thread-safe.
     """
 
-    def __init__(
-        self, artifacts: ArtifactFolder, scratch: Path, relays: RelayService | None = None
-    ) -> None:
+    def __init__(self, artifacts: ArtifactFolder, scratch: Path) -> None:
         self._artifacts = artifacts
         self._scratch = scratch
-        self._relays = relays
         self._model: tuple[str, UnitModel] | None = None
         """Last model that was read, by digest: a waiting job is planned again at each change."""
 
@@ -55,9 +52,7 @@ class ArtifactPlanner:
         self._scratch.mkdir(parents=True)
         weights = self._artifacts.path(planned.spec.model.weights.sha256)
         model = self._read(planned.spec).variants[planned.variant]
-        assignments = ship(
-            job, planned, model, weights, self._artifacts.add, self._scratch, self._relays
-        )
+        assignments = ship(job, planned, model, weights, self._artifacts.add, self._scratch)
         if planned.start is None:
             return assignments
         return with_seeds(assignments, planned, model, self._artifacts, self._scratch)

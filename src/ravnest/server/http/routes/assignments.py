@@ -8,11 +8,12 @@ from ravnest.errors import ServerRefusedError
 from ravnest.schemas.providers import Assignment, CertificateRequest, PeerAddresses, SignedCertificate
 from ravnest.server.auth.dependencies import CurrentServer, ProviderMember
 from ravnest.server.db.records import MemberRecord
+from ravnest.server.http.guarded_route import GuardedRoute
 from ravnest.server.scheduling.successor import peers
 from ravnest.server.server import Server
 from ravnest.types import Address
 
-router = APIRouter(prefix="/api/assignments", tags=["assignments"])
+router = APIRouter(prefix="/api/assignments", tags=["assignments"], route_class=GuardedRoute)
 
 
 @router.get("/{assignment}")

@@ -7,9 +7,10 @@ from fastapi import APIRouter
 from ravnest.schemas.link_tests import LinkTestResult, LinkView
 from ravnest.schemas.providers import CertificateRequest, SignedCertificate
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer, ProviderMember
+from ravnest.server.http.guarded_route import GuardedRoute
 from ravnest.server.views import link_views
 
-router = APIRouter(prefix="/api/links", tags=["links"])
+router = APIRouter(prefix="/api/links", tags=["links"], route_class=GuardedRoute)
 
 
 @router.get("")

@@ -19,11 +19,12 @@ from ravnest.server.auth.dependencies import (
     require_self,
     source_of,
 )
+from ravnest.server.http.guarded_route import GuardedRoute, large_body
 from ravnest.server.notifications import Subscription
 from ravnest.server.reachability.policy import parse_ip
 from ravnest.server.views import provider_views
 
-router = APIRouter(prefix="/api/providers", tags=["providers"])
+router = APIRouter(prefix="/api/providers", tags=["providers"], route_class=GuardedRoute)
 
 
 @router.get("")
@@ -54,6 +55,7 @@ async def dial_back(
 
 
 @router.post("/{provider}/heartbeat")
+@large_body
 async def heartbeat(
     provider: str, body: Heartbeat, request: Request, member: ProviderMember, server: CurrentServer
 ) -> HeartbeatReply:

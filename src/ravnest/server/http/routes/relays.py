@@ -9,8 +9,9 @@ from starlette.concurrency import run_in_threadpool
 
 from ravnest.schemas.reachability import RelayHeartbeat, RelayReply, RelayView
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer, RelayMember
+from ravnest.server.http.guarded_route import GuardedRoute
 
-router = APIRouter(prefix="/api/relays", tags=["relays"])
+router = APIRouter(prefix="/api/relays", tags=["relays"], route_class=GuardedRoute)
 
 
 @router.get("")
