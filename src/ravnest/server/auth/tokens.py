@@ -106,9 +106,9 @@ class AuthService:
             db.events.add("refusal", subject, reason)
         return ServerRefusedError(reason, status)
 
-    def sign(self, job: str, node: int, hosts: Iterable[str], request: str) -> SignedCertificate:
+    def sign(self, job: str, node: int, request: str) -> SignedCertificate:
         """Sign a certificate for a node of a job; the caller checks that the provider has the node."""
-        return self._authorities.sign(job, node, hosts, request, self._now())
+        return self._authorities.sign(job, node, request, self._now())
 
     def forget_job(self, job: str) -> None:
         """Stop signing certificates for a job that has ended."""

@@ -9,7 +9,6 @@ from ravnest.schemas.providers import Assignment, CertificateRequest, SignedCert
 from ravnest.server.auth.dependencies import CurrentServer, ProviderMember
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.server import Server
-from ravnest.types import Address
 
 router = APIRouter(prefix="/api/assignments", tags=["assignments"])
 
@@ -24,11 +23,9 @@ def get(assignment: str, member: ProviderMember, server: CurrentServer) -> Assig
 def certificate(
     assignment: str, body: CertificateRequest, member: ProviderMember, server: CurrentServer
 ) -> SignedCertificate:
-    """Sign a certificate for the node; the plan determines its name and address."""
+    """Sign a certificate for the node; the plan determines its name."""
     found = _own(server, member, assignment)
-    node = found.node_spec
-    hosts = list(dict.fromkeys(Address.parse(each).host for each in (node.address, *node.others)))
-    return server.auth.sign(found.job, found.node, hosts, body.csr)
+    return server.auth.sign(found.job, found.node, body.csr)
 
 
 def _own(server: Server, member: MemberRecord, assignment: str) -> Assignment:
