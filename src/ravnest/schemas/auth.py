@@ -58,6 +58,18 @@ def hashed(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
+class MemberView(Schema):
+    """A member, as the admin sees it."""
+
+    id: str
+    role: ApiRole
+    name: str
+    created: float
+    expires: float | None
+    """Time at which its credential ends, or has ended; ``None``: never."""
+    active: bool
+
+
 class JoinRequest(Schema):
     """Request to join with the secret of a token."""
 

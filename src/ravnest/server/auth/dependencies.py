@@ -49,6 +49,7 @@ def allow(*roles: ApiRole) -> Callable[[Request], MemberRecord]:
 
 CurrentServer = Annotated[Server, Depends(server_of)]
 AnyMember = Annotated[MemberRecord, Depends(allow(*ApiRole))]
+AdminMember = Annotated[MemberRecord, Depends(allow())]
 ProviderMember = Annotated[MemberRecord, Depends(allow(ApiRole.PROVIDER))]
 RelayMember = Annotated[MemberRecord, Depends(allow(ApiRole.RELAY))]
 RequesterMember = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER))]

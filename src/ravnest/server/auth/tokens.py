@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 
 from ravnest.errors import ServerRefusedError
-from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken
+from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken, MemberView
 from ravnest.schemas.providers import SignedCertificate
 from ravnest.server.auth.ca import CertificateAuthorities
 from ravnest.server.db.database import Database
@@ -23,7 +23,10 @@ from ravnest.transport.certificates import Authority, Identity
 
 ADMIN = MemberRecord("admin", ApiRole.ADMIN, "admin")
 DEFAULT_HOURS = 24.0
+CREDENTIAL_DAYS = 365.0
+"""Days after which a member has to join again with a new token."""
 _HOUR = 3600.0
+_DAY = 24 * _HOUR
 
 
 class AuthService:
@@ -77,7 +80,10 @@ class AuthService:
         return token
 
     def join(self, secret: str, name: str, source: str, *, expires: float | None = None) -> JoinReply:
-        """Exchange a token's secret for a credential; refuse (401) if the token is not valid."""
+        """Exchange a token's secret for a credential; refuse (401) if the token is not valid.
+
+        The credential ends at ``expires``, or after ``CREDENTIAL_DAYS``.
+        """
         credential = secrets.token_urlsafe(32)
         with self._db.write(self._clock.wall()) as db:
             token = db.members.token(secret)
@@ -85,7 +91,7 @@ class AuthService:
             if token is not None and problem is None:
                 member = MemberRecord(f"{token.role}-{secrets.token_hex(6)}", token.role, name)
                 db.members.use_token(token)
-                db.members.add(member, credential, expires)
+                db.members.add(member, credential, expires or db.now + CREDENTIAL_DAYS * _DAY)
                 db.events.add("server", member.id, f"{name} joined as {token.role} from {source}")
                 return JoinReply(id=member.id, role=member.role, credential=credential)
             db.events.add("refusal", "token", f"{name} tried to join from {source}: {problem}")
@@ -97,8 +103,38 @@ class AuthService:
         with self._db.read() as db:
             member = db.members.by_credential(credential, now)
         if member is None:
-            raise self.refused("credential", f"a request from {source} had an unknown credential", 401)
+            what = f"a request from {source} had a credential that is unknown, expired or revoked"
+            raise self.refused("credential", what, 401)
         return member
+
+    def check_active(self, member: MemberRecord) -> None:
+        """Refuse (401) a member whose credential was revoked, or has expired, while it waited."""
+        with self._db.read() as db:
+            if db.members.is_active(member.id, self._clock.wall()):
+                return
+        raise self.refused(member.id, f"the credential of {member.name} was revoked or has expired", 401)
+
+    def members(self) -> list[MemberView]:
+        """Return all members."""
+        with self._db.read() as db:
+            return db.members.listed(self._clock.wall())
+
+    def revoke(self, member: str) -> MemberRecord:
+        """End the credential of a member; refuse if there is none (404), or it is the admin's (409)."""
+        if member == ADMIN.id:
+            raise ServerRefusedError(
+                "the admin is who can read the server's folder: delete admin.credential and start the "
+                "server again for a new credential",
+                409,
+            )
+        with self._db.write(self._clock.wall()) as db:
+            found = db.members.get(member)
+            if found is None:
+                raise ServerRefusedError(f"there is no member {member}", 404)
+            if db.members.is_active(member, db.now):
+                db.members.end(member)
+                db.events.add("server", member, f"the credential of {found.name} was revoked")
+        return found
 
     def refused(self, subject: str, reason: str, status: int = 403) -> ServerRefusedError:
         """Record a refusal; return the error to raise."""

@@ -18,6 +18,7 @@ from ravnest.server.http.routes import (
     auth,
     jobs,
     links,
+    members,
     probe,
     providers,
     relays,
@@ -55,7 +56,7 @@ def create_app(server: Server) -> FastAPI:
     explain_errors(app)
     app.add_middleware(BodyLimit, largest=server.settings.largest_message)
     app.add_middleware(AccessLog)
-    for module in (auth, providers, relays, links, assignments, artifacts, jobs, probe):
+    for module in (auth, members, providers, relays, links, assignments, artifacts, jobs, probe):
         app.include_router(module.router)
     app.include_router(page.router)
     return app
