@@ -17,6 +17,7 @@ RavnestError
 ├── JobEndedError                    a job ended without a trained model
 ├── RunError                         the run ended on all nodes; the message has the reason
 │   └── RunInterruptedError          a node was lost; training can continue from a checkpoint
+├── UnsafeFolderError (ValueError)   other users could read or change a folder of secrets
 ├── ServerError                      communication with the intermediary server failed
 │   ├── ServerUnreachableError       no Ravnest server answers at its address
 │   └── ServerRefusedError           the server rejected the request
@@ -100,6 +101,10 @@ class RunError(RavnestError):
 
 class RunInterruptedError(RunError):
     """A node was lost; training can continue from a checkpoint."""
+
+
+class UnsafeFolderError(RavnestError, ValueError):
+    """Other users could read or change a folder that holds secrets."""
 
 
 class ServerError(RavnestError):

@@ -260,6 +260,6 @@ def test_a_long_way_needs_longer_transfers() -> None:
 
 def test_the_default_transport_is_that_of_nodes() -> None:
     transport = LinkTest(order("127.0.0.1:9", listens=True), Address("127.0.0.1", 9), never)
-    opened = transport.open_transport(None, None)
+    opened = transport.open_transport(None, None, "")
     assert isinstance(opened, GrpcTransport)
     opened.close()

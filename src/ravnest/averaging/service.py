@@ -208,7 +208,7 @@ class AveragingService:
 
     def on_message(self, link: Link, message: Message) -> None:
         """Take a message of a node of another cluster."""
-        if not self._peers.is_current(link):
+        if not self._peers.is_member(link.peer) or not self._peers.is_current(link):
             return
         head = message.head
         match head:
@@ -225,6 +225,8 @@ class AveragingService:
 
     def on_lost(self, link: Link, reason: str) -> None:
         """Handle the loss of a link to a node of another cluster."""
+        if not self._peers.is_member(link.peer):
+            return
         if self._peers.is_current(link):  # otherwise rounds use the link to the process after it
             self._reducer.allreduce.lost(link, reason)
         self.post(lambda: self._link_lost(link, reason))

@@ -67,6 +67,18 @@ class Health(Schema):
     version: str
 
 
+class MemberView(Schema):
+    """A member, as the admin sees it."""
+
+    id: str
+    role: ApiRole
+    name: str
+    created: float
+    expires: float | None
+    """Time at which its credential ends, or has ended; ``None``: never."""
+    active: bool
+
+
 class JoinRequest(Schema):
     """Request to join with the secret of a token."""
 

@@ -193,6 +193,20 @@ class Server:
             problems.append("the disk is full: uploads are refused until its operator frees some space")
         return tuple(filter(None, problems))
 
+    def revoke(self, member: str) -> None:
+        """End the credential of a member; requests that wait are answered, and its offers end."""
+        found = self.auth.revoke(member)
+        reason = "its credential was revoked"
+        if found.role is ApiRole.PROVIDER:
+            self.provider_service.leave(member, reason)
+            self.notifications.notify(("provider", member))
+        elif found.role is ApiRole.RELAY:
+            self.relay_service.leave(member, f"the relay {found.name} left: {reason}")
+            self.notifications.notify(("relays", ""))
+        else:
+            for job in self.visible_jobs(found):
+                self.notifications.notify(("job", job.id))
+
     def visible_job(self, member: MemberRecord, job: str) -> JobRecord:
         """Return a job; refuse if it does not exist (404) or the member may not see it (403)."""
         with self.db.read() as db:

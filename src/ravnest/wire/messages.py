@@ -14,7 +14,7 @@ import torch
 
 from ravnest.types import CheckpointId, MicrobatchId
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
@@ -52,6 +52,22 @@ class Hello(Head, frozen=True):
     """Number of machines that held this node before (``NodeSpec.generation``)."""
     incarnation: str = ""
     """Random id of the sender's start, the same on all its links; another one after a restart."""
+    nonce: str = ""
+    """Random text of the side that dials, for a connection that a secret protects."""
+    proof: str = ""
+    """Proof of the side that answers that it knows the secret."""
+
+
+class HelloChallenge(Head, frozen=True):
+    """Answer to a Hello on a connection that a secret protects; the sender has to prove the secret."""
+
+    nonce: str
+
+
+class HelloProof(Head, frozen=True):
+    """Proof of the side that dials that it knows the secret."""
+
+    proof: str
 
 
 class HelloRefused(Head, frozen=True):
@@ -456,6 +472,8 @@ class CheckpointWanted(Head, frozen=True):
 
 AnyHead = (
     Hello
+    | HelloChallenge
+    | HelloProof
     | HelloRefused
     | Forward
     | Backward

@@ -70,6 +70,7 @@ async def current_server(request: Request) -> Server:
 
 CurrentServer = Annotated[Server, Depends(current_server)]
 AnyMember = Annotated[MemberRecord, Depends(Allow(*ApiRole))]
+AdminMember = Annotated[MemberRecord, Depends(Allow())]
 ProviderMember = Annotated[MemberRecord, Depends(Allow(ApiRole.PROVIDER))]
 RelayMember = Annotated[MemberRecord, Depends(Allow(ApiRole.RELAY))]
 RequesterMember = Annotated[MemberRecord, Depends(Allow(ApiRole.REQUESTER))]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from sqlalchemy.exc import OperationalError
 
 from ravnest.errors import ServerRefusedError
-from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken
+from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken, MemberView
 from ravnest.schemas.providers import SignedCertificate
 from ravnest.server.auth.ca import CertificateAuthorities
 from ravnest.server.db.database import Database
@@ -27,12 +27,15 @@ from ravnest.transport.certificates import Authority, Identity
 
 ADMIN = MemberRecord("admin", ApiRole.ADMIN, "admin")
 DEFAULT_HOURS = 24.0
+CREDENTIAL_DAYS = 365.0
+"""Days after which a member has to join again with a new token."""
 _HOUR = 3600.0
 _log = logging.getLogger(__name__)
 _WRONG_TOKENS = Rate(burst=30, per_second=0.5)
 """Attempts to join with a wrong token, from one address."""
 _WRONG_CREDENTIALS = Rate(burst=30, per_second=0.1)
 """Requests with an unknown credential, from one address, that become events."""
+_DAY = 24 * _HOUR
 
 
 class AuthService:
@@ -91,7 +94,8 @@ class AuthService:
     def join(self, secret: str, name: str, source: str, *, expires: float | None = None) -> JoinReply:
         """Exchange a token's secret for a credential; refuse (401) if the token is not valid.
 
-        An address that sent many wrong tokens has to wait (429); the database is not asked.
+        The credential ends at ``expires``, or after ``CREDENTIAL_DAYS``. An address that sent many wrong
+        tokens has to wait (429); the database is not asked.
         """
         wait = self._wrong_tokens.wait(source, self._clock.steady())
         if wait > 0:
@@ -107,7 +111,7 @@ class AuthService:
             if token is not None and problem is None:
                 member = MemberRecord(f"{token.role}-{secrets.token_hex(6)}", token.role, name)
                 db.members.use_token(token)
-                db.members.add(member, credential, expires)
+                db.members.add(member, credential, expires or db.now + CREDENTIAL_DAYS * _DAY)
                 db.events.add("server", member.id, f"{name} joined as {token.role} from {source}")
                 return JoinReply(id=member.id, role=member.role, credential=credential)
             self._wrong_tokens.take(source, self._clock.steady())
@@ -120,11 +124,40 @@ class AuthService:
         with self._db.read() as db:
             member = db.members.by_credential(credential, now)
         if member is None:
-            reason = f"a request from {source} had an unknown credential"
+            reason = f"a request from {source} had a credential that is unknown, expired or revoked"
             if self._wrong_credentials.take(source, self._clock.steady()) > 0:
                 raise ServerRefusedError(reason, 401)  # there are enough events about this address
             raise self.refused("credential", reason, 401)
         return member
+
+    def check_active(self, member: MemberRecord) -> None:
+        """Refuse (401) a member whose credential was revoked, or has expired, while it waited."""
+        with self._db.read() as db:
+            if db.members.is_active(member.id, self._clock.wall()):
+                return
+        raise self.refused(member.id, f"the credential of {member.name} was revoked or has expired", 401)
+
+    def members(self) -> list[MemberView]:
+        """Return all members."""
+        with self._db.read() as db:
+            return db.members.listed(self._clock.wall())
+
+    def revoke(self, member: str) -> MemberRecord:
+        """End the credential of a member; refuse if there is none (404), or it is the admin's (409)."""
+        if member == ADMIN.id:
+            raise ServerRefusedError(
+                "the admin is who can read the server's folder: delete admin.credential and start the "
+                "server again for a new credential",
+                409,
+            )
+        with self._db.write(self._clock.wall()) as db:
+            found = db.members.get(member)
+            if found is None:
+                raise ServerRefusedError(f"there is no member {member}", 404)
+            if db.members.is_active(member, db.now):
+                db.members.end(member)
+                db.events.add("server", member, f"the credential of {found.name} was revoked")
+        return found
 
     def refused(self, subject: str, reason: str, status: int = 403) -> ServerRefusedError:
         """Record a refusal; return the error to raise."""
@@ -135,9 +168,9 @@ class AuthService:
             _log.warning("a refusal was not recorded: %s", error.orig)
         return ServerRefusedError(reason, status)
 
-    def sign(self, job: str, node: int, hosts: Iterable[str], request: str) -> SignedCertificate:
+    def sign(self, job: str, node: int, request: str) -> SignedCertificate:
         """Sign a certificate for a node of a job; the caller checks that the provider has the node."""
-        return self._authorities.sign(job, node, hosts, request, self._now())
+        return self._authorities.sign(job, node, request, self._now())
 
     def forget_job(self, job: str) -> None:
         """Stop signing certificates for a job that has ended."""

@@ -18,6 +18,7 @@ from ravnest.server.http.routes import (
     auth,
     jobs,
     links,
+    members,
     probe,
     providers,
     relays,
@@ -54,7 +55,7 @@ def create_app(server: Server) -> FastAPI:
     app.state.server = server
     explain_errors(app)
     app.add_middleware(AccessLog)
-    for module in (auth, providers, relays, links, assignments, artifacts, jobs, probe):
+    for module in (auth, members, providers, relays, links, assignments, artifacts, jobs, probe):
         app.include_router(module.router)
     app.include_router(page.router)
     return app

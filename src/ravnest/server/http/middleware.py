@@ -46,7 +46,7 @@ class AccessLog:
             client = (scope.get("client") or ("?",))[0]
             milliseconds = (time.monotonic() - begin) * 1e3
             _access.info(
-                "%s %s %s %d %.0f ms", client, scope["method"], scope["path"], status, milliseconds
+                "%s %s %r %d %.0f ms", client, scope["method"], scope["path"], status, milliseconds
             )
 
 

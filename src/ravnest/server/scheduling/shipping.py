@@ -24,6 +24,7 @@ from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_vari
 from ravnest.server.scheduling.seeds import stage_starts, with_seeds
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.node_spec import NodeSpec, bundle_path, make_node_spec, plan_digest
+from ravnest.transport.link_secret import new_secret
 from ravnest.transport.tls import is_loopback
 
 
@@ -83,7 +84,7 @@ def ship(
 
     ``weights`` is the model's weights file. Stages are written below ``scratch``, and ``add`` moves
     each file to the artifacts. Clusters with equal cuts share their files. Nodes on other machines get
-    all addresses of each other, and access to ``relays``.
+    all addresses of each other, and access to ``relays``. All nodes get the same new secret.
     """
     plan, spec = planned.plan, planned.spec
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
@@ -95,12 +96,13 @@ def ship(
     tls = any(not is_loopback(stage.node.address) for stage in plan.stages)
     if tls:
         specs = _with_routes(job, specs, planned.offers, relays)
+    secret = new_secret()
     return tuple(
         Assignment(
             id=assignment_id(job, planned.attempt, stage.node.id),
             job=job,
             node=stage.node.id,
-            node_spec=replace(node_spec, plan=digest),
+            node_spec=replace(node_spec, plan=digest, secret=secret),
             stage=artifacts[stage.node.id].stage,
             weights=artifacts[stage.node.id].weights,
             train=share(spec.train, plan, stage, rows_of(spec, plan, stage.cluster)),

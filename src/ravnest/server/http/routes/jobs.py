@@ -104,6 +104,7 @@ def result(job: str, member: RequesterMember, server: CurrentServer) -> JobResul
 
 
 def _view(server: Server, member: MemberRecord, job: str) -> JobView:
+    server.auth.check_active(member)  # it may have waited
     record = server.visible_job(member, job)
     with server.db.read() as db:
         return job_view(db, db.jobs.get(job) or record)

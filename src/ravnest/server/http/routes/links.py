@@ -14,10 +14,10 @@ router = APIRouter(prefix="/api/links", tags=["links"], route_class=GuardedRoute
 
 
 @router.get("")
-def listed(_: AnyMember, server: CurrentServer) -> list[LinkView]:
-    """Return the newest figures of all measured links."""
+def listed(member: AnyMember, server: CurrentServer) -> list[LinkView]:
+    """Return the newest figures of all measured links that the member may see."""
     with server.db.read() as db:
-        return link_views(db)
+        return link_views(db, member)
 
 
 @router.post("/tests/{test}/certificate")

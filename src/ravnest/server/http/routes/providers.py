@@ -28,12 +28,12 @@ router = APIRouter(prefix="/api/providers", tags=["providers"], route_class=Guar
 
 
 @router.get("")
-def listed(_: AnyMember, server: CurrentServer) -> list[ProviderView]:
-    """Return the connected providers and those lost recently."""
+def listed(member: AnyMember, server: CurrentServer) -> list[ProviderView]:
+    """Return the connected providers and those lost recently, as far as the member may see them."""
     since = server.clock.wall() - server.settings.shown_after_loss
     with server.db.read() as db:
         relays = server.relay_service.live()
-        return provider_views(db, server.provider_service.liveness, since, relays)
+        return provider_views(db, server.provider_service.liveness, since, relays, member)
 
 
 @router.post("")
@@ -72,6 +72,7 @@ async def heartbeat(
         try:
             with server.provider_service.liveness.polling(provider, server.clock.steady):
                 while True:
+                    await run_in_threadpool(server.auth.check_active, member)
                     reply = await run_in_threadpool(server.provider_service.reply, provider)
                     test = None if reply.link_test is None else reply.link_test.id
                     news_of_reply = (reply.assignment, reply.may_train, test, reply.upload)

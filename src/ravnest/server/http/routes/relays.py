@@ -28,6 +28,7 @@ async def heartbeat(body: RelayHeartbeat, member: RelayMember, server: CurrentSe
         await run_in_threadpool(server.relay_service.heartbeat, member.id, body)
         deadline = clock() + min(body.wait, server.settings.heartbeat_wait)
         while True:
+            await run_in_threadpool(server.auth.check_active, member)
             reply = await run_in_threadpool(server.relay_service.reply)
             if reply.running_jobs != body.known or not await news.wait(deadline - clock()):
                 return reply
