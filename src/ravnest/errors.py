@@ -7,6 +7,7 @@ RavnestError
 │   └── ExactnessError               the stages compute different results than the model
 ├── StageFormatError (ValueError)    a file is damaged, forged or of another format
 ├── StageInputError (ValueError)     inputs or parameters do not fit the stage
+├── OperandError (ValueError)        a stage gives an operator arguments that it must not get
 ├── NodeConfigError (ValueError)     node_configs.json has a mistake
 ├── PlanError (ValueError)           the nodes cannot hold or run the model
 ├── FusionError (ValueError)         the saved stages do not form one model
@@ -61,6 +62,10 @@ class StageFormatError(RavnestError, ValueError):
 
 class StageInputError(RavnestError, ValueError):
     """Inputs or parameters do not fit the stage."""
+
+
+class OperandError(RavnestError, ValueError):
+    """A stage gives an operator sizes or values with which it would leave its tensors or not end."""
 
 
 class NodeConfigError(RavnestError, ValueError):

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from functools import cache
 from typing import Any, Final, Literal
 
 import msgspec
 import torch
 from msgspec import Struct
 
-from ravnest.errors import OperatorError, StageFormatError
+from ravnest.errors import StageFormatError
 from ravnest.split.graph import (
     MODES,
     Argument,
@@ -36,7 +35,7 @@ from ravnest.split.graph import (
     SymbolRange,
     ValueSpec,
 )
-from ravnest.split.operators import resolve
+from ravnest.split.operator_arguments import check_operation
 from ravnest.split.structure import Structure
 from ravnest.types import convert_checked
 
@@ -165,7 +164,7 @@ def stage_from_json(data: object) -> StageSpec:
     spec.check()
     for graph in spec.graphs.values():
         for operation in graph.operations:
-            _check_operator(operation.target)
+            check_operation(operation)
     return spec
 
 
@@ -277,15 +276,6 @@ def _argument_from_json(data: Any, reader: str, depth: int = 0) -> Argument:
             case (("dtype" | "layout" | "memory_format"), str()):
                 return _torch_value(tag, value)  # type: ignore[no-any-return]
     raise StageFormatError(f"{reader}: {reprlib.repr(data)} is not an argument")
-
-
-@cache
-def _check_operator(name: str) -> None:
-    """Raise ``OperatorError`` for an operator that is not listed or that writes to an ``out`` tensor."""
-    target = resolve(name)
-    schema = getattr(target, "_schema", None)
-    if schema is not None and any(argument.is_out for argument in schema.arguments):
-        raise OperatorError(f"the operator {name} writes to an out tensor, which stages cannot do")
 
 
 def _torch_name(value: object) -> str:
