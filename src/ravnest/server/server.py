@@ -116,6 +116,7 @@ class Server:
             self.checkpoint_service,
             self.settings,
             self._matching_thread.request,
+            self.takeover_service.give_up,
         )
         self.improvement_service = ImprovementService(
             self._units,
