@@ -24,6 +24,7 @@ from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.notifications import Notifications
 from ravnest.server.plan_review import PlanReviewer
 from ravnest.server.provider_service import ProviderService
+from ravnest.server.rate_limits import RateLimits
 from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.replanning_service import ReplanningService
@@ -68,6 +69,7 @@ class Server:
             quota=FileTotals(self.settings.member_bytes, self.settings.member_files),
             complete=self._complete_files,
         )
+        self._requests = RateLimits(self.settings.requests)
         self.ballast = DiskBallast(self.folder.ballast, self.settings.disk_ballast)
         self.notifications = Notifications()
         self._matching_thread = MatchingThread()
@@ -186,6 +188,13 @@ class Server:
         now = self.clock.steady()
         latest = now + self.settings.lost_after
         return max(_SHORTEST_PAUSE, min(*(latest if d is None else d for d in deadlines), latest) - now)
+
+    def count_request(self, member: MemberRecord) -> None:
+        """Count a request of a member; refuse it (429) if there were too many."""
+        wait = self._requests.take(member.id, self.clock.steady())
+        if wait > 0:
+            most = self.settings.requests.per_second
+            raise ServerRefusedError(f"{member.name} sends over {most:g} requests per second", 429, wait)
 
     def check_health(self) -> tuple[str, ...]:
         """Return what is wrong with the server; empty if nothing is."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ravnest import deadlines
+from ravnest.server.rate_limits import Rate
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class ServerSettings:
     """Size limit of a request that is not an upload; most routes have a lower one."""
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     planning: PlanningLimits = field(default_factory=PlanningLimits)
+    requests: Rate = Rate(burst=1000, per_second=100)  # noqa: RUF009 - immutable
+    """Requests of one member; a provider sends some five per second at most."""
     probe_bytes: int = 16 << 20
     page_login: float = 30 * 86400.0
     """Lifetime of a browser login."""

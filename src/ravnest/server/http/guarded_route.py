@@ -72,6 +72,7 @@ class GuardedRoute(APIRoute):
         async def guarded(request: Request) -> Response:
             if allow is not None:
                 member = await allow(request)
+                server_of(request).count_request(member)
                 connection = request.scope.get(CONNECTION)
                 if isinstance(connection, LimitedProtocol) and not connection.identify(member.id):
                     raise ServerRefusedError("this member has too many open connections", 429, 5.0)

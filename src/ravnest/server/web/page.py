@@ -94,9 +94,11 @@ def _visitor(server: Server, request: Request) -> MemberRecord | None:
     if not credential:
         return None
     try:
-        return server.auth.member(credential, source_of(request))
+        member = server.auth.member(credential, source_of(request))
     except ServerRefusedError:
         return None
+    server.count_request(member)
+    return member
 
 
 def _rendered(template: str, status: int = 200, **values: object) -> HTMLResponse:
