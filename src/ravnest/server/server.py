@@ -29,6 +29,7 @@ from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.replanning_service import ReplanningService
 from ravnest.server.report_service import ReportService
+from ravnest.server.result_check import ResultCheck, ShippedResultCheck
 from ravnest.server.retention_service import RetentionService
 from ravnest.server.scheduling.matching import Matching, MatchingThread
 from ravnest.server.scheduling.planner_process import ProcessPlanner
@@ -55,6 +56,7 @@ class Server:
         settings: ServerSettings | None = None,
         clock: Clock | None = None,
         tls: bool = False,
+        check_result: ResultCheck | None = None,
     ) -> None:
         self.settings = settings or ServerSettings()
         self.clock = clock or Clock()
@@ -89,7 +91,13 @@ class Server:
         activity = ClusterActivity()
         self.provider_service = ProviderService(
             self._units,
-            ReportService(self._units, self.auth, self.job_service, activity),
+            ReportService(
+                self._units,
+                self.auth,
+                self.job_service,
+                activity,
+                check_result or ShippedResultCheck(self.artifacts.path),
+            ),
             self.takeover_service,
             self.checkpoint_service,
             activity,

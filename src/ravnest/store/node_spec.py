@@ -149,6 +149,9 @@ class NodeSpec:
     connection looks like a neighbour that was started again."""
     dials_previous: bool = False
     """True: the previous node does not know the address of this one, which took a place."""
+    samples: tuple[int, ...] = ()
+    """Training samples of each cluster in an epoch, as planned, which bound the weights of clusters in
+    averages; empty: not known."""
     secret: str = dataclass_field(default="", repr=False)
     """Secret of the job, which nodes prove to each other where they do not use TLS; empty: none."""
 
@@ -196,6 +199,8 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
 
 
 def _length_problems(spec: NodeSpec) -> Iterator[str]:
+    if spec.samples and len(spec.samples) != len(spec.roots):
+        yield f"samples must list the {len(spec.roots)} clusters"
     for name, most in (("split_reason", _LONGEST_REASON), ("secret", _LONGEST_SECRET)):
         if len(getattr(spec, name)) > most:
             yield f"{name} has {len(getattr(spec, name))} characters"

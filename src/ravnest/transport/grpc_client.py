@@ -43,7 +43,7 @@ class DialRequest:
     credentials: Credentials | None
     limits: Limits
     secret: str = ""
-    """What both sides have to prove on a connection without TLS; empty: nothing."""
+    """Secret that both sides have to prove on a connection without TLS; empty: none."""
 
 
 def try_dial(request: DialRequest, seconds: float) -> FrameLink | Unanswered:

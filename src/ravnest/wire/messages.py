@@ -305,6 +305,8 @@ class Prepared(Head, frozen=True):
     """Codec that the sender prefers for averages."""
     base: RoundId | None = None
     """Last average that the sender applied and kept; compressed rounds send the change since then."""
+    scales: dict[int, float] = {}
+    """Root mean square of the copy, by ring."""
 
 
 class Start(Head, frozen=True):
@@ -316,6 +318,8 @@ class Start(Head, frozen=True):
     codec: str = "raw"
     base: RoundId | None = None
     """With a codec other than raw: the change since this round's average is exchanged."""
+    scales: dict[int, float] = {}
+    """Scale of most clusters' copies, by ring; the average must not be far larger."""
 
 
 class RingChunk(Head, frozen=True):
@@ -342,6 +346,8 @@ class Reduced(Head, frozen=True):
     """Reason why there is no average; empty if there is one."""
     missing: int | None = None
     """Cluster whose node did not answer, if that is the problem."""
+    wrong: bool = False
+    """There is an average, and it fails the check."""
 
 
 class Decision(Head, frozen=True):

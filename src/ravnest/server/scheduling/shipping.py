@@ -97,12 +97,13 @@ def ship(
     if tls:
         specs = _with_routes(job, specs, planned.offers, relays)
     secret = new_secret()
+    samples = tuple(len(rows_of(spec, plan, each.id)) for each in plan.clusters)
     return tuple(
         Assignment(
             id=assignment_id(job, planned.attempt, stage.node.id),
             job=job,
             node=stage.node.id,
-            node_spec=replace(node_spec, plan=digest, secret=secret),
+            node_spec=replace(node_spec, plan=digest, secret=secret, samples=samples),
             stage=artifacts[stage.node.id].stage,
             weights=artifacts[stage.node.id].weights,
             train=share(spec.train, plan, stage, rows_of(spec, plan, stage.cluster)),
