@@ -44,7 +44,9 @@ class TensorPlan:
         """Number of elements from the first to the last."""
         if 0 in self.sizes:
             return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return 1 + sum(
+            (size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class CallPlan:
 
 def plan_call(target: str, operator: Any, seed: int, number: int) -> CallPlan:
     """Return the call ``number`` of the run ``seed``."""
-    draw = random.Random(f"{seed}:{number}")  # noqa: S311
+    draw = random.Random(f"{seed}:{number}")
     schema = getattr(operator, "_schema", None)
     if schema is None:
         args = tuple(_number(draw) for _ in range(draw.choice((1, 2, 2, 2, 3))))
@@ -229,9 +231,7 @@ class _Planner:
         if self._hostile():
             dtype = self._draw.choice((*FLOATS, *INTEGERS, *OTHERS))
         sizes = (
-            self._related()
-            if shape is None
-            else tuple(self._value_of(part) for part in shape.split())
+            self._related() if shape is None else tuple(self._value_of(part) for part in shape.split())
         )
         if self._hostile():
             sizes = self._changed(sizes)
@@ -299,7 +299,9 @@ class _Planner:
         symbol = expression.lstrip("0123456789")
         factor = int(expression[: -len(symbol)] or 1)
         if symbol not in self._sizes:
-            self._sizes[symbol] = self._draw.choice((1, 2, 2, 3, 4, 5, 8) if self._hostility < 0.3 else SIZES)
+            self._sizes[symbol] = self._draw.choice(
+                (1, 2, 2, 3, 4, 5, 8) if self._hostility < 0.3 else SIZES
+            )
         return factor * self._sizes[symbol]
 
 

@@ -14,7 +14,17 @@ from typing import Any
 Shapes = dict[str, str]
 
 INDEX_NAMES = frozenset(
-    "index indices target targets offsets lengths batch_sizes boundaries test_elements".split()
+    [
+        "index",
+        "indices",
+        "target",
+        "targets",
+        "offsets",
+        "lengths",
+        "batch_sizes",
+        "boundaries",
+        "test_elements",
+    ]
 )
 BOOL_NAMES = frozenset({"mask", "condition"})
 CHOICES = (
@@ -39,7 +49,10 @@ _ROWS = {"self": "a b", "dim": "=0", "index": "i<a: k", "source": "k b", "tensor
 _PLACES = {"self": "a b", "dim": "=0", "index": "i<a: k b", "src": "k b", "indices": "i<a: k b"}
 _NLL = {"self": "n c", "target": "i<c: n", "weight": "c", "ignore_index": "=-100"}
 _NLL2 = {"self": "n c h w", "target": "i<c: n h w", "weight": "c", "ignore_index": "=-100"}
-_SQUARE = {name: "n a a" for name in ("self", "A", "input", "LU", "L")} | {"B": "n a k", "other": "n a k"}
+_SQUARE = dict.fromkeys(("self", "A", "input", "LU", "L"), "n a a") | {
+    "B": "n a k",
+    "other": "n a k",
+}
 _LSTM = {"input": "t n i", "num_layers": "=1"}
 _PACKED = {"data": "6 i", "batch_sizes": "v: 3 2 1", "num_layers": "=1"}
 
@@ -96,12 +109,28 @@ SHAPES: dict[str, Any] = {
     "rms_norm": _LAYER,
     "_fused_rms_norm": _LAYER,
     "group_norm": {"input": "n c l", "num_groups": "=1", "weight": "c", "bias": "c"},
-    "native_group_norm": {"input": "n c l", "weight": "c", "bias": "c", "N": "=n", "C": "=c", "HxW": "=l", "group": "=1"},
+    "native_group_norm": {
+        "input": "n c l",
+        "weight": "c",
+        "bias": "c",
+        "N": "=n",
+        "C": "=c",
+        "HxW": "=l",
+        "group": "=1",
+    },
     "conv1d": _convolution("9", "k"),
     "conv2d": _convolution("9 8", "k j"),
     "conv3d": _convolution("5 6 7", "k j i"),
-    "convolution": [_convolution("9 8", "k j"), _convolution("9", "k"), _convolution("9 8", "k j", transposed=True)],
-    "_convolution": [_convolution("9 8", "k j"), _convolution("9", "k"), _convolution("9 8", "k j", transposed=True)],
+    "convolution": [
+        _convolution("9 8", "k j"),
+        _convolution("9", "k"),
+        _convolution("9 8", "k j", transposed=True),
+    ],
+    "_convolution": [
+        _convolution("9 8", "k j"),
+        _convolution("9", "k"),
+        _convolution("9 8", "k j", transposed=True),
+    ],
     "_convolution_mode": _convolution("9 8", "k j"),
     "conv_transpose1d": _convolution("9", "k", transposed=True),
     "conv_transpose2d": _convolution("9 8", "k j", transposed=True),
@@ -112,10 +141,21 @@ SHAPES: dict[str, Any] = {
     "embedding": {"weight": "v d", "indices": "i<v: n l", "padding_idx": "=-1"},
     "embedding_renorm_": {"self": "v d", "indices": "i<v: n"},
     "embedding_bag": [
-        {"weight": "v d", "indices": "i<v: m", "offsets": "i<m: b", "per_sample_weights": "m", "mode": "=0"},
+        {
+            "weight": "v d",
+            "indices": "i<v: m",
+            "offsets": "i<m: b",
+            "per_sample_weights": "m",
+            "mode": "=0",
+        },
         {"weight": "v d", "indices": "i<v: m", "offsets": "i<m: b", "per_sample_weights": "m"},
     ],
-    "_embedding_bag": {"weight": "v d", "indices": "i<v: m", "offsets": "i<m: b", "per_sample_weights": "m"},
+    "_embedding_bag": {
+        "weight": "v d",
+        "indices": "i<v: m",
+        "offsets": "i<m: b",
+        "per_sample_weights": "m",
+    },
     "nll_loss": _NLL,
     "nll_loss_nd": _NLL,
     "nll_loss_forward": _NLL,
@@ -126,7 +166,12 @@ SHAPES: dict[str, Any] = {
     "multilabel_margin_loss": {"self": "n c", "target": "i<c: n c"},
     "multilabel_margin_loss_forward": {"self": "n c", "target": "i<c: n c"},
     "ctc_loss": [
-        {"log_probs": "t n c", "targets": "i<c: n s", "input_lengths": "i<t: n", "target_lengths": "i<s: n"},
+        {
+            "log_probs": "t n c",
+            "targets": "i<c: n s",
+            "input_lengths": "i<t: n",
+            "target_lengths": "i<s: n",
+        },
         {"log_probs": "8 2 c", "targets": "i<c: 2 3", "input_lengths": "=8 8", "target_lengths": "=3 2"},
         {"log_probs": "8 2 c", "targets": "i<c: 5", "input_lengths": "=8 8", "target_lengths": "=3 2"},
     ],
@@ -166,8 +211,19 @@ SHAPES: dict[str, Any] = {
     "nanquantile": {"self": "n c", "q": "u: k"},
     "movedim": {"self": "a b c", "source": "=0 1", "destination": "=1 0"},
     "tensordot": {"self": "a b", "other": "b c", "dims_self": "=1", "dims_other": "=0"},
-    "scaled_dot_product_attention": {"query": "n g l d", "key": "n g s d", "value": "n g s e", "attn_mask": "l s"},
-    "_scaled_dot_product_attention_math": {"query": "n g l d", "key": "n g s d", "value": "n g s e", "attn_mask": "l s", "dropout_mask": "n g l s"},
+    "scaled_dot_product_attention": {
+        "query": "n g l d",
+        "key": "n g s d",
+        "value": "n g s e",
+        "attn_mask": "l s",
+    },
+    "_scaled_dot_product_attention_math": {
+        "query": "n g l d",
+        "key": "n g s d",
+        "value": "n g s e",
+        "attn_mask": "l s",
+        "dropout_mask": "n g l s",
+    },
     "lstm": _recurrent(4, 2),
     "gru": _recurrent(3, 1),
     "rnn_tanh": _recurrent(1, 1),
@@ -176,16 +232,50 @@ SHAPES: dict[str, Any] = {
     "gru_cell": _cell(3, 1),
     "rnn_tanh_cell": _cell(1, 1),
     "rnn_relu_cell": _cell(1, 1),
-    "_thnn_fused_lstm_cell": {"input_gates": "n 4h", "hidden_gates": "n 4h", "cx": "n h", "input_bias": "4h", "hidden_bias": "4h"},
-    "_thnn_fused_gru_cell": {"input_gates": "n 3h", "hidden_gates": "n 3h", "hx": "n h", "input_bias": "3h", "hidden_bias": "3h"},
+    "_thnn_fused_lstm_cell": {
+        "input_gates": "n 4h",
+        "hidden_gates": "n 4h",
+        "cx": "n h",
+        "input_bias": "4h",
+        "hidden_bias": "4h",
+    },
+    "_thnn_fused_gru_cell": {
+        "input_gates": "n 3h",
+        "hidden_gates": "n 3h",
+        "hx": "n h",
+        "input_bias": "3h",
+        "hidden_bias": "3h",
+    },
     "max_unpool2d": {"self": "n c 2 2", "indices": "i<16: n c 2 2", "output_size": "=4 4"},
-    "max_unpool3d": {"self": "n c 2 2 2", "indices": "i<64: n c 2 2 2", "output_size": "=4 4 4", "stride": "=2 2 2", "padding": "=0 0 0"},
-    "grid_sampler": [{"input": "n c h w", "grid": "n k j 2"}, {"input": "n c d h w", "grid": "n k j i 3"}],
+    "max_unpool3d": {
+        "self": "n c 2 2 2",
+        "indices": "i<64: n c 2 2 2",
+        "output_size": "=4 4 4",
+        "stride": "=2 2 2",
+        "padding": "=0 0 0",
+    },
+    "grid_sampler": [
+        {"input": "n c h w", "grid": "n k j 2"},
+        {"input": "n c d h w", "grid": "n k j i 3"},
+    ],
     "grid_sampler_2d": {"input": "n c h w", "grid": "n k j 2"},
     "grid_sampler_3d": {"input": "n c d h w", "grid": "n k j i 3"},
     "affine_grid_generator": {"theta": "n 2 3", "size": "=n 3 h w"},
-    "im2col": {"self": "n c 9 8", "kernel_size": "=2 2", "dilation": "=1 1", "padding": "=0 0", "stride": "=1 1"},
-    "col2im": {"self": "n 4c 9", "output_size": "=4 4", "kernel_size": "=2 2", "dilation": "=1 1", "padding": "=0 0", "stride": "=1 1"},
+    "im2col": {
+        "self": "n c 9 8",
+        "kernel_size": "=2 2",
+        "dilation": "=1 1",
+        "padding": "=0 0",
+        "stride": "=1 1",
+    },
+    "col2im": {
+        "self": "n 4c 9",
+        "output_size": "=4 4",
+        "kernel_size": "=2 2",
+        "dilation": "=1 1",
+        "padding": "=0 0",
+        "stride": "=1 1",
+    },
     "bincount": {"self": "i<8: n", "weights": "n", "minlength": "=m"},
     "one_hot": {"self": "i<c: n", "num_classes": "=c"},
     "repeat_interleave": [{"self": "a b", "repeats": "i<4: a", "dim": "=0"}, {"repeats": "i<4: a"}],
@@ -218,8 +308,18 @@ SHAPES: dict[str, Any] = {
     ],
     "cross": {"self": "n 3", "other": "n 3", "dim": "=1"},
     "linalg_cross": {"self": "n 3", "other": "n 3", "dim": "=1"},
-    "fractional_max_pool2d": {"self": "n c 9 8", "kernel_size": "=2 2", "output_size": "=o p", "random_samples": "n c 2"},
-    "fractional_max_pool3d": {"self": "n c 5 6 7", "kernel_size": "=2 2 2", "output_size": "=o p q", "random_samples": "n c 3"},
+    "fractional_max_pool2d": {
+        "self": "n c 9 8",
+        "kernel_size": "=2 2",
+        "output_size": "=o p",
+        "random_samples": "n c 2",
+    },
+    "fractional_max_pool3d": {
+        "self": "n c 5 6 7",
+        "kernel_size": "=2 2 2",
+        "output_size": "=o p q",
+        "random_samples": "n c 3",
+    },
     "multinomial": {"self": "n c", "num_samples": "=c"},
     "lu_solve": {"self": "a k", "LU_data": "a a", "LU_pivots": "i<a: a"},
     "linalg_lu_solve": {"LU": "a a", "pivots": "i<a: a", "B": "a k"},
@@ -241,26 +341,113 @@ SHAPES: dict[str, Any] = {
     "reshape": {"self": "a b", "size": "=b a"},
     "split_with_sizes": {"self": "5 b", "split_sizes": "=2 3", "dim": "=0"},
     "view_as_complex": {"self": "n 2"},
-    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_max_pool1d", "avg_pool1d", "max_pool1d", "max_pool1d_with_indices"), _POOL1),
-    **dict.fromkeys(("adaptive_avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d", "max_pool2d_with_indices"), _POOL2),
-    **dict.fromkeys(("adaptive_avg_pool3d", "_adaptive_avg_pool3d", "adaptive_max_pool3d", "avg_pool3d", "max_pool3d", "max_pool3d_with_indices"), _POOL3),
-    **dict.fromkeys(("reflection_pad1d", "replication_pad1d"), {"self": "n c l", "padding": "=1 1"}),
-    **dict.fromkeys(("reflection_pad2d", "replication_pad2d"), {"self": "n c h w", "padding": "=1 1 1 1"}),
-    **dict.fromkeys(("reflection_pad3d", "replication_pad3d"), {"self": "n c d h w", "padding": "=1 1 1 1 1 1"}),
-    **dict.fromkeys(("upsample_linear1d", "upsample_nearest1d", "_upsample_nearest_exact1d"), {"self": "n c l", "input": "n c l", "output_size": "=k"}),
     **dict.fromkeys(
-        ("upsample_bicubic2d", "_upsample_bicubic2d_aa", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_nearest2d", "_upsample_nearest_exact2d"),
+        (
+            "adaptive_avg_pool1d",
+            "adaptive_max_pool1d",
+            "avg_pool1d",
+            "max_pool1d",
+            "max_pool1d_with_indices",
+        ),
+        _POOL1,
+    ),
+    **dict.fromkeys(
+        (
+            "adaptive_avg_pool2d",
+            "_adaptive_avg_pool2d",
+            "adaptive_max_pool2d",
+            "avg_pool2d",
+            "max_pool2d",
+            "max_pool2d_with_indices",
+        ),
+        _POOL2,
+    ),
+    **dict.fromkeys(
+        (
+            "adaptive_avg_pool3d",
+            "_adaptive_avg_pool3d",
+            "adaptive_max_pool3d",
+            "avg_pool3d",
+            "max_pool3d",
+            "max_pool3d_with_indices",
+        ),
+        _POOL3,
+    ),
+    **dict.fromkeys(("reflection_pad1d", "replication_pad1d"), {"self": "n c l", "padding": "=1 1"}),
+    **dict.fromkeys(
+        ("reflection_pad2d", "replication_pad2d"), {"self": "n c h w", "padding": "=1 1 1 1"}
+    ),
+    **dict.fromkeys(
+        ("reflection_pad3d", "replication_pad3d"), {"self": "n c d h w", "padding": "=1 1 1 1 1 1"}
+    ),
+    **dict.fromkeys(
+        ("upsample_linear1d", "upsample_nearest1d", "_upsample_nearest_exact1d"),
+        {"self": "n c l", "input": "n c l", "output_size": "=k"},
+    ),
+    **dict.fromkeys(
+        (
+            "upsample_bicubic2d",
+            "_upsample_bicubic2d_aa",
+            "upsample_bilinear2d",
+            "_upsample_bilinear2d_aa",
+            "upsample_nearest2d",
+            "_upsample_nearest_exact2d",
+        ),
         {"self": "n c h w", "input": "n c h w", "output_size": "=k j"},
     ),
-    **dict.fromkeys(("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d"), {"self": "n c d h w", "input": "n c d h w", "output_size": "=k j i"}),
     **dict.fromkeys(
-        "cholesky cholesky_inverse inverse det logdet slogdet matrix_exp matrix_power linalg_cholesky "
-        "linalg_cholesky_ex linalg_cond _linalg_det linalg_det linalg_eig _linalg_eigh linalg_eigh "
-        "linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex "
-        "linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_matrix_exp linalg_matrix_norm linalg_qr "
-        "linalg_matrix_power linalg_matrix_rank linalg_pinv _linalg_slogdet linalg_slogdet linalg_solve "
-        "_linalg_solve_ex linalg_solve_ex linalg_solve_triangular _linalg_svd linalg_svd linalg_svdvals "
-        "linalg_tensorinv svd qr pinverse geqrf trace".split(),
+        ("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d"),
+        {"self": "n c d h w", "input": "n c d h w", "output_size": "=k j i"},
+    ),
+    **dict.fromkeys(
+        [
+            "cholesky",
+            "cholesky_inverse",
+            "inverse",
+            "det",
+            "logdet",
+            "slogdet",
+            "matrix_exp",
+            "matrix_power",
+            "linalg_cholesky",
+            "linalg_cholesky_ex",
+            "linalg_cond",
+            "_linalg_det",
+            "linalg_det",
+            "linalg_eig",
+            "_linalg_eigh",
+            "linalg_eigh",
+            "linalg_eigvals",
+            "linalg_eigvalsh",
+            "linalg_inv",
+            "linalg_inv_ex",
+            "linalg_ldl_factor",
+            "linalg_ldl_factor_ex",
+            "linalg_lu",
+            "linalg_lu_factor",
+            "linalg_lu_factor_ex",
+            "linalg_matrix_exp",
+            "linalg_matrix_norm",
+            "linalg_qr",
+            "linalg_matrix_power",
+            "linalg_matrix_rank",
+            "linalg_pinv",
+            "_linalg_slogdet",
+            "linalg_slogdet",
+            "linalg_solve",
+            "_linalg_solve_ex",
+            "linalg_solve_ex",
+            "linalg_solve_triangular",
+            "_linalg_svd",
+            "linalg_svd",
+            "linalg_svdvals",
+            "linalg_tensorinv",
+            "svd",
+            "qr",
+            "pinverse",
+            "geqrf",
+            "trace",
+        ],
         _SQUARE,
     ),
 }

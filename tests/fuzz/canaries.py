@@ -102,11 +102,14 @@ def _elements(plan: TensorPlan) -> torch.Tensor:
         kinds = torch.randint(0, len(special), (len(picks),), generator=generator)
         values[picks] = special[kinds]
     if plan.dtype is torch.bool:
-        return values.remainder(2).bool()
+        raw = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+        return raw.view(torch.bool) if plan.hostile else values.remainder(2).bool()
     return values.to(plan.dtype)
 
 
-def _call(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], plan: CallPlan) -> Outcome:
+def _call(
+    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], plan: CallPlan
+) -> Outcome:
     torch.manual_seed(plan.seed)
     try:
         result = function(*args, **kwargs)

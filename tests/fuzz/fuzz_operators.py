@@ -1,7 +1,7 @@
 """Call every operator that a stage may use with hostile arguments, in child processes.
 
     python tests/fuzz/fuzz_operators.py --calls 1000000          a long run
-    python tests/fuzz/fuzz_operators.py --seed 3 --only 12345    one call again, with its arguments
+    python tests/fuzz/fuzz_operators.py --seed 3 --only 12345    one call again, in this process
 
 A finding is a call that ended its process by a signal, took too long, or read or wrote memory outside
 of its tensors. Each call is determined by the seed and its number.
@@ -29,8 +29,8 @@ import torch
 from call_plans import plan_call
 from canaries import check_call
 
-from ravnest.split.operators import all_targets, resolve
 from ravnest.split.operator_guards import executable
+from ravnest.split.operators import all_targets, resolve
 
 CALL_SECONDS = 10.0
 """Time after which a call counts as endless."""
@@ -50,6 +50,14 @@ class Report:
     outcomes: Counter[str] = field(default_factory=Counter)
     succeeded: Counter[str] = field(default_factory=Counter)
     """Calls that returned a value, by operator."""
+
+    def add(self, other: Report) -> None:
+        """Add the result of another run."""
+        self.calls += other.calls
+        self.seconds += other.seconds
+        self.findings += other.findings
+        self.outcomes += other.outcomes
+        self.succeeded += other.succeeded
 
 
 class Fuzzer:
@@ -109,9 +117,8 @@ class Fuzzer:
         return stop
 
     def _add(self, report: Report, number: int, finding: str) -> None:
-        report.findings.append(
-            {"number": number, "target": self._target(number), "finding": finding}
-        )
+        print(f"{number:>8} {self._target(number)}: {finding}", flush=True)
+        report.findings.append({"number": number, "target": self._target(number), "finding": finding})
 
     def _target(self, number: int) -> str:
         return self._targets[number % len(self._targets)]
@@ -119,7 +126,9 @@ class Fuzzer:
     def _work(self, first: int, stop: int, lines: Path) -> None:
         warnings.simplefilter("ignore")
         _limit_memory()
+        shown = os.dup(1)
         null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)  # libraries of linear algebra print
         os.dup2(null, 2)
         outcomes: Counter[str] = Counter()
         succeeded: Counter[str] = Counter()
@@ -127,10 +136,11 @@ class Fuzzer:
             for number in range(first, stop):
                 struct.pack_into("<q", self._place, 0, number)
                 target = self._target(number)
-                found, outcome = self.call(target, number)
+                found, outcome = self.call(number)
                 outcomes[outcome] += 1
                 succeeded[target] += outcome == "value"
                 if found:
+                    os.write(shown, f"{number:>8} {target}: {found}\n".encode())
                     file.write(json.dumps({"number": number, "target": target, "finding": found}) + "\n")
                     file.flush()
                 if number % 100 == 99:
@@ -140,8 +150,9 @@ class Fuzzer:
                     succeeded.clear()
             file.write(json.dumps({"outcomes": outcomes, "succeeded": succeeded}) + "\n")
 
-    def call(self, target: str, number: int) -> tuple[str, str]:
-        """Make one call in this process."""
+    def call(self, number: int) -> tuple[str, str]:
+        """Make one call in this process; return what is wrong with it, and its outcome."""
+        target = self._target(number)
         plan = plan_call(target, resolve(target), self._seed, number)
         return check_call(executable(target, "fuzzed"), plan)
 
@@ -163,31 +174,33 @@ def main() -> int:
     options = _options()
     torch.set_num_threads(1)
     targets = [name for name in all_targets() if options.match in name]
-    fuzzer = Fuzzer(options.seed, targets)
     if options.only is not None:
+        fuzzer = Fuzzer(options.seed[0], targets)
         print(fuzzer.describe(options.only), flush=True)
-        print(fuzzer.call(fuzzer._target(options.only), options.only))
+        print(fuzzer.call(options.only))
         return 0
-    report = fuzzer.run(options.first, options.first + options.calls)
-    never = sorted(set(targets) - {name for name, count in report.succeeded.items() if count})
-    for finding in report.findings:
-        print(f"{finding['number']:>8} {finding['target']}: {finding['finding']}")
+    total = Report()
+    for seed in options.seed:
+        first = options.first
+        total.add(Fuzzer(seed, targets).run(first, first + options.calls // len(options.seed)))
+    never = sorted(set(targets) - {name for name, count in total.succeeded.items() if count})
     print(
-        f"{report.calls} calls of {len(targets)} operators with seed {options.seed} in "
-        f"{report.seconds:.0f} s: {report.outcomes['value']} returned a value, "
-        f"{len(report.findings)} findings; {len(never)} operators never returned a value"
+        f"{total.calls} calls of {len(targets)} operators with seed {', '.join(map(str, options.seed))} "
+        f"in {total.seconds:.0f} s: {total.outcomes['value']} returned a value, "
+        f"{len(total.findings)} findings; {len(never)} operators never returned a value"
     )
     if options.json:
-        options.json.write_text(
-            json.dumps({"findings": report.findings, "outcomes": report.outcomes, "never": never})
-        )
-    return 1 if report.findings else 0
+        result = {"findings": total.findings, "outcomes": total.outcomes, "never": never}
+        options.json.write_text(json.dumps({"calls": total.calls, "operators": len(targets), **result}))
+    return 1 if total.findings else 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--calls", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[0], help="the calls are divided among them"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--only", type=int, help="make one call in this process and show it")
     parser.add_argument("--match", default="", help="only operators with this text in their name")

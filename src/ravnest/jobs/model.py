@@ -19,6 +19,7 @@ from ravnest.plan.profile import ModelProfile
 from ravnest.plan.row_cuts import RowCutModel
 from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import MAX_STAGES, StageSpec, StateSpec
+from ravnest.split.limits import MAX_OPERATIONS
 from ravnest.split.merge import check_chain, merge_units
 from ravnest.split.splitter import PreparedModel
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE, BundleDigest
@@ -82,6 +83,12 @@ def pack_model(
         raise JobError(
             f"the model has {count} units, more than the {MAX_STAGES} that a job may have: a loop in "
             "its forward is unrolled; use fewer iterations, or one operation on all of them"
+        )
+    operations = max(len(layout.operations) for layout in prepared.layouts.values())
+    if operations > MAX_OPERATIONS:
+        raise JobError(
+            f"the model has {operations} operations, more than the {MAX_OPERATIONS} that a job may "
+            "have: a loop in its forward is unrolled; use fewer iterations, or one operation on all"
         )
     stages = prepared.cut(prepared.cuts).stages
     packed = PackedModel(folder / UNITS_FILE, folder / WEIGHTS_FILE)

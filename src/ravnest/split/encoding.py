@@ -35,21 +35,27 @@ from ravnest.split.graph import (
     SymbolRange,
     ValueSpec,
 )
+from ravnest.split.limits import MAX_ARGUMENT_DEPTH, MAX_ARGUMENTS, MAX_TEXT
 from ravnest.split.operator_arguments import check_operation
 from ravnest.split.structure import Structure
 from ravnest.types import convert_checked
 
 FORMAT: Final = "ravnest-stage"
 VERSION: Final = 1
-_MAX_DEPTH = 16
 _MAX_INTEGER = 2**63
 """Bound of the integers that an operator can take."""
 
 _SYMBOLIC_SIZE = re.compile(r"(?:(?P<factor>[1-9][0-9]{0,14})\*)?(?P<symbol>\w+|\?)")
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+"""Types of elements that torch's own operators compute with: neither quantized nor raw bits."""
 _TORCH_NAMES: dict[str, dict[str, Any]] = {
-    "dtype": {
-        str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
-    },
+    "dtype": {str(value).removeprefix("torch."): value for value in _DTYPES},
     "layout": {"strided": torch.strided},
     "memory_format": {
         str(v).removeprefix("torch."): v
@@ -223,6 +229,8 @@ def _dimension(size: int | str, name: str) -> Dimension:
 
 def _operation_from_document(document: _OperationDocument) -> Operation:
     name = document.name
+    if _count([*document.args, *document.kwargs.values()]) > MAX_ARGUMENTS:
+        raise StageFormatError(f"the operation {name!r} has more than {MAX_ARGUMENTS} arguments")
     return Operation(
         name=name,
         target=document.target,
@@ -230,6 +238,13 @@ def _operation_from_document(document: _OperationDocument) -> Operation:
         kwargs=tuple([(k, _argument_from_json(value, name)) for k, value in document.kwargs.items()]),
         no_grad=document.no_grad,
     )
+
+
+def _count(data: list[Any], depth: int = 0) -> int:
+    """Return the number of values in a list and the lists inside of it."""
+    if depth > MAX_ARGUMENT_DEPTH:
+        return 1
+    return sum(_count(item, depth + 1) if isinstance(item, list) else 1 for item in data)
 
 
 def _argument_to_json(value: Argument) -> Any:
@@ -258,11 +273,13 @@ def _argument_from_json(data: Any, reader: str, depth: int = 0) -> Argument:
     The single key of an object says what it is, which msgspec cannot express: its unions need a field
     that holds the tag.
     """
-    if data is None or isinstance(data, bool | float | str):
+    if data is None or isinstance(data, bool | float):
+        return data
+    if isinstance(data, str) and len(data) <= MAX_TEXT:
         return data
     if isinstance(data, int) and -_MAX_INTEGER <= data < _MAX_INTEGER:
         return data
-    if isinstance(data, list) and depth < _MAX_DEPTH:
+    if isinstance(data, list) and depth < MAX_ARGUMENT_DEPTH:
         return tuple([_argument_from_json(item, reader, depth + 1) for item in data])
     if isinstance(data, dict) and len(data) == 1:
         ((tag, value),) = data.items()

@@ -31,7 +31,7 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` of a stage's arithmetic with checks; they raise ``NumberError``."""
     if name == "python::getitem":
         return _item
-    check = _CHECKS.get(name, _check_numbers)
+    check: Callable[..., None] = _CHECKS.get(name, _check_numbers)
 
     def call(*args: Any) -> Any:
         check(*args)

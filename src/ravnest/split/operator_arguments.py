@@ -49,7 +49,9 @@ def check_operation(operation: Operation) -> None:
 def _check_kind(operation: Operation, argument: torch.Argument, value: Argument) -> None:
     if value is None:
         return
-    kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
+    kind = str(argument.real_type)
+    if kind.startswith("Optional["):
+        kind = kind[len("Optional[") : -1]
     wanted = _KINDS.get(kind)
     if wanted is not None and not isinstance(value, wanted):
         raise _malformed(operation, f"{argument.name} is not a {kind}: {reprlib.repr(value)}")
@@ -66,5 +68,3 @@ def _holds_constant(value: Argument) -> bool:
 
 def _malformed(operation: Operation, reason: str) -> StageFormatError:
     return StageFormatError(f"the operation {operation.name!r} ({operation.target}): {reason}")
-
-

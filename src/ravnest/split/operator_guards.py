@@ -1,31 +1,29 @@
 """Checks before calls of operators whose kernels trust their arguments.
 
 A kernel that trusts sizes or indices reads and writes outside of its tensors if they do not fit, and an
-integer division can end the process. Each guard here takes the arguments of its operator in the order
-of the schema and raises ``_Refusal``. Guards compare shapes where that is enough; they read values
-only of small integer tensors (lengths, offsets, targets) that the kernel does not check itself.
+integer division can end the process. Each guard has the arguments of its operator, in the order and
+with the names of its schema, and raises ``RefusedCallError``. Guards compare shapes where that suffices;
+they read values only of integer tensors (lengths, offsets, targets) that the kernel does not check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import torch
 
 from ravnest.errors import OperandError
 from ravnest.split.number_bounds import NumberError, bounded
 from ravnest.split.operators import resolve
+from ravnest.split.recurrent_guards import cell, packed_recurrent, recurrent
+from ravnest.split.refused_calls import Guard, RefusedCallError, numbers, require, within
 
 Tensor = torch.Tensor
-Guard = Callable[..., object]
 
 _DIVIDING = (torch.int32, torch.int64)
 """Types whose division by -1 overflows in the processor; smaller ones are widened."""
-
-
-class _Refusal(Exception):
-    """Reason why an operator is not called."""
 
 
 def executable(name: str, node: str) -> Callable[..., Any]:
@@ -51,7 +49,7 @@ def _guarded(function: Callable[..., Any], guard: Guard, name: str, node: str) -
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             guard(*args, **kwargs)
-        except _Refusal as refusal:
+        except RefusedCallError as refusal:
             raise OperandError(f"the operator {name} at {node!r} was not called: {refusal}") from None
         return function(*args, **kwargs)
 
@@ -99,37 +97,16 @@ _DENSE: dict[str, tuple[int, str]] = {
 """Operators that read outside of a tensor whose elements overlap (stride 0): position and name of it."""
 
 
-def _require(holds: bool, reason: str) -> None:
-    if not holds:
-        raise _Refusal(reason)
-
-
-def _numbers(values: Any, name: str) -> list[int]:
-    """Return the integers of a tensor or a list."""
-    if isinstance(values, Tensor):
-        _require(not values.is_floating_point() and not values.is_complex(), f"{name} has no integers")
-        return values.reshape(-1).tolist()  # type: ignore[no-any-return]
-    _require(isinstance(values, list | tuple), f"{name} is not a list of integers")
-    return list(values)
-
-
-def _within(values: Tensor, low: int, high: int, name: str) -> None:
-    """Check that all elements are at least ``low`` and below ``high``."""
-    if values.numel():
-        least, most = (int(value) for value in torch.aminmax(values.detach()))
-        _require(low <= least and most < high, f"{name} has values outside of {low} to {high - 1}")
-
-
 def _as_strided(
     self: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> None:
     """Keep the result inside of the elements of ``self``; torch checks only its storage."""
-    _require(len(size) == len(stride), "size and stride differ in length")
-    _require(min((*size, *stride), default=0) >= 0, "a size or stride is negative")
+    require(len(size) == len(stride), "size and stride differ in length")
+    require(min((*size, *stride), default=0) >= 0, "a size or stride is negative")
     first = 0 if storage_offset is None else storage_offset - self.storage_offset()
     last = first + _extent(size, stride)
-    _require(
-        0 <= first and last <= _extent(self.shape, self.stride()), "the result is larger than its tensor"
+    require(
+        first >= 0 and last <= _extent(self.shape, self.stride()), "the result is larger than its tensor"
     )
 
 
@@ -146,8 +123,9 @@ def _integer_division(self: Any, other: Any, *_: Any, **__: Any) -> None:
     if kind not in _DIVIDING:
         return
     lowest = torch.iinfo(kind).min
-    _require(
-        not (_holds(other, -1) and _holds(self, lowest)), f"it divides {lowest}, the lowest integer, by -1"
+    require(
+        not (_holds(other, -1) and _holds(self, lowest)),
+        f"it divides {lowest}, the lowest integer, by -1",
     )
 
 
@@ -164,22 +142,22 @@ def _ctc_loss(
     *_: Any,
     **__: Any,
 ) -> None:
-    _require(log_probs.dim() in (2, 3) and log_probs.numel() > 0, "log_probs has no (T, N, C) values")
+    require(log_probs.dim() in (2, 3) and log_probs.numel() > 0, "log_probs has no (T, N, C) values")
     steps, classes = log_probs.shape[0], log_probs.shape[-1]
     samples = log_probs.shape[1] if log_probs.dim() == 3 else 1
-    _require(0 <= blank < classes, "blank is not a class")
-    inputs = _numbers(input_lengths, "input_lengths")
-    wanted = _numbers(target_lengths, "target_lengths")
-    _require(len(inputs) == len(wanted) == samples, "it needs one length for each sample")
-    _require(min(inputs) >= 0 and max(inputs) <= steps, "an input length is not within log_probs")
-    _require(min(wanted) >= 0, "a target length is negative")
-    _require(targets.dtype in (torch.int32, torch.int64), "targets are not integers")
+    require(0 <= blank < classes, "blank is not a class")
+    inputs = numbers(input_lengths, "input_lengths")
+    wanted = numbers(target_lengths, "target_lengths")
+    require(len(inputs) == len(wanted) == samples, "it needs one length for each sample")
+    require(min(inputs) >= 0 and max(inputs) <= steps, "an input length is not within log_probs")
+    require(min(wanted) >= 0, "a target length is negative")
+    require(targets.dtype in (torch.int32, torch.int64), "targets are not integers")
     if targets.dim() == 2 and log_probs.dim() == 3:
         fits = targets.shape[0] == samples and max(wanted) <= targets.shape[1]
     else:
         fits = targets.dim() == 1 and sum(wanted) == targets.numel()
-    _require(fits, "the target lengths do not fit the targets")
-    _within(targets, 0, classes, "targets")
+    require(fits, "the target lengths do not fit the targets")
+    within(targets, 0, classes, "targets")
 
 
 def _embedding_bag(
@@ -194,28 +172,28 @@ def _embedding_bag(
     *_: Any,
     **__: Any,
 ) -> None:
-    _require(weight.dim() == 2, "the weight is not a matrix")
-    _require(indices.dim() == 1 and offsets.dim() == 1, "indices and offsets are not vectors")
-    _require(mode in (0, 1, 2), "the mode is not sum, mean or max")
-    starts = _numbers(offsets, "offsets")
-    ascending = all(a <= b for a, b in zip(starts, starts[1:], strict=False))
+    require(weight.dim() == 2, "the weight is not a matrix")
+    require(indices.dim() == 1 and offsets.dim() == 1, "indices and offsets are not vectors")
+    require(mode in (0, 1, 2), "the mode is not sum, mean or max")
+    starts = numbers(offsets, "offsets")
+    ascending = all(a <= b for a, b in pairwise(starts))
     inside = not starts or (starts[0] == 0 and starts[-1] <= indices.numel())
-    _require(ascending and inside, "the offsets do not ascend from 0 within the indices")
+    require(ascending and inside, "the offsets do not ascend from 0 within the indices")
     if include_last_offset:
         complete = len(starts) > 1 and starts[-1] == indices.numel()
-        _require(complete, "the last offset is not the number of indices")
-    _require(not indices.is_floating_point(), "indices are not integers")
-    _within(indices, 0, weight.shape[0], "indices")
+        require(complete, "the last offset is not the number of indices")
+    require(not indices.is_floating_point(), "indices are not integers")
+    within(indices, 0, weight.shape[0], "indices")
     if per_sample_weights is not None:
-        _require(per_sample_weights.shape == indices.shape, "per_sample_weights do not fit the indices")
+        require(per_sample_weights.shape == indices.shape, "per_sample_weights do not fit the indices")
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> None:
-    _require(v.dim() > 0 and v.dtype == g.dtype and v.is_floating_point(), "v and g are not alike")
+    require(v.dim() > 0 and v.dtype == g.dtype and v.is_floating_point(), "v and g are not alike")
     if dim in (0, v.dim() - 1):
         shape = [1] * v.dim()
         shape[dim] = v.shape[dim]
-        _require(list(g.shape) == shape and g.numel() > 0, f"g has not the shape {shape}")
+        require(list(g.shape) == shape and g.numel() > 0, f"g has not the shape {shape}")
 
 
 def _grouped_mm(
@@ -225,17 +203,17 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> None:
-    _require(self.dim() in (2, 3) and mat2.dim() in (2, 3), "it multiplies matrices and batches of them")
+    require(self.dim() in (2, 3) and mat2.dim() in (2, 3), "it multiplies matrices and batches of them")
     if offs is None:
         return
-    _require(offs.dim() == 1, "the offsets are not a vector")
-    ends = _numbers(offs, "offs")
-    # Offsets divide the rows of the first matrix, or what both are summed over, or columns of the second.
+    require(offs.dim() == 1, "the offsets are not a vector")
+    ends = numbers(offs, "offs")
+    # Offsets divide rows of the first matrix, or what both are summed over, or columns of the second.
     divided = self.shape[-1] if mat2.dim() == 2 and self.dim() == 2 else self.shape[0]
     if self.dim() == 3:
         divided = mat2.shape[-1]
-    ascending = all(a <= b for a, b in zip([0, *ends], ends, strict=False))
-    _require(
+    ascending = all(a <= b for a, b in pairwise([0, *ends]))
+    require(
         ascending and (not ends or ends[-1] == divided), f"the offsets do not ascend from 0 to {divided}"
     )
 
@@ -244,134 +222,27 @@ def _grid_sampler(
     input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> None:
     modes = (0, 1) if input.dim() == 5 else (0, 1, 2)
-    _require(interpolation_mode in modes, "the interpolation mode does not exist")
-    _require(padding_mode in (0, 1, 2), "the padding mode does not exist")
-
-
-def _recurrent(gates: int, states: int) -> Guard:
-    """Return the guard of a recurrent layer with this many gates and hidden states, whole batches."""
-
-    def check(
-        input: Tensor,
-        hx: Any,
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool = False,
-    ) -> None:
-        _require(input.dim() == 3, "the input has not three dimensions")
-        layer = _Layer(gates, states, has_biases, num_layers, bidirectional)
-        layer.check(input.shape[2], input.shape[0 if batch_first else 1], hx, params)
-
-    return check
-
-
-def _packed_recurrent(gates: int, states: int) -> Guard:
-    """Return the guard of a recurrent layer on packed sequences."""
-
-    def check(
-        data: Tensor,
-        batch_sizes: Tensor,
-        hx: Any,
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> None:
-        _require(data.dim() == 2 and batch_sizes.dim() == 1, "the input is not a packed sequence")
-        sizes = _numbers(batch_sizes, "batch_sizes")
-        descending = all(a >= b for a, b in zip(sizes, sizes[1:], strict=False))
-        _require(
-            bool(sizes) and descending and sizes[-1] > 0 and sum(sizes) == data.shape[0],
-            "the batch sizes do not fit the packed sequence",
-        )
-        layer = _Layer(gates, states, has_biases, num_layers, bidirectional)
-        layer.check(data.shape[1], sizes[0], hx, params)
-
-    return check
-
-
-class _Layer(NamedTuple):
-    """A recurrent layer whose tensors are checked."""
-
-    gates: int
-    states: int
-    has_biases: bool
-    num_layers: int
-    bidirectional: bool
-
-    def check(self, features: int, samples: int, hx: Any, params: Sequence[Tensor]) -> None:
-        """Check the shapes of hidden states and weights."""
-        hidden = [hx] if isinstance(hx, Tensor) else list(hx)
-        _require(len(hidden) == self.states, f"it has {self.states} hidden states")
-        _require(self.num_layers > 0 and all(h.dim() == 3 for h in hidden), "it has no layers")
-        directions = 2 if self.bidirectional else 1
-        rows = self.num_layers * directions
-        output, cell = hidden[0].shape[2], hidden[-1].shape[2]
-        _require(output > 0 and cell > 0, "the hidden states are empty")
-        for state in hidden:
-            _require(list(state.shape[:2]) == [rows, samples], "the hidden states do not fit the input")
-        expected: list[tuple[int, ...]] = []
-        wide = self.gates * cell
-        for number in range(self.num_layers):
-            width = features if number == 0 else output * directions
-            biases: list[tuple[int, ...]] = [(wide,), (wide,)] if self.has_biases else []
-            projection: list[tuple[int, ...]] = [(output, cell)] if output != cell else []
-            expected += [(wide, width), (wide, output), *biases, *projection] * directions
-        _require([tuple(p.shape) for p in params] == expected, "the weights do not fit the layer")
-        kinds = {tensor.dtype for tensor in (*hidden, *params)}
-        _require(len(kinds) == 1, "hidden states and weights have several dtypes")
-
-
-def _cell(gates: int) -> Guard:
-    """Return the guard of one step of a recurrent layer."""
-
-    def check(
-        input: Tensor,
-        hx: Any,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None = None,
-        b_hh: Tensor | None = None,
-    ) -> None:
-        hidden = [hx] if isinstance(hx, Tensor) else list(hx)
-        _require(bool(hidden) and input.dim() == 2 and w_ih.dim() == 2, "the input is not a matrix")
-        width = hidden[0].shape[-1] if hidden[0].dim() == 2 else 0
-        _require(
-            all(tuple(state.shape) == (input.shape[0], width) for state in hidden),
-            "the hidden states do not fit the input",
-        )
-        wide = gates * width
-        fits = tuple(w_ih.shape) == (wide, input.shape[1]) and tuple(w_hh.shape) == (wide, width)
-        _require(fits, "the weights do not fit the input")
-        for bias in (b_ih, b_hh):
-            _require(bias is None or tuple(bias.shape) == (wide,), "a bias does not fit the weights")
-
-    return check
+    require(interpolation_mode in modes, "the interpolation mode does not exist")
+    require(padding_mode in (0, 1, 2), "the padding mode does not exist")
 
 
 def _sum_of_products(self: Tensor, batch1: Tensor, batch2: Tensor, *_: Any, **__: Any) -> None:
     """Refuse to write a sum of products into a smaller matrix."""
-    _require(batch1.dim() == 3 and batch2.dim() == 3, "it multiplies batches of matrices")
-    _require(
+    require(batch1.dim() == 3 and batch2.dim() == 3, "it multiplies batches of matrices")
+    require(
         tuple(self.shape) == (batch1.shape[1], batch2.shape[2]), "the product does not fit the tensor"
     )
 
 
 def _finite(self: Tensor, *_: Any, **__: Any) -> None:
     """Refuse NaN and infinity, on which the library of linear algebra fails."""
-    _require(bool(torch.isfinite(self.detach()).all()), "the matrix has values that are not finite")
+    require(bool(torch.isfinite(self.detach()).all()), "the matrix has values that are not finite")
 
 
 def _sizes_only(self: Tensor, output_size: Sequence[int], *options: Any, **named: Any) -> None:
     """Refuse scales beside the output size, with which the kernel computes places in its input."""
     scales = [*options, *(value for name, value in named.items() if name.startswith("scales"))]
-    _require(
+    require(
         all(value is None or isinstance(value, bool) for value in scales),
         "stages give it an output size without scales, or scales with the overload vec",
     )
@@ -380,18 +251,18 @@ def _sizes_only(self: Tensor, output_size: Sequence[int], *options: Any, **named
 GUARDS: dict[str, Guard] = {
     "addbmm_": _sum_of_products,
     "linalg_eigvals": _finite,
-    "lstm.input": _recurrent(4, 2),
-    "gru.input": _recurrent(3, 1),
-    "rnn_tanh.input": _recurrent(1, 1),
-    "rnn_relu.input": _recurrent(1, 1),
-    "lstm.data": _packed_recurrent(4, 2),
-    "gru.data": _packed_recurrent(3, 1),
-    "rnn_tanh.data": _packed_recurrent(1, 1),
-    "rnn_relu.data": _packed_recurrent(1, 1),
-    "lstm_cell": _cell(4),
-    "gru_cell": _cell(3),
-    "rnn_tanh_cell": _cell(1),
-    "rnn_relu_cell": _cell(1),
+    "lstm.input": recurrent(4, 2),
+    "gru.input": recurrent(3, 1),
+    "rnn_tanh.input": recurrent(1, 1),
+    "rnn_relu.input": recurrent(1, 1),
+    "lstm.data": packed_recurrent(4, 2),
+    "gru.data": packed_recurrent(3, 1),
+    "rnn_tanh.data": packed_recurrent(1, 1),
+    "rnn_relu.data": packed_recurrent(1, 1),
+    "lstm_cell": cell(4),
+    "gru_cell": cell(3),
+    "rnn_tanh_cell": cell(1),
+    "rnn_relu_cell": cell(1),
     **{
         f"{name}.default": _sizes_only
         for name in (
@@ -413,8 +284,13 @@ GUARDS: dict[str, Guard] = {
     "_weight_norm": _weight_norm,
     **{
         name: _integer_division
-        for base in ("div", "divide", "floor_divide", "fmod", "remainder")
+        for base in ("floor_divide", "fmod", "remainder")
         for name in (base, f"{base}_")
+    },
+    **{
+        f"{name}.{kind}_mode": _integer_division
+        for name in ("div", "div_", "divide", "divide_")
+        for kind in ("Tensor", "Scalar")
     },
 }
 """Guards by the operator's name; one guard covers all its overloads."""

@@ -33,6 +33,8 @@ _FUNCTIONS = {
     **_named("size", torch, "sym_float sym_int sym_max sym_min sym_not sym_ite sym_sum _sym_sqrt"),
 }
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
+
+
 @cache
 def allowed_aten() -> frozenset[str]:
     """Return the base names of the ATen operators that a stage may use."""
