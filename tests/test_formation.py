@@ -208,9 +208,9 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "split_reason",
         "update_frequency",
         "certificates",
+        "samples",
+        "secret",
     }
-    if len(data["roots"]) > 1:
-        fields.add("samples")
     assert set(data) == fields | {"format", "version"}
 
 
