@@ -3,12 +3,13 @@ PYTHON ?= python3
 CLUSTERS ?= 1
 KILLS ?= 300
 MINUTES ?= 30
+CALLS ?= 1000000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full network-tools check format zoo bench chaos soak clean
+.PHONY: help demo test test-full network-tools check format zoo bench chaos soak fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -70,6 +71,9 @@ chaos: $(VENV)/.dev ## kill nodes of a training at random, KILLS=300 times, and 
 
 soak: $(VENV)/.dev ## train for MINUTES=30 with kills, and report whether memory, threads and files stay flat
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --minutes $(MINUTES) $(ARGS)
+
+fuzz: $(VENV)/.dev ## call the operators of stages with hostile arguments, CALLS=1000000 times; about half an hour
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_operators.py --calls $(CALLS) $(ARGS)
 
 clean: ## remove the environment and caches; keeps your results
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build

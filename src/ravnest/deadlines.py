@@ -90,7 +90,8 @@ RESCUE_GRACE = 60.0
 """Time for the nodes of a cluster that has lost a node to upload their checkpoints, in addition to four
 times the time predicted from the bandwidth."""
 REQUEUE_AFTER = 240.0
-"""Time for which the other nodes of a job keep their places if no plan without the lost one exists."""
+"""Time for which the other nodes of a cluster keep their places if no plan without the lost one exists,
+or if other clusters train, which a new plan would interrupt."""
 IMPROVEMENT_CHECK = 30.0
 """Time between two looks of the server at running jobs for which another plan may be faster."""
 IMPROVEMENT_PAUSE = 300.0

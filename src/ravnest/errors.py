@@ -7,6 +7,7 @@ RavnestError
 │   └── ExactnessError               the stages compute different results than the model
 ├── StageFormatError (ValueError)    a file is damaged, forged or of another format
 ├── StageInputError (ValueError)     inputs or parameters do not fit the stage
+├── OperandError (ValueError)        a stage gives an operator arguments that it must not get
 ├── NodeConfigError (ValueError)     node_configs.json has a mistake
 ├── PlanError (ValueError)           the nodes cannot hold or run the model
 ├── FusionError (ValueError)         the saved stages do not form one model
@@ -17,6 +18,7 @@ RavnestError
 ├── JobEndedError                    a job ended without a trained model
 ├── RunError                         the run ended on all nodes; the message has the reason
 │   └── RunInterruptedError          a node was lost; training can continue from a checkpoint
+├── UnsafeFolderError (ValueError)   other users could read or change a folder of secrets
 ├── ServerError                      communication with the intermediary server failed
 │   ├── ServerUnreachableError       no Ravnest server answers at its address
 │   └── ServerRefusedError           the server rejected the request
@@ -62,6 +64,10 @@ class StageInputError(RavnestError, ValueError):
     """Inputs or parameters do not fit the stage."""
 
 
+class OperandError(RavnestError, ValueError):
+    """A stage gives an operator sizes or values with which it would leave its tensors or not end."""
+
+
 class NodeConfigError(RavnestError, ValueError):
     """The node configuration file has a mistake."""
 
@@ -102,6 +108,10 @@ class RunInterruptedError(RunError):
     """A node was lost; training can continue from a checkpoint."""
 
 
+class UnsafeFolderError(RavnestError, ValueError):
+    """Other users could read or change a folder that holds secrets."""
+
+
 class ServerError(RavnestError):
     """Communication with the intermediary server failed."""
 
@@ -113,10 +123,12 @@ class ServerUnreachableError(ServerError):
 class ServerRefusedError(ServerError):
     """The server rejected the request."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
         """HTTP status code."""
+        self.retry_after = retry_after
+        """Seconds after which the server may accept the request; ``None`` if it did not say."""
 
 
 class WireError(RavnestError):

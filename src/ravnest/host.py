@@ -13,15 +13,17 @@ import importlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import psutil
 
-from ravnest.errors import LaunchError
+from ravnest.errors import LaunchError, UnsafeFolderError
 
 IS_POSIX = os.name == "posix"
 INTERRUPT = signal.SIGINT if IS_POSIX else getattr(signal, "CTRL_BREAK_EVENT", signal.SIGINT)
@@ -310,3 +312,24 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder that only its owner can use, or take the rights of others from an existing one.
+
+    ``UnsafeFolderError`` if that is not possible: the folder belongs to another user, who could read and
+    replace everything in it, or many use it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not IS_POSIX:
+        return
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise UnsafeFolderError(
+            f"{folder} belongs to another user, who could read and change its files: choose a folder of "
+            "your own"
+        )
+    if found.st_mode & stat.S_ISVTX:
+        raise UnsafeFolderError(f"{folder} is shared by many users: choose a folder inside it")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        folder.chmod(0o700)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from ravnest.averaging.coordinator import Coordinator, Mode
 from ravnest.averaging.deadlines import Deadlines
@@ -34,10 +34,16 @@ class Case:
         *,
         first_round: int = 0,
         deadlines: Deadlines | None = None,
+        planned: Sequence[int] = (),
     ) -> None:
         members = range(clusters) if isinstance(clusters, int) else clusters
         self.coordinator = Coordinator(
-            members, min(members), mode=mode, first_round=first_round, deadlines=deadlines
+            members,
+            min(members),
+            mode=mode,
+            first_round=first_round,
+            deadlines=deadlines,
+            planned=planned,
         )
         self.now = 0.0
         self.done: list[Action] = []
@@ -61,9 +67,15 @@ class Case:
         return self.feed(RequestArrived(head))
 
     def prepared(
-        self, cluster: int, samples: int = 1, problem: str = "", of: RoundId | None = None
+        self,
+        cluster: int,
+        samples: int = 1,
+        problem: str = "",
+        of: RoundId | None = None,
+        scales: Mapping[int, float] | None = None,
     ) -> list[Action]:
-        return self.feed(PreparedArrived(Prepared(of or self.round, cluster, cluster, samples, problem)))
+        head = Prepared(of or self.round, cluster, cluster, samples, problem, scales=dict(scales or {}))
+        return self.feed(PreparedArrived(head))
 
     def reduced(
         self,
@@ -72,8 +84,10 @@ class Case:
         problem: str = "",
         missing: int | None = None,
         of: RoundId | None = None,
+        *,
+        wrong: bool = False,
     ) -> list[Action]:
-        head = Reduced(of or self.round, cluster, cluster, {0: digest}, 100, problem, missing)
+        head = Reduced(of or self.round, cluster, cluster, {0: digest}, 100, problem, missing, wrong)
         return self.feed(ReducedArrived(head))
 
     def lost(

@@ -70,6 +70,16 @@ def test_a_get_is_retried_with_growing_pauses(trouble: httpx.Response | Exceptio
     assert script.pauses == [0.2, 0.4]
 
 
+@pytest.mark.parametrize(
+    ("header", "pause"), [("3", 3.0), ("0", 0.2), ("9999", 60.0), ("soon", 0.2), ("-1", 0.2)]
+)
+def test_a_pause_is_as_long_as_the_server_asks_for(header: str, pause: float) -> None:
+    busy = httpx.Response(429, json={"detail": "too often"}, headers={"Retry-After": header})
+    script = Script(busy, ok())
+    assert script.api().get("/x", JobCreated).id == "job-1"
+    assert script.pauses == [pause]
+
+
 def test_tries_are_bounded() -> None:
     script = Script(*[httpx.ConnectError("refused")] * 4)
     with pytest.raises(ServerUnreachableError) as error:

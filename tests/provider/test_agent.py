@@ -340,6 +340,17 @@ def test_a_report_that_meets_an_error_of_the_server_is_sent_again(scene: Scene, 
     assert scene.answer_report(None) == [Discard("a")]
 
 
+def test_a_report_waits_for_as_long_as_the_server_asks_for(scene: Scene) -> None:
+    scene.train(is_root=False)
+    scene.finish_training()
+    number, before = scene.report_number, scene.now
+    del scene.sent[number]
+    scene.give(ServerRefused(number, 429, "too often", retry_after=5.0))
+    while not any(beat.report for beat in scene.sent.values()):
+        scene.later()
+    assert scene.now - before == 5
+
+
 def test_a_result_that_the_server_has_lost_is_uploaded_again(scene: Scene) -> None:
     scene.train()
     scene.finish_training()

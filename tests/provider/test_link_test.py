@@ -143,22 +143,25 @@ def test_a_server_that_signs_no_certificate_is_the_reason() -> None:
 
 
 def test_certificates_and_relays_reach_the_transport() -> None:
-    seen: list[tuple[Credentials | None, RelayAccess | None]] = []
+    seen: list[tuple[Credentials | None, RelayAccess | None, str]] = []
     authority = Authority("test", datetime.datetime.now(datetime.UTC))
 
     def certify(name: str) -> Credentials:
         identity = authority.issue(name, [])
         return Credentials(authority.certificate, identity.certificate, identity.key)
 
-    def opened(credentials: Credentials | None, relay: RelayAccess | None) -> Transport:
-        seen.append((credentials, relay))
+    def opened(credentials: Credentials | None, relay: RelayAccess | None, secret: str) -> Transport:
+        seen.append((credentials, relay, secret))
         raise UnreachableError("enough")
 
     wanted = order("10.0.0.1:9", listens=False, tls=True)
-    wanted = wanted.model_copy(update={"relay": RelaySpec("job-1", "t", (("10.0.0.7:5",),))})
+    wanted = wanted.model_copy(
+        update={"relay": RelaySpec("job-1", "t", (("10.0.0.7:5",),)), "secret": "s"}
+    )
     result = LinkTest(wanted, Address.parse("127.0.0.1:9"), certify, opened).run()
     assert result == LinkTestResult(failure="enough")
-    credentials, relay = seen[0]
+    credentials, relay, secret = seen[0]
+    assert secret == "s"
     assert credentials is not None
     assert relay is not None
     assert str(relay.endpoint) == "node-2.job-1"
@@ -260,6 +263,6 @@ def test_a_long_way_needs_longer_transfers() -> None:
 
 def test_the_default_transport_is_that_of_nodes() -> None:
     transport = LinkTest(order("127.0.0.1:9", listens=True), Address("127.0.0.1", 9), never)
-    opened = transport.open_transport(None, None)
+    opened = transport.open_transport(None, None, "")
     assert isinstance(opened, GrpcTransport)
     opened.close()

@@ -40,11 +40,6 @@ def test_an_upload_continues_after_a_restart(folder: ArtifactFolder, tmp_path: P
     assert restarted.append(SHA, len(CONTENT), 1000, [CONTENT[1000:]])
 
 
-def test_without_a_size_the_digest_marks_the_end(folder: ArtifactFolder) -> None:
-    assert not folder.append(SHA, None, 0, [CONTENT[:5000]])
-    assert folder.append(SHA, None, 5000, [CONTENT[5000:]])
-
-
 def test_wrong_bytes_are_discarded(folder: ArtifactFolder) -> None:
     refused(422, folder, SHA, len(CONTENT), 0, [CONTENT[:-1] + b"?"])
     assert folder.received(SHA) == 0
@@ -61,7 +56,6 @@ def test_an_upload_beyond_its_size_or_the_limit_is_refused(tmp_path: Path) -> No
     folder = ArtifactFolder(tmp_path, largest=1000)
     refused(413, folder, SHA, 500, 0, [CONTENT[:501]])
     refused(413, folder, SHA, 1001, 0, [CONTENT])
-    refused(413, folder, SHA, None, 0, [CONTENT])
     refused(507, ArtifactFolder(tmp_path, reserve=1 << 60), SHA, 10, 0, [b""])
 
 
@@ -124,9 +118,10 @@ def test_a_name_that_is_not_a_digest_is_refused(folder: ArtifactFolder, name: st
 def test_artifacts_without_an_owner_are_swept(folder: ArtifactFolder) -> None:
     folder.append(SHA, len(CONTENT), 0, [CONTENT])
     folder.append(SHA, len(CONTENT), 0, [CONTENT[:10]], owner="another")
-    assert folder.sweep({SHA}, begun_before=0.0) == 0
-    assert folder.sweep(set(), begun_before=0.0) == 1
+    assert folder.sweep({SHA}) == 0
+    assert folder.sweep(set()) == 1
     assert not folder.has(SHA)
     assert folder.received(SHA, "another") == 10
-    assert folder.sweep(set(), begun_before=float("inf")) == 1
+    assert folder.sweep_partial(begun_before=0.0) == 0
+    assert folder.sweep_partial(begun_before=float("inf")) == 1
     assert folder.received(SHA, "another") == 0

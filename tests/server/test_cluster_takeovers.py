@@ -1,15 +1,14 @@
 """Takeovers that concern a whole cluster: nodes that had finished, and clusters without any node."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoint_cases import provider, took, training_pair, upload, uploaded
 from server_cases import Caller, Case, FakePlanner, opened
+from takeover_cases import finish, leave, phase, recoveries, state_of, view
 
 from ravnest.deadlines import TRAINING_SILENCE
-from ravnest.telemetry import PhaseRecord
 
 
 @pytest.fixture
@@ -29,35 +28,6 @@ def training_trio(case: Case) -> tuple[Caller, str, Caller, Caller, Caller]:
         for each in nodes:
             each.report(name)
     return rita, job, nodes[0], nodes[1], nodes[2]
-
-
-def view(rita: Caller, job: str) -> dict[str, Any]:
-    found: dict[str, Any] = rita.get(f"/api/jobs/{job}")
-    return found
-
-
-def recoveries(rita: Caller, job: str) -> list[str]:
-    events = rita.get(f"/api/jobs/{job}/events")
-    return [each["reason"] for each in events if each["kind"] == "recovery"]
-
-
-def phase(name: Any) -> dict[str, Any]:
-    return asdict(PhaseRecord(name, epoch=0))
-
-
-def state_of(case: Case, caller: Caller) -> str:
-    found = case.admin().get("/api/providers")
-    return next(str(each["state"]) for each in found if each["id"] == caller.id)
-
-
-def leave(caller: Caller) -> None:
-    caller.call("DELETE", f"/api/providers/{caller.id}?reason=gone")
-
-
-def finish(caller: Caller) -> None:
-    content = f"trained by {caller.id}".encode()
-    artifact = {"sha256": caller.upload(content), "size": len(content)}
-    caller.report("finished", result=[{"name": "node_0.safetensors", "artifact": artifact}])
 
 
 # A loss after another node has finished

@@ -8,6 +8,7 @@ from fastapi.routing import APIRoute
 from server_cases import Case, artifact, opened, spec
 
 from ravnest.schemas.auth import ApiRole
+from ravnest.server.rate_limits import Rate
 from ravnest.server.settings import ServerSettings
 from ravnest.transport.certificates import signing_request
 
@@ -183,3 +184,17 @@ def test_the_authority_is_public(tmp_path: Path) -> None:
     with opened(tmp_path) as case:
         assert case.client.get("/api/authority").text == case.server.auth.authority
         assert case.client.get("/api/health").json()["status"] == "ok"
+
+
+def test_a_member_that_sends_too_many_requests_has_to_wait(tmp_path: Path) -> None:
+    with opened(tmp_path, settings=ServerSettings(requests=Rate(burst=5, per_second=0.5))) as case:
+        eager, other = case.member(ApiRole.VIEWER), case.member(ApiRole.VIEWER)
+        for _ in range(5):
+            eager.get("/api/jobs")
+        headers = {"Authorization": f"Bearer {eager.credential}"}
+        answer = case.client.get("/api/jobs", headers=headers)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "2")
+        assert "requests per second" in answer.json()["detail"]
+        other.get("/api/jobs")
+        case.time.now += 2
+        eager.get("/api/jobs")

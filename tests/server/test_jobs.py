@@ -620,7 +620,7 @@ def test_warnings_and_failed_rounds_are_events_of_the_job(case: Case) -> None:
     ]
     alice.report("training", records=records)
     alice.report("training", records=records)
-    alice.report("training", first_record=3, records=[asdict(WarningRecord("x" * 9000))] * 500)
+    alice.report("training", first_record=3, records=[asdict(WarningRecord("x" * 9000))] * 400)
     events = [
         (each["kind"], each["reason"])
         for each in rita.get(f"/api/jobs/{job}/events")

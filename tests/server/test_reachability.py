@@ -130,7 +130,7 @@ def test_a_relayed_provider_is_planned_while_its_relay_works(case: Case, is_ther
     requester = case.requester()
     trips = (RelayTrip(relay="server", seconds=0.01),)
     alice = case.provider("alice", relay_trips=[trip.model_dump() for trip in trips])
-    bob = case.provider("bob", address="127.0.0.1:9001")
+    bob = case.provider("bob", address="127.0.0.1:9001", compute=10.0)
     block(case, alice.id)
     if is_there:
         case.server.relay_service.put_own(_NoRelay(), [])
@@ -141,31 +141,31 @@ def test_a_relayed_provider_is_planned_while_its_relay_works(case: Case, is_ther
     assert views == {alice.id: "relayed" if is_there else "unreachable", bob.id: "direct"}
 
 
-class _ManyAddresses(FakePlanner):
-    """Planner whose nodes have a second address."""
+class _HostileNames(FakePlanner):
+    """Planner whose nodes have addresses that are named like other nodes."""
 
     def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
+        hostile = ("node_0.:9000", "NODE_0:9000", "localhost:9000", "alice.example:9000")
         return tuple(
-            each.model_copy(update={"node_spec": replace(each.node_spec, others=("[2a01::7]:9000",))})
+            each.model_copy(update={"node_spec": replace(each.node_spec, others=hostile)})
             for each in super().ship(job, planned)
         )
 
 
-def test_a_certificate_is_valid_for_all_addresses_of_the_node(tmp_path: Path) -> None:
-    with opened(tmp_path, planner=_ManyAddresses(tls=True)) as case:
-        requester, alice = case.requester(), case.provider("alice")
+def test_hosts_of_an_offer_are_not_in_the_certificate_of_its_node(tmp_path: Path) -> None:
+    """A host ``node_0.`` in an offer passed for ``node_0``."""
+    with opened(tmp_path, planner=_HostileNames(tls=True, needs=2)) as case:
+        requester, _alice = case.requester(), case.provider("alice")
+        bob = case.provider("bob", address="127.0.0.1:9001", compute=10.0)
         case.submit(requester)
         case.match()
-        request = {"csr": signing_request("x")[0].decode()}
-        path = f"/api/assignments/{alice.heartbeat()['assignment']}/certificate"
-        signed = alice.post(path, request)["certificate"]
-    names = (
-        x509.load_pem_x509_certificate(signed.encode())
-        .extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        .value
-    )
-    hosts = {str(ip) for ip in names.get_values_for_type(x509.IPAddress)}
-    assert hosts == {"127.0.0.1", "2a01::7"}
+        request = {"csr": signing_request("node_0")[0].decode()}
+        path = f"/api/assignments/{bob.heartbeat()['assignment']}/certificate"
+        signed = bob.post(path, request)["certificate"]
+    certificate = x509.load_pem_x509_certificate(signed.encode())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert list(names) == [x509.DNSName("node_1")]
+    assert certificate.subject.rfc4514_string() == "CN=node_1"
 
 
 class _NoRelay:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from checkpoint_cases import complete, provider, took, training_pair, upload, uploaded
 from server_cases import Caller, Case, FakePlanner, Time, losses, opened
+from takeover_cases import leave, recoveries, view
 
 from ravnest.schemas.jobs import JobState
 from ravnest.server.scheduling.replanning import (
+    GatherCheckpoints,
     GiveUp,
+    GiveUpClusters,
     KeepWaiting,
     PlanAnew,
     PlanAnswer,
@@ -29,20 +32,6 @@ SETTINGS = ServerSettings(replan_after=AFTER, requeue_after=REQUEUE, rescue_grac
 def case(tmp_path: Path) -> Any:
     with opened(tmp_path, settings=SETTINGS) as found:
         yield found
-
-
-def view(rita: Caller, job: str) -> dict[str, Any]:
-    found: dict[str, Any] = rita.get(f"/api/jobs/{job}")
-    return found
-
-
-def recoveries(rita: Caller, job: str) -> list[str]:
-    events = rita.get(f"/api/jobs/{job}/events")
-    return [each["reason"] for each in events if each["kind"] == "recovery"]
-
-
-def leave(caller: Caller) -> None:
-    caller.call("DELETE", f"/api/providers/{caller.id}?reason=gone")
 
 
 def rescue(alice: Caller, update: int) -> dict[str, Any]:
@@ -299,28 +288,79 @@ SAFE = "the checkpoint of update 120 is safe here"
             None,
             GiveUp("node_2 of cluster 0 (bob): killed; planned anew 3 times without a new checkpoint"),
         ),
-        (
-            lost_job(others_train=True),
-            FITS,
-            KeepWaiting("waits for a provider for node_2; the other clusters go on", None),
-        ),
-        (
-            lost_job(others_train=True),
-            PlanAnswer(True, "", gain=1.5),
-            PlanAnew(
-                f"planned anew without node_2: 50% faster than the clusters that still train; {SAFE}"
-            ),
-        ),
-        (
-            lost_job(others_train=True, replans=3),
-            None,
-            KeepWaiting("waits for a provider for node_2", None),
-        ),
     ],
 )
 def test_decisions(job: VacantJob, answer: PlanAnswer | None, decision: object) -> None:
     assert needs_answer(job, LIMITS) == (answer is not None)
     assert decide_replan(job, answer, LIMITS) == decision
+
+
+GO_ON = "waits for a provider for node_2; the other clusters go on"
+GATHER = GatherCheckpoints("the other clusters upload their checkpoints: node_2 is given up")
+FASTER = PlanAnswer(True, "", gain=1.5)
+
+
+@pytest.mark.parametrize(
+    ("job", "answer", "decision"),
+    [
+        (lost_job(), FITS, KeepWaiting(GO_ON, 60.0)),
+        (lost_job(), FASTER, GATHER),
+        (
+            lost_job(is_gathered=True),
+            FASTER,
+            PlanAnew(
+                f"planned anew without node_2: 50% faster than the clusters that still train; {SAFE}"
+            ),
+        ),
+        (lost_job(waited=60.0), FITS, GATHER),
+        (
+            lost_job(waited=70.0, is_gathered=True),
+            FITS,
+            PlanAnew(
+                "planned anew without node_2: nobody took its place for 70 s, and its cluster's share "
+                f"of the data moves to the other nodes: 2 providers can train it; {SAFE}"
+            ),
+        ),
+        (lost_job(on_insufficient=30.0), FITS, KeepWaiting(GO_ON, 30.0)),
+        (lost_job(on_insufficient=20.0), FITS, GATHER),
+        (lost_job(on_insufficient=1e6), FITS, KeepWaiting(GO_ON, 60.0)),
+        (lost_job(on_insufficient="fail"), FITS, GATHER),
+        (lost_job(waited=1e6), NOTHING, KeepWaiting(GO_ON, None)),
+        (lost_job(on_insufficient=30.0), NOTHING, KeepWaiting(GO_ON, 30.0)),
+        (
+            lost_job(waited=30.0, on_insufficient=30.0),
+            NOTHING,
+            GiveUpClusters(
+                "node_2 of cluster 0 (bob): killed; no plan without it exists: too little RAM"
+            ),
+        ),
+        (lost_job(replans=3), None, KeepWaiting(GO_ON, None)),
+        (
+            lost_job(replans=3, on_insufficient="fail"),
+            None,
+            GiveUpClusters(
+                "node_2 of cluster 0 (bob): killed; no plan without it exists: planned anew 3 times "
+                "without a new checkpoint"
+            ),
+        ),
+        (lost_job(is_rescued=False), None, None),
+        (lost_job(waited=5.0), None, None),
+    ],
+)
+def test_decisions_while_other_clusters_train(
+    job: VacantJob, answer: PlanAnswer | None, decision: object
+) -> None:
+    job = replace(job, others_train=True)
+    assert needs_answer(job, LIMITS) == (answer is not None)
+    found = decide_replan(job, answer, LIMITS)
+    assert isinstance(found, KeepWaiting) if decision is None else found == decision
+
+
+def test_a_cluster_without_a_provider_does_not_hold_up_a_trained_model() -> None:
+    job = lost_job(is_delivered=True, is_rescued=False)
+    assert not needs_answer(job, LIMITS)
+    assert isinstance(decide_replan(job, None, LIMITS), GiveUpClusters)
+    assert isinstance(decide_replan(replace(job, waited=5.0), None, LIMITS), KeepWaiting)
 
 
 def test_new_plans_are_counted_from_the_newest_checkpoint(case: Case) -> None:

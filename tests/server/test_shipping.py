@@ -320,7 +320,10 @@ def test_node_specs_and_stages_equal_those_of_clusterize(
         assert theirs.pop("plan") != ours.pop("plan"), "the digest covers the job id"
         stage = load_stage(folder / f"cluster_{ours['cluster']}" / f"node_{each.node}")
         assert ours.pop("sha256") == each.stage.sha256
-        theirs.pop("sha256")
+        assert len(ours.pop("secret")) == 64
+        assert sum(ours.pop("samples")) == planned.spec.train.samples
+        for only in ("sha256", "secret", "samples"):
+            theirs.pop(only)
         assert ours == theirs
         bundle = tmp_path / ours["bundle"]
         unpack(each, tmp_path / "artifacts", bundle)

@@ -6,51 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_cases import provider, training_pair
 from server_cases import Caller, Case, FakePlanner, Time, losses, offer, opened, validation
+from takeover_cases import finish, leave, phase, recoveries, state_of, view
 
 from ravnest.deadlines import LOST_AFTER, REJOIN_SILENCE, TRAINING_SILENCE
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 from ravnest.server.views import loss_curve
-from ravnest.telemetry import CheckpointRecord, PhaseRecord, RecoveryRecord
-
-PORT = 9000
-
-
-def provider(case: Case, name: str, number: int, **changes: Any) -> Caller:
-    address = f"127.0.0.1:{PORT + number}"
-    return case.provider(name, **{"compute": 100.0 - number, "address": address, **changes})
-
-
-def training_pair(case: Case, **changes: Any) -> tuple[Caller, str, Caller, Caller]:
-    """Return a requester, a job, and the providers of its Root and its Leaf, which train."""
-    rita = case.requester()
-    alice, bob = provider(case, "alice", 0), provider(case, "bob", 1)
-    job = case.submit(rita, **changes)
-    case.match()
-    for each in (alice, bob):
-        each.report("fetched")
-    for each in (alice, bob):
-        each.report("training")
-    return rita, job, alice, bob
-
-
-def view(rita: Caller, job: str) -> dict[str, Any]:
-    found: dict[str, Any] = rita.get(f"/api/jobs/{job}")
-    return found
-
-
-def recoveries(rita: Caller, job: str) -> list[str]:
-    events = rita.get(f"/api/jobs/{job}/events")
-    return [each["reason"] for each in events if each["kind"] == "recovery"]
-
-
-def state_of(case: Case, caller: Caller) -> str:
-    found = case.admin().get("/api/providers")
-    return next(str(each["state"]) for each in found if each["id"] == caller.id)
-
-
-def leave(caller: Caller) -> None:
-    caller.call("DELETE", f"/api/providers/{caller.id}?reason=gone")
+from ravnest.telemetry import CheckpointRecord, RecoveryRecord
 
 
 def fail(caller: Caller, cause: str = "passing", reason: str = "killed by SIGKILL") -> Any:
@@ -59,16 +22,6 @@ def fail(caller: Caller, cause: str = "passing", reason: str = "killed by SIGKIL
 
 def checkpoint(update: int) -> dict[str, Any]:
     return asdict(CheckpointRecord(update, phase=0, bytes=10, seconds=0.1))
-
-
-def phase(name: Any) -> dict[str, Any]:
-    return asdict(PhaseRecord(name, epoch=0))
-
-
-def finish(caller: Caller) -> None:
-    content = f"trained by {caller.id}".encode()
-    artifact = {"sha256": caller.upload(content), "size": len(content)}
-    caller.report("finished", result=[{"name": "node_0.safetensors", "artifact": artifact}])
 
 
 # A spare
@@ -631,7 +584,7 @@ def test_a_server_that_is_killed_during_a_takeover_finds_the_truth_again(
     with opened(tmp_path, time=time) as case:
         rita, job, alice, bob = training_pair(case)
         takeover = Takeover(case, job, alice, bob, provider(case, "carol", 2))
-        # The event loop of the test client ends with the server, at times before its answer is asked for.
+        # The event loop of the test client ends with the server, maybe before its answer is asked for.
         with monkeypatch.context() as patch, suppress(KilledError, RuntimeError):
             killed_after(patch, commits)
             takeover.begin(step)

@@ -20,6 +20,15 @@ from hypothesis import strategies as st
 
 from ravnest.errors import OperatorError, StageFormatError
 from ravnest.split.encoding import stage_from_json, stage_to_json
+from ravnest.split.limits import (
+    MAX_ARGUMENTS,
+    MAX_DIMENSIONS,
+    MAX_OPERATIONS,
+    MAX_STATE_TENSORS,
+    MAX_SYMBOLS,
+    MAX_TEXT,
+    MAX_VALUES,
+)
 from ravnest.split.program import Program
 from ravnest.store import bundle
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE, load_module
@@ -113,6 +122,8 @@ def argument(new: object) -> Callable[[Json], object]:
 def use(target: str) -> Callable[[Json], object]:
     return lambda data: operation(data).update(target=target)
 
+
+SIZE = {"name": "x", "dtype": "int64", "shape": [1], "gradient": False}
 
 ATTACKS = [
     Attack("another format", lambda d: d.update(format="pickle"), "not a Ravnest stage"),
@@ -410,6 +421,93 @@ def test_a_forged_graph_is_refused(last: Path, attack: Attack) -> None:
     assert str(last / STAGE_FILE) in str(caught.value) or str(last / WEIGHTS_FILE) in str(caught.value)
 
 
+def many(part: str, count: int, entry: object) -> Callable[[Json], object]:
+    """Replace a part of the graph by ``count`` times the same entry."""
+    return lambda data: train(data).update({part: [entry] * count})
+
+
+LARGE = [
+    Attack(
+        "operations",
+        many("operations", MAX_OPERATIONS + 1, {"name": "x", "target": "aten::abs.default", "args": []}),
+        f"at most {MAX_OPERATIONS} are allowed",
+    ),
+    Attack("inputs", many("inputs", MAX_VALUES + 1, SIZE), f"at most {MAX_VALUES} are allowed"),
+    Attack("outputs", many("outputs", MAX_VALUES + 1, ["x", 1]), f"at most {MAX_VALUES} are allowed"),
+    Attack(
+        "symbols",
+        many("symbols", MAX_SYMBOLS + 1, {"name": "b", "minimum": 1, "maximum": 2}),
+        f"at most {MAX_SYMBOLS} are allowed",
+    ),
+    Attack(
+        "state",
+        lambda d: d.update(state=[d["state"][0]] * (MAX_STATE_TENSORS + 1)),
+        f"at most {MAX_STATE_TENSORS} are allowed",
+    ),
+    Attack(
+        "dimensions of a tensor",
+        lambda d: state(d, "scale").update(shape=[1] * (MAX_DIMENSIONS + 1)),
+        f"at most {MAX_DIMENSIONS} are allowed",
+    ),
+    Attack(
+        "dimensions of an input",
+        lambda d: train(d)["inputs"][0].update(shape=[1] * (MAX_DIMENSIONS + 1)),
+        f"at most {MAX_DIMENSIONS} are allowed",
+    ),
+    Attack("arguments", argument([0] * (MAX_ARGUMENTS + 1)), f"more than {MAX_ARGUMENTS} arguments"),
+    Attack("nested arguments", argument([[0] * 200] * 200), f"more than {MAX_ARGUMENTS} arguments"),
+    Attack("text", argument("a" * (MAX_TEXT + 1)), "is not an argument"),
+    Attack("name", lambda d: operation(d).update(name="a" * (MAX_TEXT + 1)), "not an identifier"),
+    Attack("name of a tensor", lambda d: rename(d, "a" * (MAX_TEXT + 1)), "not the name of a parameter"),
+]
+
+
+@pytest.mark.parametrize("attack", LARGE, ids=lambda attack: attack.name)
+def test_a_stage_that_is_too_large(last: Path, attack: Attack) -> None:
+    data = read(last)
+    attack.change(data)
+    with pytest.raises(StageFormatError) as caught:
+        stage_from_json(data)
+    assert attack.says in str(caught.value)
+    assert len(str(caught.value)) < 2 * MAX_TEXT + 200
+
+
+def call(target: str, *args: object, **kwargs: object) -> Callable[[Json], object]:
+    """Replace the first operation by a call of ``target``."""
+    return lambda data: operation(data).update(target=target, args=list(args), kwargs=kwargs)
+
+
+CONSTANTS = [
+    Attack("number as dtype", call("aten::zeros.default", [2], dtype=1000), "not a ScalarType"),
+    Attack("sparse layout", call("aten::zeros.default", [2], layout=1), "not a Layout"),
+    Attack("device as text", call("aten::zeros.default", [2], device="meta"), "not a Device"),
+    Attack("generator", call("aten::rand.generator", [2], generator=1), "not a Generator"),
+    Attack(
+        "memory format as dtype",
+        call("aten::zeros.default", [2], dtype={"memory_format": "channels_last"}),
+        "not a ScalarType",
+    ),
+    Attack("dtype as size", call("aten::zeros.default", [{"dtype": "int64"}]), "size is a List[int]"),
+    Attack("device as size", call("aten::zeros.default", {"device": "stage"}), "size is a List[int]"),
+    Attack("unknown name", call("aten::zeros.default", [2], code=1), "no argument 'code'"),
+    Attack("argument twice", call("aten::zeros.default", [2], size=[2]), "or has it twice"),
+    Attack("too many", call("aten::zeros.default", [2], 7), "at most 1 arguments"),
+    Attack("named number", call("python::add", 1, b=2), "no argument 'b'"),
+    Attack("quantized", call("aten::zeros.default", [2], dtype={"dtype": "qint8"}), "not a dtype"),
+    Attack("raw bits", call("aten::zeros.default", [2], dtype={"dtype": "bits8"}), "not a dtype"),
+]
+
+
+@pytest.mark.parametrize("attack", CONSTANTS, ids=lambda attack: attack.name)
+def test_an_argument_that_torch_would_take_for_something_else(last: Path, attack: Attack) -> None:
+    """``aten::to.dtype`` with the dtype 1000 took all memory of the process."""
+    data = read(last)
+    attack.change(data)
+    with pytest.raises(StageFormatError) as caught:
+        stage_from_json(data)
+    assert attack.says in str(caught.value)
+
+
 def test_an_input_that_the_model_does_not_have(saved: Path) -> None:
     data = read(saved / "0")
     data["graphs"]["eval"]["inputs"][0]["name"] = "nobody"
@@ -537,9 +635,9 @@ def test_nesting_near_the_recursion_limit_is_refused(last: Path, depth: int) -> 
 
 def test_a_large_file_is_refused_before_it_is_read(last: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (last / STAGE_FILE).stat().st_size
-    monkeypatch.setattr(bundle, "STAGE_LIMIT", size)
+    monkeypatch.setattr(bundle, "MAX_STAGE_BYTES", size)
     load_module(last)
-    monkeypatch.setattr(bundle, "STAGE_LIMIT", size - 1)
+    monkeypatch.setattr(bundle, "MAX_STAGE_BYTES", size - 1)
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the file was read"))
     with pytest.raises(StageFormatError, match=f"{size} bytes; at most {size - 1}"):
         load_module(last)

@@ -56,9 +56,9 @@ def test_a_certificate_with_another_key_is_refused() -> None:
 def test_only_the_key_of_a_signing_request_is_used() -> None:
     authority = Authority("job", NOW)
     request, key = signing_request("node_9")
-    signed = parsed(authority.sign(request, "node_1", ["10.0.0.1"]))
+    signed = parsed(authority.sign(request, "node_1"))
     assert signed.subject.rfc4514_string() == "CN=node_1"
     private = serialization.load_pem_private_key(key, password=None)
     assert signed.public_key() == private.public_key()
     with pytest.raises(ValueError):
-        authority.sign(b"nonsense", "node_1", [])
+        authority.sign(b"nonsense", "node_1")

@@ -9,7 +9,7 @@ continue after that round. One round is open at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from ravnest.averaging.deadlines import Deadlines, Timing
@@ -62,8 +62,13 @@ class Coordinator:
         first_round: int = 0,
         deadlines: Deadlines | None = None,
         absent: Mapping[int, float] | None = None,
+        planned: Sequence[int] = (),
     ) -> None:
-        """``absent``: clusters that are lost and may return, and until when they are waited for."""
+        """``absent``: clusters that are lost and may return, and until when they are waited for.
+
+        ``planned``: samples of each cluster in an epoch, as far as they are known.
+        """
+        self._planned = planned
         self._absent = dict(absent or {})
         self._live = {*clusters, own}
         self._own = own
@@ -290,7 +295,9 @@ class Coordinator:
         if kind == "final":
             self._finished -= clusters
             self._kept -= clusters
-        self._commit = TwoPhaseCommit(self._next, kind, clusters, missing, self._timing, now, sources)
+        self._commit = TwoPhaseCommit(
+            self._next, kind, clusters, missing, self._timing, now, sources, self._planned
+        )
         self._next += 1
         self._commit.open(now)
 

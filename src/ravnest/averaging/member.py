@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -117,8 +117,13 @@ class Member:
         mode: Mode,
         reduce_factor: int | None,
         deadlines: Deadlines | None = None,
+        planned: Sequence[int] = (),
     ) -> None:
-        """``nodes`` starts with the Root. Other clusters are unknown until they join."""
+        """``nodes`` starts with the Root. Other clusters are unknown until they join.
+
+        ``planned``: samples of each cluster in an epoch, as far as they are known.
+        """
+        self._planned = planned
         self._own = cluster
         self._nodes = tuple(nodes)
         self._mode: Mode = mode
@@ -285,6 +290,7 @@ class Member:
             first_round=self._relay.next_round,
             deadlines=self._deadlines,
             absent=self._absent,
+            planned=self._planned,
         )
 
     def _take_over(self, now: float) -> None:

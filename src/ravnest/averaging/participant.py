@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from ravnest.averaging.allreduce import AllReduceResult
+from ravnest.averaging.checks import wrong_average
 from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.events import Command, Reply
 from ravnest.averaging.ports import RoundAverage, Vectors
@@ -34,6 +36,8 @@ class WeightsCopied:
     """The codec that this node asks for."""
     base: RoundId | None
     """The last average that was applied here, if it can serve as the base of compression."""
+    scales: Mapping[int, float] = field(default_factory=dict)
+    """Scale of the copy, by ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class ReduceEnded:
     result: AllReduceResult
     missing: int | None = None
     """The cluster whose node could not be reached, if that is the problem."""
+    scales: Mapping[int, float] = field(default_factory=dict)
+    """Scale of the average, by ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,8 @@ class Participant:
         self._round: Round | None = None
         self._copy: Vectors | None = None
         """The copy for the current round, until Start."""
+        self._usual: Mapping[int, float] = {}
+        """Scale of most clusters' copies in the current round, by ring."""
 
     def handle(self, event: ParticipantEvent, now: float) -> list[ParticipantAction]:
         """Take an event and return the actions that follow, in order."""
@@ -127,8 +135,8 @@ class Participant:
                 return self._command(head, now)
             case WeightsCopied():
                 return self._copied(event)
-            case ReduceEnded(result, missing):
-                return self._reduced(result, missing)
+            case ReduceEnded(result, missing, scales):
+                return self._reduced(result, missing, scales)
             case Stalled():
                 return self._stalled()
 
@@ -166,6 +174,7 @@ class Participant:
             problem=event.problem,
             codec=event.codec,
             base=event.base,
+            scales=dict(event.scales),
         )
         self._round = current.with_prepared(self._node, reply).to("prepared")
         self._copy = event.copy
@@ -176,12 +185,17 @@ class Participant:
         if current is None or current.id != head.round or copy is None:
             return []
         self._round, self._copy = current.start(head.weights, now), None
+        self._usual = head.scales
         return [StartReduce(head, copy, moves=not (current.assign or self._faulty(current)))]
 
-    def _reduced(self, result: AllReduceResult, missing: int | None) -> list[ParticipantAction]:
+    def _reduced(
+        self, result: AllReduceResult, missing: int | None, scales: Mapping[int, float]
+    ) -> list[ParticipantAction]:
         current = self._round
         if current is None or current.id != result.round or current.state != "reducing":
             return []
+        wrong = "" if result.problem else wrong_average(scales, self._own_scales(current), self._usual)
+        result = replace(result, problem=wrong) if wrong else result
         reply = Reduced(
             round=result.round,
             cluster=self._cluster,
@@ -190,6 +204,7 @@ class Participant:
             sent_bytes=result.sent_bytes,
             problem=result.problem,
             missing=missing,
+            wrong=bool(wrong),
         )
         current = current.with_reduced(self._node, reply)
         if result.problem:
@@ -215,7 +230,10 @@ class Participant:
         # The reply does not wait for the all-reduce: it may not have begun, while a member is dialled.
         problem = f"no chunk arrived for {self._stall:.0f} s"
         failed = AllReduceResult(current.id, {}, {}, 0, problem)
-        return [CancelReduce(current.id, problem), *self._reduced(failed, None)]
+        return [CancelReduce(current.id, problem), *self._reduced(failed, None, {})]
+
+    def _own_scales(self, current: Round) -> Mapping[int, float]:
+        return current.prepared[self._node].scales
 
     def _faulty(self, current: Round) -> bool:
         return bool(current.prepared[self._node].problem)

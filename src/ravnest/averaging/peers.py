@@ -99,6 +99,18 @@ class Peers:
         """Return False if another process has taken the place of the peer of a link."""
         return self._generations.is_current(link.peer)
 
+    def is_member(self, peer: Hello) -> bool:
+        """Return whether a peer's Hello names the place that its node has in the plan.
+
+        Its node is proved, but cluster and stage are its own words: a node of a ring could pose as the
+        Root of its cluster, or as one of another cluster.
+        """
+        cluster = self.cluster_of(peer.node)
+        if cluster is None or peer.plan != self._hello.plan:
+            return False
+        is_root = peer.node == self._spec.roots[cluster].node
+        return peer.cluster == cluster and is_root == (peer.stage == 0)
+
     def forget(self, link: Link) -> bool:
         """Remove a link that is gone, and return True if it was the one in use."""
         with self._changed:
@@ -299,7 +311,8 @@ class Peers:
             expect=peer.node,
             others=addresses[1:],
         )
-        reason = self._generations.admit(link.peer)
+        reason = None if self.is_member(link.peer) else f"node_{peer.node} names a place of another node"
+        reason = reason or self._generations.admit(link.peer)
         if reason is not None:
             link.close()
             raise RefusedError(reason)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ravnest.averaging.allreduce import AllReduce, AllReduceResult, RingPart
+from ravnest.averaging.checks import check_weights
 from ravnest.averaging.compression import RoundCompression
 from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.participant import ReduceEnded, StartReduce
@@ -43,7 +44,10 @@ class NodeReducer:
         """Start the all-reduce of a copy; its memory receives the result."""
         try:
             parts = self._parts(order)
-        except (LookupError, ValueError) as error:  # the Start names an unknown cluster, base or codec
+        except (
+            LookupError,
+            ValueError,
+        ) as error:  # the Start has wrong weights, or an unknown base or codec
             self._on_end(ReduceEnded(_failure(order.head, error)))
             return
         # A thread of its own, because connecting to a peer may take a while.
@@ -52,6 +56,7 @@ class NodeReducer:
     def _parts(self, order: StartReduce) -> dict[int, RingPart]:
         """Return the node's input to each ring, without the links."""
         head, compression = order.head, self.compression
+        check_weights(head.weights)
         moving = self._weights.moving() if order.moves else {}
         vectors = compression.outgoing(head, order.copy)
         members = sorted(head.weights)

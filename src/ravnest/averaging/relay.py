@@ -181,9 +181,11 @@ class CommandRelay:
         wishes = {(reply.codec, reply.base) for reply in replies.values()}
         codec, base = next(iter(wishes)) if len(wishes) == 1 else ("raw", None)
         samples, problem = replies[root].samples, _problems(replies.values())
-        return [
-            ReplyToCoordinator(Prepared(current.id, self.cluster, root, samples, problem, codec, base))
-        ]
+        scales: dict[int, float] = {}
+        for reply in replies.values():
+            scales |= reply.scales
+        head = Prepared(current.id, self.cluster, root, samples, problem, codec, base, scales)
+        return [ReplyToCoordinator(head)]
 
     def _reply_reduced(self, current: Round) -> list[RelayAction]:
         digests: dict[int, str] = {}
@@ -206,6 +208,7 @@ class CommandRelay:
                     sent_bytes=sum(head.sent_bytes for head in current.reduced.values()),
                     problem=problem,
                     missing=missing[0] if missing else None,
+                    wrong=any(head.wrong for head in current.reduced.values()),
                 )
             )
         ]

@@ -13,7 +13,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+from ravnest.averaging.checks import scales
 from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.events import (
     ClusterJoined,
@@ -108,6 +110,7 @@ class AveragingService:
                 mode=config.mode,
                 reduce_factor=config.reduce_factor,
                 deadlines=deadlines,
+                planned=spec.samples,
             )
         self._reducer = NodeReducer(
             spec, weights, self._peers, hello.codec, self._reduce_ended, deadlines, now
@@ -208,7 +211,7 @@ class AveragingService:
 
     def on_message(self, link: Link, message: Message) -> None:
         """Take a message of a node of another cluster."""
-        if not self._peers.is_current(link):
+        if not self._peers.is_member(link.peer) or not self._peers.is_current(link):
             return
         head = message.head
         match head:
@@ -225,6 +228,8 @@ class AveragingService:
 
     def on_lost(self, link: Link, reason: str) -> None:
         """Handle the loss of a link to a node of another cluster."""
+        if not self._peers.is_member(link.peer):
+            return
         if self._peers.is_current(link):  # otherwise rounds use the link to the process after it
             self._reducer.allreduce.lost(link, reason)
         self.post(lambda: self._link_lost(link, reason))
@@ -387,11 +392,12 @@ class AveragingService:
 
     def _copied(self, round_id: RoundId, copy: Vectors) -> None:
         problem, compression = self._weights.fault(copy), self._reducer.compression
-        event = WeightsCopied(round_id, copy, problem, compression.codec, compression.base)
+        event = WeightsCopied(round_id, copy, problem, compression.codec, compression.base, scales(copy))
         self._to_participant(event)
 
     def _reduce_ended(self, event: ReduceEnded) -> None:
-        self.post(lambda: self._to_participant(event))
+        # The scales are computed in this thread: the one of the link must go on.
+        self.post(lambda: self._to_participant(replace(event, scales=scales(event.result.averages))))
 
 
 def _warn_unexpected(link: Link, head: AnyHead) -> None:

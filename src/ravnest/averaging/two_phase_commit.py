@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from ravnest.averaging.checks import counted_samples, outliers, usual_scales
 from ravnest.averaging.deadlines import Timing
 from ravnest.averaging.events import Command, RoundEnded, SendToCluster
 from ravnest.averaging.outcome import RoundKind, RoundOutcome
@@ -36,8 +37,13 @@ class TwoPhaseCommit:
         timing: Timing,
         now: float,
         sources: Iterable[int] = (),
+        planned: Sequence[int] = (),
     ) -> None:
-        """``sources``: clusters that have the average of an earlier final round; the others get it."""
+        """``sources``: clusters that have the average of an earlier final round; the others get it.
+
+        ``planned``: samples of each cluster in an epoch, as far as they are known.
+        """
+        self._planned = planned
         self.kind: RoundKind = kind
         self.sources = frozenset(sources)
         self.released: set[int] = set()
@@ -55,6 +61,8 @@ class TwoPhaseCommit:
         """Time at which a final round is given up."""
         self._sent_bytes = 0
         self._disagreed = False
+        self._outliers: Mapping[int, str] = {}
+        """Clusters whose parameters are far larger than those of the others."""
 
     def awaits_copy(self, cluster: int) -> bool:
         """Return True if the cluster has not replied to Prepare yet."""
@@ -135,17 +143,20 @@ class TwoPhaseCommit:
             self._close(self._too_few(), now)
             return
         replies = self.round.prepared
-        able = {c: max(0, head.samples) for c, head in replies.items() if not head.problem}
+        valid = {c: head for c, head in replies.items() if not head.problem}
+        self._outliers = outliers(valid)
+        able = {c: head.samples for c, head in valid.items() if c not in self._outliers}
         if not able:
-            causes = "; ".join(f"cluster {c}: {head.problem}" for c, head in sorted(replies.items()))
+            causes = "; ".join(f"cluster {c}: {text}" for c, text in sorted(self._problems().items()))
             self._close(f"no cluster has valid parameters: {causes}", now)
             return
         sources = sorted(self.sources & able.keys())
-        weights = {sources[0]: 1.0} if sources else shares(able)
+        weights = {sources[0]: 1.0} if sources else shares(counted_samples(able, self._planned))
         self.round = self.round.start(dict.fromkeys(self.round.members, 0.0) | weights, now)
         self._wait(self._timing.limits.reduce_most, now)
         codec, base = self._compression()
-        self._send(Start(self.round.id, dict(self.round.weights), codec, base))
+        usual = usual_scales(valid[cluster] for cluster in able)
+        self._send(Start(self.round.id, dict(self.round.weights), codec, base, usual))
 
     def _wait(self, seconds: float, now: float) -> None:
         """Set the deadline of the step that begins; that of a final round limits it."""
@@ -171,6 +182,11 @@ class TwoPhaseCommit:
     def _decide(self, now: float) -> None:
         replies = self.round.reduced
         silent = set(self.round.awaited)
+        wrong = [f"cluster {c}: {head.problem}" for c, head in sorted(replies.items()) if head.wrong]
+        if wrong and not silent:
+            # Nobody knows whose values are wrong, and those who noticed are not to blame.
+            self._reject("; ".join(wrong), now)
+            return
         blamed = Counter(self._culprit(head) for head in replies.values() if head.problem)
         if silent or blamed:
             self._retry_without_culprits(silent, blamed, now)
@@ -178,11 +194,21 @@ class TwoPhaseCommit:
         reason = disagreement({c: head.digests for c, head in replies.items()})
         if not reason:
             self._close("", now)
-        elif self._disagreed:
+        else:
+            self._reject(reason, now)
+
+    def _reject(self, reason: str, now: float) -> None:
+        """Retry once with all clusters, then give up."""
+        if self._disagreed:
             self._close(f"{reason}, twice: a node computes or transmits wrongly", now)
         else:
             self._disagreed = True
             self._retry(reason, {}, now)
+
+    def _problems(self) -> dict[int, str]:
+        """Return why clusters have no weight in the average."""
+        replies = self.round.prepared.items()
+        return {c: head.problem for c, head in replies if head.problem} | dict(self._outliers)
 
     def _culprit(self, head: Reduced) -> int:
         """Return the cluster that a failed one blames; itself if it blames no other member."""
@@ -242,7 +268,7 @@ class TwoPhaseCommit:
             reason=reason,
             weights=dict(current.weights),
             missing=dict(self.missing),
-            problems={c: head.problem for c, head in current.prepared.items() if head.problem},
+            problems=self._problems(),
             sent_bytes=self._sent_bytes,
             seconds=now - self._opened,
             digests=current.reduced[current.members[0]].digests if committed else {},

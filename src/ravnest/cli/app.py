@@ -22,6 +22,7 @@ class Commands(LazyGroup):
         "demo": Lazy("ravnest.cli.demo", "Run a server, providers and a job on this machine."),
         "serve": Lazy("ravnest.cli.serve", "Run the intermediary server until Ctrl-C."),
         "token": Lazy("ravnest.cli.token", "Create tokens for joining a server."),
+        "member": Lazy("ravnest.cli.member", "List the members of a server, and revoke credentials."),
         "provide": Lazy(
             "ravnest.cli.provide", "Offer this machine to a server and work on its jobs until Ctrl-C."
         ),

@@ -79,7 +79,8 @@ def event_line(event: EventView) -> str:
     """Format an event as one line."""
     change = event.after if event.before in ("", event.after) else f"{event.before} -> {event.after}"
     subject = f"{event.kind} {event.subject}" + (f" {change}" if change else "")
-    return f"{local_time(event.time)}  {subject}: {event.reason}"
+    reason = event.reason.replace("\n", "\n    ")  # no line of it looks like another event
+    return f"{local_time(event.time)}  {subject}: {reason}"
 
 
 class StepBars:

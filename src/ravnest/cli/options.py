@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
+
+_LONGEST_LINE = 4096
+_HELP = (
+    "Token from `ravnest token create` on the server's machine; needed once. `-` reads it from stdin: "
+    "other users of this machine can see the command line."
+)
+
+
+def _read_token(given: str | None) -> str | None:
+    """Return the token of the option; ``-`` reads one line of stdin."""
+    if given != "-":
+        return given
+    line = sys.stdin.readline(_LONGEST_LINE).strip()
+    if not line:
+        raise typer.BadParameter("there is no token on stdin", param_hint="--token")
+    return line
+
 
 Server = Annotated[
     str | None,
@@ -20,7 +38,8 @@ Token = Annotated[
         "--token",
         envvar="RAVNEST_TOKEN",
         metavar="TOKEN",
-        help="Token from `ravnest token create` on the server's machine; needed once.",
+        help=_HELP,
+        callback=_read_token,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

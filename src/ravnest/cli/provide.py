@@ -7,15 +7,14 @@ from typing import Annotated
 
 import typer
 
+from ravnest.cli.options import Token
 from ravnest.provider.provide import provide as provide_machine
 from ravnest.provider.sandbox.choice import SandboxChoice
 
 
 def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
     server: Annotated[str, typer.Option(help="Address of the server, such as https://host:7100.")],
-    token: Annotated[
-        str | None, typer.Option(help="Token from `ravnest token create`; needed the first time.")
-    ] = None,
+    token: Token = None,
     ram: Annotated[float | None, typer.Option(help="Maximum RAM to offer, in GB.")] = None,
     cores: Annotated[int | None, typer.Option(help="Maximum number of cores to offer.")] = None,
     hours: Annotated[float | None, typer.Option(help="Leave after this many hours.")] = None,

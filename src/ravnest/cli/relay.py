@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
+from ravnest.cli.options import Token
 from ravnest.provider.relay_program import DEFAULT_RELAY_PORT, run_relay
 
 
 def relay(
     server: Annotated[str, typer.Option(help="Address of the server, such as https://host:7100.")],
-    token: Annotated[
-        str | None,
-        typer.Option(help="Token from `ravnest token create --role relay`; needed the first time."),
-    ] = None,
+    token: Token = None,
     name: Annotated[str | None, typer.Option(help="Name of this relay; default: the host name.")] = None,
     listen: Annotated[
         str | None,

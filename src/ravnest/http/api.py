@@ -24,6 +24,8 @@ Params = Mapping[str, str | int | float]
 DISK_FULL = 507
 _BUSY = (408, 425, 429, 500, 502, 503, 504, DISK_FULL)
 """Statuses of a server, or of a proxy in front of it, that is overloaded, restarting or in trouble."""
+LONGEST_RETRY_AFTER = 60.0
+"""Longest wait that a server can ask for, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -148,6 +150,7 @@ class ApiClient:
                 pause = next(pauses, None)
                 if pause is None or not is_temporary(error):
                     raise
+                pause = pause_after(error, pause)
                 _log.info("%s; trying again in %.1f s", error, pause)
             retry.sleep(pause)
 
@@ -201,6 +204,12 @@ def is_temporary(error: ServerError) -> bool:
     return isinstance(error, ServerUnreachableError) and not isinstance(error, NotAServerError)
 
 
+def pause_after(error: ServerError, pause: float) -> float:
+    """Return the seconds to wait after an error: ``pause``, or longer if the server asks for it."""
+    asked = error.retry_after if isinstance(error, ServerRefusedError) else None
+    return pause if asked is None else max(pause, asked)
+
+
 def is_passing(status: int) -> bool:
     """Return ``True`` if a server that answers with this HTTP status may answer otherwise later."""
     return status in _BUSY
@@ -241,7 +250,13 @@ def is_loopback(url: str) -> bool:
 
 def _check(response: httpx.Response) -> None:
     if not response.is_success:
-        raise ServerRefusedError(_message(response), response.status_code)
+        raise ServerRefusedError(_message(response), response.status_code, _retry_after(response))
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Return the seconds that the server asks to wait; dates, which proxies may send, are ignored."""
+    text = response.headers.get("Retry-After", "")
+    return min(float(text), LONGEST_RETRY_AFTER) if text.isascii() and text.isdigit() else None
 
 
 def _message(response: httpx.Response) -> str:

@@ -21,6 +21,7 @@ import httpx
 from filelock import FileLock
 
 from ravnest.errors import ServerError
+from ravnest.host import make_private
 from ravnest.http.api import ApiClient, NotAServerError, is_loopback
 from ravnest.http.retry import DEFAULT_RETRY, RetryPolicy
 from ravnest.schemas.auth import ApiRole, JoinReply, JoinRequest, JoinToken, hashed
@@ -218,7 +219,7 @@ def _key(membership: Membership) -> tuple[str, str, str]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
     """Lock the file while the block runs: several providers may join at once."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
     with FileLock(folder / f".{_FILE}.lock"):
         yield folder / _FILE
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ravnest.errors import ServerError, ServerRefusedError
-from ravnest.http.api import ApiClient, is_temporary
+from ravnest.http.api import ApiClient, is_temporary, pause_after
 from ravnest.http.retry import RetryPolicy
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import MissingArtifacts, UploadStatus
@@ -194,7 +194,7 @@ class _Pauses:
         pause = next(self._left, None)
         if pause is None:
             raise error
-        self._retry.sleep(pause)
+        self._retry.sleep(pause_after(error, pause))
 
 
 def _report_total(report: Progress, before: int, total: int, done: int) -> None:

@@ -18,10 +18,10 @@ from ravnest.runtime.data import Criterion, targets_of
 from ravnest.split.chain import bind_inputs
 from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import Dimension, StageGraph
+from ravnest.split.limits import MAX_STAGE_BYTES
 from ravnest.split.module import StageModule
 from ravnest.split.splitter import prepare
 from ravnest.split.structure import flatten, map_tensors, tensors_in
-from ravnest.store.bundle import STAGE_LIMIT
 from ravnest.store.files import read_json, write_json
 from ravnest.store.weights import load_weights, save_weights
 
@@ -130,7 +130,7 @@ def load_loss(
 
     Raises ``StageFormatError`` or ``OperatorError`` for any other file.
     """
-    spec = stage_from_json(read_json(stage, STAGE_LIMIT))
+    spec = stage_from_json(read_json(stage, MAX_STAGE_BYTES))
     names = [entry.name for entry in spec.signature]
     outputs = spec.graphs["train"].outputs
     if spec.count != 1 or names != [_OUTPUT, _LABELS] or len(outputs) != 1:

@@ -19,9 +19,10 @@ from ravnest.plan.profile import ModelProfile
 from ravnest.plan.row_cuts import RowCutModel
 from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import MAX_STAGES, StageSpec, StateSpec
+from ravnest.split.limits import MAX_OPERATIONS
 from ravnest.split.merge import check_chain, merge_units
 from ravnest.split.splitter import PreparedModel
-from ravnest.store.bundle import STAGE_FILE, STAGE_LIMIT, WEIGHTS_FILE, BundleDigest
+from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE, BundleDigest
 from ravnest.store.files import read_json, sha256_of, size_of, write_atomically, write_json
 from ravnest.store.weights import save_weights
 from ravnest.types import convert_checked
@@ -29,6 +30,8 @@ from ravnest.types import convert_checked
 FORMAT = "ravnest-units"
 VERSION = 1
 UNITS_FILE = "units.json"
+UNITS_LIMIT = 64 << 20
+"""Bytes of the graph of a model; a server takes some 30 times as much memory to read it."""
 _LARGEST = 2**60
 """Upper bound of costs and sizes; sums of a few of them fit into 64 bits."""
 _MOST_ROW_CUTS = 16
@@ -81,6 +84,12 @@ def pack_model(
             f"the model has {count} units, more than the {MAX_STAGES} that a job may have: a loop in "
             "its forward is unrolled; use fewer iterations, or one operation on all of them"
         )
+    operations = max(len(layout.operations) for layout in prepared.layouts.values())
+    if operations > MAX_OPERATIONS:
+        raise JobError(
+            f"the model has {operations} operations, more than the {MAX_OPERATIONS} that a job may "
+            "have: a loop in its forward is unrolled; use fewer iterations, or one operation on all"
+        )
     stages = prepared.cut(prepared.cuts).stages
     packed = PackedModel(folder / UNITS_FILE, folder / WEIGHTS_FILE)
     data = {
@@ -91,13 +100,13 @@ def pack_model(
         "row_cut": [_row_cut_to_json(model) for model in row_cut],
     }
     write_json(packed.units, data, compact=True)
-    if (size := size_of(packed.units)) > STAGE_LIMIT and data["row_cut"]:
+    if (size := size_of(packed.units)) > UNITS_LIMIT and data["row_cut"]:
         write_json(packed.units, data | {"row_cut": []}, compact=True)
         size = size_of(packed.units)
-    if size > STAGE_LIMIT:
+    if size > UNITS_LIMIT:
         raise JobError(
             f"the graph of the model takes {size / 1e6:.0f} MB, more than the "
-            f"{STAGE_LIMIT / 1e6:.0f} MB that a job may have: use fewer operations, such as fewer "
+            f"{UNITS_LIMIT / 1e6:.0f} MB that a job may have: use fewer operations, such as fewer "
             "iterations of a loop in forward"
         )
     save_weights(packed.weights, {key: t for stage in stages for key, t in stage.tensors.items()})
@@ -115,7 +124,7 @@ def read_units(path: Path) -> UnitModel:
 
     Raises ``StageFormatError`` or ``OperatorError`` for any other file.
     """
-    data = read_json(path, STAGE_LIMIT)
+    data = read_json(path, UNITS_LIMIT)
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise StageFormatError(f"{path} is not a model of this version of Ravnest")
     cut = data.get("row_cut", [])

@@ -169,8 +169,8 @@ class Agent:
                 return self._answered(number, reply, now)
             case ServerUnreachable(number, reason):
                 return self._unanswered(number, reason, now)
-            case ServerRefused(number, status, reason):
-                return self._refused(number, status, reason, now)
+            case ServerRefused(number, status, reason, retry_after):
+                return self._refused(number, status, reason, now, retry_after or 0.0)
             case InterruptReceived() if self._leaving is None and self._wish is None:
                 return self._want_to_leave("its owner stopped it", now)
             case DeadlinePassed() if self._ends is not None and now >= self._ends:
@@ -210,15 +210,17 @@ class Agent:
             self._has_news |= work.records.waiting > 0 or (is_poll and work.is_over)
         return [*actions, *self._discard_unwanted()]
 
-    def _unanswered(self, number: int, reason: str, now: float) -> list[Action]:
+    def _unanswered(
+        self, number: int, reason: str, now: float, least_pause: float = 0.0
+    ) -> list[Action]:
         if number == self._report:
             self._report, self._has_news = None, True
-            self._report_at = now + self._jittered(self._report_pause)
+            self._report_at = now + max(self._jittered(self._report_pause), least_pause)
             self._report_pause = min(2 * self._report_pause, LONGEST_PAUSE)
             return []
         if number != self._poll:
             return []
-        self._heartbeat_ended(number, now + self._jittered(self._pause))
+        self._heartbeat_ended(number, now + max(self._jittered(self._pause), least_pause))
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         if self._away:
             return []
@@ -227,9 +229,11 @@ class Agent:
         then = "training continues, and the provider tries again" if busy else "the provider tries again"
         return [Announce(f"the server does not answer: {reason}; {then}")]
 
-    def _refused(self, number: int, status: int, reason: str, now: float) -> list[Action]:
+    def _refused(
+        self, number: int, status: int, reason: str, now: float, least_pause: float
+    ) -> list[Action]:
         if number == self._report and is_passing(status):
-            return self._unanswered(number, reason, now)
+            return self._unanswered(number, reason, now, least_pause)
         if number == self._report:  # the answer to the poll says what to do instead
             self._report = None
             if status == _INCOMPLETE and self._work is not None:
@@ -245,7 +249,7 @@ class Agent:
             self._poll_at, self._poll = None, self._next_number()
             self._offering = self._poll
             return [*again, SendOffer(self._poll)]
-        return self._unanswered(number, reason, now)
+        return self._unanswered(number, reason, now, least_pause)
 
     def _heartbeat_ended(self, number: int, next_poll: float) -> None:
         """Note that a heartbeat is over, with or without an answer."""

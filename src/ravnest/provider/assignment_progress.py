@@ -26,6 +26,8 @@ MOST_KEPT_RECORDS = 200_000
 MOST_SAMPLES_WAITING = 20_000
 """Unacknowledged records before further timings and queue lengths are dropped."""
 _LONGEST_REASON = 4000
+MOST_REPORTED_TEXT = 256 << 10
+"""Characters of warnings and reasons in a report: the server refuses messages of more than 4 MB."""
 
 
 class RecordLog:
@@ -75,10 +77,20 @@ class RecordLog:
             self._first += count
             self._acknowledged = max(self._acknowledged, self._first)
 
-    def next(self, most: int = MOST_RECORDS) -> tuple[int, tuple[WorkerRecord, ...]]:
-        """Return the records to report next, with the position of the first."""
+    def unacknowledged(self, most: int) -> tuple[int, tuple[WorkerRecord, ...]]:
+        """Return the records that the server does not have, with the position of the first."""
         start = self._acknowledged - self._first
         return self._acknowledged, tuple(self._records[start : start + most])
+
+    def next(self) -> tuple[int, tuple[WorkerRecord, ...]]:
+        """Return the records to report next, with the position of the first."""
+        first, records = self.unacknowledged(MOST_RECORDS)
+        length = 0
+        for count, record in enumerate(records):
+            length += len(getattr(record, "message", "")) + len(getattr(record, "reason", ""))
+            if length > MOST_REPORTED_TEXT and count:
+                return first, records[:count]
+        return first, records
 
 
 @dataclass
@@ -121,7 +133,7 @@ class AssignmentProgress:
     @property
     def outcome(self) -> Outcome:
         """The outcome to keep until the server has acknowledged it."""
-        first, records = self.records.next(MOST_RECORDS_KEPT)
+        first, records = self.records.unacknowledged(MOST_RECORDS_KEPT)
         return Outcome(is_root=self.is_root, title=self.node_title, first_record=first, records=records)
 
     @property

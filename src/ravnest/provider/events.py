@@ -43,6 +43,8 @@ class ServerRefused:
     status: int
     """HTTP status."""
     reason: str
+    retry_after: float | None = None
+    """Seconds that the server asks to wait; ``None`` if it does not."""
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,11 @@ GROWTH = 8
 _TRIES = 5
 """Small messages that measure the round trip."""
 
-TransportFactory = Callable[[Credentials | None, RelayAccess | None], Transport]
+TransportFactory = Callable[[Credentials | None, RelayAccess | None, str], Transport]
 
 
-def _grpc(credentials: Credentials | None, relay: RelayAccess | None) -> Transport:
-    return GrpcTransport(credentials, relay=relay)
+def _grpc(credentials: Credentials | None, relay: RelayAccess | None, secret: str) -> Transport:
+    return GrpcTransport(credentials, relay=relay, secret=secret)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class LinkTest:
         """Take part in the test; return what to report, or None."""
         try:
             credentials = self.certify(f"node_{self.order.node}") if self.order.tls else None
-            transport = self.open_transport(credentials, self._relay())
+            transport = self.open_transport(credentials, self._relay(), self.order.secret)
             with self._lock:
                 if self._stopped.is_set():
                     return None

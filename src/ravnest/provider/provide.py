@@ -14,6 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ravnest.errors import SettingsError
+from ravnest.host import make_private
 from ravnest.http.credentials import home
 from ravnest.provider.addresses import MOST_ADDRESSES, Addresses, addresses
 from ravnest.provider.agent import Agent
@@ -160,7 +161,7 @@ def describe_sandbox(sandbox: Sandbox | None) -> str:
 @contextmanager
 def _locked(folder: Path, name: str) -> Iterator[None]:
     """Hold the folder for this provider; the system releases the lock if the process ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     lock = FileLock(folder / "lock", timeout=0)
     try:
         lock.acquire()

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from ravnest.deadlines import FIRST_PAUSE, JITTER, LONGEST_PAUSE, POLL_ANSWER, POLL_GAP, POLL_WAIT
 from ravnest.errors import ServerError, ServerRefusedError, SettingsError
-from ravnest.http.api import ApiClient
+from ravnest.http.api import ApiClient, pause_after
 from ravnest.provider.addresses import addresses
 from ravnest.provider.membership import machine_membership
 from ravnest.provider.signals import interrupts
@@ -119,7 +119,7 @@ class RelayHeartbeats:
                 if pause == FIRST_PAUSE and not self._stopped.is_set():
                     self.say(f"{error}; the relay continues and tries again")
                 jitter = random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311 - no secret
-                self._stopped.wait(pause * jitter)
+                self._stopped.wait(pause_after(error, pause * jitter))
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             if pause > FIRST_PAUSE:

@@ -240,7 +240,7 @@ class Provider:
             reply = self.api.post(path, beat, HeartbeatReply, wait=beat.wait, within=within)
             return HeartbeatAnswered(action.number, reply)
         except ServerRefusedError as error:
-            return ServerRefused(action.number, error.status, str(error))
+            return ServerRefused(action.number, error.status, str(error), error.retry_after)
         except ServerError as error:
             return ServerUnreachable(action.number, str(error))
 

@@ -105,7 +105,10 @@ def handing_over(node: Node) -> Iterator[None]:
     def leave() -> None:
         if not node.hand_over():
             logger.warning("%s leaves without a last checkpoint", node.name)
-        signal.raise_signal(signal.SIGINT)
+        # To the main thread: it may wait for a lock, which only its own signals interrupt.
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
 
     def on_signal(*_: object) -> None:
         threading.Thread(target=leave, name="hand over", daemon=True).start()

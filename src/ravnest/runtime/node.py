@@ -501,7 +501,10 @@ class Node:
         if all(path.exists() for path in paths):
             identity = Credentials(*(path.read_bytes() for path in paths))
         return GrpcTransport(
-            identity, outage=spec.outage if outage is None else outage, relay=spec.relay_access
+            identity,
+            outage=spec.outage if outage is None else outage,
+            relay=spec.relay_access,
+            secret=spec.secret,
         )
 
     def _close_at_exit(self) -> None:

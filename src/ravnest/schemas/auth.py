@@ -1,4 +1,4 @@
-"""Joining a server: a token is exchanged for a credential."""
+"""Health of a server, and joining it: a token is exchanged for a credential."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -56,6 +56,27 @@ class JoinToken:
 def hashed(secret: str) -> str:
     """Return the hash under which a secret is stored; it needs no salt, as secrets are random."""
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class Health(Schema):
+    """State of a server, for everybody."""
+
+    status: Literal["ok", "trouble"]
+    problems: tuple[str, ...] = ()
+    """Sentences that say what is wrong."""
+    version: str
+
+
+class MemberView(Schema):
+    """A member, as the admin sees it."""
+
+    id: str
+    role: ApiRole
+    name: str
+    created: float
+    expires: float | None
+    """Time at which its credential ends, or has ended; ``None``: never."""
+    active: bool
 
 
 class JoinRequest(Schema):

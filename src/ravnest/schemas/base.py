@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 digest in hexadecimal digits."""
-Name = Annotated[str, Field(min_length=1, max_length=100)]
 REASON_LIMIT = 4000
 """Characters of a reason or a warning."""
-Reason = Annotated[str, Field(max_length=REASON_LIMIT)]
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode categories of characters that steer a terminal or a browser instead of being shown."""
+
+
+def plain(text: str, kept: str = "") -> str:
+    """Return ``text`` without control characters and changes of direction, except those in ``kept``.
+
+    Others chose the text: it must not move the cursor of a terminal, or look like another text.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c for c in text if c in kept or unicodedata.category(c) not in _HIDDEN)
+
+
+def plain_lines(text: str) -> str:
+    """Return ``text`` as ``plain`` does, with its line breaks and tabs."""
+    return plain(text, "\n\t")
+
+
+def _plain_name(text: str) -> str:
+    name = plain(text).strip()
+    if not name:
+        raise ValueError("must have characters that can be shown")
+    return name
+
+
+Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_plain_name)]
+Reason = Annotated[str, Field(max_length=REASON_LIMIT), AfterValidator(plain_lines)]
 
 
 def clipped(text: str) -> str:
-    """Return ``text``, cut to the length that a reason may have."""
+    """Return ``text`` without control characters, cut to the length that a reason may have."""
+    text = plain_lines(text)
     return text if len(text) <= REASON_LIMIT else f"{text[: REASON_LIMIT - 2]} …"
 
 

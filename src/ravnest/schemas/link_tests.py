@@ -30,6 +30,8 @@ class LinkTestOrder(Schema):
     """Addresses of the provider that listens, the first decides whether the connection uses TLS."""
     tls: bool
     relay: RelaySpec | None = None
+    secret: str = Field(default="", repr=False)
+    """Secret that both prove to each other without TLS."""
 
 
 class LinkTestResult(Schema):

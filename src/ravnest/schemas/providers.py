@@ -184,6 +184,8 @@ def _checked(record: WorkerRecord) -> WorkerRecord:
 
 
 Record = Annotated[WorkerRecord, Field(discriminator="kind"), AfterValidator(_checked)]
+MOST_RESULT_FILES = 20_000
+"""Largest number of files in a result: two of each stage."""
 MOST_RECORDS = 4096
 """Largest number of records in one report."""
 
@@ -208,7 +210,7 @@ class AssignmentReport(Schema):
     """Why the assignment failed, or what it waits for."""
     cause: FailureCause = "job"
     """Cause of a failure; only in the report of an assignment that failed."""
-    result: tuple[ResultFile, ...] = ()
+    result: Annotated[tuple[ResultFile, ...], Field(max_length=MOST_RESULT_FILES)] = ()
     """Uploaded files of a trained cluster; only in the report of a Root that is finished."""
     tls_rejections: TlsRejections = TlsRejections()
     first_record: Count = 0

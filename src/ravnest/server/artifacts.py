@@ -6,6 +6,7 @@ and get access to a file of which it only knows the digest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -13,7 +14,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -27,16 +28,51 @@ _CHUNK = 4 << 20
 _NO_OWNER = "nobody"
 
 
+@dataclass(frozen=True)
+class FileTotals:
+    """Size and number of the files of one member, or the limits of both."""
+
+    bytes: int
+    files: int
+
+
+_NO_LIMIT = FileTotals(1 << 62, 1 << 62)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A complete artifact on the disk."""
+
+    sha256: str
+    size: int
+    modified: float
+    """Time of its upload, or of its last use, in seconds since 1970."""
+
+
 class ArtifactFolder:
     """Content-addressed folder; thread-safe."""
 
-    def __init__(self, path: Path, *, largest: int = 256 << 30, reserve: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        largest: int = 256 << 30,
+        reserve: int = 0,
+        quota: FileTotals | None = None,
+        complete: Callable[[str], FileTotals] = lambda _: FileTotals(0, 0),
+    ) -> None:
+        """``complete`` returns the size and number of the complete files of an owner."""
         self._path = path
         self._partial = path / "parts"
         self._largest = largest
         self._reserve = reserve
+        self._quota = quota or _NO_LIMIT
+        self._complete = complete
         self._lock = threading.Lock()
-        self._uploading: set[str] = set()
+        self._uploading: dict[str, int] = {}
+        """Partial files of uploads in progress, and the bytes that each will still take."""
+        self._declared: dict[str, int] = {}
+        """Sizes of incomplete uploads, as their owners declared them to this process."""
         self._digests: dict[str, hashlib._Hash] = {}
         """Digests of partial files, so that a long file is not read again when its upload continues."""
 
@@ -58,13 +94,12 @@ class ArtifactFolder:
 
     def received(self, sha256: str, owner: str = _NO_OWNER) -> int:
         """Return the bytes that this owner has sent of an incomplete artifact."""
-        partial = self._partial_path(sha256, owner)
-        return partial.stat().st_size if partial.exists() else 0
+        return _size_of(self._partial_path(sha256, owner))
 
     def append(
         self,
         sha256: str,
-        size: int | None,
+        size: int,
         offset: int,
         chunks: Iterable[bytes],
         owner: str = _NO_OWNER,
@@ -75,22 +110,29 @@ class ArtifactFolder:
                 upload.write(chunk)
             return upload.finish()
 
-    def upload(
-        self, sha256: str, size: int | None, offset: int, owner: str = _NO_OWNER
-    ) -> ArtifactUpload:
-        """Return a context in which bytes are added to a partial file.
+    def upload(self, sha256: str, size: int, offset: int, owner: str = _NO_OWNER) -> ArtifactUpload:
+        """Return a context in which bytes are added to a partial file; ``size`` is that of the whole.
 
         Raise ``ServerRefusedError`` if the partial file does not have ``offset`` bytes or another
-        upload is in progress (409), the artifact is too large (413), or the disk is full (507).
+        upload is in progress (409), the artifact or all files of the owner are too large (413), or the
+        disk is full (507). The size is reserved while the context is open.
         """
-        self._check_size(offset if size is None else size)
+        if size > self._largest:
+            raise ServerRefusedError(
+                f"an artifact may have {self._largest} bytes at most, not {size}", 413
+            )
         partial = self._partial_path(sha256, owner)
+        complete = self._complete(owner)
         with self._lock:
             if partial.name in self._uploading:
                 raise ServerRefusedError(
                     "another upload of this artifact is in progress; wait for it", 409
                 )
-            self._uploading.add(partial.name)
+            self._check_quota(partial, size, complete)
+            missing = max(size - _size_of(partial), 0)
+            self._check_room(missing)
+            self._uploading[partial.name] = missing
+            self._declared[partial.name] = size
         try:
             return ArtifactUpload(self, _Target(sha256, size, partial), offset)
         except BaseException:
@@ -110,32 +152,88 @@ class ArtifactFolder:
             pass
         return True
 
-    def sweep(self, keep: set[str], begun_before: float) -> int:
-        """Delete artifacts that are not in ``keep``, and old partial files; return how many.
+    def stored(self) -> list[StoredFile]:
+        """Return all complete artifacts."""
+        found = []
+        for path in self._path.glob("[0-9a-f][0-9a-f]/*"):
+            if _DIGEST.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    found.append(StoredFile(path.name, status.st_size, status.st_mtime))
+        return found
+
+    def touch(self, sha256: str) -> None:
+        """Note that an artifact is in use: the age of its file counts from now on."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.path(sha256))
+
+    def sweep(self, keep: set[str]) -> int:
+        """Delete the artifacts that are not in ``keep``; return how many.
 
         Only call it while nothing else uses the folder.
         """
         unwanted = [path for path in self._path.glob("[0-9a-f][0-9a-f]/*") if path.name not in keep]
-        unwanted += [path for path in self._partial.glob("*") if path.stat().st_mtime < begun_before]
         for path in unwanted:
             path.unlink()
         return len(unwanted)
+
+    def sweep_partial(self, begun_before: float) -> int:
+        """Delete incomplete uploads that did not continue since then; return how many."""
+        count = 0
+        for path in list(self._partial.glob("*")):
+            with self._lock, contextlib.suppress(FileNotFoundError):
+                if path.name not in self._uploading and path.stat().st_mtime < begun_before:
+                    path.unlink()
+                    self._digests.pop(path.name, None)
+                    self._declared.pop(path.name, None)
+                    count += 1
+        return count
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the disk has less space left than uploads must leave."""
+        return self._free() < self._reserve
 
     def _partial_path(self, sha256: str, owner: str) -> Path:
         self.path(sha256)
         return self._partial / f"{sha256}.{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
 
-    def _check_size(self, size: int) -> None:
-        if size > self._largest:
+    def _check_quota(self, partial: Path, size: int, complete: FileTotals) -> None:
+        """Refuse (413) if the files of an owner would be too large or too many with this one."""
+        others = [each for each in self._partial.glob(f"*{partial.suffix}") if each != partial]
+        declared = sum(max(self._declared.get(each.name, 0), _size_of(each)) for each in others)
+        used = complete.bytes + declared
+        if used + size > self._quota.bytes:
             raise ServerRefusedError(
-                f"an artifact may have {self._largest} bytes at most, not {size}", 413
+                f"your files take {used / 1e9:.1f} GB of the {self._quota.bytes / 1e9:.1f} GB that a "
+                f"member may have here, not enough for another {size / 1e9:.1f} GB; unused ones are "
+                "deleted after some time",
+                413,
             )
-        self._path.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._path).free
-        if size + self._reserve > free:
+        if complete.files + len(others) >= self._quota.files:
+            raise ServerRefusedError(f"a member may have {self._quota.files} files here", 413)
+
+    def _check_room(self, missing: int) -> None:
+        """Refuse (507) if the disk has no room for so many more bytes."""
+        reserved, free = sum(self._uploading.values()), self._free()
+        if missing + reserved + self._reserve > free:
             raise ServerRefusedError(
-                f"the server's disk has {free / 1e9:.1f} GB left, not enough for {size / 1e9:.1f} GB",
+                f"the server's disk has {max(free - reserved - self._reserve, 0) / 1e9:.1f} GB left for "
+                f"uploads, not enough for {missing / 1e9:.1f} GB",
                 507,
+            )
+
+    def _free(self) -> int:
+        self._path.mkdir(parents=True, exist_ok=True)
+        return shutil.disk_usage(self._path).free
+
+    def _count(self, partial: Path, received: int) -> None:
+        """Note that bytes of an upload are on the disk; refuse (507) if it is full by now."""
+        with self._lock:
+            self._uploading[partial.name] = max(self._uploading[partial.name] - received, 0)
+        if self.is_full:
+            raise ServerRefusedError(
+                "the server's disk is full; the upload continues once its operator frees some space", 507
             )
 
     def _put(self, file: Path, sha256: str) -> None:
@@ -152,13 +250,15 @@ class ArtifactFolder:
 
     def _release(self, partial: Path) -> None:
         with self._lock:
-            self._uploading.discard(partial.name)
+            self._uploading.pop(partial.name, None)
+            if not partial.exists():
+                self._declared.pop(partial.name, None)
 
 
 @dataclass(frozen=True)
 class _Target:
     sha256: str
-    size: int | None
+    size: int
     partial: Path
 
 
@@ -169,7 +269,7 @@ class ArtifactUpload:
         self._folder = folder
         self._target = target
         target.partial.parent.mkdir(parents=True, exist_ok=True)
-        self.received = target.partial.stat().st_size if target.partial.exists() else 0
+        self.received = _size_of(target.partial)
         if self.received != offset:
             raise ServerRefusedError(
                 f"the server has {self.received} bytes of this artifact: continue there", 409
@@ -195,10 +295,11 @@ class ArtifactUpload:
             self._folder._release(partial)
 
     def write(self, chunk: bytes) -> None:
-        """Add bytes; raise ``ServerRefusedError`` if there are more than announced."""
-        limit = self._folder._largest if self._target.size is None else self._target.size
+        """Add bytes; refuse if there are more than declared (413) or the disk is full (507)."""
+        limit = self._target.size
         if self.received + len(chunk) > limit:
             raise ServerRefusedError(f"the upload has more than the {limit} bytes of this artifact", 413)
+        self._folder._count(self._target.partial, len(chunk))
         self._file.write(chunk)
         self._digest.update(chunk)
         self.received += len(chunk)
@@ -206,19 +307,23 @@ class ArtifactUpload:
     def finish(self) -> bool:
         """Return whether the artifact is complete now; refuse (422) if its digest is wrong."""
         self._file.flush()
-        is_valid = self._digest.hexdigest() == self._target.sha256
-        if self._target.size is None and not is_valid:
-            return False
-        if self._target.size is not None and self.received < self._target.size:
+        if self.received < self._target.size:
             return False
         self._file.close()
-        if not is_valid:
+        if self._digest.hexdigest() != self._target.sha256:
             self._target.partial.unlink()
             raise ServerRefusedError(
                 "the received bytes do not have the digest of this artifact; send them again", 422
             )
         self._folder._put(self._target.partial, self._target.sha256)
         return True
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _digest_of(partial: Path) -> hashlib._Hash:

@@ -175,6 +175,16 @@ class CheckpointService:
             self._rescues[key] = _Rescue(frozenset(lost), at_least)
         uow.topics |= {("provider", each.provider) for each in live}
 
+    def gather(self, uow: UnitOfWork, cluster: Sequence[AssignmentRecord]) -> None:
+        """Have a cluster that trains upload the checkpoints that it has, once; ``rescue`` for others.
+
+        It takes further ones meanwhile, which are not waited for.
+        """
+        with self._lock:
+            is_known = _key(cluster[0]) in self._rescues
+        if not is_known:
+            self.rescue(uow, cluster, set())
+
     def end_rescues(self, job: str) -> None:
         """Return to uploads from time to time: the clusters of a job are complete again, or given up."""
         with self._lock:

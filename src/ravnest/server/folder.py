@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
 from ravnest.errors import ServerError
+from ravnest.host import make_private
 from ravnest.store.files import write_json
 
 
@@ -34,13 +35,14 @@ class ServerFolder:
         self.job_authorities = path / "authorities"
         self.relay_key = self.authority / "relay.key"
         self.scratch = path / "scratch"
+        self.ballast = path / "ballast"
         self.admin = path / "admin.credential"
         self._address = path / "server.json"
 
     def make(self) -> None:
-        """Create the folders that are missing."""
+        """Create the folders that are missing; nobody but their owner can use them afterwards."""
         for folder in (self.path, self.authority, self.job_authorities):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 
 from ravnest.errors import ServerRefusedError
+from ravnest.jobs.model import UNITS_LIMIT
 from ravnest.schemas.jobs import JobSpec, JobState, JobView
 from ravnest.schemas.providers import ProviderState
 from ravnest.server.artifacts import ArtifactFolder
@@ -16,6 +17,9 @@ from ravnest.server.job_status import failed_clusters, has_delivered, roots
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.server.views import job_view
+
+_JOB_PAUSE = 60.0
+"""Seconds after which a member with too many jobs may try again."""
 
 
 class JobService:
@@ -51,7 +55,12 @@ class JobService:
         return len(running)
 
     def submit(self, member: MemberRecord, spec: JobSpec) -> str:
-        """Queue a job and return its id; refuse (422) if its files were not uploaded by its owner."""
+        """Queue a job and return its id.
+
+        Refuse if its graph is too large (413), its files were not uploaded by its owner (422), or its
+        owner has too many jobs that have not ended (429).
+        """
+        _check_graph(spec)
         job = f"job-{secrets.token_hex(4)}"
         files = needed_files(spec)
         with self._units.db.read() as db:
@@ -65,11 +74,25 @@ class JobService:
                     f"{', '.join(missing[:10])}{', …' if len(missing) > 10 else ''}",
                     422,
                 )
+            self._check_count(uow, member)
             how = "" if spec.resume_from is None else f", to continue {spec.resume_from}"
             uow.db.jobs.add(job, member.id, spec, f"submitted by {member.name}{how}")
             add_resumed(uow.db, job, find_resumed(uow.db, self._artifacts, member, spec))
             uow.needs_matching = True
+        for file in files:
+            self._artifacts.touch(file.sha256)  # they stay for as long as those of a new upload
         return job
+
+    def _check_count(self, uow: UnitOfWork, member: MemberRecord) -> None:
+        most = self._settings.unfinished_jobs
+        states = [state for state in JobState if not state.is_final]
+        if sum(job.owner == member.id for job in uow.db.jobs.in_state(*states)) >= most:
+            raise ServerRefusedError(
+                f"{member.name} has {most} jobs that have not ended, more are not allowed: wait for one "
+                "of them, or cancel one",
+                429,
+                _JOB_PAUSE,
+            )
 
     def resume_job(self, member: MemberRecord, job: str) -> str:
         """Queue a job with the specification of an ended one, which starts from its checkpoint."""
@@ -200,3 +223,13 @@ class JobService:
             reason = f"it did not fetch its assignment within {limit / 60:.0f} minutes"
             uow.vacate(assignment, reason, "machine")
             uow.release(provider, f"{assignment.job} continues without it: {reason}")
+
+
+def _check_graph(spec: JobSpec) -> None:
+    size = spec.model.units.size
+    if size > UNITS_LIMIT:
+        raise ServerRefusedError(
+            f"the graph of the model has {size / 1e6:.0f} MB, a job may have {UNITS_LIMIT / 1e6:.0f} MB"
+            ": use fewer operations, such as fewer iterations of a loop in forward",
+            413,
+        )

@@ -36,6 +36,7 @@ from ravnest.server.scheduling.link_tests import (
 from ravnest.server.scheduling.planning import PlannedJob
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWorkFactory
+from ravnest.transport.link_secret import new_secret
 from ravnest.transport.tls import is_loopback
 from ravnest.types import Address
 
@@ -157,10 +158,7 @@ class LinkTestService:
     def sign(self, member: MemberRecord, test: str, request: str) -> SignedCertificate:
         """Sign the certificate of a provider for a test."""
         found = self._own(member, test)
-        order = found.orders[member.id]
-        offer = (found.listener if order.listens else found.dialer).offer
-        hosts = dict.fromkeys(Address.parse(each).host for each in offer.all_addresses)
-        return self._auth.sign(found.id, order.node, hosts, request)
+        return self._auth.sign(found.id, found.orders[member.id].node, request)
 
     def report(self, member: MemberRecord, test: str, result: LinkTestResult) -> None:
         """Store the result of a test; refuse (404) if the test is over."""
@@ -270,7 +268,7 @@ class LinkTestService:
         nodes = {provider.id: node for provider, node in zip(both, pair.nodes, strict=True)}
         addresses = listener.offer.all_addresses
         tls = not is_loopback(Address.parse(addresses[0]))
-        orders = {}
+        orders, secret = {}, new_secret()
         for own, peer in ((listener, dialer), (dialer, listener)):
             node, other = nodes[own.id], nodes[peer.id]
             orders[own.id] = LinkTestOrder(
@@ -282,6 +280,7 @@ class LinkTestService:
                 addresses=addresses,
                 tls=tls,
                 relay=self._relays.access(job, node, (other,), [p.offer for p in both]) if tls else None,
+                secret=secret,
             )
         deadline = self._units.clock.steady() + self._settings.link_test
         return _Test(test, job, listener, dialer, orders, deadline)

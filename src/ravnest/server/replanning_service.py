@@ -1,8 +1,9 @@
 """New plans for jobs that have lost nodes which no spare can replace.
 
 The remaining nodes upload their checkpoints, then the job returns to the queue, and the newest complete
-checkpoint is cut anew for the providers that it gets. All of that follows from the database; only the
-time for which places were vacant counts anew after a restart.
+checkpoint is cut anew for the providers that it gets. If other clusters train, they go on until a new
+plan is due, and upload their checkpoints first. All of that follows from the database; only the time for
+which places were vacant counts anew after a restart.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from ravnest.server.checkpoint_service import CheckpointService
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
 from ravnest.server.deadline_table import DeadlineTable
-from ravnest.server.job_status import failed_clusters, holders, vacant
+from ravnest.server.job_status import failed_clusters, has_delivered, holders, roots, vacant
 from ravnest.server.resume_state import newest_checkpoint
 from ravnest.server.scheduling.matching import Matching
 from ravnest.server.scheduling.replanning import (
+    GatherCheckpoints,
     GiveUp,
+    GiveUpClusters,
     KeepWaiting,
     PlanAnew,
     PlanAnswer,
@@ -67,6 +70,22 @@ class _Vacancy:
     def cluster(self, number: int) -> list[AssignmentRecord]:
         return [each for each in self.held if each.cluster == number]
 
+    @property
+    def others(self) -> set[int]:
+        """Clusters without a vacant place that have not failed."""
+        return {each.cluster for each in self.held} - self.clusters - failed_clusters(self.held)
+
+    @property
+    def training(self) -> set[int]:
+        """Clusters that train on."""
+        live = {each.cluster for each in self.held if not each.has_ended}
+        return self.others & live
+
+    @property
+    def is_delivered(self) -> bool:
+        """True if the server has the trained model of a cluster."""
+        return any(has_delivered(root) for root in roots(self.held))
+
 
 class ReplanningService:
     """Plans jobs anew; ``run_once`` belongs to the thread that runs matching."""
@@ -78,9 +97,11 @@ class ReplanningService:
         checkpoints: CheckpointService,
         settings: ServerSettings,
         request: Callable[[], None],
+        give_up: Callable[[UnitOfWork, AssignmentRecord, str], None],
     ) -> None:
-        """``request``: has ``run_once`` called soon."""
+        """``request``: has ``run_once`` called soon. ``give_up``: fails the cluster of a lost node."""
         self._units = units
+        self._give_up = give_up
         self._matching = matching
         self._checkpoints = checkpoints
         self._settings = settings
@@ -91,6 +112,8 @@ class ReplanningService:
         """Jobs about which to decide again."""
         self._answers: dict[str, tuple[_Asked, PlanAnswer]] = {}
         """Last answer of the planner for each job, and the providers that it was for."""
+        self._gathering: dict[str, float] = {}
+        """Jobs whose other clusters upload their checkpoints, and since when (steady clock)."""
 
     def run_once(self) -> None:
         """Decide about every job that has vacant places."""
@@ -114,6 +137,7 @@ class ReplanningService:
         for job in set(self._since) - jobs:
             del self._since[job]
             self._answers.pop(job, None)
+            self._gathering.pop(job, None)
             self._checkpoints.end_rescues(job)
         self._again.keep_only(jobs)
 
@@ -135,13 +159,35 @@ class ReplanningService:
         state, deadline = self._state(vacancy, now - since)
         answer = self._ask(vacancy) if needs_answer(state, limits) else None
         decision = decide_replan(state, answer, limits)
+        if isinstance(decision, GatherCheckpoints):
+            deadline = self._gather(vacancy, now) - since
+        elif isinstance(decision, KeepWaiting) and self._gathering.pop(job.id, None) is not None:
+            self._checkpoints.end_rescues(job.id)  # the clusters that train upload from time to time
         self._apply(vacancy, decision)
-        if isinstance(decision, KeepWaiting):
-            wait = deadline if decision.until is None else decision.until
+        if isinstance(decision, (KeepWaiting, GatherCheckpoints)):
+            until = decision.until if isinstance(decision, KeepWaiting) else None
+            wait = deadline if until is None else until
             self._again.remove(job.id)
             if wait > state.waited:
                 self._again.add(job.id, since + wait)
                 self._units.wake_timers()
+
+    def _gather(self, vacancy: _Vacancy, now: float) -> float:
+        """Have the clusters that train upload their checkpoints; return the deadline of that."""
+        job = vacancy.job.id
+        since = self._gathering.setdefault(job, now)
+        with self._units.begin() as uow:
+            for cluster in sorted(vacancy.training):
+                self._checkpoints.gather(uow, vacancy.cluster(cluster))
+            return since + self._upload_limit(uow.db, vacancy, vacancy.training)
+
+    def _is_gathered(self, db: Transaction, vacancy: _Vacancy) -> bool:
+        since = self._gathering.get(vacancy.job.id)
+        if since is None:
+            return not vacancy.training
+        if self._units.clock.steady() >= since + self._upload_limit(db, vacancy, vacancy.training):
+            return True
+        return all(self._checkpoints.is_rescued(db, vacancy.cluster(each)) for each in vacancy.training)
 
     def _rescue(self, uow: UnitOfWork, vacancy: _Vacancy, cluster: int) -> None:
         members = vacancy.cluster(cluster)
@@ -160,10 +206,10 @@ class ReplanningService:
             rescued = all(
                 self._checkpoints.is_rescued(db, vacancy.cluster(each)) for each in vacancy.clusters
             )
-            limit = self._upload_limit(db, vacancy)
+            limit = self._upload_limit(db, vacancy, vacancy.clusters)
+            is_gathered = self._is_gathered(db, vacancy)
             names = db.providers.names(each.provider for each in vacancy.empty)
             on_insufficient = db.jobs.spec(job.id).on_insufficient
-        whole = {each.cluster for each in vacancy.held} - vacancy.clusters
         update = None if newest is None else newest.id.update
         state = VacantJob(
             lost=vacancy.lost,
@@ -174,18 +220,20 @@ class ReplanningService:
             waited=waited,
             checkpoint=update,
             is_rescued=rescued or waited >= limit,
-            others_train=bool(whole - failed_clusters(vacancy.held)),
+            others_train=bool(vacancy.training),
+            is_delivered=vacancy.is_delivered,
+            is_gathered=is_gathered,
             replans=0 if update is not None and update > job.resumed else job.replans,
             on_insufficient=on_insufficient,
         )
         return state, limit
 
-    def _upload_limit(self, db: Transaction, vacancy: _Vacancy) -> float:
-        """Return the seconds after the loss at which the remaining nodes must have uploaded."""
+    def _upload_limit(self, db: Transaction, vacancy: _Vacancy, clusters: set[int]) -> float:
+        """Return the seconds that the nodes of these clusters have to upload their checkpoints."""
         seconds = 0.0
         for each in vacancy.held:
             provider = db.providers.get(each.provider)
-            if each.cluster in vacancy.clusters and not each.has_ended and provider is not None:
+            if each.cluster in clusters and not each.has_ended and provider is not None:
                 size = _UPLOADED * db.assignments.body(each.id).weights.size
                 seconds = max(seconds, _SLACK * 8 * size / (provider.offer.bandwidth * 1e6))
         most = 2 * self._settings.requeue_after
@@ -216,7 +264,7 @@ class ReplanningService:
         training = {
             each.provider
             for each in vacancy.held
-            if each.cluster not in vacancy.clusters and not each.has_ended
+            if each.cluster in vacancy.training and not each.has_ended
         }
         if not training:
             return PlanAnswer(True, reason)
@@ -226,7 +274,7 @@ class ReplanningService:
         return PlanAnswer(True, reason, planned.plan.samples_per_second / now.plan.samples_per_second)
 
     def _apply(self, vacancy: _Vacancy, decision: ReplanDecision) -> None:
-        if isinstance(decision, KeepWaiting):
+        if isinstance(decision, (KeepWaiting, GatherCheckpoints)):
             return
         with self._units.begin() as uow:
             current = self._vacancy(uow.db, vacancy.job.id)
@@ -236,6 +284,11 @@ class ReplanningService:
                 case PlanAnew(reason):
                     newest = newest_checkpoint(uow.db, current.job.id)
                     uow.plan_anew(current.job, reason, None if newest is None else newest.id.update)
+                case GiveUpClusters(reason):
+                    for each in current.empty:
+                        self._give_up(uow, each, reason)
+                    uow.update_job_status(current.job.id)
                 case GiveUp(reason):
                     uow.end_job(current.job, JobState.FAILED, reason)
+        self._gathering.pop(vacancy.job.id, None)
         self._checkpoints.end_rescues(vacancy.job.id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ravnest.errors import ServerRefusedError
+from ravnest.schemas.base import clipped
 from ravnest.schemas.providers import AssignmentReport, ProviderState, TlsRejections
 from ravnest.server.assignments import FETCHING
 from ravnest.server.auth.tokens import AuthService
@@ -12,6 +13,7 @@ from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import holders, lineage
+from ravnest.server.result_check import ResultCheck
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.telemetry import RecoveryRecord, RoundRecord, WarningRecord, WorkerRecord
 from ravnest.types import Role
@@ -35,7 +37,9 @@ class ReportService:
         auth: AuthService,
         jobs: JobService,
         activity: ClusterActivity,
+        check_result: ResultCheck,
     ) -> None:
+        self._check_result = check_result
         self._units = units
         self._auth = auth
         self._jobs = jobs
@@ -49,6 +53,8 @@ class ReportService:
             assignment = db.assignments.get(report.assignment)
         if assignment is not None and assignment.provider != provider:
             raise self._auth.refused(provider, f"{provider} reported on another provider's assignment")
+        if assignment is not None and report.result and not assignment.has_ended:
+            report = self._checked_result(assignment, report)
         with self._units.begin() as uow:
             assignment = uow.db.assignments.get(report.assignment)
             if assignment is None or assignment.has_ended:
@@ -67,6 +73,35 @@ class ReportService:
                 self._enter_phase(uow, assignment, report)
             elif report.phase == "uploading" and report.reason != assignment.reason:
                 self._explain_upload(uow, assignment, report.reason)
+
+    def _checked_result(
+        self, assignment: AssignmentRecord, report: AssignmentReport
+    ) -> AssignmentReport:
+        """Return the report, or that of a failure if its result is not the trained model.
+
+        Only the Root of a cluster has a result. A provider whose result is wrong has failed: another one
+        takes its place and repeats the end.
+        """
+        if assignment.role != Role.ROOT:
+            what = f"node_{assignment.node} of {assignment.job} sent a result, which only a Root has"
+            raise self._auth.refused(assignment.provider, what)
+        with self._units.db.read() as db:
+            digests = [file.artifact.sha256 for file in report.result]
+            if db.artifact_grants.missing(assignment.provider, digests):
+                return report  # refused below
+            held = holders(db.assignments.of_job(assignment.job))
+            bodies = {
+                each.node: db.assignments.body(each.id)
+                for each in held
+                if each.cluster == assignment.cluster
+            }
+        problem = self._check_result(report.result, bodies)
+        if not problem:
+            return report
+        reason = f"its result is not the trained model: {problem}"
+        self._auth.refused(assignment.provider, f"node_{assignment.node} of {assignment.job}: {reason}")
+        failed = {"phase": "failed", "cause": "machine", "reason": clipped(reason), "result": ()}
+        return report.model_copy(update=failed)
 
     def _store_records(
         self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport

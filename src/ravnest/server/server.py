@@ -9,12 +9,13 @@ from pathlib import Path
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobView
-from ravnest.server.artifacts import ArtifactFolder
+from ravnest.server.artifacts import ArtifactFolder, FileTotals
 from ravnest.server.auth.tokens import AuthService
 from ravnest.server.checkpoint_service import CheckpointService
 from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Database
 from ravnest.server.db.records import JobRecord, MemberRecord
+from ravnest.server.disk_ballast import DiskBallast
 from ravnest.server.folder import ServerFolder
 from ravnest.server.improvement_service import ImprovementService
 from ravnest.server.job_pace import PaceReader
@@ -23,13 +24,16 @@ from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.notifications import Notifications
 from ravnest.server.plan_review import PlanReviewer
 from ravnest.server.provider_service import ProviderService
+from ravnest.server.rate_limits import RateLimits
 from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.replanning_service import ReplanningService
 from ravnest.server.report_service import ReportService
+from ravnest.server.result_check import ResultCheck, ShippedResultCheck
+from ravnest.server.retention_service import RetentionService
 from ravnest.server.scheduling.matching import Matching, MatchingThread
+from ravnest.server.scheduling.planner_process import ProcessPlanner
 from ravnest.server.scheduling.planning import JobPlanner
-from ravnest.server.scheduling.shipping import ArtifactPlanner
 from ravnest.server.settings import Clock, ServerSettings
 from ravnest.server.straggler_service import StragglerService
 from ravnest.server.takeover_service import TakeoverService
@@ -52,6 +56,7 @@ class Server:
         settings: ServerSettings | None = None,
         clock: Clock | None = None,
         tls: bool = False,
+        check_result: ResultCheck | None = None,
     ) -> None:
         self.settings = settings or ServerSettings()
         self.clock = clock or Clock()
@@ -63,7 +68,11 @@ class Server:
             self.folder.artifacts,
             largest=self.settings.largest_artifact,
             reserve=self.settings.disk_reserve,
+            quota=FileTotals(self.settings.member_bytes, self.settings.member_files),
+            complete=self._complete_files,
         )
+        self._requests = RateLimits(self.settings.requests)
+        self.ballast = DiskBallast(self.folder.ballast, self.settings.disk_ballast)
         self.notifications = Notifications()
         self._matching_thread = MatchingThread()
         self._units = UnitOfWorkFactory(
@@ -82,7 +91,13 @@ class Server:
         activity = ClusterActivity()
         self.provider_service = ProviderService(
             self._units,
-            ReportService(self._units, self.auth, self.job_service, activity),
+            ReportService(
+                self._units,
+                self.auth,
+                self.job_service,
+                activity,
+                check_result or ShippedResultCheck(self.artifacts.path),
+            ),
             self.takeover_service,
             self.checkpoint_service,
             activity,
@@ -92,10 +107,14 @@ class Server:
             self.relay_service,
             self.link_test_service,
         )
+        self.retention_service = RetentionService(self._units, self.artifacts, self.settings)
         self.straggler_service = StragglerService(self._units)
         self.matching = Matching(
             self._units,
-            planner or ArtifactPlanner(self.artifacts, self.folder.scratch, self.relay_service),
+            planner
+            or ProcessPlanner(
+                self.folder.artifacts, self.folder.scratch, self.settings.planning, self.relay_service
+            ),
             self.relay_service.live,
             self.link_test_service,
             self.job_service,
@@ -107,6 +126,7 @@ class Server:
             self.checkpoint_service,
             self.settings,
             self._matching_thread.request,
+            self.takeover_service.give_up,
         )
         self.improvement_service = ImprovementService(
             self._units,
@@ -123,13 +143,15 @@ class Server:
     def opened(self) -> Iterator[Server]:
         """Lock the folder, open the database and take up its state."""
         with self.folder.held():
+            self.ballast.release()
             self.db.open()
             try:
                 self.auth.open()
                 self.relay_service.open()
                 with self.db.read() as db:
                     needed = db.artifact_grants.all()
-                self.artifacts.sweep(needed, self.clock.wall() - self.settings.kept_uploads)
+                self.artifacts.sweep(needed)
+                self.artifacts.sweep_partial(self.clock.wall() - self.settings.kept_uploads)
                 self._resume()
                 yield self
             finally:
@@ -150,6 +172,11 @@ class Server:
         self.improvement_service.run_once()
         self.matching.run_once()
 
+    def clean_up(self) -> None:
+        """Delete files that nobody needs any more; takes seconds if there are many."""
+        self.ballast.restore()
+        self.retention_service.run_once()
+
     def run_due(self) -> float:
         """Carry out what is due; return the seconds until the next call is needed."""
         services = (
@@ -161,6 +188,7 @@ class Server:
             self.replanning_service,
             self.improvement_service,
         )
+        self.ballast.release()
         deadlines = [service.run_due() for service in services]
         with self.db.write(self.clock.wall()) as db:
             db.events.forget(self.settings.kept_events)
@@ -168,6 +196,34 @@ class Server:
         now = self.clock.steady()
         latest = now + self.settings.lost_after
         return max(_SHORTEST_PAUSE, min(*(latest if d is None else d for d in deadlines), latest) - now)
+
+    def count_request(self, member: MemberRecord) -> None:
+        """Count a request of a member; refuse it (429) if there were too many."""
+        wait = self._requests.take(member.id, self.clock.steady())
+        if wait > 0:
+            most = self.settings.requests.per_second
+            raise ServerRefusedError(f"{member.name} sends over {most:g} requests per second", 429, wait)
+
+    def check_health(self) -> tuple[str, ...]:
+        """Return what is wrong with the server; empty if nothing is."""
+        problems = [self.db.check(self.clock.wall())]
+        if self.artifacts.is_full:
+            problems.append("the disk is full: uploads are refused until its operator frees some space")
+        return tuple(filter(None, problems))
+
+    def revoke(self, member: str) -> None:
+        """End the credential of a member; requests that wait are answered, and its offers end."""
+        found = self.auth.revoke(member)
+        reason = "its credential was revoked"
+        if found.role is ApiRole.PROVIDER:
+            self.provider_service.leave(member, reason)
+            self.notifications.notify(("provider", member))
+        elif found.role is ApiRole.RELAY:
+            self.relay_service.leave(member, f"the relay {found.name} left: {reason}")
+            self.notifications.notify(("relays", ""))
+        else:
+            for job in self.visible_jobs(found):
+                self.notifications.notify(("job", job.id))
 
     def visible_job(self, member: MemberRecord, job: str) -> JobRecord:
         """Return a job; refuse if it does not exist (404) or the member may not see it (403)."""
@@ -186,6 +242,11 @@ class Server:
         owner = member.id if member.role is ApiRole.REQUESTER else None
         with self.db.read() as db:
             return [job_view(db, job, with_records=False) for job in db.jobs.listed(owner, limit)]
+
+    def _complete_files(self, owner: str) -> FileTotals:
+        """Return the size and number of the files that a member has uploaded."""
+        with self.db.read() as db:
+            return FileTotals(*db.artifact_grants.totals(owner))
 
     def _use_idle_providers(self) -> None:
         """Fill vacant places at once; the matching thread starts jobs with the providers that remain."""

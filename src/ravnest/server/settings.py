@@ -4,9 +4,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ravnest import deadlines
+from ravnest.server.rate_limits import Rate
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of the connections to the server. Strangers: connections without a valid credential yet."""
+
+    strangers: int = 512
+    """Connections of strangers; the oldest is closed for a new one."""
+    strangers_per_address: int = 64
+    """The same, of each address."""
+    per_member: int = 64
+    """Connections of each member."""
+    header_seconds: float = 10.0
+    """Time for the header of a request, and for a TLS handshake."""
+    linger_seconds: float = 5.0
+    """Time for which the rest of a request is read that was answered before its end."""
+    unread_bytes: int = 1 << 20
+    """Bytes of it that are read: a client sees the answer only if it can send what it has begun."""
+
+
+@dataclass(frozen=True)
+class PlanningLimits:
+    """Limits of the process that reads models, plans jobs and writes stages."""
+
+    memory: int = 3 << 30
+    """Bytes that a model may take there; Linux only."""
+    plan_seconds: float = 120.0
+    """Time for one plan."""
+    ship_seconds: float = 3600.0
+    """Time to write the stages of a job."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +73,8 @@ class ServerSettings:
     """Time between two looks at running jobs for which another plan may be faster."""
     improvement_pause: float = deadlines.IMPROVEMENT_PAUSE
     """Least time between two questions to the planner about one of them."""
+    unfinished_jobs: int = 100
+    """Jobs of one requester that may wait or run at the same time."""
     ended_jobs_resumable: int = 16
     """Number of ended jobs whose newest checkpoints are kept."""
     checkpoints_kept: float = 7 * 86400.0
@@ -63,12 +96,31 @@ class ServerSettings:
     longest_wait: float = deadlines.LONGEST_HELD_REQUEST
     """Longest delay of a reply to a request that waits for a change."""
     largest_artifact: int = 256 << 30
+    member_bytes: int = 512 << 30
+    """Size of all files of one member, with the declared size of incomplete uploads."""
+    member_files: int = 200_000
+    """Number of these files."""
+    files_kept: float = 30 * 86400.0
+    """Age at which a file of a member is deleted, if no job needs it; the age of a result counts from
+    its upload, that of other files from the last submission with them."""
+    stored_bytes: int = 1 << 40
+    """Size of all files; beyond it, files that no job needs are deleted earlier, the oldest first."""
+    files_kept_at_least: float = 86400.0
+    """Least age of a file that is deleted for this reason: its submission may follow."""
+    clean_up_pause: float = 600.0
+    """Time between two searches for files to delete."""
     kept_uploads: float = 7 * 86400.0
-    """Age at which an incomplete upload is deleted, at a start of the server."""
+    """Age at which an incomplete upload is deleted."""
+    disk_ballast: int = 16 << 20
+    """Size of a file that is deleted when the disk is full, so that the database can be written."""
     disk_reserve: int = 256 << 20
     """Free disk space that uploads must leave."""
-    largest_message: int = 32 << 20
-    """Size limit of a request that is not an upload."""
+    largest_message: int = 4 << 20
+    """Size limit of a request that is not an upload; most routes have a lower one."""
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    planning: PlanningLimits = field(default_factory=PlanningLimits)
+    requests: Rate = Rate(burst=1000, per_second=100)  # noqa: RUF009 - immutable
+    """Requests of one member; a provider sends some five per second at most."""
     probe_bytes: int = 16 << 20
     page_login: float = 30 * 86400.0
     """Lifetime of a browser login."""

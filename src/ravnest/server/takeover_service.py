@@ -6,6 +6,7 @@ that a restarted server continues where the last one stopped.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -51,6 +52,8 @@ from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.tls import is_loopback
 from ravnest.types import Address
+
+_log = logging.getLogger(__name__)
 
 
 class TakeoverService:
@@ -105,7 +108,7 @@ class TakeoverService:
                 own = uow.db.assignments.get(name)
                 assignments = [] if own is None else uow.db.assignments.of_job(own.job)
                 if own is not None and own.id in {each.id for each in vacant(assignments)}:
-                    self._give_up(uow, own, f"{own.reason}; no other provider came in time")
+                    self.give_up(uow, own, f"{own.reason}; no other provider came in time")
                     uow.update_job_status(own.job)
         return self._waits.next
 
@@ -126,7 +129,7 @@ class TakeoverService:
         places = {each.node: vacant_place(uow, found, each) for each in empty}
         for each in empty:
             if words := exhausted(places[each.node]):
-                self._give_up(uow, each, words)
+                self.give_up(uow, each, words)
                 return
         spares = self._spares(uow, found)
         chosen = returning(places.values(), spares)
@@ -154,17 +157,23 @@ class TakeoverService:
     def _wait(
         self, uow: UnitOfWork, found: RunningJob, empty: Sequence[AssignmentRecord], reason: str
     ) -> None:
-        """Wait for further providers as long as the job allows; ``ReplanningService`` may end that."""
-        limit = uow.db.jobs.spec(found.record.id).on_insufficient
-        whole = {each.cluster for each in holders(found.assignments)} - {each.cluster for each in empty}
-        if limit == "fail" and whole - failed_clusters(found.assignments):
-            self._give_up(uow, empty[0], f"{empty[0].reason}; {reason}")
-        elif isinstance(limit, float):
-            for each in empty:
-                self._waits.add(each.id, self._units.clock.steady() + limit)
-            uow.topics.add(("clock", ""))
+        """Wait for further providers as long as the job allows; ``ReplanningService`` may end that.
 
-    def _give_up(self, uow: UnitOfWork, lost: AssignmentRecord, reason: str) -> None:
+        While other clusters train, only that one decides: the share of the data may move to them.
+        """
+        limit = uow.db.jobs.spec(found.record.id).on_insufficient
+        gaps = {each.cluster for each in vacant(found.assignments)}
+        whole = {each.cluster for each in holders(found.assignments)} - gaps
+        others_train = bool(whole - failed_clusters(found.assignments))
+        _log.debug("%s waits for providers: %s", found.record.id, reason)
+        for each in empty:
+            if others_train or not isinstance(limit, float):
+                self._waits.remove(each.id)
+            else:
+                self._waits.add(each.id, self._units.clock.steady() + limit)
+                uow.topics.add(("clock", ""))
+
+    def give_up(self, uow: UnitOfWork, lost: AssignmentRecord, reason: str) -> None:
         """Fail the cluster of a place that is not filled again."""
         uow.end_assignment(lost, "failed", reason)
         uow.db.events.add("recovery", lost.job, f"{place_name(lost)} is given up: {reason}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import (
     AssignmentView,
     CheckpointView,
@@ -19,7 +20,7 @@ from ravnest.schemas.providers import ProviderView
 from ravnest.schemas.reachability import RelayView
 from ravnest.server.complete_checkpoints import complete_checkpoints
 from ravnest.server.db.database import Transaction
-from ravnest.server.db.records import AssignmentRecord, JobRecord, ProviderRecord
+from ravnest.server.db.records import AssignmentRecord, JobRecord, MemberRecord, ProviderRecord
 from ravnest.server.db.telemetry import Stored
 from ravnest.server.job_status import holders, leading_root, lineage, roots
 from ravnest.server.liveness import Liveness
@@ -55,15 +56,41 @@ def provider_view(
 
 
 def provider_views(
-    db: Transaction, liveness: Liveness, lost_since: float, relays: Mapping[str, RelayView]
+    db: Transaction,
+    liveness: Liveness,
+    lost_since: float,
+    relays: Mapping[str, RelayView],
+    member: MemberRecord,
 ) -> list[ProviderView]:
-    """Return the connected providers and those lost at ``lost_since`` or later."""
-    return [provider_view(record, liveness, relays) for record in db.providers.present(lost_since)]
+    """Return the providers that a member may see: connected, or lost at ``lost_since`` or later.
+
+    Providers and relays see themselves. A requester does not see what providers do for others.
+    """
+    records = [each for each in db.providers.present(lost_since) if _may_see(member, each.id)]
+    views = [provider_view(record, liveness, relays) for record in records]
+    if member.role is not ApiRole.REQUESTER:
+        return views
+    own = {job.id for job in db.jobs.listed(member.id)}
+    return [each if each.job is None or each.job in own else _discreet(each) for each in views]
 
 
-def link_views(db: Transaction) -> list[LinkView]:
-    """Return the newest figures of all measured links."""
-    records = db.links.all()
+def _may_see(member: MemberRecord, provider: str) -> bool:
+    """Return whether a member may see a provider at all."""
+    return member.role not in (ApiRole.PROVIDER, ApiRole.RELAY) or member.id == provider
+
+
+def _discreet(view: ProviderView) -> ProviderView:
+    """Return the view of a provider that works for another requester."""
+    offer = view.offer.model_copy(update={"trained": ()})
+    update = {"job": None, "offer": offer, "reason": "it works for another requester"}
+    return view.model_copy(update=update)
+
+
+def link_views(db: Transaction, member: MemberRecord) -> list[LinkView]:
+    """Return the newest figures of all measured links that a member may see."""
+    records = [
+        each for each in db.links.all() if _may_see(member, each.one) or _may_see(member, each.other)
+    ]
     names = db.providers.names({name for record in records for name in (record.one, record.other)})
     return [
         LinkView(

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from functools import cache
 from typing import Any, Final, Literal
 
 import msgspec
 import torch
 from msgspec import Struct
 
-from ravnest.errors import OperatorError, StageFormatError
+from ravnest.errors import StageFormatError
 from ravnest.split.graph import (
     MODES,
     Argument,
@@ -36,21 +35,27 @@ from ravnest.split.graph import (
     SymbolRange,
     ValueSpec,
 )
-from ravnest.split.operators import resolve
+from ravnest.split.limits import MAX_ARGUMENT_DEPTH, MAX_ARGUMENTS, MAX_TEXT
+from ravnest.split.operator_arguments import check_operation
 from ravnest.split.structure import Structure
 from ravnest.types import convert_checked
 
 FORMAT: Final = "ravnest-stage"
 VERSION: Final = 1
-_MAX_DEPTH = 16
 _MAX_INTEGER = 2**63
 """Bound of the integers that an operator can take."""
 
 _SYMBOLIC_SIZE = re.compile(r"(?:(?P<factor>[1-9][0-9]{0,14})\*)?(?P<symbol>\w+|\?)")
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+"""Types of elements that torch's own operators compute with: neither quantized nor raw bits."""
 _TORCH_NAMES: dict[str, dict[str, Any]] = {
-    "dtype": {
-        str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
-    },
+    "dtype": {str(value).removeprefix("torch."): value for value in _DTYPES},
     "layout": {"strided": torch.strided},
     "memory_format": {
         str(v).removeprefix("torch."): v
@@ -165,7 +170,7 @@ def stage_from_json(data: object) -> StageSpec:
     spec.check()
     for graph in spec.graphs.values():
         for operation in graph.operations:
-            _check_operator(operation.target)
+            check_operation(operation)
     return spec
 
 
@@ -224,6 +229,8 @@ def _dimension(size: int | str, name: str) -> Dimension:
 
 def _operation_from_document(document: _OperationDocument) -> Operation:
     name = document.name
+    if _count([*document.args, *document.kwargs.values()]) > MAX_ARGUMENTS:
+        raise StageFormatError(f"the operation {name!r} has more than {MAX_ARGUMENTS} arguments")
     return Operation(
         name=name,
         target=document.target,
@@ -231,6 +238,13 @@ def _operation_from_document(document: _OperationDocument) -> Operation:
         kwargs=tuple([(k, _argument_from_json(value, name)) for k, value in document.kwargs.items()]),
         no_grad=document.no_grad,
     )
+
+
+def _count(data: list[Any], depth: int = 0) -> int:
+    """Return the number of values in a list and the lists inside of it."""
+    if depth > MAX_ARGUMENT_DEPTH:
+        return 1
+    return sum(_count(item, depth + 1) if isinstance(item, list) else 1 for item in data)
 
 
 def _argument_to_json(value: Argument) -> Any:
@@ -259,11 +273,13 @@ def _argument_from_json(data: Any, reader: str, depth: int = 0) -> Argument:
     The single key of an object says what it is, which msgspec cannot express: its unions need a field
     that holds the tag.
     """
-    if data is None or isinstance(data, bool | float | str):
+    if data is None or isinstance(data, bool | float):
+        return data
+    if isinstance(data, str) and len(data) <= MAX_TEXT:
         return data
     if isinstance(data, int) and -_MAX_INTEGER <= data < _MAX_INTEGER:
         return data
-    if isinstance(data, list) and depth < _MAX_DEPTH:
+    if isinstance(data, list) and depth < MAX_ARGUMENT_DEPTH:
         return tuple([_argument_from_json(item, reader, depth + 1) for item in data])
     if isinstance(data, dict) and len(data) == 1:
         ((tag, value),) = data.items()
@@ -277,15 +293,6 @@ def _argument_from_json(data: Any, reader: str, depth: int = 0) -> Argument:
             case (("dtype" | "layout" | "memory_format"), str()):
                 return _torch_value(tag, value)  # type: ignore[no-any-return]
     raise StageFormatError(f"{reader}: {reprlib.repr(data)} is not an argument")
-
-
-@cache
-def _check_operator(name: str) -> None:
-    """Raise ``OperatorError`` for an operator that is not listed or that writes to an ``out`` tensor."""
-    target = resolve(name)
-    schema = getattr(target, "_schema", None)
-    if schema is not None and any(argument.is_out for argument in schema.arguments):
-        raise OperatorError(f"the operator {name} writes to an out tensor, which stages cannot do")
 
 
 def _torch_name(value: object) -> str:

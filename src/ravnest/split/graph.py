@@ -6,6 +6,7 @@ checked by msgspec while it decodes; ``StageSpec.check`` makes the checks that s
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -13,6 +14,14 @@ import torch
 from msgspec import Meta, Struct, field
 
 from ravnest.errors import StageFormatError
+from ravnest.split.limits import (
+    MAX_DIMENSIONS,
+    MAX_OPERATIONS,
+    MAX_STATE_TENSORS,
+    MAX_SYMBOLS,
+    MAX_TEXT,
+    MAX_VALUES,
+)
 from ravnest.split.structure import Structure
 from ravnest.types import is_dense
 
@@ -212,6 +221,8 @@ class StageSpec(Struct, frozen=True):
         """Raise ``StageFormatError`` if the stage is inconsistent. Nothing of it has run yet."""
         if not 0 <= self.index < self.count <= MAX_STAGES:
             raise StageFormatError(f"stage {self.index} of {self.count} does not exist")
+        _check_count("state tensors", len(self.state), MAX_STATE_TENSORS)
+        _check_count("inputs of the model", len(self.signature), MAX_VALUES)
         names = [name for entry in self.state for name in entry.names]
         if len(set(names)) != len(names):
             raise StageFormatError("a state tensor is listed twice")
@@ -228,6 +239,7 @@ class StageSpec(Struct, frozen=True):
 
     def _check_state(self, entry: StateSpec) -> None:
         key = entry.key
+        _check_count(f"dimensions of {key!r}", len(entry.shape), MAX_DIMENSIONS)
         if not entry.names or entry.names[0] != key or len(entry.positions) != len(entry.names):
             raise StageFormatError(f"the names of {key!r} are malformed")
         if not all(_is_state_name(part) for name in entry.names for part in name.split(".")):
@@ -280,7 +292,11 @@ def _check_rows(entry: StateSpec) -> None:
 
 def _is_state_name(part: str) -> bool:
     """Return True for one part of a tensor's name; keys of a ``ModuleDict`` need not be identifiers."""
-    return bool(part) and part.isprintable() and not part.startswith("__")
+    return 0 < len(part) <= MAX_TEXT and part.isprintable() and not part.startswith("__")
+
+
+def _is_value_name(name: str) -> bool:
+    return len(name) <= MAX_TEXT and name.isidentifier()
 
 
 def _differentiable(dtype: torch.dtype | None) -> bool:
@@ -296,8 +312,24 @@ def refs_in(argument: Argument) -> Iterator[str]:
             yield from refs_in(item)
 
 
+def _check_count(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise StageFormatError(f"there are {count} {what}; at most {most} are allowed")
+
+
+def _check_counts(graph: StageGraph) -> None:
+    _check_count("operations", len(graph.operations), MAX_OPERATIONS)
+    _check_count("inputs", len(graph.inputs), MAX_VALUES)
+    _check_count("outputs", len(graph.outputs), MAX_VALUES)
+    _check_count("uses of state tensors", len(graph.state), MAX_STATE_TENSORS)
+    _check_count("symbols", len(graph.symbols), MAX_SYMBOLS)
+    for value in graph.inputs:
+        _check_count(f"dimensions of {value.name!r}", len(value.shape), MAX_DIMENSIONS)
+
+
 def _check_graph(mode: Mode, graph: StageGraph, keys: set[str], last: bool) -> None:
     try:
+        _check_counts(graph)
         _check_names(graph, keys)
         _check_inputs(graph)
         outputs = {output.name for output in graph.outputs}
@@ -331,8 +363,9 @@ def _check_names(graph: StageGraph, keys: set[str]) -> None:
     known: set[str] = set()
 
     def define(name: str) -> None:
-        if not name.isidentifier() or name in known:
-            raise StageFormatError(f"the name {name!r} is used twice or is not an identifier")
+        if not _is_value_name(name) or name in known:
+            shown = reprlib.repr(name)
+            raise StageFormatError(f"the name {shown} is used twice or is not an identifier")
         known.add(name)
 
     def read(reader: str, names: Iterator[str]) -> None:

@@ -11,6 +11,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -32,14 +33,6 @@ _FUNCTIONS = {
     **_named("size", torch, "sym_float sym_int sym_max sym_min sym_not sym_ite sym_sum _sym_sqrt"),
 }
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
-_UNINITIALISED = {
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-}
 
 
 @cache
@@ -77,6 +70,20 @@ def _transform_message(name: str) -> str:
     )
 
 
+def all_targets() -> list[str]:
+    """Return the names of all operators that a stage may use, with their overloads."""
+    names = list(_FUNCTIONS)
+    for base in sorted(allowed_aten()):
+        packet = getattr(torch.ops.aten, base, None)
+        for overload in packet.overloads() if packet is not None else ():
+            name = f"aten::{base}.{overload}"
+            with suppress(OperatorError):
+                resolve(name)
+                names.append(name)
+    return names
+
+
+@cache
 def resolve(name: str) -> Callable[..., Any]:
     """Return the operator of this name; raise ``OperatorError`` if it is not allowed."""
     if name in _FUNCTIONS:
@@ -86,17 +93,19 @@ def resolve(name: str) -> Callable[..., Any]:
     target = getattr(packet, overload, None)
     if not isinstance(target, torch._ops.OpOverload):
         raise OperatorError(f"this version of torch ({torch.__version__}) has no operator {name}")
-    return _cleared(target) if base in _UNINITIALISED else target
+    _check_schema(name, target._schema)
+    return target
 
 
-def _cleared(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``target`` with zeroed results: fresh memory may hold data of this process."""
+def _check_schema(name: str, schema: torch.FunctionSchema) -> None:
+    """Raise ``OperatorError`` for an overload that writes to an ``out`` tensor or computes no tensors.
 
-    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch.no_grad():
-            return target(*args, **kwargs).zero_()
-
-    return call
+    TorchScript's overloads on numbers, strings and lists can build values of any size.
+    """
+    if any(argument.is_out for argument in schema.arguments):
+        raise OperatorError(f"the operator {name} writes to an out tensor, which stages cannot do")
+    if not any("Tensor" in str(each.type) for each in (*schema.arguments, *schema.returns)):
+        raise OperatorError(f"the operator {name} neither takes nor returns a tensor")
 
 
 def _check(name: str) -> tuple[str, str]:
@@ -110,6 +119,7 @@ def _check(name: str) -> tuple[str, str]:
             "or look for an option of its library that does (transformers: "
             "experts_implementation='batched_mm')"
         )
-    if not plain or base not in allowed_aten() or overload == "out" or overload.endswith("_out"):
+    internal = overload == "out" or overload.endswith("_out") or overload.startswith("prim_")
+    if not plain or internal or base not in allowed_aten():
         raise OperatorError(f"the operator {name} is not on the list of operators that stages can use")
     return base, overload

@@ -13,7 +13,7 @@ import torch
 
 from ravnest.split.deferred import Deferral, DeferredGradients, deferrable_keys, deferral_of
 from ravnest.split.graph import Argument, Operation, Ref, StageDevice, StageGraph, refs_in
-from ravnest.split.operators import resolve
+from ravnest.split.operator_guards import executable
 from ravnest.split.recurrent_deferral import RecurrentDeferral, recurrent_deferral_of
 
 
@@ -85,8 +85,7 @@ class Program:
         named = [name for name, _ in operation.kwargs]
         values = [*operation.args, *(value for _, value in operation.kwargs)]
         arguments = tuple(self._place(value, operation.no_grad) for value in values)
-        function = resolve(operation.target)
-        function = getattr(function, "_op", function)  # the function inside an OpOverload: saves a call
+        function = executable(operation.target, operation.name)
         if named:
             function = _by_name(function, named)
         elif deferral := self._deferral(operation, function):

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from ravnest.errors import StageFormatError, StageInputError
+from ravnest.split.limits import MAX_STRUCTURE_DEPTH
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ Constant = None | bool | int | float | str
 _CONSTANT_TYPES = (type(None), bool, int, float, str)
 _CONTAINERS = ("list", "tuple", "dict", "record", "namedtuple")
 _KEYED = ("dict", "record")
-_MAX_DEPTH = 64
 
 
 class Record(dict[str, Any]):
@@ -139,7 +139,7 @@ class Structure:
         """Decode the JSON form; raise ``StageFormatError`` if it is invalid."""
         if data == "*":
             return LEAF
-        if depth > _MAX_DEPTH or not isinstance(data, dict):
+        if depth > MAX_STRUCTURE_DEPTH or not isinstance(data, dict):
             raise StageFormatError("a structure is malformed")
         if set(data) == {"constant"} and isinstance(data["constant"], _CONSTANT_TYPES):
             return cls("constant", constant=data["constant"])

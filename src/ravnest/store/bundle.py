@@ -12,6 +12,7 @@ import torch
 from ravnest.errors import RavnestError, StageFormatError
 from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import StageSpec
+from ravnest.split.limits import MAX_STAGE_BYTES
 from ravnest.split.module import StageModule
 from ravnest.split.splitter import SplitStage
 from ravnest.store.files import convert, read_json, sha256_of, write_json
@@ -19,8 +20,6 @@ from ravnest.store.weights import load_weights, save_weights
 
 STAGE_FILE = "stage.json"
 WEIGHTS_FILE = "weights.safetensors"
-STAGE_LIMIT = 256 << 20
-"""Largest ``stage.json`` in bytes; a graph of a million operations fits."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def load_stage(folder: Path, sha256: str | None = None) -> SplitStage:
     ``StageFormatError`` or ``OperatorError`` says what is wrong; nothing of a bad stage runs.
     """
     path = folder / STAGE_FILE
-    data = read_json(path, STAGE_LIMIT)
+    data = read_json(path, MAX_STAGE_BYTES)
     if sha256 is not None and sha256_of(path) != sha256:
         raise StageFormatError(
             f"{path} is not the file that the plan describes: its sha256 differs. Copy it again, or "

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ VERSION = 2
 _LIMIT = 64 << 20
 _LONGEST_OUTAGE = 86_400.0
 _LONGEST_REASON = 4000
+_LONGEST_SECRET = 256
 _MOST_ADDRESSES = 16
 
 
@@ -147,6 +149,11 @@ class NodeSpec:
     connection looks like a neighbour that was started again."""
     dials_previous: bool = False
     """True: the previous node does not know the address of this one, which took a place."""
+    samples: tuple[int, ...] = ()
+    """Training samples of each cluster in an epoch, as planned, which bound the weights of clusters in
+    averages; empty: not known."""
+    secret: str = dataclass_field(default="", repr=False)
+    """Secret of the job, which nodes prove to each other where they do not use TLS; empty: none."""
 
     def __post_init__(self) -> None:
         problem = next(_problems(self), None)
@@ -186,10 +193,17 @@ def _problems(spec: NodeSpec) -> Iterator[str]:
         yield f"loss_chunks is {spec.loss_chunks}, but only the last stage computes the loss"
     if not 0 <= spec.outage <= _LONGEST_OUTAGE:
         yield f"outage must be 0 to {_LONGEST_OUTAGE:g} seconds, is {spec.outage}"
-    if len(spec.split_reason) > _LONGEST_REASON:
-        yield f"split_reason has {len(spec.split_reason)} characters"
+    yield from _length_problems(spec)
     for path in (spec.bundle, *asdict(spec.certificates).values()):
         inside(path)
+
+
+def _length_problems(spec: NodeSpec) -> Iterator[str]:
+    if spec.samples and len(spec.samples) != len(spec.roots):
+        yield f"samples must list the {len(spec.roots)} clusters"
+    for name, most in (("split_reason", _LONGEST_REASON), ("secret", _LONGEST_SECRET)):
+        if len(getattr(spec, name)) > most:
+            yield f"{name} has {len(getattr(spec, name))} characters"
 
 
 def _position_problems(spec: NodeSpec) -> Iterator[str]:

@@ -80,24 +80,28 @@ class Authority:
         The certificate is also valid for the node's own name: peers check the name, not the address.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        return Identity(self._issue(name, hosts, key.public_key()), _private(key))
+        names = _alternatives([*hosts, name])
+        return Identity(self._issue(name, names, key.public_key()), _private(key))
 
-    def sign(self, request: bytes, name: str, hosts: Iterable[str]) -> bytes:
-        """Return a certificate (PEM) like that of ``issue`` for the key of a signing request (PEM).
+    def sign(self, request: bytes, name: str) -> bytes:
+        """Return a certificate (PEM) for the key of a signing request (PEM), valid for ``name`` only.
 
-        Only the key of the request is used: the sender cannot choose a name. ``ValueError`` if the
-        request is invalid, or not signed with its key.
+        Only the key of the request is used: the sender cannot choose a name. Hosts of the sender are
+        left out as well, because they are its own words: a host that is called ``node_0.`` passes for
+        ``node_0``. ``ValueError`` if the request is invalid, or not signed with its key.
         """
         parsed = x509.load_pem_x509_csr(request)
         if not parsed.is_signature_valid:
             raise ValueError("the signing request is not signed with its own key")
         match parsed.public_key():
             case ec.EllipticCurvePublicKey(curve=ec.SECP256R1()) as key:
-                return self._issue(name, hosts, key)
+                return self._issue(name, [x509.DNSName(name)], key)
             case _:
                 raise ValueError("the signing request must be for a key on the curve P-256")
 
-    def _issue(self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey) -> bytes:
+    def _issue(
+        self, name: str, valid_for: Iterable[x509.GeneralName], key: ec.EllipticCurvePublicKey
+    ) -> bytes:
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
@@ -105,9 +109,7 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-            .add_extension(
-                x509.SubjectAlternativeName(list(_alternatives([*hosts, name]))), critical=False
-            )
+            .add_extension(x509.SubjectAlternativeName(list(valid_for)), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         return certificate.public_bytes(serialization.Encoding.PEM)

@@ -21,12 +21,12 @@ from ravnest.transport.grpc_settings import (
     reason_of,
     relay_options,
 )
-from ravnest.transport.handshake import hello_frame, read_answer
+from ravnest.transport.handshake import DialHandshake, hello_frame
 from ravnest.transport.link import FrameLink, largest_batch
 from ravnest.transport.routes import Route, Unanswered
 from ravnest.transport.tls import Credentials, dial_address
 from ravnest.wire.header import Limits
-from ravnest.wire.messages import Hello
+from ravnest.wire.messages import Hello, HelloProof
 
 _Accepted = tuple[FrameLink, Connection]
 
@@ -42,18 +42,22 @@ class DialRequest:
     expect: int | None
     credentials: Credentials | None
     limits: Limits
+    secret: str = ""
+    """Secret that both sides have to prove on a connection without TLS; empty: none."""
 
 
 def try_dial(request: DialRequest, seconds: float) -> FrameLink | Unanswered:
     """Try once to connect; return the link or the failure. ``RefusedError`` if refused."""
     channel = _channel(request)
-    accepted: SimpleQueue[_Accepted | None] = SimpleQueue()
+    accepted: SimpleQueue[_Accepted | HelloProof | None] = SimpleQueue()
     result: SimpleQueue[FrameLink | RefusedError | Unanswered] = SimpleQueue()
     hello = structs.replace(request.hello, relayed=request.route.kind == "relayed")
-    stream = channel.stream_stream(METHOD)(_requests(hello, accepted))
+    secret = request.secret if request.credentials is None else ""
+    handshake = DialHandshake(hello, secret, str(request.route), request.expect)
+    stream = channel.stream_stream(METHOD)(_requests(handshake.first, accepted))
     threading.Thread(
         target=_read,
-        args=(request, channel, stream, accepted, result),
+        args=(request, handshake, channel, stream, accepted, result),
         name="ravnest link reader",
         daemon=True,
     ).start()
@@ -72,9 +76,12 @@ def try_dial(request: DialRequest, seconds: float) -> FrameLink | Unanswered:
     return outcome
 
 
-def _requests(hello: Hello, accepted: SimpleQueue[_Accepted | None]) -> Iterator[bytes]:
-    yield hello_frame(hello)
+def _requests(first: bytes, accepted: SimpleQueue[_Accepted | HelloProof | None]) -> Iterator[bytes]:
+    yield first
     opened = accepted.get()  # the reader always answers, at the latest when the stream ends
+    while isinstance(opened, HelloProof):
+        yield hello_frame(opened)
+        opened = accepted.get()
     if opened is not None:
         link, connection = opened
         yield from link.batches(connection)
@@ -82,9 +89,10 @@ def _requests(hello: Hello, accepted: SimpleQueue[_Accepted | None]) -> Iterator
 
 def _read(
     request: DialRequest,
+    handshake: DialHandshake,
     channel: grpc.Channel,
     stream: grpc.Call,
-    accepted: SimpleQueue[_Accepted | None],
+    accepted: SimpleQueue[_Accepted | HelloProof | None],
     result: SimpleQueue[FrameLink | RefusedError | Unanswered],
 ) -> None:
     link = None
@@ -95,7 +103,11 @@ def _read(
             if link is not None:
                 link.received(connection, frame)
                 continue
-            link = request.open_link(read_answer(frame, str(request.route), request.expect))
+            reply = handshake.next(frame)
+            if isinstance(reply, HelloProof):
+                accepted.put(reply)
+                continue
+            link = request.open_link(reply)
             link.attach(connection)
             accepted.put((link, connection))
             result.put(link)

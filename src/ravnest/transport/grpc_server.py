@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import grpc
 
 from ravnest.deadlines import LINK_HELLO
-from ravnest.errors import AddressInUseError, LinkClosedError, TransportError
+from ravnest.errors import AddressInUseError, LinkClosedError, RefusedError, TransportError
 from ravnest.transport.base import Admit
 from ravnest.transport.connection import Connection
 from ravnest.transport.grpc_settings import (
@@ -22,14 +22,15 @@ from ravnest.transport.grpc_settings import (
     options,
     reason_of,
 )
-from ravnest.transport.handshake import Greeting, answer, hello_frame
+from ravnest.transport.handshake import Greeting, ListenHandshake, hello_frame
 from ravnest.transport.link import FrameLink, largest_batch
 from ravnest.transport.tls import Credentials
 from ravnest.types import Address
 from ravnest.wire.header import Limits
-from ravnest.wire.messages import Hello, HelloRefused
+from ravnest.wire.messages import HelloChallenge, HelloRefused
 
-_Opened = tuple[FrameLink, Connection, Hello]
+_Opened = tuple[FrameLink, Connection, bytes]
+_Answer = _Opened | HelloChallenge | HelloRefused | None
 
 
 class GrpcListener:
@@ -41,7 +42,10 @@ class GrpcListener:
         find: Callable[[str], FrameLink | None],
         open_link: Callable[[Greeting], FrameLink],
         limits: Limits,
+        secret: str = "",
     ) -> None:
+        """``secret``: what peers have to prove on connections without TLS; empty: nothing."""
+        self._secret = secret
         self._admit = admit
         self._find = find
         self._open_link = open_link
@@ -73,28 +77,29 @@ class GrpcListener:
 
     def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yield the stream's frames for the peer; gRPC runs this in the writer thread."""
-        opened: SimpleQueue[_Opened | HelloRefused | None] = SimpleQueue()
+        opened: SimpleQueue[_Answer] = SimpleQueue()
         threading.Thread(
             target=self._read, args=(requests, context, opened), name="ravnest link reader", daemon=True
         ).start()
-        try:
-            result = opened.get(timeout=LINK_HELLO)
-        except Empty:
-            result = HelloRefused(f"no Hello arrived within {LINK_HELLO:g} s")
-        if isinstance(result, HelloRefused):
+        result = _awaited(opened)
+        if isinstance(result, HelloChallenge):
+            yield hello_frame(result)
+            result = _awaited(opened)
+        if isinstance(result, HelloChallenge | HelloRefused):
             yield hello_frame(result)
         elif result is not None:
             link, connection, ours = result
-            yield hello_frame(ours)
+            yield ours
             yield from link.batches(connection)
 
     def _read(
         self,
         requests: Iterator[bytes],
         context: grpc.ServicerContext,
-        opened: SimpleQueue[_Opened | HelloRefused | None],
+        opened: SimpleQueue[_Answer],
     ) -> None:
         link = None
+        handshake = ListenHandshake(self._admit, self._find, _common_name(context), self._secret)
         connection = Connection(context.cancel)
         detail = "the connection ended without a reason"
         try:
@@ -102,14 +107,19 @@ class GrpcListener:
                 if link is not None:
                     link.received(connection, frame)
                     continue
-                reply = answer(frame, self._admit, self._find, _common_name(context))
+                reply = handshake.next(frame)
+                if isinstance(reply, HelloChallenge):
+                    opened.put(reply)
+                    continue
                 if isinstance(reply, HelloRefused):
                     opened.put(reply)
                     return
                 link = reply.link or self._open_link(reply)
                 connection.relayed = reply.theirs.relayed
                 link.attach(connection)
-                opened.put((link, connection, reply.ours))
+                opened.put((link, connection, reply.frame))
+        except RefusedError as error:
+            opened.put(HelloRefused(str(error)))
         except grpc.RpcError as error:
             detail = reason_of(error)
         except LinkClosedError as error:  # the peer dials again
@@ -118,6 +128,14 @@ class GrpcListener:
             opened.put(None)
             if link is not None:
                 link.disconnected(connection, detail)
+
+
+def _awaited(opened: SimpleQueue[_Answer]) -> _Answer:
+    """Return the next answer to the peer."""
+    try:
+        return opened.get(timeout=LINK_HELLO)
+    except Empty:
+        return HelloRefused(f"no Hello arrived within {LINK_HELLO:g} s")
 
 
 def _common_name(context: grpc.ServicerContext) -> str | None:

@@ -47,12 +47,15 @@ class GrpcTransport:
         limits: Limits = DEFAULT_LIMITS,
         outage: float = LINK_OUTAGE,
         relay: RelayAccess | None = None,
+        secret: str = "",
     ) -> None:
         """``credentials`` are required for all addresses other than loopback.
 
         ``outage`` is the time for which a link without a connection is kept, in seconds. ``relay``:
-        relays through which this node reaches others, and is reached.
+        relays through which this node reaches others, and is reached. ``secret``: what both sides of a
+        connection without TLS have to prove; empty: nothing.
         """
+        self._secret = secret
         self._relay = relay
         self._relay_listeners: list[RelayListener] = []
         self._credentials = credentials
@@ -80,7 +83,7 @@ class GrpcTransport:
             return link
 
         keep_freed_memory()
-        listener = GrpcListener(admit, self._links.find, open_link, self._limits)
+        listener = GrpcListener(admit, self._links.find, open_link, self._limits, self._secret)
         credentials = self._credentials_for(known_as or address)
         bound = replace(address, port=listener.start(address, credentials))
         with self._lock:
@@ -168,7 +171,13 @@ class GrpcTransport:
         search = RouteSearch(routes, seconds)
         for route in search:
             dial = DialRequest(
-                route, request.hello, request.open_link, request.expect, credentials, self._limits
+                route,
+                request.hello,
+                request.open_link,
+                request.expect,
+                credentials,
+                self._limits,
+                self._secret,
             )
             try:
                 outcome = try_dial(dial, seconds)

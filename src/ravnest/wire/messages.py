@@ -14,7 +14,7 @@ import torch
 
 from ravnest.types import CheckpointId, MicrobatchId
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
@@ -52,6 +52,22 @@ class Hello(Head, frozen=True):
     """Number of machines that held this node before (``NodeSpec.generation``)."""
     incarnation: str = ""
     """Random id of the sender's start, the same on all its links; another one after a restart."""
+    nonce: str = ""
+    """Random text of the side that dials, for a connection that a secret protects."""
+    proof: str = ""
+    """Proof of the side that answers that it knows the secret."""
+
+
+class HelloChallenge(Head, frozen=True):
+    """Answer to a Hello on a connection that a secret protects; the sender has to prove the secret."""
+
+    nonce: str
+
+
+class HelloProof(Head, frozen=True):
+    """Proof of the side that dials that it knows the secret."""
+
+    proof: str
 
 
 class HelloRefused(Head, frozen=True):
@@ -289,6 +305,8 @@ class Prepared(Head, frozen=True):
     """Codec that the sender prefers for averages."""
     base: RoundId | None = None
     """Last average that the sender applied and kept; compressed rounds send the change since then."""
+    scales: dict[int, float] = {}
+    """Root mean square of the copy, by ring."""
 
 
 class Start(Head, frozen=True):
@@ -300,6 +318,8 @@ class Start(Head, frozen=True):
     codec: str = "raw"
     base: RoundId | None = None
     """With a codec other than raw: the change since this round's average is exchanged."""
+    scales: dict[int, float] = {}
+    """Scale of most clusters' copies, by ring; the average must not be far larger."""
 
 
 class RingChunk(Head, frozen=True):
@@ -326,6 +346,8 @@ class Reduced(Head, frozen=True):
     """Reason why there is no average; empty if there is one."""
     missing: int | None = None
     """Cluster whose node did not answer, if that is the problem."""
+    wrong: bool = False
+    """There is an average, and it fails the check."""
 
 
 class Decision(Head, frozen=True):
@@ -456,6 +478,8 @@ class CheckpointWanted(Head, frozen=True):
 
 AnyHead = (
     Hello
+    | HelloChallenge
+    | HelloProof
     | HelloRefused
     | Forward
     | Backward

@@ -241,6 +241,8 @@ class Rendezvous:
         replaces_next = following is not None and hello.node == following.node and hello.generation > 0
         if not replaces_next and (previous is None or hello.node != previous.node):
             return HelloRefused(f"node_{hello.node} is not the previous node of {self.spec.name}")
+        if self.spec.pipeline[hello.stage : hello.stage + 1] != (hello.node,):
+            return HelloRefused(f"node_{hello.node} is not stage {hello.stage} of its cluster")
         answer = self._compare(hello, own.settings, "all nodes of a cluster need the same")
         if isinstance(answer, Hello):
             self.generations.admit(hello)
@@ -255,6 +257,8 @@ class Rendezvous:
             return HelloRefused(
                 f"node_{hello.node} of cluster {hello.cluster} shares no ring with {spec.name}"
             )
+        if (hello.stage == 0) != (hello.node == spec.roots[hello.cluster].node):
+            return HelloRefused(f"node_{hello.node} is not stage {hello.stage} of its cluster")
         return self._compare(hello, SHARED_SETTINGS, "all clusters need the same")
 
     def _compare(self, hello: Hello, names: Iterable[str], rule: str) -> Hello | HelloRefused:

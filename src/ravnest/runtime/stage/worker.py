@@ -31,6 +31,7 @@ from ravnest.runtime.schedule.events import (
     WindowSet,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
+from ravnest.runtime.stage.directions import may_send
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
@@ -147,8 +148,12 @@ class Worker:
     # Called by links
 
     def on_message(self, link: Link, message: Message) -> None:
-        """Queue a message of a neighbour."""
+        """Queue a message of a neighbour; ignore one that this neighbour may not send."""
         head = message.head
+        known = self._links == Links() or link in (self._links.previous, self._links.next)
+        if not known or not may_send(self._exchange.spec, link.peer.node, head):
+            logger.warning("node_%d sent a %s that is ignored", link.peer.node, type(head).__name__)
+            return
         if self._exchange.on_message(message):
             return
         if isinstance(head, StateBlock | ReplicaStored | CheckpointStored | CheckpointComplete):

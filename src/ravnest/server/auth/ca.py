@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import re
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 
 from ravnest.errors import ServerError, ServerRefusedError
@@ -15,7 +13,6 @@ from ravnest.transport.certificates import Authority, Identity
 
 _LIFETIME = datetime.timedelta(days=3650)
 """Lifetime of the server's authority: members identify it by its fingerprint."""
-_NODE_NAME = re.compile(r"node_\d+", re.IGNORECASE)
 
 
 class CertificateAuthorities:
@@ -31,21 +28,17 @@ class CertificateAuthorities:
             self._folder.authority / "authority", "Ravnest server", now, _LIFETIME
         )
 
-    def sign(
-        self, job: str, node: int, hosts: Iterable[str], request: str, now: datetime.datetime
-    ) -> SignedCertificate:
+    def sign(self, job: str, node: int, request: str, now: datetime.datetime) -> SignedCertificate:
         """Sign a certificate for a node of a job; refuse (422) an invalid request.
 
-        A provider chooses its host name. Names like ``node_0`` are left out, so that it cannot get a
-        certificate with which it can pose as another node.
+        It is valid for the name of the node only: nothing that a provider has chosen gets into it.
         """
         lifetime = datetime.timedelta(days=365)
         authority = self._load_or_create(
             self._folder.job_authorities / job, f"Ravnest {job}", now, lifetime
         )
-        allowed = [host for host in hosts if not _NODE_NAME.fullmatch(host)]
         try:
-            signed = authority.sign(request.encode(), f"node_{node}", allowed)
+            signed = authority.sign(request.encode(), f"node_{node}")
         except ValueError as error:
             raise ServerRefusedError(f"the signing request cannot be signed: {error}", 422) from error
         return SignedCertificate(certificate=signed.decode(), authority=authority.certificate.decode())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.server import Server
+
+_MEMBER = "ravnest.member"
+"""Key of the calling member in the scope of a request whose credential was checked."""
 
 
 def server_of(request: Request) -> Server:
@@ -25,10 +28,25 @@ def source_of(request: Request) -> str:
     return request.client.host if request.client is not None else "an unknown host"
 
 
-def allow(*roles: ApiRole) -> Callable[[Request], MemberRecord]:
-    """Return a dependency that yields the calling member if its role is one of these or admin."""
+class Allow:
+    """Dependency that returns the calling member if its role is one of these or admin.
 
-    def member(request: Request) -> MemberRecord:
+    ``GuardedRoute`` evaluates it before it reads the body; the result is kept for the route itself.
+    """
+
+    def __init__(self, *roles: ApiRole) -> None:
+        self.roles = (*roles, ApiRole.ADMIN)
+
+    async def __call__(self, request: Request) -> MemberRecord:
+        """Return the calling member; refuse a missing or unknown credential (401) or role (403)."""
+        known = request.scope.get(_MEMBER)
+        if isinstance(known, MemberRecord):
+            return known
+        member = await run_in_threadpool(self._checked, request)
+        request.scope[_MEMBER] = member
+        return member
+
+    def _checked(self, request: Request) -> MemberRecord:
         server = server_of(request)
         scheme, _, credential = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not credential:
@@ -36,7 +54,7 @@ def allow(*roles: ApiRole) -> Callable[[Request], MemberRecord]:
                 "this request needs a credential: join the server with a token first", 401
             )
         found = server.auth.member(credential.strip(), source_of(request))
-        if found.role not in (*roles, ApiRole.ADMIN):
+        if found.role not in self.roles:
             # The template of the path: the path itself may hold secrets of others.
             path = getattr(request.scope.get("route"), "path", "this")
             raise server.auth.refused(
@@ -44,17 +62,21 @@ def allow(*roles: ApiRole) -> Callable[[Request], MemberRecord]:
             )
         return found
 
-    return member
+
+async def current_server(request: Request) -> Server:
+    """Return the server that received a request, as a dependency that needs no thread."""
+    return server_of(request)
 
 
-CurrentServer = Annotated[Server, Depends(server_of)]
-AnyMember = Annotated[MemberRecord, Depends(allow(*ApiRole))]
-ProviderMember = Annotated[MemberRecord, Depends(allow(ApiRole.PROVIDER))]
-RelayMember = Annotated[MemberRecord, Depends(allow(ApiRole.RELAY))]
-RequesterMember = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER))]
-JobReader = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER, ApiRole.VIEWER))]
-EventReader = Annotated[MemberRecord, Depends(allow(ApiRole.VIEWER))]
-ArtifactMember = Annotated[MemberRecord, Depends(allow(ApiRole.REQUESTER, ApiRole.PROVIDER))]
+CurrentServer = Annotated[Server, Depends(current_server)]
+AnyMember = Annotated[MemberRecord, Depends(Allow(*ApiRole))]
+AdminMember = Annotated[MemberRecord, Depends(Allow())]
+ProviderMember = Annotated[MemberRecord, Depends(Allow(ApiRole.PROVIDER))]
+RelayMember = Annotated[MemberRecord, Depends(Allow(ApiRole.RELAY))]
+RequesterMember = Annotated[MemberRecord, Depends(Allow(ApiRole.REQUESTER))]
+JobReader = Annotated[MemberRecord, Depends(Allow(ApiRole.REQUESTER, ApiRole.VIEWER))]
+EventReader = Annotated[MemberRecord, Depends(Allow(ApiRole.VIEWER))]
+ArtifactMember = Annotated[MemberRecord, Depends(Allow(ApiRole.REQUESTER, ApiRole.PROVIDER))]
 
 
 def require_self(server: Server, member: MemberRecord, provider: str, action: str) -> None:

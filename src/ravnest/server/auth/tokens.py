@@ -7,23 +7,35 @@ never contain the refused secret.
 from __future__ import annotations
 
 import datetime
+import logging
 import secrets
 from collections.abc import Iterable
 
+from sqlalchemy.exc import OperationalError
+
 from ravnest.errors import ServerRefusedError
-from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken
+from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken, MemberView
 from ravnest.schemas.providers import SignedCertificate
 from ravnest.server.auth.ca import CertificateAuthorities
 from ravnest.server.db.database import Database
 from ravnest.server.db.members import StoredToken
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.folder import ServerFolder, write_private
+from ravnest.server.rate_limits import Rate, RateLimits
 from ravnest.server.settings import Clock
 from ravnest.transport.certificates import Authority, Identity
 
 ADMIN = MemberRecord("admin", ApiRole.ADMIN, "admin")
 DEFAULT_HOURS = 24.0
+CREDENTIAL_DAYS = 365.0
+"""Days after which a member has to join again with a new token."""
 _HOUR = 3600.0
+_log = logging.getLogger(__name__)
+_WRONG_TOKENS = Rate(burst=30, per_second=0.5)
+"""Attempts to join with a wrong token, from one address."""
+_WRONG_CREDENTIALS = Rate(burst=30, per_second=0.1)
+"""Requests with an unknown credential, from one address, that become events."""
+_DAY = 24 * _HOUR
 
 
 class AuthService:
@@ -34,6 +46,8 @@ class AuthService:
         self._folder = folder
         self._clock = clock or Clock()
         self._authorities = CertificateAuthorities(folder)
+        self._wrong_tokens = RateLimits(_WRONG_TOKENS)
+        self._wrong_credentials = RateLimits(_WRONG_CREDENTIALS)
 
     def open(self) -> None:
         """Create the authority and the admin's credential at the first start."""
@@ -44,7 +58,8 @@ class AuthService:
                 db.members.add(ADMIN, credential)
             elif db.members.by_credential(credential, db.now) is None:
                 db.members.renew(ADMIN.id, credential)
-        write_private(self._folder.admin, credential.encode())
+        if credential != self._saved_admin():  # a start needs no space on the disk
+            write_private(self._folder.admin, credential.encode())
 
     @property
     def authority(self) -> str:
@@ -77,7 +92,18 @@ class AuthService:
         return token
 
     def join(self, secret: str, name: str, source: str, *, expires: float | None = None) -> JoinReply:
-        """Exchange a token's secret for a credential; refuse (401) if the token is not valid."""
+        """Exchange a token's secret for a credential; refuse (401) if the token is not valid.
+
+        The credential ends at ``expires``, or after ``CREDENTIAL_DAYS``. An address that sent many wrong
+        tokens has to wait (429); the database is not asked.
+        """
+        wait = self._wrong_tokens.wait(source, self._clock.steady())
+        if wait > 0:
+            raise ServerRefusedError(
+                "too many attempts to join from this address had a wrong token; try again later",
+                429,
+                wait,
+            )
         credential = secrets.token_urlsafe(32)
         with self._db.write(self._clock.wall()) as db:
             token = db.members.token(secret)
@@ -85,9 +111,10 @@ class AuthService:
             if token is not None and problem is None:
                 member = MemberRecord(f"{token.role}-{secrets.token_hex(6)}", token.role, name)
                 db.members.use_token(token)
-                db.members.add(member, credential, expires)
+                db.members.add(member, credential, expires or db.now + CREDENTIAL_DAYS * _DAY)
                 db.events.add("server", member.id, f"{name} joined as {token.role} from {source}")
                 return JoinReply(id=member.id, role=member.role, credential=credential)
+            self._wrong_tokens.take(source, self._clock.steady())
             db.events.add("refusal", "token", f"{name} tried to join from {source}: {problem}")
         raise ServerRefusedError(f"{problem}; ask for a new one: `ravnest token create`", 401)
 
@@ -97,18 +124,53 @@ class AuthService:
         with self._db.read() as db:
             member = db.members.by_credential(credential, now)
         if member is None:
-            raise self.refused("credential", f"a request from {source} had an unknown credential", 401)
+            reason = f"a request from {source} had a credential that is unknown, expired or revoked"
+            if self._wrong_credentials.take(source, self._clock.steady()) > 0:
+                raise ServerRefusedError(reason, 401)  # there are enough events about this address
+            raise self.refused("credential", reason, 401)
         return member
+
+    def check_active(self, member: MemberRecord) -> None:
+        """Refuse (401) a member whose credential was revoked, or has expired, while it waited."""
+        with self._db.read() as db:
+            if db.members.is_active(member.id, self._clock.wall()):
+                return
+        raise self.refused(member.id, f"the credential of {member.name} was revoked or has expired", 401)
+
+    def members(self) -> list[MemberView]:
+        """Return all members."""
+        with self._db.read() as db:
+            return db.members.listed(self._clock.wall())
+
+    def revoke(self, member: str) -> MemberRecord:
+        """End the credential of a member; refuse if there is none (404), or it is the admin's (409)."""
+        if member == ADMIN.id:
+            raise ServerRefusedError(
+                "the admin is who can read the server's folder: delete admin.credential and start the "
+                "server again for a new credential",
+                409,
+            )
+        with self._db.write(self._clock.wall()) as db:
+            found = db.members.get(member)
+            if found is None:
+                raise ServerRefusedError(f"there is no member {member}", 404)
+            if db.members.is_active(member, db.now):
+                db.members.end(member)
+                db.events.add("server", member, f"the credential of {found.name} was revoked")
+        return found
 
     def refused(self, subject: str, reason: str, status: int = 403) -> ServerRefusedError:
         """Record a refusal; return the error to raise."""
-        with self._db.write(self._clock.wall()) as db:
-            db.events.add("refusal", subject, reason)
+        try:
+            with self._db.write(self._clock.wall()) as db:
+                db.events.add("refusal", subject, reason)
+        except OperationalError as error:  # the disk is full: the refusal stands
+            _log.warning("a refusal was not recorded: %s", error.orig)
         return ServerRefusedError(reason, status)
 
-    def sign(self, job: str, node: int, hosts: Iterable[str], request: str) -> SignedCertificate:
+    def sign(self, job: str, node: int, request: str) -> SignedCertificate:
         """Sign a certificate for a node of a job; the caller checks that the provider has the node."""
-        return self._authorities.sign(job, node, hosts, request, self._now())
+        return self._authorities.sign(job, node, request, self._now())
 
     def forget_job(self, job: str) -> None:
         """Stop signing certificates for a job that has ended."""

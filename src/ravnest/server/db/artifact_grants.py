@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, func, select
 from sqlalchemy.dialects.sqlite import insert
 
 from ravnest.schemas.base import Artifact
@@ -71,6 +71,17 @@ class ArtifactGrantRepository:
             artifact_grants.c.owner == owner
         )
         return {row.sha256: row.size for row in self._connection.execute(query)}
+
+    def totals(self, owner: str) -> tuple[int, int]:
+        """Return the size and the number of the artifacts of an owner."""
+        query = select(func.coalesce(func.sum(artifact_grants.c.size), 0), func.count())
+        row = self._connection.execute(query.where(artifact_grants.c.owner == owner)).one()
+        return int(row[0]), int(row[1])
+
+    def owners(self, sha256: str) -> list[str]:
+        """Return everybody that may read an artifact."""
+        query = select(artifact_grants.c.owner).where(artifact_grants.c.sha256 == sha256)
+        return list(self._connection.execute(query).scalars())
 
     def all(self) -> set[str]:
         """Return every digest that is granted to anybody."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import OperationalError
 
 from ravnest.deadlines import DATABASE_BUSY
 from ravnest.errors import ServerError
@@ -27,6 +28,9 @@ from ravnest.server.db.members import MemberRepository
 from ravnest.server.db.providers import ProviderRepository
 from ravnest.server.db.stage_times import StageTimesRepository
 from ravnest.server.db.telemetry import TelemetryRepository
+
+_PROBLEM_SHOWN = 60.0
+"""Seconds for which a change that could not be stored counts as a problem: smaller ones may succeed."""
 
 
 class Transaction:
@@ -52,6 +56,10 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._engine = _engine(path)
+        self._problem = ""
+        """Why the last change failed that could not be stored."""
+        self._failed = -_PROBLEM_SHOWN
+        """Time of that change."""
 
     def open(self) -> None:
         """Create or upgrade the tables; raise ``ServerError`` if their layout is of a later version."""
@@ -75,8 +83,21 @@ class Database:
     @contextmanager
     def write(self, now: float) -> Iterator[Transaction]:
         """Open a transaction that writes; it is rolled back if an exception leaves the block."""
-        with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
-            yield Transaction(connection, now)
+        try:
+            with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
+                yield Transaction(connection, now)
+        except OperationalError as error:
+            self._problem, self._failed = f"a change could not be stored: {error.orig}", now
+            raise
+
+    def check(self, now: float) -> str:
+        """Return why the database cannot be used now, or could not a short time ago; else nothing."""
+        try:
+            with self._engine.connect() as connection, connection.begin():
+                connection.exec_driver_sql("SELECT count(*) FROM jobs")
+        except OperationalError as error:
+            return f"the database cannot be read: {error.orig}"
+        return self._problem if abs(now - self._failed) < _PROBLEM_SHOWN else ""
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from ravnest.schemas.auth import ApiRole, hashed
+from ravnest.schemas.auth import ApiRole, MemberView, hashed
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.db.tables import credentials, tokens
 
@@ -79,6 +79,32 @@ class MemberRepository:
         """Return a member by id."""
         row = self._connection.execute(select(credentials).where(credentials.c.member == member)).first()
         return None if row is None else MemberRecord(row.member, ApiRole(row.role), row.name)
+
+    def listed(self, now: float) -> list[MemberView]:
+        """Return all members, oldest first."""
+        rows = self._connection.execute(select(credentials).order_by(credentials.c.created))
+        return [
+            MemberView(
+                id=row.member,
+                role=ApiRole(row.role),
+                name=row.name,
+                created=row.created,
+                expires=row.expires,
+                active=row.expires is None or row.expires > now,
+            )
+            for row in rows
+        ]
+
+    def is_active(self, member: str, now: float) -> bool:
+        """Return whether the credential of a member is valid."""
+        found = select(credentials.c.expires).where(credentials.c.member == member)
+        row = self._connection.execute(found).first()
+        return row is not None and (row.expires is None or row.expires > now)
+
+    def end(self, member: str) -> None:
+        """End the credential of a member now."""
+        chosen = update(credentials).where(credentials.c.member == member)
+        self._connection.execute(chosen.values(expires=self._now))
 
     def forget_tokens(self, expired_before: float) -> None:
         """Delete tokens that expired before a time."""

@@ -11,13 +11,14 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.deadlines import TIMER_LATE
-from ravnest.server.http.middleware import AccessLog, BodyLimit, explain_errors
+from ravnest.server.http.middleware import AccessLog, explain_errors
 from ravnest.server.http.routes import (
     artifacts,
     assignments,
     auth,
     jobs,
     links,
+    members,
     probe,
     providers,
     relays,
@@ -34,7 +35,7 @@ def create_app(server: Server) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work(server)) for work in (_run_timers, _control_relay)]
+        tasks = [asyncio.create_task(work(server)) for work in (_run_timers, _control_relay, _clean_up)]
         try:
             with server.matching_in_background():
                 yield
@@ -53,9 +54,8 @@ def create_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     explain_errors(app)
-    app.add_middleware(BodyLimit, largest=server.settings.largest_message)
     app.add_middleware(AccessLog)
-    for module in (auth, providers, relays, links, assignments, artifacts, jobs, probe):
+    for module in (auth, members, providers, relays, links, assignments, artifacts, jobs, probe):
         app.include_router(module.router)
     app.include_router(page.router)
     return app
@@ -87,3 +87,13 @@ async def _control_relay(server: Server) -> None:
             except Exception:
                 _log.exception("the relay of the server was not told which jobs run")
             await news.wait(server.settings.lost_after)
+
+
+async def _clean_up(server: Server) -> None:
+    """Delete files that nobody needs any more, all the time."""
+    while True:
+        try:
+            await run_in_threadpool(server.clean_up)
+        except Exception:
+            _log.exception("files could not be deleted; the server continues")
+        await asyncio.sleep(server.settings.clean_up_pause)

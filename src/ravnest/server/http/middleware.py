@@ -1,12 +1,13 @@
-"""Middleware: access log without secrets, size limit of bodies, errors as sentences."""
+"""Middleware: access log without secrets, errors as sentences."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import time
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import OperationalError
@@ -17,9 +18,6 @@ from ravnest.server.lifecycle import TransitionError
 
 _access = logging.getLogger("ravnest.server.access")
 _log = logging.getLogger(__name__)
-
-_ANONYMOUS_BYTES = 64 << 10
-"""Size limit of a body without a credential: enough for a request to join."""
 
 
 class AccessLog:
@@ -48,51 +46,11 @@ class AccessLog:
             client = (scope.get("client") or ("?",))[0]
             milliseconds = (time.monotonic() - begin) * 1e3
             _access.info(
-                "%s %s %s %d %.0f ms", client, scope["method"], scope["path"], status, milliseconds
+                "%s %s %r %d %.0f ms", client, scope["method"], scope["path"], status, milliseconds
             )
 
 
-class BodyLimit:
-    """Refuses too long bodies before they are in memory. Uploads have their own limit."""
-
-    def __init__(self, app: ASGIApp, largest: int) -> None:
-        self._app = app
-        self._largest = largest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request (ASGI)."""
-        if scope["type"] != "http" or _is_upload(scope):
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        limit = self._largest if b"authorization" in headers else _ANONYMOUS_BYTES
-        announced = headers.get(b"content-length", b"0")
-        if not announced.isdigit() or int(announced) > limit:
-            await _too_long(limit)(scope, receive, send)
-            return
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > limit:
-                raise HTTPException(413, _TOO_LONG.format(limit))
-            return message
-
-        await self._app(scope, counted, send)
-
-
 _DISK_FULL = "the server's disk is full; the request succeeds once its operator frees some space"
-_TOO_LONG = "a request may have {} bytes at most"
-
-
-def _too_long(limit: int) -> JSONResponse:
-    return JSONResponse({"detail": _TOO_LONG.format(limit)}, 413, headers={"Connection": "close"})
-
-
-def _is_upload(scope: Scope) -> bool:
-    return bool(scope["method"] == "PUT" and scope["path"].endswith("/upload"))
 
 
 def explain_errors(app: FastAPI) -> None:
@@ -100,7 +58,9 @@ def explain_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ServerRefusedError)
     async def _refused(_request: Request, error: ServerRefusedError) -> JSONResponse:
-        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
         return JSONResponse({"detail": str(error)}, error.status, headers=headers)
 
     @app.exception_handler(OSError)

@@ -11,14 +11,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ravnest.deadlines import SERVER_STOP
 from ravnest.errors import RelayError, ServerError
+from ravnest.host import raise_file_limit
 from ravnest.relay.limits import RelayLimits
 from ravnest.relay.process import RelayProcess
 from ravnest.schemas.auth import ApiRole
@@ -26,6 +25,7 @@ from ravnest.server.auth.tokens import DEFAULT_HOURS, AuthService
 from ravnest.server.db.database import Database
 from ravnest.server.folder import ServerAddress, ServerFolder, write_private
 from ravnest.server.http.app import create_app
+from ravnest.server.http.connections import limited_protocol
 from ravnest.server.http.listener import (
     certificate_names,
     listen,
@@ -43,6 +43,7 @@ DEFAULT_PORT = 7100
 DEFAULT_FOLDER = "ravnest_server"
 _START_SECONDS = 60.0
 _LAST_PORT = 65535
+_LONGEST_HEADER = 16 << 10
 _log = logging.getLogger(__name__)
 
 
@@ -127,6 +128,7 @@ def serve_in_foreground(
         _with_relay(running, host, public_names, relay, relay_port),
         suppress(KeyboardInterrupt),  # raised after an orderly stop
     ):
+        raise_file_limit()
         asyncio.run(loop.serve(sockets=[listener]))
         loop.check_start()
 
@@ -145,18 +147,6 @@ def create_token(
     finally:
         db.close()
     return address.url, str(made)
-
-
-class _QuietProtocol(H11Protocol):
-    """HTTP without uvicorn's access log, which would contain the tokens of login links.
-
-    Disabling that logger by name would affect other servers in this process, and a logging
-    configuration could enable it again.
-    """
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.access_log = False
 
 
 class _Loop(uvicorn.Server):
@@ -186,6 +176,12 @@ class _Loop(uvicorn.Server):
             raise ServerError(f"the server did not start: {self._failure or 'see its log'}")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        if self.config.is_ssl:  # uvicorn has no setting for it, and asyncio waits for a minute
+            seconds = self._ravnest.settings.connections.header_seconds
+            loop.create_server = partial(  # type: ignore[method-assign]
+                loop.create_server, ssl_handshake_timeout=seconds
+            )
         await super().startup(sockets)
         self._on_start()
         self._started.set()
@@ -220,7 +216,8 @@ def _prepared(
             create_app(server),
             ssl_certfile=certificate,
             ssl_keyfile=key,
-            http=_QuietProtocol,
+            http=limited_protocol(server.settings.connections),
+            h11_max_incomplete_event_size=_LONGEST_HEADER,
             ws="none",
             lifespan="on",
             log_config=None,

@@ -24,6 +24,7 @@ from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_vari
 from ravnest.server.scheduling.seeds import stage_starts, with_seeds
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.node_spec import NodeSpec, bundle_path, make_node_spec, plan_digest
+from ravnest.transport.link_secret import new_secret
 from ravnest.transport.tls import is_loopback
 
 
@@ -33,12 +34,9 @@ class ArtifactPlanner:
     Not thread-safe.
     """
 
-    def __init__(
-        self, artifacts: ArtifactFolder, scratch: Path, relays: RelayService | None = None
-    ) -> None:
+    def __init__(self, artifacts: ArtifactFolder, scratch: Path) -> None:
         self._artifacts = artifacts
         self._scratch = scratch
-        self._relays = relays
         self._model: tuple[str, UnitModel] | None = None
         """Last model that was read, by digest: a waiting job is planned again at each change."""
 
@@ -55,9 +53,7 @@ class ArtifactPlanner:
         self._scratch.mkdir(parents=True)
         weights = self._artifacts.path(planned.spec.model.weights.sha256)
         model = self._read(planned.spec).variants[planned.variant]
-        assignments = ship(
-            job, planned, model, weights, self._artifacts.add, self._scratch, self._relays
-        )
+        assignments = ship(job, planned, model, weights, self._artifacts.add, self._scratch)
         if planned.start is None:
             return assignments
         return with_seeds(assignments, planned, model, self._artifacts, self._scratch)
@@ -88,7 +84,7 @@ def ship(
 
     ``weights`` is the model's weights file. Stages are written below ``scratch``, and ``add`` moves
     each file to the artifacts. Clusters with equal cuts share their files. Nodes on other machines get
-    all addresses of each other, and access to ``relays``.
+    all addresses of each other, and access to ``relays``. All nodes get the same new secret.
     """
     plan, spec = planned.plan, planned.spec
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
@@ -100,12 +96,14 @@ def ship(
     tls = any(not is_loopback(stage.node.address) for stage in plan.stages)
     if tls:
         specs = _with_routes(job, specs, planned.offers, relays)
+    secret = new_secret()
+    samples = tuple(len(rows_of(spec, plan, each.id)) for each in plan.clusters)
     return tuple(
         Assignment(
             id=assignment_id(job, planned.attempt, stage.node.id),
             job=job,
             node=stage.node.id,
-            node_spec=replace(node_spec, plan=digest),
+            node_spec=replace(node_spec, plan=digest, secret=secret, samples=samples),
             stage=artifacts[stage.node.id].stage,
             weights=artifacts[stage.node.id].weights,
             train=share(spec.train, plan, stage, rows_of(spec, plan, stage.cluster)),

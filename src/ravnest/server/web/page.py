@@ -22,6 +22,8 @@ from ravnest.server.views import loss_curve, provider_views
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 COOKIE = "ravnest"
+SECURE_COOKIE = "__Host-ravnest"
+"""The cookie with TLS: browsers accept it only from this host, for all its paths, over HTTPS."""
 _JOBS = 30
 _POINTS = 300
 _WIDTH, _HEIGHT = 220, 44
@@ -47,7 +49,7 @@ def page(request: Request) -> HTMLResponse:
     with server.db.read() as db:
         lost_since = now - server.settings.shown_after_loss
         relays = server.relay_service.live()
-        providers = provider_views(db, server.provider_service.liveness, lost_since, relays)
+        providers = provider_views(db, server.provider_service.liveness, lost_since, relays, member)
         for job in jobs:
             curves[job.id] = loss_curve(db, job.id, _POINTS)
     return _rendered(
@@ -73,7 +75,7 @@ def login(
         return _rendered("login.html", 401, problem=str(error))
     answer = _rendered("welcome.html")
     answer.set_cookie(
-        COOKIE,
+        _cookie(server),
         joined.credential,
         max_age=int(lifetime),
         httponly=True,
@@ -83,14 +85,20 @@ def login(
     return answer
 
 
+def _cookie(server: Server) -> str:
+    return SECURE_COOKIE if server.tls else COOKIE
+
+
 def _visitor(server: Server, request: Request) -> MemberRecord | None:
-    credential = request.cookies.get(COOKIE)
+    credential = request.cookies.get(_cookie(server))
     if not credential:
         return None
     try:
-        return server.auth.member(credential, source_of(request))
+        member = server.auth.member(credential, source_of(request))
     except ServerRefusedError:
         return None
+    server.count_request(member)
+    return member
 
 
 def _rendered(template: str, status: int = 200, **values: object) -> HTMLResponse:

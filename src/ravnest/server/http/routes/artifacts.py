@@ -15,9 +15,10 @@ from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import MissingArtifacts, UploadStatus
 from ravnest.server.auth.dependencies import ArtifactMember, CurrentServer
 from ravnest.server.db.records import MemberRecord
+from ravnest.server.http.guarded_route import GuardedRoute, large_body, streamed_body
 from ravnest.server.server import Server
 
-router = APIRouter(prefix="/api/artifacts", tags=["artifacts"])
+router = APIRouter(prefix="/api/artifacts", tags=["artifacts"], route_class=GuardedRoute)
 
 _BLOCK = 1 << 20
 """Bytes that are written to the disk at once."""
@@ -32,6 +33,7 @@ class _Download(FileResponse):
 
 
 @router.post("/missing")
+@large_body
 def missing(body: MissingArtifacts, member: ArtifactMember, server: CurrentServer) -> MissingArtifacts:
     """Return those of the artifacts that this member has not uploaded yet.
 
@@ -54,15 +56,16 @@ def received(sha: DigestInPath, member: ArtifactMember, server: CurrentServer) -
 
 
 @router.put("/{sha}/upload")
+@streamed_body
 async def upload(
     sha: DigestInPath,
     request: Request,
     member: ArtifactMember,
     server: CurrentServer,
     offset: Annotated[int, Query(ge=0)],
-    size: Annotated[int | None, Query(ge=0)] = None,
+    size: Annotated[int, Query(ge=0)],
 ) -> UploadStatus:
-    """Append the body to an upload; the digest is checked after the last byte."""
+    """Append the body to an upload of ``size`` bytes; the digest is checked after the last one."""
     with await run_in_threadpool(server.artifacts.upload, sha, size, offset, member.id) as target:
         try:
             async for block in _blocks(request):

@@ -8,11 +8,11 @@ from ravnest.errors import ServerRefusedError
 from ravnest.schemas.providers import Assignment, CertificateRequest, PeerAddresses, SignedCertificate
 from ravnest.server.auth.dependencies import CurrentServer, ProviderMember
 from ravnest.server.db.records import MemberRecord
+from ravnest.server.http.guarded_route import GuardedRoute
 from ravnest.server.scheduling.successor import peers
 from ravnest.server.server import Server
-from ravnest.types import Address
 
-router = APIRouter(prefix="/api/assignments", tags=["assignments"])
+router = APIRouter(prefix="/api/assignments", tags=["assignments"], route_class=GuardedRoute)
 
 
 @router.get("/{assignment}")
@@ -25,11 +25,9 @@ def get(assignment: str, member: ProviderMember, server: CurrentServer) -> Assig
 def certificate(
     assignment: str, body: CertificateRequest, member: ProviderMember, server: CurrentServer
 ) -> SignedCertificate:
-    """Sign a certificate for the node; the plan determines its name and address."""
+    """Sign a certificate for the node; the plan determines its name."""
     found = _own(server, member, assignment)
-    node = found.node_spec
-    hosts = list(dict.fromkeys(Address.parse(each).host for each in (node.address, *node.others)))
-    return server.auth.sign(found.job, found.node, hosts, body.csr)
+    return server.auth.sign(found.job, found.node, body.csr)
 
 
 @router.get("/{assignment}/peers")

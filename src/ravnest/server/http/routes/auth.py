@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from ravnest.schemas.auth import JoinReply, JoinRequest
+from ravnest.schemas.auth import Health, JoinReply, JoinRequest
 from ravnest.schemas.jobs import EventView
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer, EventReader, source_of
+from ravnest.server.http.guarded_route import GuardedRoute
 from ravnest.version import __version__
 
-router = APIRouter(prefix="/api", tags=["server"])
+router = APIRouter(prefix="/api", tags=["server"], route_class=GuardedRoute)
 
 
 @router.get("/health")
-async def health() -> dict[str, str]:
-    """Return the status and the version."""
-    return {"status": "ok", "version": __version__}
+def health(server: CurrentServer) -> Health:
+    """Return whether the database can be used and the disk has room, and the version."""
+    problems = server.check_health()
+    status: Literal["ok", "trouble"] = "trouble" if problems else "ok"
+    return Health(status=status, problems=problems, version=__version__)
 
 
 @router.get("/authority", response_class=PlainTextResponse)

@@ -12,13 +12,15 @@ from ravnest.errors import ServerRefusedError
 from ravnest.schemas.jobs import EventView, JobCreated, JobResult, JobSpec, JobView, LossHistory
 from ravnest.server.auth.dependencies import CurrentServer, JobReader, RequesterMember
 from ravnest.server.db.records import MemberRecord
+from ravnest.server.http.guarded_route import GuardedRoute, large_body
 from ravnest.server.server import Server
 from ravnest.server.views import job_losses, job_view
 
-router = APIRouter(prefix="/api/jobs", tags=["jobs"])
+router = APIRouter(prefix="/api/jobs", tags=["jobs"], route_class=GuardedRoute)
 
 
 @router.post("", status_code=201)
+@large_body
 def submit(body: JobSpec, member: RequesterMember, server: CurrentServer) -> JobCreated:
     """Submit a job whose files are uploaded."""
     return JobCreated(id=server.job_service.submit(member, body))
@@ -92,12 +94,17 @@ def result(job: str, member: RequesterMember, server: CurrentServer) -> JobResul
     record = server.visible_job(member, job)
     with server.db.read() as db:
         found = db.jobs.result(job)
+        digests = [] if found is None else [file.artifact.sha256 for file in found.files]
+        lost = db.artifact_grants.missing(record.owner, digests)
+    if lost:
+        raise ServerRefusedError(f"the result of {job} was deleted: it is too old", 409)
     if found is None:
         raise ServerRefusedError(f"{job} has no result: it is {record.state}. {record.reason}", 409)
     return found
 
 
 def _view(server: Server, member: MemberRecord, job: str) -> JobView:
+    server.auth.check_active(member)  # it may have waited
     record = server.visible_job(member, job)
     with server.db.read() as db:
         return job_view(db, db.jobs.get(job) or record)

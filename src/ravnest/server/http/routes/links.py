@@ -7,16 +7,17 @@ from fastapi import APIRouter
 from ravnest.schemas.link_tests import LinkTestResult, LinkView
 from ravnest.schemas.providers import CertificateRequest, SignedCertificate
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer, ProviderMember
+from ravnest.server.http.guarded_route import GuardedRoute
 from ravnest.server.views import link_views
 
-router = APIRouter(prefix="/api/links", tags=["links"])
+router = APIRouter(prefix="/api/links", tags=["links"], route_class=GuardedRoute)
 
 
 @router.get("")
-def listed(_: AnyMember, server: CurrentServer) -> list[LinkView]:
-    """Return the newest figures of all measured links."""
+def listed(member: AnyMember, server: CurrentServer) -> list[LinkView]:
+    """Return the newest figures of all measured links that the member may see."""
     with server.db.read() as db:
-        return link_views(db)
+        return link_views(db, member)
 
 
 @router.post("/tests/{test}/certificate")

@@ -9,8 +9,9 @@ from fastapi import APIRouter, Query, Request, Response
 
 from ravnest.errors import ServerRefusedError
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer
+from ravnest.server.http.guarded_route import GuardedRoute, streamed_body
 
-router = APIRouter(prefix="/api/probe", tags=["server"])
+router = APIRouter(prefix="/api/probe", tags=["server"], route_class=GuardedRoute)
 
 
 @router.get("", response_class=Response)
@@ -24,9 +25,13 @@ def download(
 
 
 @router.post("")
-async def upload(_: AnyMember, request: Request) -> dict[str, int]:
+@streamed_body
+async def upload(_: AnyMember, request: Request, server: CurrentServer) -> dict[str, int]:
     """Discard the body; return its size."""
+    most = server.settings.probe_bytes
     count = 0
     async for chunk in request.stream():
         count += len(chunk)
+        if count > most:
+            raise ServerRefusedError(f"a probe has {most} bytes at most", 413)
     return {"received": count}

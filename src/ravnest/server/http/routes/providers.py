@@ -19,20 +19,21 @@ from ravnest.server.auth.dependencies import (
     require_self,
     source_of,
 )
+from ravnest.server.http.guarded_route import GuardedRoute, large_body
 from ravnest.server.notifications import Subscription
 from ravnest.server.reachability.policy import parse_ip
 from ravnest.server.views import provider_views
 
-router = APIRouter(prefix="/api/providers", tags=["providers"])
+router = APIRouter(prefix="/api/providers", tags=["providers"], route_class=GuardedRoute)
 
 
 @router.get("")
-def listed(_: AnyMember, server: CurrentServer) -> list[ProviderView]:
-    """Return the connected providers and those lost recently."""
+def listed(member: AnyMember, server: CurrentServer) -> list[ProviderView]:
+    """Return the connected providers and those lost recently, as far as the member may see them."""
     since = server.clock.wall() - server.settings.shown_after_loss
     with server.db.read() as db:
         relays = server.relay_service.live()
-        return provider_views(db, server.provider_service.liveness, since, relays)
+        return provider_views(db, server.provider_service.liveness, since, relays, member)
 
 
 @router.post("")
@@ -54,6 +55,7 @@ async def dial_back(
 
 
 @router.post("/{provider}/heartbeat")
+@large_body
 async def heartbeat(
     provider: str, body: Heartbeat, request: Request, member: ProviderMember, server: CurrentServer
 ) -> HeartbeatReply:
@@ -70,6 +72,7 @@ async def heartbeat(
         try:
             with server.provider_service.liveness.polling(provider, server.clock.steady):
                 while True:
+                    await run_in_threadpool(server.auth.check_active, member)
                     reply = await run_in_threadpool(server.provider_service.reply, provider)
                     test = None if reply.link_test is None else reply.link_test.id
                     news_of_reply = (reply.assignment, reply.may_train, test, reply.upload)

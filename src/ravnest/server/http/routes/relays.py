@@ -9,8 +9,9 @@ from starlette.concurrency import run_in_threadpool
 
 from ravnest.schemas.reachability import RelayHeartbeat, RelayReply, RelayView
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer, RelayMember
+from ravnest.server.http.guarded_route import GuardedRoute
 
-router = APIRouter(prefix="/api/relays", tags=["relays"])
+router = APIRouter(prefix="/api/relays", tags=["relays"], route_class=GuardedRoute)
 
 
 @router.get("")
@@ -27,6 +28,7 @@ async def heartbeat(body: RelayHeartbeat, member: RelayMember, server: CurrentSe
         await run_in_threadpool(server.relay_service.heartbeat, member.id, body)
         deadline = clock() + min(body.wait, server.settings.heartbeat_wait)
         while True:
+            await run_in_threadpool(server.auth.check_active, member)
             reply = await run_in_threadpool(server.relay_service.reply)
             if reply.running_jobs != body.known or not await news.wait(deadline - clock()):
                 return reply

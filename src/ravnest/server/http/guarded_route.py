@@ -1,0 +1,153 @@
+"""Routes that check the caller before they read the body, with a limit of size and time for each body.
+
+FastAPI reads and parses a body before it evaluates the dependencies of a route. ``GuardedRoute`` checks
+the credential and the role first, so that a stranger's body is never read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import HTTPException, Request, Response
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Message, Receive
+
+from ravnest.errors import ServerRefusedError
+from ravnest.server.auth.dependencies import Allow, server_of
+from ravnest.server.http.connections import CONNECTION, LimitedProtocol
+
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
+_RULE = "body_rule"
+_PARSED_ON_LOOP = 64 << 10
+"""Bytes of a body that are parsed on the event loop; larger ones are parsed in a thread."""
+_SHOWN_ERRORS = 10
+_TOO_LONG = "the body of this request may have {} bytes at most"
+_TOO_SLOW = "the body of the request did not arrive within {:.0f} seconds"
+
+
+@dataclass(frozen=True)
+class BodyRule:
+    """Limits of the body of a route."""
+
+    most: int | None = 64 << 10
+    """Bytes; ``None``: the route reads the body in pieces, and limits it itself."""
+    seconds: float = 30.0
+    """Time for the whole body; without ``most``, for each piece of it."""
+
+
+_DEFAULT = BodyRule()
+_LARGE = BodyRule(most=4 << 20)
+_STREAM = BodyRule(most=None, seconds=60.0)
+
+
+def large_body(endpoint: _Endpoint) -> _Endpoint:
+    """Mark a route whose messages may be long: a submission, or a report."""
+    setattr(endpoint, _RULE, _LARGE)
+    return endpoint
+
+
+def streamed_body(endpoint: _Endpoint) -> _Endpoint:
+    """Mark a route that reads its body in pieces and limits it itself."""
+    setattr(endpoint, _RULE, _STREAM)
+    return endpoint
+
+
+class GuardedRoute(APIRoute):
+    """Route that checks the caller first, then the size of the body, and only then reads it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of a request."""
+        handle = super().get_route_handler()
+        allow = _allow_of(self.dependant)
+        rule: BodyRule = getattr(self.endpoint, _RULE, _DEFAULT)
+        kind = self.body_field.field_info.annotation if self.body_field is not None else None
+
+        async def guarded(request: Request) -> Response:
+            if allow is not None:
+                member = await allow(request)
+                server_of(request).count_request(member)
+                connection = request.scope.get(CONNECTION)
+                if isinstance(connection, LimitedProtocol) and not connection.identify(member.id):
+                    raise ServerRefusedError("this member has too many open connections", 429, 5.0)
+            most = rule.most
+            if most is not None:
+                most = min(most, server_of(request).settings.largest_message)
+                _check_announced(request, most)
+            receive = _limited(request.receive, most, rule.seconds)
+            return await handle(_GuardedRequest(request.scope, receive, kind))
+
+        return guarded
+
+
+def _allow_of(dependant: Dependant) -> Allow | None:
+    """Return the permission that a route declares; ``None`` for a public route."""
+    found = [each.call for each in dependant.dependencies if isinstance(each.call, Allow)]
+    assert len(found) <= 1, f"{dependant.path} declares several permissions"
+    return found[0] if found else None
+
+
+def _check_announced(request: Request, most: int) -> None:
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced) > most:
+        raise HTTPException(413, _TOO_LONG.format(most))
+
+
+def _limited(receive: Receive, most: int | None, seconds: float) -> Receive:
+    """Return ``receive`` with limits until the body is complete."""
+    received, is_complete = 0, False
+    deadline: float | None = None
+
+    async def limited() -> Message:
+        nonlocal received, is_complete, deadline
+        if is_complete:
+            return await receive()
+        if deadline is None or most is None:
+            deadline = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(408, _TOO_SLOW.format(seconds)) from None
+        received += len(message.get("body", b""))
+        is_complete = not message.get("more_body", False)
+        if most is not None and received > most:
+            raise HTTPException(413, _TOO_LONG.format(most))
+        return message
+
+    return limited
+
+
+class _GuardedRequest(Request):
+    """Request that parses and checks long bodies in a thread."""
+
+    def __init__(self, scope: Any, receive: Receive, kind: Any) -> None:
+        super().__init__(scope, receive)
+        self._kind = kind
+
+    async def json(self) -> Any:
+        """Return the parsed body; a long one is returned as the message that the route expects."""
+        body = await self.body()
+        if len(body) <= _PARSED_ON_LOOP or not _is_model(self._kind):
+            return json.loads(body)
+        return await run_in_threadpool(_parsed, self._kind, body)
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _parsed(kind: type[BaseModel], body: bytes) -> BaseModel:
+    """Return a message; FastAPI accepts it as it is, and does not check it a second time."""
+    try:
+        return kind.model_validate(json.loads(body))
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        found = [f"body.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in errors[:_SHOWN_ERRORS]]
+        raise HTTPException(422, f"the request is not valid: {'; '.join(found)}") from None

@@ -1,0 +1,113 @@
+"""Messages between the server and its planner process: MessagePack, each after its length in 8 bytes."""
+
+from __future__ import annotations
+
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+from pydantic import BaseModel
+
+from ravnest.plan.infeasible import Infeasible
+from ravnest.schemas.jobs import JobSpec
+from ravnest.schemas.providers import Assignment, ProviderOffer
+from ravnest.server.scheduling.link_tests import ProviderLinks
+from ravnest.server.scheduling.planning import PlannedJob
+from ravnest.types import convert_checked
+
+_LENGTH = 8
+_LONGEST = 1 << 30
+
+
+class PlanRequest(msgspec.Struct, frozen=True, tag="plan"):
+    """Request for a plan of a job."""
+
+    artifacts: str
+    """Folder of the artifacts."""
+    scratch: str
+    """Folder for stages while they are written."""
+    spec: JobSpec
+    providers: tuple[tuple[str, ProviderOffer], ...]
+    links: ProviderLinks
+
+
+class ShipRequest(msgspec.Struct, frozen=True, tag="ship"):
+    """Request to write the stages of a planned job."""
+
+    artifacts: str
+    scratch: str
+    job: str
+    planned: PlannedJob
+
+
+class PlannerReady(msgspec.Struct, frozen=True, tag="ready"):
+    """First message of the process: it has started."""
+
+
+class JobPlanned(msgspec.Struct, frozen=True, tag="planned"):
+    """Reply: the job has a plan."""
+
+    planned: PlannedJob
+
+
+class JobInfeasible(msgspec.Struct, frozen=True, tag="infeasible"):
+    """Reply: the job has no plan with these providers."""
+
+    infeasible: Infeasible
+
+
+class JobShipped(msgspec.Struct, frozen=True, tag="shipped"):
+    """Reply: the stages are artifacts."""
+
+    assignments: tuple[Assignment, ...]
+
+
+class PlannerFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """Reply: an error."""
+
+    kind: str
+    """Name of its class."""
+    message: str
+    errno: int = 0
+    """Number of an error of the system, such as that of a full disk."""
+
+
+PlannerRequest = PlanRequest | ShipRequest
+PlannerReply = PlannerReady | JobPlanned | JobInfeasible | JobShipped | PlannerFailed
+
+
+def write_message(stream: IO[bytes], message: PlannerRequest | PlannerReply) -> None:
+    """Write a message."""
+    body = msgspec.msgpack.encode(message, enc_hook=_plain)
+    stream.write(len(body).to_bytes(_LENGTH, "big") + body)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes], kind: Any) -> Any:
+    """Read a message of a type; raise ``EOFError`` at the end of the stream."""
+    length = int.from_bytes(_read(stream, _LENGTH), "big")
+    if length > _LONGEST:
+        raise EOFError("the message is too long")
+    return convert_checked(msgspec.msgpack.decode(_read(stream, length)), kind, dec_hook=_model)
+
+
+def _read(stream: IO[bytes], count: int) -> bytes:
+    found = stream.read(count)
+    if len(found) < count:
+        raise EOFError
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that MessagePack has, for one that it does not have."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(type(value).__name__)
+
+
+def _model(kind: type, value: Any) -> Any:
+    """Return a message of the API from plain data."""
+    assert issubclass(kind, BaseModel), kind
+    return kind.model_validate(value)

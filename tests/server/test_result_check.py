@@ -1,0 +1,201 @@
+"""Results of lying Roots: a job is done only with the trained stages of its own plan."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from node_files import node_file
+from safetensors.torch import load_file, save_file
+from server_cases import Caller, opened
+from torch import nn
+
+from ravnest.jobs.model import pack_model, read_units, write_stage
+from ravnest.plan.profiler import profile_model
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import NamedComponent, ResultFile, TrainingSpec
+from ravnest.schemas.providers import Assignment, DataShare
+from ravnest.server.result_check import ShippedResultCheck
+from ravnest.split.splitter import prepare
+from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE, load_module
+from ravnest.store.files import sha256_of
+from ravnest.store.trained import save_trained
+
+
+class Shop:
+    """Artifacts of a server: what it shipped, and the result that a Root has uploaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.artifacts = folder / "artifacts"
+        self.artifacts.mkdir()
+        self.cluster: dict[int, Assignment] = {}
+        self.trained = folder / "trained" / "cluster_0"
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        prepared = prepare(model, (torch.randn(6, 4),))
+        packed = pack_model(prepared, profile_model(prepared), folder / "packed")
+        specs = list(read_units(packed.units).stages((0, 2)))
+        for node, spec in enumerate(specs):
+            bundle = folder / f"stage_{node}"
+            bundle.mkdir()
+            write_stage(bundle, spec, packed.weights)
+            self.cluster[node] = self.assignment(node, len(specs), bundle)
+            module = load_module(bundle)
+            with torch.no_grad():
+                for tensor in module.state_tensors().values():
+                    tensor.add_(1)
+            save_trained(folder / "trained", self.cluster[node].node_spec, module, "run-1")
+
+    def assignment(self, node: int, stages: int, bundle: Path) -> Assignment:
+        return Assignment(
+            id=f"job-{node}",
+            job="job",
+            node=node,
+            node_spec=node_file(node, stages=stages),
+            stage=self.put(bundle / STAGE_FILE),
+            weights=self.put(bundle / WEIGHTS_FILE),
+            train=DataShare(samples=8, total=8),
+            training=TrainingSpec(
+                optimizer=NamedComponent(name="SGD"),
+                loss=NamedComponent(name="CrossEntropyLoss"),
+                epochs=1,
+            ),
+            tls=False,
+        )
+
+    def put(self, path: Path) -> Artifact:
+        sha256 = sha256_of(path)
+        shutil.copy(path, self.artifacts / sha256)
+        return Artifact(sha256=sha256, size=path.stat().st_size)
+
+    def result(self) -> list[ResultFile]:
+        return [
+            ResultFile(name=path.name, artifact=self.put(path))
+            for path in sorted(self.trained.iterdir())
+        ]
+
+    def check(self) -> str:
+        return ShippedResultCheck(lambda sha256: self.artifacts / sha256)(self.result(), self.cluster)
+
+    def change_manifest(self, number: int, /, **fields: Any) -> None:
+        path = self.trained / f"node_{number}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    def change_weights(self, node: int, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        """Change the weights of a stage; its manifest has the new digest."""
+        path = self.trained / f"node_{node}.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+        self.change_manifest(node, sha256=sha256_of(path))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    return Shop(tmp_path_factory.mktemp("shop"))
+
+
+@pytest.fixture
+def shop(built: Shop, tmp_path: Path) -> Shop:
+    """Return a shop of its own for each test."""
+    own = copy(built)
+    own.artifacts, own.trained = tmp_path / "artifacts", tmp_path / "trained"
+    shutil.copytree(built.artifacts, own.artifacts)
+    shutil.copytree(built.trained, own.trained)
+    return own
+
+
+def test_the_trained_stages_of_the_plan_are_accepted(shop: Shop) -> None:
+    assert shop.check() == ""
+
+
+def first(tensors: dict[str, torch.Tensor]) -> str:
+    return sorted(tensors)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: t.pop(first(t)), "tensors are not those"),
+        (lambda t: t.update(extra=torch.zeros(1)), "tensors are not those"),
+        (lambda t: t.update({first(t): t[first(t)].double()}), "and dtype F64"),
+        (lambda t: t.update({first(t): t[first(t)].flatten()[:1]}), "has shape [1]"),
+        (lambda t: t.update({first(t): torch.zeros(1 << 20)}), "larger than those that were shipped"),
+    ],
+)
+def test_other_tensors_are_refused(shop: Shop, change: Any, reason: str) -> None:
+    shop.change_weights(1, change)
+    assert reason in shop.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"plan": "another"}, "another plan"),
+        ({"node": 0}, "another plan, node"),
+        ({"sha256": "0" * 64}, "file of weights"),
+        ({"stage": {}}, "another graph"),
+        ({"run": "run-2"}, "different runs"),
+        ({"run": "x" * 100_000}, "has more than"),
+    ],
+)
+def test_other_manifests_are_refused(shop: Shop, fields: dict[str, Any], reason: str) -> None:
+    shop.change_manifest(1, **fields)
+    assert reason in shop.check()
+
+
+def test_missing_strange_and_damaged_files_are_refused(shop: Shop) -> None:
+    weights = shop.trained / "node_1.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4])
+    assert "another plan, node or file" in shop.check()
+    shop.change_manifest(1, sha256=sha256_of(weights))
+    assert "damaged" in shop.check()
+    weights.unlink()
+    assert "expected node_0.json" in shop.check()
+    weights.write_bytes(content)
+    (shop.trained / "node_7.json").write_text("{}")
+    assert "node_7.json" in shop.check()
+    (shop.trained / "node_7.json").unlink()
+    (shop.trained / "node_1.json").write_text("[" * 5000)
+    assert "damaged" in shop.check()
+
+
+def finish(provider: Caller, assignment: str) -> Any:
+    sha = provider.upload(b"a forged result")
+    files = [{"name": "node_0.safetensors", "artifact": {"sha256": sha, "size": 15}}]
+    return provider.report("finished", assignment=assignment, result=files)
+
+
+def test_a_job_is_not_done_with_a_forged_result(tmp_path: Path) -> None:
+    """A Root uploaded any files, and the job was done."""
+    with opened(tmp_path, check_result=lambda _files, _cluster: "node_0: forged") as case:
+        rita, alice = case.requester(), case.provider("alice")
+        job = case.submit(rita)
+        case.match()
+        alice.report("training")
+        finish(alice, f"{job}-0")
+        view = rita.get(f"/api/jobs/{job}")
+        assert view["state"] != "done"
+        rita.get(f"/api/jobs/{job}/result", 409)
+        assert any("its result is not the trained model: node_0: forged" in r for r in case.refusals())
+
+
+def test_only_a_root_has_a_result(tmp_path: Path) -> None:
+    with opened(tmp_path) as case:
+        rita, alice = case.requester(), case.provider("alice")
+        bob = case.provider("bob", address="127.0.0.1:9001", compute=10.0)
+        job = case.submit(rita)
+        case.match()
+        assert alice.heartbeat()["assignment"] == f"{job}-0"
+        bob.report("training")
+        sha = bob.upload(b"forged")
+        files = [{"name": "node_0.safetensors", "artifact": {"sha256": sha, "size": 6}}]
+        bob.report("finished", 403, result=files)
+        assert "which only a Root has" in case.refusals()[-1]

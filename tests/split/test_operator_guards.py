@@ -1,0 +1,227 @@
+"""Attacks with operators that trust their arguments: each is refused before the operator is called.
+
+Every call here read or wrote outside of its tensors, or ended the process, when it was made directly.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from ravnest.errors import OperandError, OperatorError
+from ravnest.split.graph import Operation, OutputSpec, Ref, StageGraph, ValueSpec
+from ravnest.split.operator_guards import GUARDS, executable
+from ravnest.split.operators import all_targets, allowed_aten
+from ravnest.split.program import Program
+
+LOWEST = torch.iinfo(torch.int64).min
+
+
+def ints(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def lstm(**changed: Any) -> tuple[Any, ...]:
+    """Return the arguments of a valid LSTM with two directions, with changes."""
+    weights = [torch.randn(16, 3), torch.randn(16, 4), torch.randn(16), torch.randn(16)] * 2
+    arguments = {
+        "input": torch.randn(5, 2, 3),
+        "hx": [torch.zeros(2, 2, 4), torch.zeros(2, 2, 4)],
+        "params": weights,
+        "has_biases": True,
+        "num_layers": 1,
+        "dropout": 0.0,
+        "train": False,
+        "bidirectional": True,
+        "batch_first": False,
+    }
+    return tuple((arguments | changed).values())
+
+
+def bag(indices: torch.Tensor, offsets: torch.Tensor, last: bool = False) -> tuple[Any, ...]:
+    return torch.randn(5, 3), indices, offsets, False, 0, False, None, last
+
+
+LOG = torch.randn(6, 2, 4).log_softmax(2)
+LABELS = torch.ones(2, 3, dtype=torch.int64)
+
+ATTACKS: list[tuple[str, str, tuple[Any, ...], str]] = [
+    ("lowest integer by -1", "div.Tensor_mode", (ints(LOWEST), ints(-1)), "by -1"),
+    ("in place", "div_.Tensor_mode", (ints(LOWEST), ints(-1)), "by -1"),
+    ("by a number", "div.Scalar_mode", (ints(LOWEST), -1), "by -1"),
+    ("floor_divide", "floor_divide.default", (ints(LOWEST), ints(-1)), "by -1"),
+    ("remainder", "remainder.Tensor", (ints(LOWEST), ints(-1)), "by -1"),
+    ("remainder of a number", "remainder.Scalar_Tensor", (LOWEST, ints(-1)), "by -1"),
+    ("fmod", "fmod.Tensor", (ints(LOWEST), ints(-1)), "by -1"),
+    ("32 bits", "fmod.Scalar", (ints(-(2**31), dtype=torch.int32), -1), "by -1"),
+    ("target beyond the classes", "ctc_loss.IntList", (LOG, 9 * LABELS, [6, 6], [3, 3]), "targets has"),
+    ("negative target", "ctc_loss.IntList", (LOG, -LABELS, [6, 6], [3, 3]), "targets has values"),
+    ("input length", "ctc_loss.IntList", (LOG, LABELS, [6, 700], [3, 3]), "input length"),
+    ("target length", "ctc_loss.IntList", (LOG, LABELS, [6, 6], [3, 99]), "do not fit the targets"),
+    ("negative length", "ctc_loss.IntList", (LOG, LABELS, [6, 6], [3, -9]), "negative"),
+    ("length too few", "ctc_loss.IntList", (LOG, LABELS, [6], [3, 3]), "one length for each sample"),
+    ("length tensor", "ctc_loss.Tensor", (LOG, LABELS, ints(6, 7), ints(3, 3)), "input length"),
+    ("blank", "ctc_loss.IntList", (LOG, LABELS, [6, 6], [3, 3], 4), "blank is not a class"),
+    ("concatenated", "ctc_loss.IntList", (LOG, LABELS[0], [6, 6], [3, 3]), "do not fit the targets"),
+    ("negative offset", "embedding_bag.default", bag(ints(0, 1), ints(0, -7)), "ascend from 0"),
+    ("first offset", "embedding_bag.default", bag(ints(0, 1), ints(1)), "ascend from 0"),
+    ("offset beyond", "embedding_bag.default", bag(ints(0, 1), ints(0, 99)), "ascend from 0"),
+    ("index beyond", "embedding_bag.default", bag(ints(0, 5), ints(0)), "indices has values outside"),
+    ("negative index", "embedding_bag.padding_idx", (*bag(ints(-1), ints(0)), None), "indices has"),
+    ("no last offset", "embedding_bag.default", bag(ints(0, 1), ints(0), last=True), "last offset"),
+    (
+        "short last offset",
+        "embedding_bag.default",
+        bag(ints(0, 1), ints(0, 1), last=True),
+        "last offset",
+    ),
+    ("weight_norm", "_weight_norm.default", (torch.randn(4, 3), torch.randn(2, 1)), "shape [4, 1]"),
+    (
+        "weight_norm, last",
+        "_weight_norm.default",
+        (torch.randn(4, 3), torch.randn(1), 1),
+        "shape [1, 3]",
+    ),
+    ("weight_norm, types", "_weight_norm.default", (torch.randn(4, 3), ints(1)), "not alike"),
+    (
+        "group beyond",
+        "_grouped_mm.default",
+        (torch.randn(4, 8), torch.randn(2, 8, 8), ints(2, 64, dtype=torch.int32)),
+        "ascend from 0 to 4",
+    ),
+    (
+        "groups descend",
+        "_grouped_mm.default",
+        (torch.randn(4, 8), torch.randn(2, 8, 8), ints(8, 4, dtype=torch.int32)),
+        "ascend from 0 to 4",
+    ),
+    ("outside of a tensor", "as_strided.default", (torch.randn(9)[3:5], [3], [1]), "larger than its"),
+    ("before a tensor", "as_strided.default", (torch.randn(9)[3:5], [1], [1], 0), "larger than its"),
+    ("negative stride", "as_strided.default", (torch.randn(9), [2], [-1]), "negative"),
+    (
+        "unknown interpolation",
+        "grid_sampler.default",
+        (torch.randn(1, 1, 2, 2), torch.zeros(1, 2, 2, 2), 7, 0, False),
+        "interpolation mode",
+    ),
+    (
+        "scales beside sizes",
+        "_upsample_bilinear2d_aa.default",
+        (torch.randn(1, 3, 2, 1), [2, 33], False, 2.0, 1.0),
+        "without scales",
+    ),
+    ("batch of hidden states", "lstm.input", lstm(input=torch.randn(2, 5, 3)), "hidden states do not"),
+    ("weights of one direction", "lstm.input", lstm(params=lstm()[2][:4]), "weights do not fit"),
+    ("short bias", "lstm.input", lstm(params=[*lstm()[2][:7], torch.randn(1)]), "weights do not fit"),
+    ("one hidden state", "lstm.input", lstm(hx=lstm()[1][:1]), "2 hidden states"),
+    (
+        "packed beyond the data",
+        "gru.data",
+        (torch.randn(6, 3), ints(3, 2, 2), torch.zeros(1, 3, 4), [], True, 1, 0.0, False, False),
+        "batch sizes do not fit",
+    ),
+    (
+        "product larger than its tensor",
+        "addbmm_.default",
+        (torch.ones(4, 1), torch.ones(2, 4, 3), torch.ones(2, 3, 5)),
+        "does not fit the tensor",
+    ),
+    ("eigenvalues of NaN", "linalg_eigvals.default", (torch.full((3, 3), math.nan),), "not finite"),
+    ("huge power", "python::pow", (3, 2**31), "larger than 64"),
+    ("tower of powers", "python::pow", (2**62, 60), "more than 64 bits"),
+    ("product of 65 bits", "python::mul", (2**62, 8), "more than 64 bits"),
+    ("repeated list", "python::mul", ([0], 2**40), "computes with numbers"),
+    ("repeated text", "python::mul", ("x", 2**40), "computes with numbers"),
+    ("formatted text", "python::mod", ("%9999999999d", 1), "computes with numbers"),
+    ("joined lists", "python::add", ([0], [0]), "computes with numbers"),
+    ("tensor as a number", "python::floordiv", (ints(LOWEST), ints(-1)), "computes with numbers"),
+    ("tensor as a list", "python::getitem", (torch.ones(3), 5), "takes an item of a list"),
+    ("slice of a list", "python::getitem", ([1, 2], slice(None)), "takes an item of a list"),
+    ("rounded to nothing", "python::round", (5, -(2**62)), "at most 20 digits"),
+    ("whole number of a large float", "math::ceil", (1e300,), "more than 64 bits"),
+    ("sum of a text", "size::sym_sum", ("abc",), "adds a list"),
+]
+
+
+def _target(operator: str) -> str:
+    return operator if "::" in operator else f"aten::{operator}"
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "says"), [a[1:] for a in ATTACKS], ids=[a[0] for a in ATTACKS]
+)
+def test_an_attack_is_refused(operator: str, args: tuple[Any, ...], says: str) -> None:
+    kwargs = {"rounding_mode": "trunc"} if "_mode" in operator else {}
+    with pytest.raises(OperandError, match=re.escape(says)) as caught:
+        executable(_target(operator), "some_node")(*args, **kwargs)
+    assert _target(operator) in str(caught.value)
+    assert "'some_node'" in str(caught.value)
+
+
+VALID: list[tuple[str, tuple[Any, ...]]] = [
+    ("div.Tensor", (ints(LOWEST), ints(-1))),
+    ("floor_divide.default", (torch.randn(3), ints(-1, 2, 3))),
+    ("remainder.Tensor", (ints(7, 8), ints(-1, 3))),
+    ("ctc_loss.IntList", (LOG, LABELS, [6, 5], [3, 2])),
+    ("ctc_loss.Tensor", (LOG, LABELS[:, :1].expand(2, 3).reshape(-1), ints(6, 6), ints(3, 3))),
+    ("ctc_loss.IntList", (LOG[:, 0], LABELS[0], [6], [3])),
+    ("embedding_bag.padding_idx", (*bag(ints(0, 4, 2), ints(0, 1, 1)), None)),
+    ("embedding_bag.default", bag(ints(0, 4, 2), ints(0, 1, 3), last=True)),
+    ("_weight_norm.default", (torch.randn(4, 3, 2), torch.randn(4, 1, 1), 0)),
+    ("_weight_norm.default", (torch.randn(4, 3, 2), torch.randn(1, 1, 2), 2)),
+    ("_weight_norm.default", (torch.randn(4, 3, 2), torch.randn(()), -1)),
+    ("as_strided.default", (torch.arange(8.0), [3, 4], [2, 1])),
+    ("lstm.input", lstm()),
+    ("lstm.input", lstm(batch_first=True, input=torch.randn(2, 5, 3))),
+    ("python::pow", (2, 10)),
+    ("python::pow", (2.0, 0.5)),
+    ("python::round", (2.5,)),
+    ("python::getitem", ((1, 2), 1)),
+    ("size::sym_sum", ([1, 2],)),
+]
+
+
+@pytest.mark.parametrize(("operator", "args"), VALID)
+def test_a_valid_call_is_made(operator: str, args: tuple[Any, ...]) -> None:
+    assert executable(_target(operator), "x")(*args) is not None
+
+
+def test_the_median_of_an_expanded_tensor_is_computed_from_its_elements() -> None:
+    """The kernel ignores strides of 0 and read what follows the tensor."""
+    buffer = torch.full((64,), 1e9)
+    x = torch.as_strided(buffer, (1, 3, 4), (12, 4, 0))
+    buffer[:9] = torch.arange(9.0)
+    for operator in ("median.dim", "nanmedian.dim"):
+        values, _ = executable(f"aten::{operator}", "x")(x, 2)
+        assert values.tolist() == [[0.0, 4.0, 8.0]]
+
+
+def test_a_program_names_the_operation_that_it_refuses() -> None:
+    graph = StageGraph(
+        inputs=(ValueSpec("x", torch.int64),),
+        state=(),
+        operations=(Operation("halved", "aten::floor_divide.default", (Ref("x"), -1)),),
+        outputs=(OutputSpec("y", Ref("halved")),),
+    )
+    program = Program(graph, torch.device("cpu"))
+    assert program([ints(4)], [])[0].tolist() == [-4]
+    with pytest.raises(OperandError, match="'halved'"):
+        program([ints(LOWEST)], [])
+
+
+def test_every_guard_belongs_to_a_listed_operator() -> None:
+    targets = {target.partition("::")[2] for target in all_targets()}
+    assert not [name for name in GUARDS if name not in targets | allowed_aten()]
+
+
+@pytest.mark.parametrize(
+    "name", ["aten::add.t", "aten::mul.left_t", "aten::eq.enum_list", "aten::pow.int", "aten::ceil.int"]
+)
+def test_overloads_without_tensors_are_refused(name: str) -> None:
+    """They compute with lists and texts of any length."""
+    with pytest.raises(OperatorError):
+        executable(name, "x")

@@ -1,0 +1,164 @@
+"""Connections without TLS: both sides prove the secret of their job, and nobody else gets in."""
+
+import secrets
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+
+import grpc
+import pytest
+from msgspec import structs
+from transport_nodes import LOOPBACK, SECONDS, Inbox, connect, hello
+
+from ravnest.errors import RefusedError
+from ravnest.transport.base import Link
+from ravnest.transport.grpc_settings import METHOD
+from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.handshake import DialHandshake, Greeting, ListenHandshake, hello_frame
+from ravnest.transport.link_secret import new_secret
+from ravnest.types import Address
+from ravnest.wire.frames import encode
+from ravnest.wire.messages import Goodbye, Hello, HelloChallenge, HelloProof, HelloRefused, Message
+
+SECRET, OTHER = new_secret(), new_secret()
+
+
+@pytest.fixture
+def made() -> Iterator[list[GrpcTransport]]:
+    transports: list[GrpcTransport] = []
+    yield transports
+    for each in transports:
+        each.close()
+
+
+def opened(made: list[GrpcTransport], secret: str) -> GrpcTransport:
+    made.append(GrpcTransport(secret=secret))
+    return made[-1]
+
+
+def serving(made: list[GrpcTransport], secret: str) -> tuple[Address, Inbox, list[str]]:
+    """Start node_1; return its address, its messages, and who was admitted."""
+    inbox, admitted = Inbox(), []  # type: ignore[var-annotated]
+
+    def admit(peer: Hello) -> Hello:
+        admitted.append(peer.node)
+        return hello(1)
+
+    address = opened(made, secret).serve(LOOPBACK, admit, inbox, lambda _: None)
+    return address, inbox, admitted
+
+
+def test_nodes_with_the_same_secret_connect_and_connect_again(made: list[GrpcTransport]) -> None:
+    pair = connect(opened(made, SECRET), opened(made, SECRET), expect=1)
+    pair.near.send(Message(Goodbye(0)))
+    assert pair.far_inbox.next().head == Goodbye(0)
+    assert (pair.far.peer.nonce, pair.near.peer.proof) == ("", "")
+
+
+@pytest.mark.parametrize("secret", ["", OTHER])
+def test_a_process_without_the_secret_is_refused(made: list[GrpcTransport], secret: str) -> None:
+    """On loopback, a process of another user joined a job as any node that it named."""
+    address, inbox, admitted = serving(made, SECRET)
+    with pytest.raises(RefusedError, match="secret"):
+        opened(made, secret).dial(address, hello(0), Inbox(), deadline=SECONDS, expect=1)
+    assert admitted == []
+    with pytest.raises(Empty):
+        inbox.messages.get_nowait()
+
+
+@pytest.mark.parametrize("secret", ["", OTHER])
+def test_a_listener_without_the_secret_gets_nothing(made: list[GrpcTransport], secret: str) -> None:
+    """A process of another user listened at the port of a node that had not started yet."""
+    address, inbox, _ = serving(made, secret)
+    with pytest.raises(RefusedError, match="secret"):
+        opened(made, SECRET).dial(address, hello(0), Inbox(), deadline=SECONDS, expect=1)
+    with pytest.raises(Empty):
+        inbox.messages.get_nowait()
+
+
+def test_messages_before_the_proof_are_not_obeyed(made: list[GrpcTransport]) -> None:
+    address, inbox, admitted = serving(made, SECRET)
+    first = hello_frame(structs.replace(hello(0), nonce=secrets.token_hex(8)))
+    (goodbye,) = encode(Message(Goodbye(0)))
+    frames: SimpleQueue[bytes | None] = SimpleQueue()
+    for frame in (first, goodbye, goodbye, None):
+        frames.put(frame)
+    with grpc.insecure_channel(str(address)) as channel:
+        answers = list(channel.stream_stream(METHOD)(iter(frames.get, None), timeout=SECONDS))
+    assert len(answers) == 2, "a challenge, and the refusal"
+    assert b"do not know the secret" in answers[1]
+    assert admitted == []
+    with pytest.raises(Empty):
+        inbox.messages.get_nowait()
+
+
+def listener(secret: str = SECRET) -> ListenHandshake:
+    return ListenHandshake(lambda _: hello(1), lambda _: None, None, secret)
+
+
+def dialer(secret: str = SECRET, expect: int = 1) -> DialHandshake:
+    return DialHandshake(hello(0), secret, "there", expect)
+
+
+def test_the_secret_is_not_sent() -> None:
+    dial, listen = dialer(), listener()
+    challenge = listen.next(dial.first)
+    assert isinstance(challenge, HelloChallenge)
+    proof = dial.next(hello_frame(challenge))
+    assert isinstance(proof, HelloProof)
+    greeting = listen.next(hello_frame(proof))
+    assert isinstance(greeting, Greeting)
+    assert isinstance(dial.next(greeting.frame), Hello)
+    sent = b"".join((dial.first, hello_frame(challenge), hello_frame(proof), greeting.frame))
+    assert SECRET.encode() not in sent
+    assert bytes.fromhex(SECRET) not in sent
+
+
+def test_a_recorded_handshake_cannot_be_replayed() -> None:
+    dial, listen = dialer(), listener()
+    challenge = listen.next(dial.first)
+    assert isinstance(challenge, HelloChallenge)
+    proof = dial.next(hello_frame(challenge))
+    assert isinstance(proof, HelloProof)
+    again = listener()
+    assert isinstance(again.next(dial.first), HelloChallenge)
+    assert isinstance(again.next(hello_frame(proof)), HelloRefused)
+    greeting = listen.next(hello_frame(proof))
+    assert isinstance(greeting, Greeting)
+    other = dialer()
+    assert isinstance(other.next(hello_frame(challenge)), HelloProof)
+    with pytest.raises(RefusedError, match="does not know the secret"):
+        other.next(greeting.frame)
+
+
+def test_a_proof_cannot_be_sent_back_to_the_one_who_made_it() -> None:
+    """The listener has the dialer prove its own challenge, and returns the proof."""
+    dial = dialer()
+    mirrored = dial.next(hello_frame(HelloChallenge("mirror")))
+    assert isinstance(mirrored, HelloProof)
+    with pytest.raises(RefusedError, match="does not know the secret"):
+        dial.next(hello_frame(structs.replace(hello(1), proof=mirrored.proof)))
+
+
+def test_a_proof_is_for_one_hello() -> None:
+    """A process between two nodes changes the Hello, for example the node."""
+    dial, listen = dialer(), listener()
+    changed = hello_frame(structs.replace(hello(7), nonce="n"))
+    challenge = listen.next(changed)
+    assert isinstance(challenge, HelloChallenge)
+    proof = dial.next(hello_frame(challenge))
+    assert isinstance(proof, HelloProof)
+    assert isinstance(listen.next(hello_frame(proof)), HelloRefused)
+
+
+def test_one_peer_cannot_take_all_links(made: list[GrpcTransport]) -> None:
+    address, _, _ = serving(made, SECRET)
+
+    def dial() -> Link:
+        return opened(made, SECRET).dial(address, hello(0), Inbox(), deadline=SECONDS, expect=1)
+
+    links = [dial() for _ in range(4)]
+    with pytest.raises(RefusedError, match="has 4 links to this node already"):
+        dial()
+    assert all(link.peer.node == 1 for link in links)
+    other = opened(made, SECRET).dial(address, hello(2), Inbox(), deadline=SECONDS, expect=1)
+    assert other.peer.node == 1, "others still connect"
