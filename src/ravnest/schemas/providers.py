@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from ravnest.schemas.base import Artifact, Name, Reason, Schema, clipped
+from ravnest.schemas.base import Artifact, Name, Reason, Schema, clipped, plain
 from ravnest.schemas.checkpoints import (
     MOST_UPLOADED,
     CheckpointOrder,
@@ -22,11 +22,18 @@ from ravnest.schemas.reachability import HostAndPort, ReachabilityKind, RelayTri
 from ravnest.store.node_spec import NodeSpec
 from ravnest.telemetry import RoundRecord, WarningRecord, WorkerRecord
 
-Positive = Annotated[float, Field(gt=0)]
+Gigabytes = Annotated[float, Field(gt=0, le=100_000)]
+Cores = Annotated[int, Field(ge=1, le=10_000)]
+Gflops = Annotated[float, Field(gt=0, le=1e7)]
+Mbits = Annotated[float, Field(gt=0, le=1e7)]
+VersionText = Annotated[str, Field(max_length=100), AfterValidator(plain)]
+AssignmentId = Annotated[str, Field(max_length=200)]
 MOST_ADDRESSES = 12
 """Addresses in an offer."""
 MOST_RELAYS = 64
 """Relays in an offer."""
+MOST_RESULT_FILES = 20_000
+"""Files of a trained cluster: two for each node."""
 MOST_TRAINED = 100
 """Assignments in an offer whose results the provider keeps."""
 
@@ -50,19 +57,19 @@ class ProviderOffer(Schema):
     """All such addresses, ``address`` first; empty if there is only that one."""
     relay_trips: Annotated[tuple[RelayTrip, ...], Field(max_length=MOST_RELAYS)] = ()
     """Relays that answer this provider."""
-    ram: Positive
+    ram: Gigabytes
     """GB (1e9 bytes) for training."""
-    vram: Annotated[float, Field(ge=0)] = 0.0
-    cores: Annotated[int, Field(ge=1)]
-    compute: Positive
+    vram: Annotated[float, Field(ge=0, le=100_000)] = 0.0
+    cores: Cores
+    compute: Gflops
     """GFLOP/s of a matrix product."""
-    bandwidth: Positive
+    bandwidth: Mbits
     """Mbit/s to and from the server."""
-    round_trip: Annotated[float, Field(ge=0)]
+    round_trip: Annotated[float, Field(ge=0, le=3600)]
     """Seconds to the server and back."""
-    version: str
-    torch: str
-    trained: Annotated[tuple[str, ...], Field(max_length=MOST_TRAINED)] = ()
+    version: VersionText
+    torch: VersionText
+    trained: Annotated[tuple[AssignmentId, ...], Field(max_length=MOST_TRAINED)] = ()
     """Assignments that it has trained to the end, and whose results this server does not have."""
 
     @property
@@ -204,7 +211,7 @@ class TlsRejections(Schema):
 class AssignmentReport(Schema):
     """Progress of an assignment, as its provider reports it."""
 
-    assignment: str
+    assignment: AssignmentId
     phase: Phase
     reason: Reason = ""
     """Why the assignment failed, or what it waits for."""
@@ -227,11 +234,11 @@ class Heartbeat(Schema):
     """Sign of life of a provider; the server may delay its reply until there is news."""
 
     report: AssignmentReport | None = None
-    known: str | None = None
+    known: AssignmentId | None = None
     """The assignment that the provider works on; a reply that names another is sent at once."""
     may_train: bool = False
     """``may_train`` of the last reply; a reply with another value is sent at once."""
-    link_test: str | None = None
+    link_test: AssignmentId | None = None
     """Id of the link test of the last reply; a reply with another one is sent at once."""
     upload: CheckpointOrder | None = None
     """``upload`` of the last reply; a reply with another one is sent at once."""

@@ -67,6 +67,7 @@ class UnitOfWork:
         """
         assignments = self.db.assignments.of_job(assignment.job)
         if not can_continue(assignments, assignment):
+            self.db.assignments.set_cause(assignment, cause)
             self.end_assignment(assignment, "failed", reason)
             return
         self.db.assignments.lose(assignment, reason, cause)

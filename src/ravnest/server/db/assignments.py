@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import ColumnElement, Connection, Row, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, case, func, insert, select, update
 
 from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobState, ResultFile
@@ -108,6 +108,22 @@ class AssignmentRepository:
         own = (assignments.c.provider == provider, assignments.c.phase == "finished")
         query = select(*_SHORT).where(*own, assignments.c.job.in_(running))
         return [_record(row) for row in self._connection.execute(query.order_by("job", "node"))]
+
+    def unreliable(self, providers: Iterable[str]) -> frozenset[str]:
+        """Return those providers that failed in more places than they have finished.
+
+        A place failed if its provider could not do the work; one that was only lost does not count.
+        """
+        failed = case((assignments.c.cause == "machine", 1), else_=0)
+        finished = case((assignments.c.phase == "finished", 1), else_=0)
+        own = assignments.c.provider.in_(tuple(providers))
+        query = select(assignments.c.provider).where(own).group_by(assignments.c.provider)
+        query = query.having(func.sum(failed) > func.sum(finished))
+        return frozenset(self._connection.execute(query).scalars())
+
+    def set_cause(self, assignment: AssignmentRecord, cause: FailureCause) -> None:
+        """Store why an assignment failed."""
+        self._update(assignment, cause=cause)
 
     def set_resume(self, assignment: AssignmentRecord) -> None:
         """Have the next worker of an assignment join a cluster that may be training already."""

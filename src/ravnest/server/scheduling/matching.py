@@ -52,6 +52,8 @@ class _Snapshot:
     busy: Sequence[ProviderRecord]
     unreachable: Mapping[str, str]
     """Names of the providers that others cannot reach, by id: they can only train alone."""
+    unreliable: frozenset[str] = frozenset()
+    """Providers that failed more often than they finished: they are chosen last."""
 
 
 class LinkTests(Protocol):
@@ -103,6 +105,7 @@ class Matching:
             waiting = db.jobs.in_state(JobState.SUBMITTED)
             running = Counter(job.owner for job in db.jobs.in_state(*RUNNING))
             present = db.providers.present()
+            unreliable = db.assignments.unreliable(each.id for each in present)
         queue = [
             WaitingJob(
                 job.id,
@@ -122,7 +125,7 @@ class Matching:
             for each in present
             if reachability(each.offer, each.checks, relays).kind == "unreachable"
         }
-        return _Snapshot(waiting, queue, running, idle, busy, unreachable)
+        return _Snapshot(waiting, queue, running, idle, busy, unreachable, unreliable)
 
     def _pass(self, snapshot: _Snapshot) -> bool:
         """Go through the queue once; return whether a job started, so that another pass may help."""
@@ -146,7 +149,8 @@ class Matching:
                 return Refusal(broken[job.id], hopeless=True)
             return Refusal(plan.reason, hopeless=job.id in hopeless)
 
-        idle = [_idle(each, is_last=each.id in snapshot.unreachable) for each in snapshot.idle]
+        last = snapshot.unreachable.keys() | snapshot.unreliable
+        idle = [_idle(each, is_last=each.id in last) for each in snapshot.idle]
         started = False
         for decision in decide(snapshot.queue, snapshot.running, idle, len(snapshot.busy), fit):
             if decision.providers:

@@ -1,0 +1,61 @@
+"""Offers and reports of lying providers are bounded, and one that failed is chosen last."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from server_cases import FakePlanner, offer, opened
+
+from ravnest.schemas.providers import AssignmentReport
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"ram": 1e30},
+        {"ram": 0},
+        {"vram": 1e30},
+        {"cores": 10**9},
+        {"compute": 1e300},
+        {"bandwidth": 1e300},
+        {"bandwidth": float("inf")},
+        {"compute": float("nan")},
+        {"round_trip": 1e9},
+        {"name": "x" * 101},
+        {"version": "x" * 10_000},
+        {"torch": "x" * 10_000},
+        {"addresses": tuple(f"10.0.0.{n}:1" for n in range(13))},
+        {"address": "x" * 301},
+        {"trained": tuple(str(n) for n in range(101))},
+        {"trained": ("x" * 10_000,)},
+    ],
+)
+def test_an_offer_is_bounded(lie: dict[str, Any]) -> None:
+    """An offer of 1e300 GFLOP/s got every job, and made plans fail."""
+    with pytest.raises(ValidationError):
+        offer(**lie)
+
+
+def test_the_ids_in_a_report_are_bounded() -> None:
+    with pytest.raises(ValidationError):
+        AssignmentReport(assignment="x" * 10_000, phase="training")
+
+
+def test_a_provider_that_failed_comes_last(tmp_path: Path) -> None:
+    """The strongest offer got every job, although its provider failed each of them."""
+    with opened(tmp_path, planner=FakePlanner(size=1)) as case:
+        rita = case.requester()
+        mallory = case.provider("mallory", compute=1e6, ram=1000.0)
+        alice = case.provider("alice", address="127.0.0.1:9001")
+        job = case.submit(rita, max_providers=1)
+        case.match()
+        assert case.planner.asked[-1] == (mallory.id,)
+        mallory.report("failed", reason="no memory", cause="machine")
+        rita.post(f"/api/jobs/{job}/cancel")
+        case.submit(rita, max_providers=1)
+        case.match()
+        assert case.planner.asked[-1] == (alice.id,)
+        case.submit(rita, max_providers=1)
+        case.match()
+        assert mallory.id in case.planner.asked[-1], "it is still used if there is no other"
