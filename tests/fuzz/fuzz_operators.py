@@ -33,7 +33,9 @@ from ravnest.split.operator_guards import executable
 from ravnest.split.operators import all_targets, resolve
 
 CALL_SECONDS = 10.0
-"""Time after which a call counts as endless."""
+"""Processor time after which a call counts as endless."""
+WAITING_SECONDS = 600.0
+"""Time after which a call counts as endless that uses no processor."""
 MEMORY = 512 << 20
 """Bytes that a child may allocate; a call that wants more gets an error, as in a worker."""
 ENDED_EARLY = 120
@@ -97,15 +99,17 @@ class Fuzzer:
                 self._work(first, stop, lines)
             finally:
                 os._exit(0)
-        number, since = first, time.monotonic()
+        number, since, used = first, time.monotonic(), 0.0
         while True:
             done, status = os.waitpid(child, os.WNOHANG)
             (now,) = struct.unpack_from("<q", self._place, 0)
-            if now != number:
-                number, since = now, time.monotonic()
             if done:
+                number = now
                 break
-            if time.monotonic() - since > CALL_SECONDS:
+            if now != number:
+                number, since, used = now, time.monotonic(), _processor_seconds(child)
+            late = time.monotonic() - since > WAITING_SECONDS
+            if late or _processor_seconds(child) - used > CALL_SECONDS:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 self._add(report, number, f"took more than {CALL_SECONDS:.0f} s")
@@ -160,6 +164,11 @@ class Fuzzer:
         """Return a call as text."""
         target = self._target(number)
         return repr(plan_call(target, resolve(target), self._seed, number))
+
+
+def _processor_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _limit_memory() -> None:

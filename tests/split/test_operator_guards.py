@@ -131,6 +131,13 @@ ATTACKS: list[tuple[str, str, tuple[Any, ...], str]] = [
         "does not fit the tensor",
     ),
     ("eigenvalues of NaN", "linalg_eigvals.default", (torch.full((3, 3), math.nan),), "not finite"),
+    ("no samples", "multi_margin_loss.default", (torch.ones(0, 4), ints()), "no samples"),
+    (
+        "windows that overflow",
+        "im2col.default",
+        (torch.ones(1, 1, 9, 8), [2, 2], [1, 2**63 - 1], [0, 0], [1, 1]),
+        "too large for a window",
+    ),
     ("huge power", "python::pow", (3, 2**31), "larger than 64"),
     ("tower of powers", "python::pow", (2**62, 60), "more than 64 bits"),
     ("product of 65 bits", "python::mul", (2**62, 8), "more than 64 bits"),

@@ -40,6 +40,7 @@ FORBIDDEN = [
     "aten::segment_reduce.default",
     "aten::_weight_norm_interface.default",
     "aten::_stack.default",
+    "aten::range.step",
     "aten::special_hermite_polynomial_h.n_scalar",
     "aten::__class__.default",
     "aten::add.__class__",

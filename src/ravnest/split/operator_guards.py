@@ -239,6 +239,20 @@ def _finite(self: Tensor, *_: Any, **__: Any) -> None:
     require(bool(torch.isfinite(self.detach()).all()), "the matrix has values that are not finite")
 
 
+def _samples(self: Tensor, *_: Any, **__: Any) -> None:
+    """Refuse a loss of no samples, whose result is memory that nothing was written to."""
+    require(self.numel() > 0, "there are no samples")
+
+
+def _windows(*args: Any, **kwargs: Any) -> None:
+    """Refuse sizes, steps and margins of windows with which the kernel's arithmetic overflows."""
+    for value in (*args, *kwargs.values()):
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        for number in numbers:
+            if isinstance(number, int):
+                require(abs(number) <= _LARGEST_WINDOW, f"{number} is too large for a window")
+
+
 def _sizes_only(self: Tensor, output_size: Sequence[int], *options: Any, **named: Any) -> None:
     """Refuse scales beside the output size, with which the kernel computes places in its input."""
     scales = [*options, *(value for name, value in named.items() if name.startswith("scales"))]
@@ -248,9 +262,14 @@ def _sizes_only(self: Tensor, output_size: Sequence[int], *options: Any, **named
     )
 
 
+_LARGEST_WINDOW = 1 << 24
+"""Largest size, step or margin of a window; those of models are below a thousand."""
+
 GUARDS: dict[str, Guard] = {
     "addbmm_": _sum_of_products,
     "linalg_eigvals": _finite,
+    "multi_margin_loss": _samples,
+    "multilabel_margin_loss": _samples,
     "lstm.input": recurrent(4, 2),
     "gru.input": recurrent(3, 1),
     "rnn_tanh.input": recurrent(1, 1),
@@ -263,6 +282,16 @@ GUARDS: dict[str, Guard] = {
     "gru_cell": cell(3),
     "rnn_tanh_cell": cell(1),
     "rnn_relu_cell": cell(1),
+    **dict.fromkeys(("im2col", "col2im", "unfold"), _windows),
+    **{
+        f"{kind}_pool{n}d": _windows
+        for kind in ("avg", "max", "adaptive_avg", "adaptive_max")
+        for n in (1, 2, 3)
+    },
+    **dict.fromkeys(
+        (*(f"max_pool{n}d_with_indices" for n in (1, 2, 3)), "max_unpool2d", "max_unpool3d"), _windows
+    ),
+    **dict.fromkeys(("fractional_max_pool2d", "fractional_max_pool3d"), _windows),
     **{
         f"{name}.default": _sizes_only
         for name in (
