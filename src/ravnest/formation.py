@@ -29,6 +29,7 @@ from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.store.bundle import save_stage
 from ravnest.store.checkpoint import SEED
 from ravnest.store.checkpoint_conversion import NewStage, convert_checkpoints
+from ravnest.store.checkpoint_progress import EpochStart
 from ravnest.store.checkpoint_sets import CheckpointSet, find_checkpoint_sets
 from ravnest.store.file_set import Replacement
 from ravnest.store.files import convert, has_format, inside, read_json, write_json
@@ -206,7 +207,7 @@ class _Seeds:
                 NewStage(n.plan, n.node, cluster, stage.spec, folder / n.bundle / SEED)
                 for n, stage in zip(members, splits[cluster].stages, strict=True)
             ]
-            convert_checkpoints(old, stages, restart_epoch=self.restart_epoch)
+            convert_checkpoints(old, stages, start=EpochStart() if self.restart_epoch else None)
 
 
 def _write(target: Path, plan: Plan, splits: Mapping[int, Split], seeds: _Seeds | None) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from world import World, eventually, small_job, small_model
+from world import World, eventually, providers, small_data, small_job, small_model
 
 from ravnest.client.handle import JobHandle
 from ravnest.client.submission import resume_job
@@ -50,6 +54,45 @@ def test_a_job_goes_on_with_the_providers_that_remain(world: World) -> None:
     assert any("planned anew without node_" in text for text in said), said
     (start,) = (text for text in said if text.startswith("training continues from update "))
     assert int(start.rsplit(" ", 1)[1]) >= first, "not from the beginning"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_data_of_a_cluster_that_dissolves_moves_to_the_other_nodes(world: World) -> None:
+    world.serve(OFTEN)
+    crew = {name: world.provide(name) for name in ("a", "b", "c", "d")}
+    settings: dict[str, Any] = {"clusters": 2, "on_insufficient": "fail", "epochs": 30}
+    job = replace(small_job(min_providers=4, **settings), train_data=small_data(2400))
+    api = world.requester()
+    eventually(lambda: providers(api), lambda found: len(found) == 4)
+    handle = world.submit(api, job)
+    before = saved(handle)
+    eventually(handle.view, lambda view: (view.saved_update or 0) > before, PATIENCE)
+    leaves = {each.cluster: each for each in handle.view().assignments if each.role == "Leaf"}
+    os.killpg(crew[leaves[max(leaves)].provider_name].process.pid, signal.SIGKILL)
+
+    again = eventually(handle.view, lambda view: len(view.assignments) == 3, PATIENCE)
+    assert {each.cluster for each in again.assignments} == {0, 1}
+    shares = eventually(lambda: roots(world, handle.id), lambda found: len(found) == 2, PATIENCE)
+    assert handle.result(into=small_model(), timeout=PATIENCE)
+    said = [each.reason for each in handle.events() if each.kind == "recovery"]
+    assert any("planned anew without node_" in text for text in said), said
+    (start,) = (text for text in said if text.startswith("training continues from update "))
+    assert "the rest of the epoch in progress is divided between the new clusters" in start
+    rest = shares[0]["remainder"]
+    assert rest["epoch"] == shares[1]["remainder"]["epoch"]
+    whole = settings["epochs"] - 1 - rest["epoch"]
+    updates = math.ceil(rest["samples"] / 8) + whole * math.ceil(shares[0]["samples"] / 8)
+    first = int(start.split(";")[0].split(" ")[4])
+    assert handle.losses().updates[-1] + 1 == first + updates, "the rest, and then whole epochs"
+
+
+def roots(world: World, job: str) -> list[dict[str, Any]]:
+    """Return the shares of the data of the Roots of a job's second plan, by cluster."""
+    paths = world.folder.glob(f"*/jobs/{job}-p1-*/assignment.json")
+    found = [json.loads(path.read_text()) for path in paths]
+    found.sort(key=lambda each: each["node_spec"]["cluster"])
+    return [each["train"] for each in found if each["train"]["inputs"]]
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ class FakePlanner:
             ),
             stage=artifact("units"),
             weights=artifact("weights"),
-            train=DataShare(samples=8, total=8, inputs=() if stage else (rows,)),
+            train=DataShare(samples=8, total=8, first=0, inputs=() if stage else (rows,)),
             training=planned.spec.training,
             attempt=planned.attempt,
             tls=self.tls,

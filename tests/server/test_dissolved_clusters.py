@@ -1,7 +1,7 @@
 """A job of several clusters that loses a node without a spare: its data moves to the other clusters."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ from server_cases import Caller, Case, FakePlanner, Time, opened
 
 from ravnest.plan.infeasible import Infeasible
 from ravnest.schemas.jobs import JobSpec
+from ravnest.schemas.providers import Assignment
 from ravnest.server.scheduling.link_tests import NO_LINKS, ProviderLinks
 from ravnest.server.scheduling.planning import Candidates, PlannedJob
+from ravnest.server.scheduling.remainder import RemainderError
 from ravnest.server.settings import ServerSettings
+from ravnest.telemetry import RoundRecord
 
 AFTER, REQUEUE = 10.0, 60.0
 SETTINGS = ServerSettings(replan_after=AFTER, requeue_after=REQUEUE, rescue_grace=20.0, lost_after=1e9)
@@ -25,6 +28,8 @@ class EvenPlanner(FakePlanner):
 
     infeasible: set[int] = field(default_factory=set)
     """Numbers of providers for which there is no plan."""
+    divides: bool = True
+    """The rest of an epoch can be divided between new clusters."""
 
     def plan(
         self, spec: JobSpec, providers: Candidates, links: ProviderLinks = NO_LINKS
@@ -37,6 +42,11 @@ class EvenPlanner(FakePlanner):
             rated = tuple(replace(each, samples_per_second=rate) for each in found.plan.clusters)
             return replace(found, plan=replace(found.plan, clusters=rated))
         return found
+
+    def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
+        if not self.divides and planned.start is not None and planned.start.before:
+            raise RemainderError("too many samples")
+        return super().ship(job, planned)
 
 
 @dataclass
@@ -127,11 +137,62 @@ def test_a_cluster_dissolves_and_its_data_moves_to_the_others(case: Case) -> Non
     ]
     begin = case.planner.starts[-1]
     assert begin is not None
+    assert [each.id.update for each in begin.checkpoints] == [100, 100]
+    assert [(each.checkpoint.id.update, each.is_current) for each in begin.before] == [
+        (100, True),
+        (90, True),
+    ], "the rest of both clusters, and the mean of their states"
     assert complete(case, run.job) == [(100, 0), (90, 1)]
+    assert run.recoveries[-1] == (
+        "training continues from update 100; the rest of the epoch in progress is divided between the "
+        "new clusters; the weights are the mean of clusters 0, 1"
+    )
     assert any(
         "planned anew without node_3: nobody took its place for 60 s, and its cluster's share of the "
         "data moves to the other nodes: 3 providers can train it" in text
         for text in run.recoveries
+    )
+
+
+def average(number: int, *clusters: int, committed: bool = True) -> dict[str, Any]:
+    """Return the record of a round of averaging."""
+    return asdict(RoundRecord(number, 1, "background", committed, clusters, 0.1, 10, ""))
+
+
+def test_a_cluster_that_has_missed_a_round_is_not_part_of_the_state(case: Case) -> None:
+    run = start(case)
+    run.nodes[0].report("training", records=[took(100), average(3, 0, 1)], first_record=0)
+    run.lose(3)
+    run.rescue(2, 90)
+    later = [average(4, 0), average(5, committed=False)]
+    run.nodes[0].report("training", records=later, first_record=2)
+    run.wait(REQUEUE)
+    run.rescue(0, 130)
+    run.rescue(1, 130)
+    begin = case.planner.starts[-1]
+    assert begin is not None
+    assert [each.is_current for each in begin.before] == [True, False]
+    assert run.recoveries[-1].endswith(
+        "; what cluster 1 has learned since its last average is left out, and these samples are trained "
+        "again"
+    )
+
+
+def test_a_rest_that_cannot_be_divided_begins_the_epoch_anew(case: Case, planner: EvenPlanner) -> None:
+    planner.divides = False
+    run = start(case, on_insufficient="fail")
+    run.lose(3)
+    run.rescue(2, 90)
+    run.wait(AFTER)
+    run.rescue(0, 100)
+    run.rescue(1, 100)
+    begin = planner.starts[-1]
+    assert begin is not None
+    assert begin.restart_epoch
+    assert not begin.before
+    assert run.recoveries[-1] == (
+        "training continues from update 100; an epoch in progress begins anew, because the clusters "
+        "have other shares of the data; the rest of an epoch cannot be divided: too many samples"
     )
 
 

@@ -24,6 +24,7 @@ from ravnest.split import PreparedModel
 from ravnest.split.graph import StageSpec
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest, StoredTensor, read_manifest
 from ravnest.store.checkpoint_conversion import NewStage, convert_checkpoints
+from ravnest.store.checkpoint_progress import EpochStart
 from ravnest.store.checkpoint_sets import StageCheckpoint, checkpoint_set
 from ravnest.store.plain_data import decode, encode
 from ravnest.types import CheckpointId
@@ -90,7 +91,7 @@ def test_the_epoch_can_begin_anew(variants: list[PreparedModel], tmp_path: Path)
     state = WholeState.at_random(variants[0], 1)
     old = checkpoint_set(write_all(tmp_path, state, stages_of(variants[0], 2)))
     stages = new_stages(tmp_path, stages_of(variants[0], 1, 3))
-    first, *_, last = convert_checkpoints(old, stages, restart_epoch=True)
+    first, *_, last = convert_checkpoints(old, stages, start=EpochStart())
     begin = {"batches": 0, "microbatches": 0, "samples": 0, "data": ""}
     assert decode(first.progress)["root"] == ROOT | begin
     assert decode(last.progress)["leaf"] == RANDOM

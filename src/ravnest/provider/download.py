@@ -98,12 +98,15 @@ def files_of(job_dir: JobDir, assignment: Assignment) -> dict[Path, Artifact]:
         files[seeds.tensors_path(seed.id)] = seed.tensors
         files[seeds.manifest_path(seed.id)] = seed.manifest  # last: it makes the checkpoint exist
     for share in (assignment.train, assignment.validation):
-        files |= {job_dir.data_file(artifact): artifact for artifact in _data_files(share)}
+        files |= {} if share is None else _data_files(job_dir, share)
     return files
 
 
-def _data_files(share: DataShare | None) -> list[Artifact]:
-    return [] if share is None else [rows.artifact for rows in (*share.inputs, *share.labels)]
+def _data_files(job_dir: JobDir, share: DataShare) -> dict[Path, Artifact]:
+    rest = share.remainder
+    ranges = (*share.inputs, *share.labels, *(() if rest is None else (*rest.inputs, *rest.labels)))
+    files = {job_dir.data_file(each.artifact): each.artifact for each in ranges}
+    return files if rest is None else files | {job_dir.rows_file(rest.rows): rest.rows}
 
 
 def _check_disk(folder: Path, files: Mapping[Path, Artifact]) -> None:

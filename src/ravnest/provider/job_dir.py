@@ -72,6 +72,10 @@ class JobDir:
         """Return the path of a file of samples or labels."""
         return self.folder / "data" / f"{artifact.sha256}.safetensors"
 
+    def rows_file(self, artifact: Artifact) -> Path:
+        """Return the path of the numbers of samples of an epoch."""
+        return self.folder / "data" / f"{artifact.sha256}.rows"
+
     @property
     def trained(self) -> Path:
         """Folder of the trained stages."""

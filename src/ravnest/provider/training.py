@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 from ravnest.deadlines import MEMBER_RETURN, NEIGHBOUR_CONNECT
 from ravnest.errors import DataError
@@ -19,10 +20,11 @@ from ravnest.jobs.dataset_reader import Rows, SharedData
 from ravnest.jobs.graph_loss import load_loss
 from ravnest.jobs.registry import loss_function, optimizer_class, scheduler_class
 from ravnest.provider.job_dir import JobDir, WorkerSettings
+from ravnest.runtime.epoch_batches import EpochBatches
 from ravnest.runtime.node import Node
 from ravnest.runtime.trainer import Trainer
 from ravnest.schemas.jobs import GraphLoss, TrainingSpec
-from ravnest.schemas.providers import DataShare, RowRange
+from ravnest.schemas.providers import DataShare, EpochRemainder, RowRange
 from ravnest.seed import set_seed
 from ravnest.telemetry import RecordSink
 
@@ -140,13 +142,34 @@ def loader(
     data = SharedData(_rows(job_dir, share.inputs), _rows(job_dir, share.labels))
     if len(data) != share.samples:
         raise DataError(f"the data share should hold {share.samples} samples, but holds {len(data)}")
-    return DataLoader(
+    generator = torch.Generator().manual_seed(training.seed)
+    if share.remainder is None:
+        return DataLoader(
+            data, training.batch_size, shuffle=shuffle, drop_last=drop_last, generator=generator
+        )
+    rest = SharedData(_rows(job_dir, share.remainder.inputs), _rows(job_dir, share.remainder.labels))
+    batches = EpochBatches(
         data,
         training.batch_size,
         shuffle=shuffle,
         drop_last=drop_last,
-        generator=torch.Generator().manual_seed(training.seed),
+        generator=generator,
+        epoch=share.remainder.epoch,
+        samples=len(data) + remainder_rows(job_dir, share.remainder, len(rest)),
     )
+    return DataLoader(ConcatDataset([data, rest]), batch_sampler=batches, generator=generator)
+
+
+def remainder_rows(job_dir: JobDir, rest: EpochRemainder, count: int) -> torch.Tensor:
+    """Return the numbers of the samples of an epoch that is not a whole one, out of ``count``."""
+    path, size = job_dir.rows_file(rest.rows), 8 * rest.samples
+    if path.stat().st_size != size:
+        raise DataError(f"{path} has {path.stat().st_size} bytes, not {size}")
+    # The numbers come from the server; a wrong one would be another sample, or none.
+    rows = torch.from_numpy(np.fromfile(path, dtype="<i8"))
+    if not bool(((rows >= 0) & (rows < count)).all()):
+        raise DataError(f"{path} names samples that are not there: it has numbers up to {rows.max()}")
+    return rows
 
 
 def _rows(job_dir: JobDir, ranges: Sequence[RowRange]) -> list[Rows]:

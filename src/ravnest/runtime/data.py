@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from ravnest.errors import DataError
+from ravnest.runtime.epoch_batches import begin_epoch
 from ravnest.runtime.random_state import RandomState
 from ravnest.runtime.stage.randomness import generator_lock
 from ravnest.split.structure import tensors_in
@@ -87,11 +88,13 @@ class WatchedLoader:
         *,
         active: bool,
         random: Callable[[], RandomState] = lambda: {},
+        epoch: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``random`` returns the state of the generators that loaders use."""
+        """``random`` returns the state of the generators that loaders use, ``epoch`` the epoch."""
         self._loader = loader
         self._active = active
         self._capture = random
+        self._epoch = epoch
         self.random: RandomState | None = None
         """State of the generators when the iteration in progress began."""
         self.last: Any = None
@@ -103,6 +106,7 @@ class WatchedLoader:
         if not self._active:
             return
         self.exhausted = False
+        begin_epoch(self._loader, self._epoch())
         with generator_lock:
             self.random = self._capture()
             iterator = iter(self._loader)
@@ -145,7 +149,7 @@ class Targets:
         self._at = 0
         self._warned = False
 
-    def begin(self) -> None:
+    def begin(self, epoch: int) -> None:
         """Begin a phase with a new iteration of the labels."""
         if self._labels is None:
             raise DataError(
@@ -156,6 +160,7 @@ class Targets:
         if isinstance(self._labels, torch.Tensor):
             self._iterator = None
             return
+        begin_epoch(self._labels, epoch)
         with generator_lock:
             self._iterator = iter(self._labels)
 

@@ -344,7 +344,10 @@ class Node:
     def _watch(self, loader: Any) -> WatchedLoader:
         """Wrap a loader, so that its batches can be compared with the Leaf's; empty at other nodes."""
         watched = WatchedLoader(
-            loader, active=self.is_root, random=lambda: capture_random_state(self._loaders())
+            loader,
+            active=self.is_root,
+            random=lambda: capture_random_state(self._loaders()),
+            epoch=lambda: self.epoch,
         )
         self._watched.append(weakref.ref(watched))
         return watched

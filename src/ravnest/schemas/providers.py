@@ -105,6 +105,23 @@ class RowRange(Schema):
     stop: Annotated[int, Field(ge=1)]
 
 
+class EpochRemainder(Schema):
+    """Rest of an epoch that the clusters of an earlier plan have begun.
+
+    A cluster trains it in this epoch instead of its share.
+    """
+
+    epoch: Annotated[int, Field(ge=0)]
+    """Number of the epoch, from 0."""
+    samples: Annotated[int, Field(ge=1)]
+    rows: Artifact
+    """Numbers of the samples in ``inputs`` and ``labels``, in their order: int64, little-endian."""
+    first: Annotated[int, Field(ge=0)]
+    """Number of the first sample of ``inputs`` and ``labels`` in the whole dataset."""
+    inputs: tuple[RowRange, ...] = ()
+    labels: tuple[RowRange, ...] = ()
+
+
 class DataShare(Schema):
     """A node's part of the data: inputs for a Root, labels for a Leaf, both for a node that is both."""
 
@@ -112,8 +129,21 @@ class DataShare(Schema):
     """Samples of the cluster."""
     total: int
     """Samples of the whole dataset."""
+    first: Annotated[int, Field(ge=0)] | None = None
+    """Number of the first sample in the whole dataset; None: not known."""
     inputs: tuple[RowRange, ...] = ()
     labels: tuple[RowRange, ...] = ()
+    remainder: EpochRemainder | None = None
+    """Samples of one epoch that is not a whole one, for a Root or Leaf; None: there is none."""
+
+    @property
+    def files(self) -> list[Artifact]:
+        """All files that it needs."""
+        rest = self.remainder
+        own = [each.artifact for each in (*self.inputs, *self.labels)]
+        if rest is None:
+            return own
+        return [*own, *(each.artifact for each in (*rest.inputs, *rest.labels)), rest.rows]
 
 
 class StageNeeds(Schema):

@@ -21,7 +21,7 @@ def needed_by(assignment: Assignment) -> list[Artifact]:
     """Return every artifact that a provider fetches for its assignment."""
     shares = [assignment.train] + ([assignment.validation] if assignment.validation is not None else [])
     files = [assignment.stage, assignment.weights]
-    files += [rows.artifact for share in shares for rows in (*share.inputs, *share.labels)]
+    files += [file for share in shares for file in share.files]
     if assignment.loss is not None:
         files += [assignment.loss.stage, assignment.loss.weights]
     if assignment.seed is not None:

@@ -1,7 +1,8 @@
 """Conversion of a cluster's checkpoints to stages that are cut elsewhere.
 
 Weights and buffers are found by their names in the model, blocks of rows are joined and cut, and the
-optimizer's state follows its weight. No number changes. One tensor is in memory at a time.
+optimizer's state follows its weight. No number changes, unless the checkpoints of several clusters are
+averaged. One tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from ravnest.store.checkpoint import (
     LazyTensor,
 )
 from ravnest.store.checkpoint_blocks import ClusterState
-from ravnest.store.checkpoint_progress import CutProgress, cluster_progress
+from ravnest.store.checkpoint_mean import StageContents, WeightedSet, mean_contents
+from ravnest.store.checkpoint_progress import CutProgress, EpochStart, cluster_progress
 from ravnest.store.checkpoint_sets import CheckpointSet
 from ravnest.store.checkpoint_state import stored_entries, stored_tensors
+from ravnest.types import CheckpointId
 
 
 @dataclass(frozen=True)
@@ -39,37 +42,67 @@ class NewStage:
     folder: Path
 
 
+@dataclass(frozen=True)
+class Mean:
+    """Checkpoints of several clusters whose weights are averaged."""
+
+    sets: tuple[WeightedSet, ...]
+    optimizer: bool
+    """Average the optimizer's state too."""
+
+
 def convert_checkpoints(
-    old: CheckpointSet, stages: Sequence[NewStage], *, restart_epoch: bool = False
+    old: CheckpointSet,
+    stages: Sequence[NewStage],
+    *,
+    start: EpochStart | None = None,
+    mean: Mean | None = None,
 ) -> list[CheckpointManifest]:
     """Write a checkpoint of each stage of a new cluster; return their manifests.
 
-    ``stages`` are all stages of one cluster, in order. ``restart_epoch``: the data of the cluster is not
-    that of the old one, so that the epoch in progress begins anew. ``StageFormatError`` if the
-    checkpoints are not of this model; nothing is written then.
+    ``stages`` are all stages of one cluster, in order. ``start``: the data of the cluster is not that of
+    the old one, so that an epoch begins anew. ``mean``: the weights are those of several clusters,
+    everything else is that of ``old``. ``StageFormatError`` if the checkpoints are not of this model;
+    nothing is written then.
     """
     if [stage.spec.index for stage in stages] != list(range(stages[0].spec.count)):
         raise StageFormatError("a conversion needs all stages of the new cluster, in order")
     with ExitStack() as stack:
         progress = cluster_progress([checkpoint.manifest for checkpoint in old.stages])
         state = ClusterState(old, progress, stack)
-        contents = [_StageContents.of(state, stage.spec) for stage in stages]
+        contents = [_contents_of(state, stage.spec) for stage in stages]
         state.check_all_used()
+        if mean is not None:
+            states = [(_state_of(each.checkpoints, stack), each.weight) for each in mean.sets]
+            contents = [
+                mean_contents(
+                    own,
+                    [(_contents_of(each, stage.spec), weight) for each, weight in states],
+                    optimizer=mean.optimizer,
+                )
+                for own, stage in zip(contents, stages, strict=True)
+            ]
         return [
-            _write(old, stage, each, progress, restart_epoch=restart_epoch)
+            _write(old, stage, each, progress, start)
             for stage, each in zip(stages, contents, strict=True)
         ]
+
+
+def _state_of(old: CheckpointSet, stack: ExitStack) -> ClusterState:
+    return ClusterState(old, cluster_progress([each.manifest for each in old.stages]), stack)
 
 
 def _write(
     old: CheckpointSet,
     stage: NewStage,
-    contents: _StageContents,
+    contents: StageContents,
     progress: CutProgress,
-    *,
-    restart_epoch: bool,
+    start: EpochStart | None,
 ) -> CheckpointManifest:
     spec, folder = stage.spec, CheckpointFolder(stage.folder)
+    name = old.id
+    if start is not None and start.phase is not None:
+        name = CheckpointId(name.update, start.phase)
     manifest = CheckpointManifest(
         stage.plan,
         old.run,
@@ -77,37 +110,28 @@ def _write(
         stage.cluster,
         spec.index,
         spec.count,
-        old.id,
+        name,
         stored_tensors(spec),
-        progress.of_stage(spec.index, spec.count, contents.fields, restart_epoch=restart_epoch),
+        progress.of_stage(spec.index, spec.count, contents.fields, start),
         # The same state as before: nodes keep their old checkpoints of it until they have newer ones.
         attempt=old.stages[0].manifest.attempt,
     )
-    return folder.commit(folder.write_tensors(old.id, contents.tensors), manifest)
+    return folder.commit(folder.write_tensors(name, contents.tensors), manifest)
 
 
-@dataclass(frozen=True)
-class _StageContents:
-    """Contents of a new stage's checkpoint."""
-
-    tensors: Mapping[str, LazyTensor]
-    """By their names in the file."""
-    fields: Mapping[str, Mapping[str, Any]] | None
-    """Plain values of the optimizer, by key; None if nothing trains."""
-
-    @classmethod
-    def of(cls, state: ClusterState, spec: StageSpec) -> _StageContents:
-        tensors: dict[str, LazyTensor] = {}
-        of_optimizer: dict[str, LazyTensor] = {}
-        fields: dict[str, Mapping[str, Any]] = {}
-        trains = False
-        for entry in stored_entries(spec):
-            rows = state.rows_of(entry)
-            tensors[STATE + entry.key] = rows.weight()
-            if entry.kind == "parameter":
-                trains = True
-                for name in rows.optimizer_fields:
-                    of_optimizer[f"{OPTIMIZER}{entry.key}/{name}"] = rows.optimizer_tensor(name)
-                if plain := rows.plain_fields:
-                    fields[entry.key] = plain
-        return cls(tensors | of_optimizer, fields if trains else None)
+def _contents_of(state: ClusterState, spec: StageSpec) -> StageContents:
+    """Return the contents of a new stage's checkpoint."""
+    tensors: dict[str, LazyTensor] = {}
+    of_optimizer: dict[str, LazyTensor] = {}
+    fields: dict[str, Mapping[str, Any]] = {}
+    trains = False
+    for entry in stored_entries(spec):
+        rows = state.rows_of(entry)
+        tensors[STATE + entry.key] = rows.weight()
+        if entry.kind == "parameter":
+            trains = True
+            for name in rows.optimizer_fields:
+                of_optimizer[f"{OPTIMIZER}{entry.key}/{name}"] = rows.optimizer_tensor(name)
+            if plain := rows.plain_fields:
+                fields[entry.key] = plain
+    return StageContents(tensors | of_optimizer, fields if trains else None)

@@ -14,10 +14,20 @@ from ravnest.errors import StageFormatError
 from ravnest.store.checkpoint import CheckpointManifest
 from ravnest.store.plain_data import NotPlainError, decode, encode
 
-_EPOCH_BEGIN = {"batches": 0, "microbatches": 0, "samples": 0, "data": ""}
+_EPOCH_BEGIN: Mapping[str, Any] = {"batches": 0, "microbatches": 0, "samples": 0, "data": ""}
 """Position before the first batch of an epoch."""
 _NAMES_OF_PARAMETERS = "param_names"
 """Entry of a parameter group that is not a setting: torch stores the stage's own parameters there."""
+
+
+@dataclass(frozen=True)
+class EpochStart:
+    """Position before the first batch of an epoch, with other data than in the checkpoint."""
+
+    epoch: int | None = None
+    """None: that of the checkpoint, or its end of training."""
+    phase: int | None = None
+    """Phases that are over; None: as many as in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +49,35 @@ class CutProgress:
     """Samples since the last average with other clusters."""
 
     def of_stage(
-        self, index: int, count: int, fields: Mapping[str, Any] | None, *, restart_epoch: bool = False
+        self,
+        index: int,
+        count: int,
+        fields: Mapping[str, Any] | None,
+        start: EpochStart | None = None,
     ) -> Any:
         """Return the progress of a stage of another cut, for its manifest.
 
         ``fields``: plain values of the optimizer for the stage's weights; None if none of them trains.
-        ``restart_epoch``: the epoch in progress begins anew, with other data.
+        ``start``: an epoch begins with other data; None: at the same position.
         """
         updates: dict[str, Any] = {"done": self.done, "scheduler_steps": 0}
         if fields is not None and self.optimizer is not None:
             updates |= {**self.optimizer, "fields": fields}
-        root = {**self.root, **_EPOCH_BEGIN} if restart_epoch else self.root
+        root, validations = dict(self.root), self.validations
+        if start is not None:
+            root |= _EPOCH_BEGIN
+        if start is not None and start.epoch is not None:
+            root |= {"epoch": start.epoch, "ended": False}
+        if start is not None and start.phase is not None and isinstance(validations, Mapping):
+            validations = {phase: each for phase, each in validations.items() if phase < start.phase}
         return encode(
             {
                 "root": root if index == 0 else None,
                 "leaf": self.leaf if 0 < index == count - 1 else None,
-                "validations": self.validations,
+                "validations": validations,
                 "updates": updates,
                 # With other shares of the data, all clusters start from the same state.
-                "averaging_samples": 0 if restart_epoch else self.averaging_samples,
+                "averaging_samples": self.averaging_samples if start is None else 0,
             }
         )
 

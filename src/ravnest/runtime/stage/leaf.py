@@ -211,7 +211,7 @@ class Leaf:
         weights = self._weighting.weights(items, sizes)
         return [LabelPart(part, weight) for part, weight in zip(items, weights, strict=True)]
 
-    def begin(self, kind: PhaseKind, *, loads: bool) -> None:
+    def begin(self, kind: PhaseKind, epoch: int, *, loads: bool) -> None:
         """Begin a phase, with its first micro-batch or, if it is empty, with its end.
 
         ``loads``: the labels are iterated here; in a cluster of one node the Root's batches have them.
@@ -222,7 +222,7 @@ class Leaf:
                 restore_random_state(self._resumed, self._loaders)
                 self._resumed = None
             self._random = capture_random_state(self._loaders)
-            self._targets[kind].begin()
+            self._targets[kind].begin(epoch)
 
     def skip(self, kind: PhaseKind, batches: int, samples: int) -> None:
         """Leave out the labels of batches that are part of a checkpoint."""

@@ -141,7 +141,7 @@ class MicrobatchStore:
         self._begins[begin.phase] = begin
         if begin.first and self._leaf is not None:
             loads = self.execution.index > 0
-            self._leaf.begin(begin.kind, loads=loads)
+            self._leaf.begin(begin.kind, begin.epoch, loads=loads)
             if loads:
                 self._leaf.skip(begin.kind, begin.batches, begin.samples)
 
@@ -293,7 +293,7 @@ class MicrobatchStore:
         if self._leaf is None:
             return None
         if end.count == 0:
-            self._leaf.begin(begin.kind, loads=self.execution.index > 0)
+            self._leaf.begin(begin.kind, begin.epoch, loads=self.execution.index > 0)
         self._leaf.end(begin.kind, end.count, exhausted=end.exhausted)
         if begin.kind != "validate":
             return None
@@ -312,7 +312,7 @@ class MicrobatchStore:
         if microbatch.part == 0:
             own, index = microbatch.item is not None, microbatch.id.index
             if index == 0:
-                leaf.begin(kind, loads=not own)
+                leaf.begin(kind, self._begins[microbatch.id.phase].epoch, loads=not own)
             item = microbatch.item
             if not own:
                 item = leaf.item(kind, index, microbatch.batch_size, microbatch.digests)

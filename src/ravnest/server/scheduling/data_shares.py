@@ -56,6 +56,7 @@ def share(data: DatasetFiles, plan: Plan, stage: StagePlan, rows: range) -> Data
     return DataShare(
         samples=len(rows),
         total=data.samples,
+        first=rows.start,
         inputs=tuple(slices(data.inputs, rows)) if first else (),
         labels=tuple(slices(data.labels, rows)) if last else (),
     )

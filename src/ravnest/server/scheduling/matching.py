@@ -27,6 +27,7 @@ from ravnest.server.resume_state import newest_checkpoint, starts_of
 from ravnest.server.scheduling.link_tests import ProviderLinks, ProviderPair
 from ravnest.server.scheduling.planning import JobPlanner, PlannedJob
 from ravnest.server.scheduling.queue import IdleProvider, QueueDecision, Refusal, WaitingJob, decide
+from ravnest.server.scheduling.remainder import RemainderError
 from ravnest.server.scheduling.replanning import safe_checkpoint
 from ravnest.server.scheduling.stragglers import NO_SLOWDOWNS, Slowdowns, with_slowdowns
 from ravnest.server.unit_of_work import UnitOfWorkFactory
@@ -293,8 +294,7 @@ class Matching:
                 problem = problem or error
                 continue
             with self._units.begin() as uow:
-                damaged = "" if problem is None else f"; a newer checkpoint is damaged: {problem}"
-                uow.db.events.add("recovery", job, f"{start}{damaged}")
+                uow.db.events.add("recovery", job, f"{start}{_note(problem)}")
             return assignments
         if problem is not None:
             raise problem
@@ -374,6 +374,17 @@ def _least_providers(job: JobRecord) -> int:
 def _idle(record: ProviderRecord, *, is_last: bool) -> IdleProvider:
     """Return a provider for the queue, which orders providers by strength."""
     return IdleProvider(record.id, 0.0 if is_last else record.offer.compute, record.offer.ram)
+
+
+def _note(problem: StageFormatError | None) -> str:
+    """Return why a job does not start from the best state that it could have."""
+    match problem:
+        case None:
+            return ""
+        case RemainderError():
+            return f"; the rest of an epoch cannot be divided: {problem}"
+        case _:
+            return f"; a newer checkpoint is damaged: {problem}"
 
 
 def _explained(action: str, error: Exception) -> str:

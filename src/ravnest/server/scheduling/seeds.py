@@ -19,10 +19,13 @@ from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.checkpoint_check import read_uploaded_manifest
 from ravnest.server.complete_checkpoints import CompleteCheckpoint
 from ravnest.server.scheduling.planning import PlannedJob
+from ravnest.server.scheduling.remainder_seeds import state_before, with_remainder
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
-from ravnest.store.checkpoint_conversion import NewStage, convert_checkpoints
+from ravnest.store.checkpoint_conversion import Mean, NewStage, convert_checkpoints
+from ravnest.store.checkpoint_progress import EpochStart
 from ravnest.store.checkpoint_sets import CheckpointSet, StageCheckpoint, checkpoint_set
 from ravnest.store.plain_data import NotPlainError, decode, encode
+from ravnest.types import CheckpointId
 
 
 def with_seeds(
@@ -32,10 +35,20 @@ def with_seeds(
     artifacts: ArtifactFolder,
     scratch: Path,
 ) -> tuple[Assignment, ...]:
-    """Return the assignments with a checkpoint to start from; ``StageFormatError`` if it is damaged."""
+    """Return the assignments with a checkpoint to start from; ``StageFormatError`` if it is damaged.
+
+    If the rest of an epoch is divided anew, they have their parts of it, too.
+    """
     start = planned.start
     assert start is not None
     seeded = {each.node: each for each in assignments}
+    position = EpochStart() if start.restart_epoch else None
+    mean: Mean | None = None
+    if start.before:
+        olds = [stored_set(each.checkpoint, artifacts, start.optimizer) for each in start.before]
+        state = state_before(planned, olds, artifacts)
+        mean, position = state.mean, state.start
+        seeded = with_remainder(seeded, planned, state.remainder, artifacts, scratch)
     for cluster, (plan, checkpoint) in enumerate(
         zip(planned.plan.clusters, start.checkpoints, strict=True)
     ):
@@ -46,9 +59,9 @@ def with_seeds(
                 for each, spec in zip(members, model.stages(stage_starts(plan)), strict=True)
             ]
             old = stored_set(checkpoint, artifacts, start.optimizer)
-            convert_checkpoints(old, stages, restart_epoch=start.restart_epoch)
-            for each, stage in zip(members, stages, strict=True):
-                seed = _seed(CheckpointFolder(stage.folder), checkpoint, artifacts)
+            manifests = convert_checkpoints(old, stages, start=position, mean=mean)
+            for each, stage, manifest in zip(members, stages, manifests, strict=True):
+                seed = _seed(CheckpointFolder(stage.folder), manifest.id, artifacts)
                 seeded[each.node] = each.model_copy(update={"seed": seed, "resume": True})
     return tuple(seeded[each.node] for each in assignments)
 
@@ -94,11 +107,11 @@ def with_params(manifest: CheckpointManifest, params: Mapping[str, Any]) -> Chec
 
 
 def _seed(
-    folder: CheckpointFolder, checkpoint: CompleteCheckpoint, artifacts: ArtifactFolder
+    folder: CheckpointFolder, checkpoint: CheckpointId, artifacts: ArtifactFolder
 ) -> SeedCheckpoint:
     return SeedCheckpoint(
-        update=checkpoint.id.update,
-        phase=checkpoint.id.phase,
-        tensors=artifacts.add(folder.tensors_path(checkpoint.id)),
-        manifest=artifacts.add(folder.manifest_path(checkpoint.id)),
+        update=checkpoint.update,
+        phase=checkpoint.phase,
+        tensors=artifacts.add(folder.tensors_path(checkpoint)),
+        manifest=artifacts.add(folder.manifest_path(checkpoint)),
     )
