@@ -1,5 +1,6 @@
 """``ravnest demo`` with real processes: a trained model, and no other files or processes left."""
 
+import io
 import re
 import signal
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from rich.console import Console
 
+from ravnest.cli import demo as demo_command
 from ravnest.client import digits
 from ravnest.client.digits import accuracy, digits_job, network
 from ravnest.client.local_providers import LocalProviders
@@ -33,6 +36,27 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "RAVNEST_HOME": str(tmp_path / "home"),
     }.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("found", "option", "words"),
+    [
+        (object(), "--sandbox=auto", ""),
+        (
+            "there is none for Darwin",
+            "--sandbox=off",
+            "this machine has none: there is none for Darwin.",
+        ),
+    ],
+    ids=["with a sandbox", "without one"],
+)
+def test_the_demo_runs_without_a_sandbox_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, found: object, option: str, words: str
+) -> None:
+    monkeypatch.setattr(demo_command, "usable_sandbox", lambda: found)
+    console = Console(file=io.StringIO(), width=200)
+    assert demo_command._sandbox(console) == option
+    assert words in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @contextmanager

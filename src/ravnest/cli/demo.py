@@ -22,6 +22,7 @@ from ravnest.errors import JobEndedError
 from ravnest.http.api import ApiClient
 from ravnest.http.credentials import join
 from ravnest.jobs.job import Job
+from ravnest.provider.sandbox.choice import usable_sandbox
 from ravnest.provider.signals import interrupts
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import AssignmentView, JobState, JobView
@@ -62,8 +63,9 @@ def demo(
         options = {"server": server.url, "token": server.token(ApiRole.PROVIDER, uses=joining)}
         console.print(f"2. {joining} providers join it, as with `ravnest provide`:")
         running = stack.enter_context(LocalProviders(scratch, options, partial(_show_line, console)))
+        offered = ("--ram=1", "--cores=1", _PROVIDER_LIFETIME, _sandbox(console))
         for number in range(joining):
-            running.start(f"provider-{number}", "--ram=1", "--cores=1", _PROVIDER_LIFETIME)
+            running.start(f"provider-{number}", *offered)
         member = join(server.url, server.token(ApiRole.REQUESTER), "demo")
         api = stack.enter_context(member.api())
         console.print(f"3. A job is submitted, as with `ravnest submit`: a CNN on {description}.")
@@ -77,6 +79,17 @@ def demo(
     console.print("5. The server and the providers have stopped. The trained model:")
     console.print(f"accuracy {accuracy(job.model, validation):.1%} on data that was held out")
     console.print(f"{path}")
+
+
+def _sandbox(console: Console) -> str:
+    """Return the option of providers that train only the demo's own model, which needs no sandbox."""
+    found = usable_sandbox()
+    if not isinstance(found, str):
+        return "--sandbox=auto"
+    console.print(
+        f"   They run the demo's own model without a sandbox, because this machine has none: {found}."
+    )
+    return "--sandbox=off"
 
 
 def _submit(console: Console, api: ApiClient, job: Job) -> JobHandle:
