@@ -60,6 +60,7 @@ def serve(folder: Path) -> None:
             create_app(server),
             http=limited_protocol(server.settings.connections),
             log_config=None,
+            proxy_headers=False,
             timeout_keep_alive=30,
         )
         asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))

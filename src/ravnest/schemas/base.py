@@ -31,7 +31,7 @@ class ErrorReply(Schema):
     """Answer to a request that the server refuses."""
 
     detail: str
-    """What is wrong, as a sentence."""
+    """Reason of the refusal, as a sentence."""
 
 
 class Artifact(Schema):
