@@ -9,6 +9,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 digest in hexadecimal digits."""
+LARGEST_NUMBER = 2**53
+"""Bound of numbers in messages: a database and JSON of every language can hold them."""
 REASON_LIMIT = 4000
 """Characters of a reason or a warning."""
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -53,9 +55,16 @@ class Schema(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class ErrorReply(Schema):
+    """Answer to a request that the server refuses."""
+
+    detail: str
+    """Reason of the refusal, as a sentence."""
+
+
 class Artifact(Schema):
     """A file in the server's content-addressed folder."""
 
     sha256: Digest
-    size: Annotated[int, Field(ge=0)]
+    size: Annotated[int, Field(ge=0, lt=LARGEST_NUMBER)]
     """Bytes."""

@@ -6,11 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ravnest.schemas.base import Artifact, Schema
+from ravnest.schemas.base import LARGEST_NUMBER, Artifact, Schema
 from ravnest.types import CheckpointId
 
-_LARGEST = 2**53
-Number = Annotated[int, Field(ge=0, lt=_LARGEST)]
+Number = Annotated[int, Field(ge=0, lt=LARGEST_NUMBER)]
 MOST_UPLOADED = 8
 """Checkpoints that a report names: the newest ones of the own stage and of both neighbours."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from ravnest.schemas.base import Artifact, Name, Reason, Schema, clipped, plain
+from ravnest.schemas.base import LARGEST_NUMBER, Artifact, Name, Reason, Schema, clipped, plain
 from ravnest.schemas.checkpoints import (
     MOST_UPLOADED,
     CheckpointOrder,
@@ -198,9 +198,8 @@ FailureCause = Literal["job", "machine", "passing"]
 """Cause of a failure. ``job``: it would happen on any machine. ``machine``: this machine cannot do the
 work, for example for lack of memory. ``passing``: the worker was killed, or lost its neighbours."""
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=LARGEST_NUMBER)]
 
-_LARGEST_NUMBER = 2**53
 _LONGEST = 10_000
 """Characters of a text, and clusters of a round."""
 
@@ -213,7 +212,7 @@ def _checked(record: WorkerRecord) -> WorkerRecord:
         record = dataclasses.replace(record, reason=clipped(record.reason))
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
-        if isinstance(value, int) and not 0 <= value < _LARGEST_NUMBER:
+        if isinstance(value, int) and not 0 <= value < LARGEST_NUMBER:
             raise ValueError(f"{field.name} is out of range")
         if isinstance(value, str | tuple) and len(value) > _LONGEST:
             raise ValueError(f"{field.name} is too long")

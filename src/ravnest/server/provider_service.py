@@ -17,7 +17,7 @@ from ravnest.server.assignments import FETCHING
 from ravnest.server.checkpoint_service import CheckpointService
 from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Transaction
-from ravnest.server.db.records import AssignmentRecord, MemberRecord, ProviderRecord
+from ravnest.server.db.records import LOST, AssignmentRecord, MemberRecord, ProviderRecord
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import (
     has_delivered,
@@ -149,6 +149,11 @@ class ProviderService:
         else:
             self._leaving.add(provider)
             self._takeovers.hand_over(provider, heartbeat.leaving)
+
+    def answer(self, provider: str, heartbeat: Heartbeat) -> HeartbeatReply:
+        """Process a heartbeat and return the reply as of now."""
+        self.heartbeat(provider, heartbeat)
+        return self.reply(provider)
 
     def reply(self, provider: str) -> HeartbeatReply:
         """Return the assignment that a provider should work on."""
@@ -339,12 +344,13 @@ def _kept(db: Transaction, provider: str) -> tuple[str, ...]:
     Those of finished nodes are needed until the Root of their cluster has sent the result.
     """
     found = []
-    for finished in db.assignments.finished(provider):
+    left = db.assignments.left_by(provider)
+    for finished in (each for each in left if each.phase == "finished"):
         job = db.assignments.of_job(finished.job)
         delivered = {root.cluster for root in roots(job) if has_delivered(root)}
         if finished in job and finished.cluster not in delivered:
             found.append(finished.id)
-    for lost in db.assignments.lost(provider):
+    for lost in (each for each in left if each.phase == LOST):
         job = db.assignments.of_job(lost.job)
         newest = lineage(job, lost.node)[0]
         is_own = newest.provider == provider and newest.phase in FETCHING

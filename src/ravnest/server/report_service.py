@@ -49,18 +49,24 @@ class ReportService:
 
     def store(self, provider: str, report: AssignmentReport) -> None:
         """Store a report and update the states that follow from it, in one transaction."""
-        with self._units.db.read() as db:
-            assignment = db.assignments.get(report.assignment)
-        if assignment is not None and assignment.provider != provider:
+        if report.result:
+            with self._units.db.read() as db:
+                assignment = db.assignments.get(report.assignment)
+            if assignment is not None and assignment.provider == provider and not assignment.has_ended:
+                report = self._checked_result(assignment, report)
+        if not self._store(provider, report):
             raise self._auth.refused(provider, f"{provider} reported on another provider's assignment")
-        if assignment is not None and report.result and not assignment.has_ended:
-            report = self._checked_result(assignment, report)
+
+    def _store(self, provider: str, report: AssignmentReport) -> bool:
+        """Store a report; return ``False`` if it is about the assignment of another provider."""
         with self._units.begin() as uow:
             assignment = uow.db.assignments.get(report.assignment)
+            if assignment is not None and assignment.provider != provider:
+                return False
             if assignment is None or assignment.has_ended:
                 self._gaps.pop(report.assignment, None)
                 self._activity.forget(report.assignment)
-                return  # the reply names the right one
+                return True  # the reply names the right one
             self._store_records(uow, assignment, report)
             if report.tls_rejections != assignment.tls_rejections:
                 self._store_rejections(uow, assignment, report.tls_rejections)
@@ -73,6 +79,7 @@ class ReportService:
                 self._enter_phase(uow, assignment, report)
             elif report.phase == "uploading" and report.reason != assignment.reason:
                 self._explain_upload(uow, assignment, report.reason)
+            return True
 
     def _checked_result(
         self, assignment: AssignmentRecord, report: AssignmentReport

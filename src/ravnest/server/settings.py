@@ -14,9 +14,9 @@ from ravnest.server.rate_limits import Rate
 class ConnectionLimits:
     """Limits of the connections to the server. Strangers: connections without a valid credential yet."""
 
-    strangers: int = 512
+    strangers: int = 1024
     """Connections of strangers; the oldest is closed for a new one."""
-    strangers_per_address: int = 64
+    strangers_per_address: int = 256
     """The same, of each address."""
     per_member: int = 64
     """Connections of each member."""

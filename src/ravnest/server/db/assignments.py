@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import ColumnElement, Connection, Row, case, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, case, func, insert, select, update
 
 from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobState, ResultFile
@@ -14,16 +15,46 @@ from ravnest.schemas.providers import Assignment, FailureCause, TlsRejections
 from ravnest.server.db.records import ENDED, LOST, AssignmentRecord
 from ravnest.server.db.tables import assignments, jobs
 
-_SHORT = [column for column in assignments.c if column.name != "body"]
+_PLAIN = (
+    *("id", "job", "provider", "node", "cluster", "role", "phase", "reason", "records", "losses"),
+    *("generation", "cause", "phase_before", "refills", "checkpoint", "attempt"),
+)
+"""Columns that are fields of a record as they are."""
+_SHORT = [
+    *(assignments.c[name] for name in _PLAIN),
+    assignments.c.result.is_not(None).label("has_result"),
+    assignments.c.tls_rejections,
+]
 _FILES = TypeAdapter(tuple[ResultFile, ...])
 _SHIPPED = (JobState.SHIPPING, JobState.TRAINING)
+
+# Statements of each heartbeat: building one takes as long as executing it.
+_BY_ID = select(*_SHORT).where(assignments.c.id == bindparam("assignment"))
+_CURRENT = select(*_SHORT).where(
+    assignments.c.provider == bindparam("provider"), assignments.c.phase.not_in(ENDED)
+)
+_CURRENT_PLAN = select(jobs.c.attempt).where(jobs.c.id == bindparam("job")).scalar_subquery()
+_OF_JOB = (
+    select(*_SHORT)
+    .where(assignments.c.job == bindparam("job"), assignments.c.attempt == _CURRENT_PLAN)
+    .order_by(assignments.c.attempt, assignments.c.node, assignments.c.generation)
+)
+_RUNNING = select(jobs.c.id).where(jobs.c.state.in_(_SHIPPED))
+_LEFT_BY = (
+    select(*_SHORT)
+    .where(assignments.c.provider == bindparam("provider"), assignments.c.phase.in_((LOST, "finished")))
+    .where(assignments.c.job.in_(_RUNNING))
+    .order_by("job", "node")
+)
 
 
 class AssignmentRepository:
     """All assignments, including those of jobs that have ended."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, only_reads: bool = False) -> None:
+        """``only_reads``: nothing changes within the transaction, so that a job is read once."""
         self._connection = connection
+        self._jobs: dict[str, list[AssignmentRecord]] | None = {} if only_reads else None
 
     def add(
         self, assignment: Assignment, provider: str, *, refills: int = 0, checkpoint: int = 0
@@ -48,7 +79,7 @@ class AssignmentRepository:
 
     def get(self, assignment: str) -> AssignmentRecord | None:
         """Return an assignment's record by id."""
-        row = self._connection.execute(select(*_SHORT).where(assignments.c.id == assignment)).first()
+        row = self._connection.execute(_BY_ID, {"assignment": assignment}).first()
         return None if row is None else _record(row)
 
     def body(self, assignment: str) -> Assignment:
@@ -58,23 +89,23 @@ class AssignmentRepository:
 
     def of_job(self, job: str) -> list[AssignmentRecord]:
         """Return the assignments of a job's current plan, ordered by node and generation."""
-        current = select(jobs.c.attempt).where(jobs.c.id == job).scalar_subquery()
-        return self._of_job(job, assignments.c.attempt == current)
+        known = None if self._jobs is None else self._jobs.get(job)
+        if known is None:
+            known = [_record(row) for row in self._connection.execute(_OF_JOB, {"job": job})]
+            if self._jobs is not None:
+                self._jobs[job] = known
+        return list(known)
 
     def of_earlier_plans(self, job: str) -> list[AssignmentRecord]:
         """Return the assignments of a job's plans that were given up, by plan, node and generation."""
-        current = select(jobs.c.attempt).where(jobs.c.id == job).scalar_subquery()
-        return self._of_job(job, assignments.c.attempt < current)
-
-    def _of_job(self, job: str, condition: ColumnElement[bool]) -> list[AssignmentRecord]:
         order = (assignments.c.attempt, assignments.c.node, assignments.c.generation)
-        query = select(*_SHORT).where(assignments.c.job == job, condition).order_by(*order)
-        return [_record(row) for row in self._connection.execute(query)]
+        earlier = assignments.c.attempt < _CURRENT_PLAN
+        query = select(*_SHORT).where(assignments.c.job == job, earlier).order_by(*order)
+        return [_record(row) for row in self._connection.execute(query, {"job": job})]
 
     def current(self, provider: str) -> AssignmentRecord | None:
         """Return the assignment that a provider should work on."""
-        query = select(*_SHORT).where(assignments.c.provider == provider)
-        row = self._connection.execute(query.where(assignments.c.phase.not_in(ENDED))).first()
+        row = self._connection.execute(_CURRENT, {"provider": provider}).first()
         return None if row is None else _record(row)
 
     def move(self, assignment: AssignmentRecord, phase: str, reason: str = "") -> None:
@@ -96,18 +127,14 @@ class AssignmentRepository:
 
     def lost(self, provider: str | None = None) -> list[AssignmentRecord]:
         """Return the lost assignments of running jobs, or those of one provider, by job and node."""
-        running = select(jobs.c.id).where(jobs.c.state.in_(_SHIPPED))
-        query = select(*_SHORT).where(assignments.c.phase == LOST, assignments.c.job.in_(running))
+        query = select(*_SHORT).where(assignments.c.phase == LOST, assignments.c.job.in_(_RUNNING))
         if provider is not None:
             query = query.where(assignments.c.provider == provider)
         return [_record(row) for row in self._connection.execute(query.order_by("job", "node"))]
 
-    def finished(self, provider: str) -> list[AssignmentRecord]:
-        """Return the finished assignments of a provider in running jobs, by job and node."""
-        running = select(jobs.c.id).where(jobs.c.state.in_(_SHIPPED))
-        own = (assignments.c.provider == provider, assignments.c.phase == "finished")
-        query = select(*_SHORT).where(*own, assignments.c.job.in_(running))
-        return [_record(row) for row in self._connection.execute(query.order_by("job", "node"))]
+    def left_by(self, provider: str) -> list[AssignmentRecord]:
+        """Return the finished and lost assignments of a provider in running jobs, by job and node."""
+        return [_record(row) for row in self._connection.execute(_LEFT_BY, {"provider": provider})]
 
     def unreliable(self, providers: Iterable[str]) -> frozenset[str]:
         """Return those providers that failed in more places than they have finished.
@@ -150,23 +177,11 @@ class AssignmentRepository:
 
 
 def _record(row: Row[Any]) -> AssignmentRecord:
-    return AssignmentRecord(
-        id=row.id,
-        job=row.job,
-        provider=row.provider,
-        node=row.node,
-        cluster=row.cluster,
-        role=row.role,
-        phase=row.phase,
-        reason=row.reason,
-        records=row.records,
-        losses=row.losses,
-        has_result=row.result is not None,
-        tls_rejections=TlsRejections.model_validate_json(row.tls_rejections),
-        generation=row.generation,
-        cause=row.cause,
-        phase_before=row.phase_before,
-        refills=row.refills,
-        checkpoint=row.checkpoint,
-        attempt=row.attempt,
-    )
+    values = tuple(row)
+    fields = dict(zip(_PLAIN, values, strict=False))
+    return AssignmentRecord(has_result=values[-2], tls_rejections=_tls_rejections(values[-1]), **fields)
+
+
+@functools.lru_cache(maxsize=1000)
+def _tls_rejections(text: str) -> TlsRejections:
+    return TlsRejections.model_validate_json(text)

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, select
+from sqlalchemy import Connection, Row, bindparam, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
 from ravnest.schemas.base import Artifact
 from ravnest.server.db.records import StageCheckpointRecord
 from ravnest.server.db.tables import checkpoints
 from ravnest.types import CheckpointId
+
+_OF_JOB = (
+    select(checkpoints)
+    .where(checkpoints.c.job == bindparam("job"))
+    .order_by(*(checkpoints.c[n] for n in ("attempt", "update_number", "phase", "cluster", "stage")))
+)
 
 
 class CheckpointRepository:
@@ -27,10 +33,7 @@ class CheckpointRepository:
 
     def of_job(self, job: str) -> list[StageCheckpointRecord]:
         """Return the checkpoints of a job, oldest plan and update first."""
-        c = checkpoints.c
-        order = (c.attempt, c.update_number, c.phase, c.cluster, c.stage)
-        query = select(checkpoints).where(c.job == job).order_by(*order)
-        return [_record(row) for row in self._connection.execute(query)]
+        return [_record(row) for row in self._connection.execute(_OF_JOB, {"job": job})]
 
     def jobs(self) -> list[str]:
         """Return the jobs that have checkpoints."""

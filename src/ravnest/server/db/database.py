@@ -36,14 +36,14 @@ _PROBLEM_SHOWN = 60.0
 class Transaction:
     """The repositories, within one transaction."""
 
-    def __init__(self, connection: Connection, now: float) -> None:
+    def __init__(self, connection: Connection, now: float, *, only_reads: bool = False) -> None:
         self.now = now
         self.events = EventRepository(connection, now)
         self.members = MemberRepository(connection, now)
         self.providers = ProviderRepository(connection, self.events, now)
         self.jobs = JobRepository(connection, self.events, now)
         self.links = LinkRepository(connection)
-        self.assignments = AssignmentRepository(connection)
+        self.assignments = AssignmentRepository(connection, only_reads=only_reads)
         self.checkpoints = CheckpointRepository(connection)
         self.telemetry = TelemetryRepository(connection, now)
         self.stage_times = StageTimesRepository(connection)
@@ -103,7 +103,7 @@ class Database:
     def read(self) -> Iterator[Transaction]:
         """Open a transaction that only reads; it sees one consistent snapshot."""
         with self._engine.connect() as connection, connection.begin():
-            yield Transaction(connection, 0.0)
+            yield Transaction(connection, 0.0, only_reads=True)
 
 
 def _engine(path: Path) -> Engine:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, func, insert, literal_column, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    bindparam,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 
 from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobResult, JobSpec, JobState
@@ -20,6 +30,11 @@ _TICK = 1e-6
 _ORDER: ColumnElement[int] = literal_column("jobs.rowid")
 """Order of submission; the wall clock may have jumped between two jobs."""
 
+_TOUCH = (
+    update(jobs)
+    .where(jobs.c.id == bindparam("job_id"))
+    .values(changed=func.max(bindparam("now"), jobs.c.changed + _TICK))
+)
 RUNNING = (JobState.PLANNED, JobState.SHIPPING, JobState.TRAINING)
 
 
@@ -65,7 +80,7 @@ class JobRepository:
 
     def touch(self, job: str) -> None:
         """Set the time of a job's last change, for news such as a loss."""
-        self._set(job)
+        self._connection.execute(_TOUCH, {"job_id": job, "now": self._now})
 
     def set_passed_over(self, job: str, times: int) -> None:
         """Store the number of later jobs that started before this one."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from ravnest.schemas.auth import ApiRole, MemberView, hashed
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.db.tables import credentials, tokens
+
+_BY_HASH = select(credentials).where(credentials.c.hash == bindparam("hashed"))
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,7 @@ class MemberRepository:
 
     def by_credential(self, credential: str, now: float) -> MemberRecord | None:
         """Return the member with this credential, unless it has expired."""
-        found = select(credentials).where(credentials.c.hash == hashed(credential))
-        row = self._connection.execute(found).first()
+        row = self._connection.execute(_BY_HASH, {"hashed": hashed(credential)}).first()
         if row is None or (row.expires is not None and row.expires <= now):
             return None
         return MemberRecord(row.member, ApiRole(row.role), row.name)

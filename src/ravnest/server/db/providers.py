@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import Connection, Row, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, bindparam, func, insert, or_, select, update
 
 from ravnest.schemas.base import clipped
 from ravnest.schemas.providers import ProviderOffer, ProviderState
@@ -17,6 +17,7 @@ from ravnest.server.db.tables import providers
 from ravnest.server.lifecycle import NEW, check_transition
 
 _CHECKS = TypeAdapter(tuple[AddressCheck, ...])
+_BY_ID = select(providers).where(providers.c.id == bindparam("provider"))
 
 
 class ProviderRepository:
@@ -73,7 +74,7 @@ class ProviderRepository:
 
     def get(self, provider: str) -> ProviderRecord | None:
         """Return a provider by id."""
-        row = self._connection.execute(select(providers).where(providers.c.id == provider)).first()
+        row = self._connection.execute(_BY_ID, {"provider": provider}).first()
         return None if row is None else _record(row)
 
     def present(self, lost_since: float = float("inf")) -> list[ProviderRecord]:

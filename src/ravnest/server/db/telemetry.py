@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from ravnest.server.db.records import AssignmentRecord
@@ -70,6 +70,26 @@ _KINDS = {
     CheckpointRecord: "checkpoint",
     RecoveryRecord: "recovery",
 }
+
+# Statements of each report: building one takes as long as executing it.
+_COUNT_RECORDS = (
+    update(assignments)
+    .where(assignments.c.id == bindparam("assignment"))
+    .values(records=bindparam("received"), losses=bindparam("kept"))
+)
+_REMOVE_LOSSES = delete(losses).where(
+    losses.c.assignment == bindparam("assignment_id"),
+    losses.c.update_number.in_(bindparam("numbers", expanding=True)),
+)
+_ADD_LOSSES = insert(losses)
+_ADD_RECORDS = insert(records).on_conflict_do_nothing()
+_SURPLUS = (
+    select(records.c.position)
+    .where(records.c.assignment == bindparam("assignment"), records.c.kind == bindparam("kind"))
+    .order_by(records.c.position.desc())
+    .offset(bindparam("kept"))
+    .limit(1)
+)
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 
 
@@ -119,11 +139,8 @@ class TelemetryRepository:
         if kept > most_losses:
             kept = self._thin_losses(assignment.id, most_losses)
         self._add_others(assignment.id, start, new)
-        self._connection.execute(
-            update(assignments)
-            .where(assignments.c.id == assignment.id)
-            .values(records=start + len(new), losses=kept)
-        )
+        counts = {"assignment": assignment.id, "received": start + len(new), "kept": kept}
+        self._connection.execute(_COUNT_RECORDS, counts)
         return new
 
     def losses(self, assignment: str, first: int = 0) -> list[LossRecord]:
@@ -273,10 +290,9 @@ class TelemetryRepository:
             for record in {record.update: record for record in new}.values()
         ]
         numbers = [row["update_number"] for row in rows]
-        own = losses.c.assignment == assignment.id
-        again = delete(losses).where(own, losses.c.update_number.in_(numbers))
-        repeated = self._connection.execute(again).rowcount
-        self._connection.execute(insert(losses), rows)
+        chosen = {"assignment_id": assignment.id, "numbers": numbers}
+        repeated = self._connection.execute(_REMOVE_LOSSES, chosen).rowcount
+        self._connection.execute(_ADD_LOSSES, rows)
         return assignment.losses + len(rows) - repeated
 
     def _thin_losses(self, assignment: str, most: int) -> int:
@@ -304,21 +320,15 @@ class TelemetryRepository:
             if not isinstance(record, LossRecord)
         ]
         if rows:
-            self._connection.execute(insert(records).on_conflict_do_nothing(), rows)
+            self._connection.execute(_ADD_RECORDS, rows)
         for kind in {record.kind for record in new} - {"loss"}:
             self._forget(assignment, kind)
 
     def _forget(self, assignment: str, kind: str) -> None:
-        own = (records.c.assignment == assignment) & (records.c.kind == kind)
-        surplus = (
-            select(records.c.position)
-            .where(own)
-            .order_by(records.c.position.desc())
-            .offset(NEWEST_KEPT[kind])
-            .limit(1)
-        )
-        last = self._connection.execute(surplus).scalar()
+        chosen = {"assignment": assignment, "kind": kind, "kept": NEWEST_KEPT[kind]}
+        last = self._connection.execute(_SURPLUS, chosen).scalar()
         if last is not None:
+            own = (records.c.assignment == assignment) & (records.c.kind == kind)
             self._connection.execute(delete(records).where(own, records.c.position <= last))
 
     @staticmethod

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.deadlines import TIMER_LATE
-from ravnest.server.http.middleware import AccessLog, explain_errors
+from ravnest.server.http.middleware import DOCUMENTED, AccessLog, explain_errors
 from ravnest.server.http.routes import (
     artifacts,
     assignments,
@@ -50,6 +50,7 @@ def create_app(server: Server) -> FastAPI:
         summary="The intermediary server: matches jobs and providers, plans and ships.",
         version=__version__,
         lifespan=lifespan,
+        responses=DOCUMENTED,
         openapi_url=None,  # members get it from a route of ours; FastAPI's page loads scripts from a CDN
     )
     app.state.server = server

@@ -10,9 +10,9 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import HTTPException, Request, Response
+from fastapi import HTTPException, Query, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -20,9 +20,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Message, Receive
 
 from ravnest.errors import ServerRefusedError
+from ravnest.schemas.base import LARGEST_NUMBER
 from ravnest.server.auth.dependencies import Allow, server_of
 from ravnest.server.http.connections import CONNECTION, LimitedProtocol
 
+Position = Annotated[int, Query(ge=0, lt=LARGEST_NUMBER)]
+"""Number in a query: a position, an offset or a size."""
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 _RULE = "body_rule"
 _PARSED_ON_LOOP = 64 << 10

@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import time
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +15,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ravnest.errors import ServerRefusedError
+from ravnest.schemas.base import ErrorReply
 from ravnest.server.lifecycle import TransitionError
 
 _access = logging.getLogger("ravnest.server.access")
@@ -50,6 +52,22 @@ class AccessLog:
             )
 
 
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply, "description": words}
+    for status, words in {
+        400: "The body cannot be read.",
+        401: "The credential or token is missing or not valid.",
+        403: "Not allowed for this member.",
+        404: "There is no such thing.",
+        408: "The body did not arrive in time.",
+        409: "Not possible in the present state.",
+        413: "The body, or what it declares, is too large.",
+        422: "The request is not valid.",
+        429: "Too many requests, connections or jobs; Retry-After says when to try again.",
+        507: "The disk of the server is full.",
+    }.items()
+}
+"""Statuses of refusals that every route may answer with, for the description of the API."""
 _DISK_FULL = "the server's disk is full; the request succeeds once its operator frees some space"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Request
 from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
@@ -15,7 +15,7 @@ from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import MissingArtifacts, UploadStatus
 from ravnest.server.auth.dependencies import ArtifactMember, CurrentServer
 from ravnest.server.db.records import MemberRecord
-from ravnest.server.http.guarded_route import GuardedRoute, large_body, streamed_body
+from ravnest.server.http.guarded_route import GuardedRoute, Position, large_body, streamed_body
 from ravnest.server.server import Server
 
 router = APIRouter(prefix="/api/artifacts", tags=["artifacts"], route_class=GuardedRoute)
@@ -62,8 +62,8 @@ async def upload(
     request: Request,
     member: ArtifactMember,
     server: CurrentServer,
-    offset: Annotated[int, Query(ge=0)],
-    size: Annotated[int, Query(ge=0)],
+    offset: Position,
+    size: Position,
 ) -> UploadStatus:
     """Append the body to an upload of ``size`` bytes; the digest is checked after the last one."""
     with await run_in_threadpool(server.artifacts.upload, sha, size, offset, member.id) as target:

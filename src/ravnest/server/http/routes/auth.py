@@ -10,7 +10,7 @@ from fastapi.responses import PlainTextResponse
 from ravnest.schemas.auth import Health, JoinReply, JoinRequest
 from ravnest.schemas.jobs import EventView
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer, EventReader, source_of
-from ravnest.server.http.guarded_route import GuardedRoute
+from ravnest.server.http.guarded_route import GuardedRoute, Position
 from ravnest.version import __version__
 
 router = APIRouter(prefix="/api", tags=["server"], route_class=GuardedRoute)
@@ -37,7 +37,7 @@ def join(body: JoinRequest, request: Request, server: CurrentServer) -> JoinRepl
 
 
 @router.get("/events")
-def events(_: EventReader, server: CurrentServer, after: int = 0) -> list[EventView]:
+def events(_: EventReader, server: CurrentServer, after: Position = 0) -> list[EventView]:
     """Return the events after number ``after``, oldest first."""
     with server.db.read() as db:
         return db.events.after(after)

@@ -12,7 +12,7 @@ from ravnest.errors import ServerRefusedError
 from ravnest.schemas.jobs import EventView, JobCreated, JobResult, JobSpec, JobView, LossHistory
 from ravnest.server.auth.dependencies import CurrentServer, JobReader, RequesterMember
 from ravnest.server.db.records import MemberRecord
-from ravnest.server.http.guarded_route import GuardedRoute, large_body
+from ravnest.server.http.guarded_route import GuardedRoute, Position, large_body
 from ravnest.server.server import Server
 from ravnest.server.views import job_losses, job_view
 
@@ -57,9 +57,7 @@ async def wait(
 
 
 @router.get("/{job}/losses")
-def losses(
-    job: str, member: JobReader, server: CurrentServer, first: Annotated[int, Query(ge=0)] = 0
-) -> LossHistory:
+def losses(job: str, member: JobReader, server: CurrentServer, first: Position = 0) -> LossHistory:
     """Return the losses from update ``first`` on, and all validations."""
     server.visible_job(member, job)
     with server.db.read() as db:
@@ -67,7 +65,7 @@ def losses(
 
 
 @router.get("/{job}/events")
-def events(job: str, member: JobReader, server: CurrentServer, after: int = 0) -> list[EventView]:
+def events(job: str, member: JobReader, server: CurrentServer, after: Position = 0) -> list[EventView]:
     """Return the events of the job and those of its providers that concern it, oldest first."""
     server.visible_job(member, job)
     with server.db.read() as db:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply, ProviderOffer, ProviderView
@@ -54,31 +54,33 @@ async def dial_back(
     return DialBackReply(checks=tuple(checks), observed=observed, relays=relays)
 
 
-@router.post("/{provider}/heartbeat")
+@router.post("/{provider}/heartbeat", response_model=HeartbeatReply)
 @large_body
 async def heartbeat(
     provider: str, body: Heartbeat, request: Request, member: ProviderMember, server: CurrentServer
-) -> HeartbeatReply:
+) -> Response:
     """Report progress; the reply names the assignment that the provider should work on."""
     clock = asyncio.get_running_loop().time
     with (
         server.notifications.subscribe(("provider", provider)) as news,
         _disconnection(request, news) as disconnected,
     ):
-        await run_in_threadpool(require_self, server, member, provider, "send a heartbeat of")
-        await run_in_threadpool(server.provider_service.heartbeat, provider, body)
+        if member.id != provider:
+            await run_in_threadpool(require_self, server, member, provider, "send a heartbeat of")
         deadline = clock() + min(body.wait, server.settings.heartbeat_wait)
         known = (body.known, body.may_train, body.link_test, body.upload)
+        service = server.provider_service
         try:
-            with server.provider_service.liveness.polling(provider, server.clock.steady):
+            with service.liveness.polling(provider, server.clock.steady):
+                reply = await run_in_threadpool(service.answer, provider, body)
                 while True:
-                    await run_in_threadpool(server.auth.check_active, member)
-                    reply = await run_in_threadpool(server.provider_service.reply, provider)
                     test = None if reply.link_test is None else reply.link_test.id
                     news_of_reply = (reply.assignment, reply.may_train, test, reply.upload)
                     is_new = news_of_reply != known or reply.may_leave
                     if is_new or disconnected.is_set() or not await news.wait(deadline - clock()):
-                        return reply
+                        return Response(reply.model_dump_json(), media_type="application/json")
+                    await run_in_threadpool(server.auth.check_active, member)
+                    reply = await run_in_threadpool(service.reply, provider)
         finally:
             if server.provider_service.liveness.is_limited(provider):
                 server.notifications.notify(("clock", ""))  # its silence begins now
