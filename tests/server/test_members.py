@@ -1,5 +1,6 @@
 """Members: revoked and expired credentials, what they see of others, what others may be called."""
 
+import logging
 import stat
 import threading
 from collections.abc import Iterator
@@ -158,3 +159,12 @@ def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("os.geteuid", lambda: shared.stat().st_uid + 1)
     with pytest.raises(UnsafeFolderError, match="another user"):
         make_private(tmp_path / "own")
+
+
+def test_a_path_cannot_forge_lines_of_the_access_log(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "ravnest.server.access"):
+        case.client.get("/%0aGET%20/forged%1b[2J")
+    assert any("forged" in record.getMessage() for record in caplog.records)
+    assert all(record.getMessage().isprintable() for record in caplog.records)

@@ -47,9 +47,8 @@ class AccessLog:
         finally:
             client = (scope.get("client") or ("?",))[0]
             milliseconds = (time.monotonic() - begin) * 1e3
-            _access.info(
-                "%s %s %r %d %.0f ms", client, scope["method"], scope["path"], status, milliseconds
-            )
+            path = scope["path"].encode("unicode_escape").decode()  # a line break would forge a line
+            _access.info("%s %s %s %d %.0f ms", client, scope["method"], path, status, milliseconds)
 
 
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
