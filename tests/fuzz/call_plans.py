@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from call_shapes import BOOL_NAMES, CHOICES, INDEX_NAMES, SHAPES
 
+from ravnest.split.operator_arguments import CODES
+
 HOSTILE_INTS = (0, -1, 1, -2, 2**31 - 1, -(2**31), 2**31, 2**62, 2**63 - 1, -(2**63), 1000, 100_000)
 HOSTILE_FLOATS = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 1e-45, 1e300, -1e300)
 FLOATS = (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -172,6 +174,8 @@ class _Planner:
         return self._draw.choice((0.0, 0.1, 0.5, 0.9, 1.0, 2.0, self._draw.gauss(0, 2)))
 
     def _int(self, name: str, shape: str | None) -> int:
+        if name in CODES:  # others are refused when a stage is read
+            return self._draw.choice(CODES[name])
         if self._hostile():
             return self._draw.choice(HOSTILE_INTS)
         if shape is not None:

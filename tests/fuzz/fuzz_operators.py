@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
 import resource
@@ -65,24 +66,30 @@ class Report:
 class Fuzzer:
     """Runs calls in child processes and attributes what ends them."""
 
-    def __init__(self, seed: int, targets: list[str]) -> None:
+    def __init__(self, seed: int, targets: list[str], deadline: float = math.inf) -> None:
         self._seed = seed
         self._targets = targets
+        self._deadline = deadline
+        """Time on the monotonic clock at which a run ends early."""
         self._place = mmap.mmap(-1, 8)
         """Number of the call that the child is making."""
 
     def run(self, first: int, stop: int) -> Report:
         """Make the calls ``first`` to ``stop - 1``."""
-        started, report = time.monotonic(), Report(calls=stop - first)
+        started, report, begin = time.monotonic(), Report(), first
         with tempfile.TemporaryDirectory() as folder:
             lines = Path(folder, "findings")
             lines.touch()
-            while first < stop and len(report.findings) < ENDED_EARLY:
+            while first < stop and not self._is_over(report):
                 first = self._run_child(first, stop, lines, report)
+            report.calls = first - begin
             for line in lines.read_text().splitlines():
                 self._read(json.loads(line), report)
         report.seconds = time.monotonic() - started
         return report
+
+    def _is_over(self, report: Report) -> bool:
+        return time.monotonic() >= self._deadline or len(report.findings) >= ENDED_EARLY
 
     def _read(self, entry: dict[str, Any], report: Report) -> None:
         if "finding" in entry:
@@ -108,13 +115,17 @@ class Fuzzer:
                 break
             if now != number:
                 number, since, used = now, time.monotonic(), _processor_seconds(child)
+            if self._is_over(report):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return now
             late = time.monotonic() - since > WAITING_SECONDS
             if late or _processor_seconds(child) - used > CALL_SECONDS:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 self._add(report, number, f"took more than {CALL_SECONDS:.0f} s")
                 return number + 1
-            time.sleep(0.02)
+            time.sleep(0.1)
         if os.WIFSIGNALED(status):
             self._add(report, number, f"ended the process: {signal.Signals(os.WTERMSIG(status)).name}")
             return number + 1
@@ -188,10 +199,11 @@ def main() -> int:
         print(fuzzer.describe(options.only), flush=True)
         print(fuzzer.call(options.only))
         return 0
-    total = Report()
+    total, deadline = Report(), time.monotonic() + 60 * options.minutes
     for seed in options.seed:
         first = options.first
-        total.add(Fuzzer(seed, targets).run(first, first + options.calls // len(options.seed)))
+        fuzzer = Fuzzer(seed, targets, deadline)
+        total.add(fuzzer.run(first, first + options.calls // len(options.seed)))
     never = sorted(set(targets) - {name for name, count in total.succeeded.items() if count})
     print(
         f"{total.calls} calls of {len(targets)} operators with seed {', '.join(map(str, options.seed))} "
@@ -207,6 +219,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--calls", type=int, default=3000)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end earlier after this time")
     parser.add_argument(
         "--seed", type=int, nargs="+", default=[0], help="the calls are divided among them"
     )

@@ -489,6 +489,11 @@ CONSTANTS = [
     ),
     Attack("dtype as size", call("aten::zeros.default", [{"dtype": "int64"}]), "size is a List[int]"),
     Attack("device as size", call("aten::zeros.default", {"device": "stage"}), "size is a List[int]"),
+    Attack(
+        "unknown reduction",
+        call("aten::soft_margin_loss.default", 1, 1, 3),
+        "reduction is not one of (0, 1, 2)",
+    ),
     Attack("unknown name", call("aten::zeros.default", [2], code=1), "no argument 'code'"),
     Attack("argument twice", call("aten::zeros.default", [2], size=[2]), "or has it twice"),
     Attack("too many", call("aten::zeros.default", [2], 7), "at most 1 arguments"),

@@ -22,6 +22,8 @@ _KINDS: dict[str, type] = {
     "Generator": type(None),
 }
 """Types of arguments that only constants of one type fit, by their name in schemas."""
+CODES: dict[str, tuple[int, ...]] = {"reduction": (0, 1, 2)}
+"""Arguments of all operators that are codes, of which kernels do not check that they exist."""
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, StageDevice)
 
 
@@ -49,6 +51,8 @@ def check_operation(operation: Operation) -> None:
 def _check_kind(operation: Operation, argument: torch.Argument, value: Argument) -> None:
     if value is None:
         return
+    if argument.name in CODES and value not in CODES[argument.name]:
+        raise _malformed(operation, f"{argument.name} is not one of {CODES[argument.name]}")
     kind = str(argument.real_type)
     if kind.startswith("Optional["):
         kind = kind[len("Optional[") : -1]
