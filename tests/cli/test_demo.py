@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from running_providers import sandbox_option
 
 from ravnest.client import digits
 from ravnest.client.digits import accuracy, digits_job, network
@@ -98,7 +99,7 @@ def test_a_provider_that_ends_early_is_reported_with_its_last_line(tmp_path: Pat
     lines: list[tuple[str, str]] = []
     options = {"server": "http://127.0.0.1:9", "token": "rvn..secret"}
     with LocalProviders(tmp_path, options, lambda *line: lines.append(line)) as providers:
-        providers.start("pc", "--ram=1")
+        providers.start("pc", "--ram=1", sandbox_option())
         for thread in threading.enumerate():
             if thread.name == "end of pc":  # it ends after the last line of the output
                 thread.join(60)

@@ -22,6 +22,7 @@ from ravnest.errors import JobEndedError
 from ravnest.http.api import ApiClient
 from ravnest.http.credentials import join
 from ravnest.jobs.job import Job
+from ravnest.provider.sandbox.choice import usable_sandbox
 from ravnest.provider.signals import interrupts
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import AssignmentView, JobState, JobView
@@ -61,9 +62,11 @@ def demo(
         joining = providers + kill  # the last one is the spare
         options = {"server": server.url, "token": server.token(ApiRole.PROVIDER, uses=joining)}
         console.print(f"2. {joining} providers join it, as with `ravnest provide`:")
+        # Without a sandbox, the demo still runs: its job is nobody else's.
+        sandbox = "--sandbox=off" if isinstance(usable_sandbox(), str) else "--sandbox=auto"
         running = stack.enter_context(LocalProviders(scratch, options, partial(_show_line, console)))
         for number in range(joining):
-            running.start(f"provider-{number}", "--ram=1", "--cores=1", _PROVIDER_LIFETIME)
+            running.start(f"provider-{number}", "--ram=1", "--cores=1", sandbox, _PROVIDER_LIFETIME)
         member = join(server.url, server.token(ApiRole.REQUESTER), "demo")
         api = stack.enter_context(member.api())
         console.print(f"3. A job is submitted, as with `ravnest submit`: a CNN on {description}.")
