@@ -29,6 +29,11 @@ def available_sandbox() -> Sandbox | None:
     return None if isinstance(found, str) else found
 
 
+def sandbox_option() -> str:
+    """Return the option of ``ravnest provide`` with which it starts on this system."""
+    return "--sandbox=off" if available_sandbox() is None else "--sandbox=auto"
+
+
 class RunningProvider:
     """A provider in a thread."""
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from rich.console import Console
+from running_providers import sandbox_option
 
 from ravnest.cli import demo as demo_command
 from ravnest.client import digits
@@ -122,7 +123,7 @@ def test_a_provider_that_ends_early_is_reported_with_its_last_line(tmp_path: Pat
     lines: list[tuple[str, str]] = []
     options = {"server": "http://127.0.0.1:9", "token": "rvn..secret"}
     with LocalProviders(tmp_path, options, lambda *line: lines.append(line)) as providers:
-        providers.start("pc", "--ram=1")
+        providers.start("pc", "--ram=1", sandbox_option())
         for thread in threading.enumerate():
             if thread.name == "end of pc":  # it ends after the last line of the output
                 thread.join(60)

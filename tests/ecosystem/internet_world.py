@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from internet import Host, Internet
+from running_providers import sandbox_option
 from world import DEADLINE, Process, World, eventually
 
 from ravnest.http.api import ApiClient
@@ -82,7 +83,7 @@ class InternetWorld:
     def provide(self, name: str, host: Host, *options: str) -> Process:
         """Start a provider; the options besides name and folder only share one machine's cores."""
         token = self.world.token(ApiRole.PROVIDER)
-        own = (f"--name={name}", f"--folder={self.world.folder / name}", "--cores=1")
+        own = (f"--name={name}", f"--folder={self.world.folder / name}", "--cores=1", sandbox_option())
         joining = (f"--server={self.url(host)}", f"--token={token}")
         return self.world.command("provide", *joining, *own, *options, before=host.inside(), home=name)
 

@@ -103,7 +103,7 @@ def test_links_leave_a_relay_that_dies_and_then_the_last_relay(world: InternetWo
     registered = _connections(world, other)
     relays[used].end(signal.SIGKILL)
     world.await_updates(10)
-    assert _connections(world, other) > registered
+    eventually(lambda: _connections(world, other), lambda count: count > registered, PATIENCE)
 
     assert not _direct(world)
     second.forward(NODE_PORT)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
+from running_providers import sandbox_option
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -108,7 +109,7 @@ class World:
     def provide(self, name: str, *options: str, before: Sequence[str] = ()) -> Process:
         """Start a provider."""
         token = self.token(ApiRole.PROVIDER)
-        own = [f"--name={name}", f"--folder={self.folder / name}", "--cores=1"]
+        own = [f"--name={name}", f"--folder={self.folder / name}", "--cores=1", sandbox_option()]
         return self._start(
             name, ["provide", f"--server={self.url}", f"--token={token}", *own, *options], before
         )

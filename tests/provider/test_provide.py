@@ -20,6 +20,7 @@ from loopback_server import (
     offer_of,
     wait_for_updates,
 )
+from running_providers import available_sandbox, sandbox_option
 
 from ravnest.errors import ServerError, ServerRefusedError, SettingsError
 from ravnest.http.api import ApiClient
@@ -40,6 +41,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAVNEST_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(autouse=True)
+def _sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the sandbox of this system, if it has one."""
+    monkeypatch.setattr("ravnest.provider.provide.choose_sandbox", lambda _choice: available_sandbox())
 
 
 def test_the_offer_is_described() -> None:
@@ -123,6 +130,7 @@ def training_provider(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run ``ravnest provide`` as a process; yield it once it trains, and check that its worker ends."""
     command = [sys.executable, "-P", "-m", "ravnest.cli.app", "provide", f"--server={server.url}"]
+    command.append(sandbox_option())
     options = [f"--name={name}", "--ram=0.5", "--cores=1", f"--folder={folder}"]
     with (
         server.submit(epochs=10**6) as handle,
