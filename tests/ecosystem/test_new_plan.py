@@ -62,19 +62,18 @@ def test_the_data_of_a_cluster_that_dissolves_moves_to_the_other_nodes(world: Wo
     world.serve(OFTEN)
     crew = {name: world.provide(name) for name in ("a", "b", "c", "d")}
     settings: dict[str, Any] = {"clusters": 2, "on_insufficient": "fail", "epochs": 30}
-    job = replace(small_job(min_providers=4, **settings), train_data=small_data(2400))
+    job = replace(small_job(min_providers=4, **settings), train_data=small_data(1600))
     api = world.requester()
     eventually(lambda: providers(api), lambda found: len(found) == 4)
     handle = world.submit(api, job)
-    before = saved(handle)
-    eventually(handle.view, lambda view: (view.saved_update or 0) > before, PATIENCE)
+    saved(handle)
     leaves = {each.cluster: each for each in handle.view().assignments if each.role == "Leaf"}
     os.killpg(crew[leaves[max(leaves)].provider_name].process.pid, signal.SIGKILL)
 
     again = eventually(handle.view, lambda view: len(view.assignments) == 3, PATIENCE)
     assert {each.cluster for each in again.assignments} == {0, 1}
     shares = eventually(lambda: roots(world, handle.id), lambda found: len(found) == 2, PATIENCE)
-    assert handle.result(into=small_model(), timeout=PATIENCE)
+    assert handle.result(into=small_model(), timeout=2 * PATIENCE)
     said = [each.reason for each in handle.events() if each.kind == "recovery"]
     assert any("planned anew without node_" in text for text in said), said
     (start,) = (text for text in said if text.startswith("training continues from update "))
