@@ -25,6 +25,10 @@ def ints(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
+def ones(*sizes: int) -> torch.Tensor:
+    return torch.ones(sizes)
+
+
 def lstm(**changed: Any) -> tuple[Any, ...]:
     """Return the arguments of a valid LSTM with two directions, with changes."""
     weights = [torch.randn(16, 3), torch.randn(16, 4), torch.randn(16), torch.randn(16)] * 2
@@ -131,6 +135,12 @@ ATTACKS: list[tuple[str, str, tuple[Any, ...], str]] = [
         "does not fit the tensor",
     ),
     ("eigenvalues of NaN", "linalg_eigvals.default", (torch.full((3, 3), math.nan),), "not finite"),
+    ("repetitions overflow", "repeat_interleave.Tensor", (ints(2**62, 2**62, 1),), "repeats has values"),
+    ("huge repetitions", "repeat_interleave.self_Tensor", (ones(4), ints(2**62)), "repeats has values"),
+    ("negative repetitions", "repeat_interleave.self_int", (ones(4), -1), "within their bounds"),
+    ("repetitions too few", "repeat_interleave.self_Tensor", (ones(4), ints(1, 2)), "for each item"),
+    ("endless draw", "binomial.default", (torch.tensor([math.inf]), ones(1)), "count has values"),
+    ("NaN as a probability", "binomial.default", (ones(1), torch.tensor([math.nan])), "prob has values"),
     ("no samples", "multi_margin_loss.default", (torch.ones(0, 4), ints()), "no samples"),
     (
         "windows that overflow",
@@ -184,6 +194,11 @@ VALID: list[tuple[str, tuple[Any, ...]]] = [
     ("as_strided.default", (torch.arange(8.0), [3, 4], [2, 1])),
     ("lstm.input", lstm()),
     ("lstm.input", lstm(batch_first=True, input=torch.randn(2, 5, 3))),
+    ("repeat_interleave.Tensor", (ints(1, 0, 3),)),
+    ("repeat_interleave.self_Tensor", (ones(4, 2), ints(1, 2), 1)),
+    ("repeat_interleave.self_Tensor", (ones(4, 2), ints(3), -1)),
+    ("repeat_interleave.self_int", (ones(4, 2), 3)),
+    ("binomial.default", (ones(3), ones(3) / 2)),
     ("python::pow", (2, 10)),
     ("python::pow", (2.0, 0.5)),
     ("python::round", (2.5,)),
@@ -195,6 +210,17 @@ VALID: list[tuple[str, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(("operator", "args"), VALID)
 def test_a_valid_call_is_made(operator: str, args: tuple[Any, ...]) -> None:
     assert executable(_target(operator), "x")(*args) is not None
+
+
+def test_the_size_of_repetitions_is_not_believed() -> None:
+    """The kernel wrote as many elements as the repetitions say into a result of the given size."""
+    for operator, args in [
+        ("repeat_interleave.Tensor", (ints(1, 3),)),
+        ("repeat_interleave.self_Tensor", (ones(2), ints(3))),
+        ("repeat_interleave.self_int", (ones(2), 3)),
+    ]:
+        with pytest.raises(OperandError, match="output size"):
+            executable(f"aten::{operator}", "x")(*args, output_size=1)
 
 
 def test_the_median_of_an_expanded_tensor_is_computed_from_its_elements() -> None:

@@ -239,6 +239,40 @@ def _finite(self: Tensor, *_: Any, **__: Any) -> None:
     require(bool(torch.isfinite(self.detach()).all()), "the matrix has values that are not finite")
 
 
+def _binomial(count: Tensor, prob: Tensor, generator: None = None) -> None:
+    """Refuse parameters that are not those of a distribution, with which drawing does not end."""
+    for values, most, name in ((count, _MOST_REPETITIONS, "count"), (prob, 1, "prob")):
+        inside = (values.detach() >= 0) & (values.detach() <= most)  # false for NaN
+        require(bool(inside.all()), f"{name} has values outside of 0 to {most}")
+
+
+def _repetitions(repeats: Tensor, *, output_size: int | None = None) -> None:
+    """Bound the repetitions, whose sum can overflow, and compare it with the size of the result."""
+    require(repeats.dtype in _DIVIDING and repeats.dim() < 2, "the repetitions are not integers")
+    within(repeats, 0, _MOST_REPETITIONS, "repeats")
+    _fits_total(int(repeats.sum()), output_size)
+
+
+def _fits_total(total: int, output_size: int | None) -> None:
+    require(output_size is None or output_size == total, f"the output size is not the sum {total}")
+
+
+def _repeat(
+    self: Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> None:
+    """Check ``repeat_interleave`` of a tensor: repetitions for each of its items, or one for all."""
+    require(dim is None or -self.dim() <= dim < self.dim(), "the dimension does not exist")
+    items = self.numel() if dim is None else self.shape[dim]
+    if not isinstance(repeats, Tensor):
+        require(0 <= repeats < _MOST_REPETITIONS, "the repetitions are not within their bounds")
+        _fits_total(repeats * items, output_size)
+        return
+    _repetitions(repeats)
+    single = repeats.numel() == 1
+    require(single or repeats.numel() == items, "it needs one number of repetitions for each item")
+    _fits_total(int(repeats.sum()) * (items if single else 1), output_size)
+
+
 def _samples(self: Tensor, *_: Any, **__: Any) -> None:
     """Refuse a loss of no samples, whose result is memory that nothing was written to."""
     require(self.numel() > 0, "there are no samples")
@@ -265,9 +299,15 @@ def _sizes_only(self: Tensor, output_size: Sequence[int], *options: Any, **named
 _LARGEST_WINDOW = 1 << 24
 """Largest size, step or margin of a window; those of models are below a thousand."""
 
+_MOST_REPETITIONS = 1 << 31
+"""Bound of the repetitions of one item; their sum over all items of a tensor fits into 64 bits."""
+
 GUARDS: dict[str, Guard] = {
     "addbmm_": _sum_of_products,
     "linalg_eigvals": _finite,
+    "binomial": _binomial,
+    "repeat_interleave": _repeat,
+    "repeat_interleave.Tensor": _repetitions,
     "multi_margin_loss": _samples,
     "multilabel_margin_loss": _samples,
     "lstm.input": recurrent(4, 2),
