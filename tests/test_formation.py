@@ -197,6 +197,8 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "generation",
         "dials_next",
         "dials_previous",
+        "secret",
+        "samples",
         "defers",
         "relay",
         "splittable",
