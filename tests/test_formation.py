@@ -210,8 +210,6 @@ def test_node_specs_have_the_documented_fields(result: Result) -> None:
         "split_reason",
         "update_frequency",
         "certificates",
-        "samples",
-        "secret",
     }
     assert set(data) == fields | {"format", "version"}
 
