@@ -2,12 +2,13 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from node_files import node_file
-from server_cases import artifact, offer, spec
+from server_cases import Case, artifact, offer, spec
 from sqlalchemy.exc import IntegrityError
 
 from ravnest.errors import ServerError
@@ -407,3 +408,15 @@ def test_a_long_reason_is_clipped(db: Database) -> None:
     with db.write(1.0) as tx:
         tx.events.add("server", "server", "x" * 9000)
         assert len(tx.events.after(0)[0].reason) <= 4000
+
+
+def test_many_threads_write_in_turn(case: Case) -> None:
+    """SQLite alone let some of many threads starve until "database is locked"."""
+
+    def write(number: int) -> None:
+        with case.server.db.write(0.0) as db:
+            db.events.add("server", "test", str(number))
+
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(write, range(320)))
+    assert sum(each["subject"] == "test" for each in case.events()) == 320

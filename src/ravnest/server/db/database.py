@@ -7,6 +7,7 @@ other. Transactions that write run one at a time; those that only read do not wa
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,9 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._engine = _engine(path)
+        self._writing = threading.RLock()
+        """Held by the thread that writes. SQLite lets waiting threads sleep and try again, so that one
+        of many could wait until its time was over; other processes write rarely."""
         self._problem = ""
         """Why the last change failed that could not be stored."""
         self._failed = -_PROBLEM_SHOWN
@@ -84,7 +88,11 @@ class Database:
     def write(self, now: float) -> Iterator[Transaction]:
         """Open a transaction that writes; it is rolled back if an exception leaves the block."""
         try:
-            with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
+            with (
+                self._writing,
+                self._engine.connect().execution_options(writes=True) as connection,
+                connection.begin(),
+            ):
                 yield Transaction(connection, now)
         except OperationalError as error:
             self._problem, self._failed = f"a change could not be stored: {error.orig}", now
