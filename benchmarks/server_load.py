@@ -27,7 +27,7 @@ import uvicorn
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / each) for each in ("server", ".")]
 from server_cases import FILES, FakePlanner, offer, spec
 
-from ravnest.host import raise_file_limit
+from ravnest.host import raise_file_limit, start_process
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.http.app import create_app
 from ravnest.server.http.connections import limited_protocol
@@ -231,7 +231,7 @@ def run(count: int, seconds: float) -> str:
     """Measure a new server."""
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, __file__, "--serve", folder]
-        with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        with start_process(argv, ends_with_us=True, stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout is not None
                 server = json.loads(process.stdout.readline())
