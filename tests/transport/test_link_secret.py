@@ -54,7 +54,7 @@ def test_nodes_with_the_same_secret_connect_and_connect_again(made: list[GrpcTra
     assert (pair.far.peer.nonce, pair.near.peer.proof) == ("", "")
 
 
-@pytest.mark.parametrize("secret", ["", OTHER])
+@pytest.mark.parametrize("secret", ["", OTHER], ids=["none", "another"])
 def test_a_process_without_the_secret_is_refused(made: list[GrpcTransport], secret: str) -> None:
     """On loopback, a process of another user joined a job as any node that it named."""
     address, inbox, admitted = serving(made, SECRET)
@@ -65,7 +65,7 @@ def test_a_process_without_the_secret_is_refused(made: list[GrpcTransport], secr
         inbox.messages.get_nowait()
 
 
-@pytest.mark.parametrize("secret", ["", OTHER])
+@pytest.mark.parametrize("secret", ["", OTHER], ids=["none", "another"])
 def test_a_listener_without_the_secret_gets_nothing(made: list[GrpcTransport], secret: str) -> None:
     """A process of another user listened at the port of a node that had not started yet."""
     address, inbox, _ = serving(made, secret)
