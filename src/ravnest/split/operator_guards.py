@@ -274,7 +274,7 @@ def _repeat(
 
 
 def _samples(self: Tensor, *_: Any, **__: Any) -> None:
-    """Refuse a loss of no samples, whose result is memory that nothing was written to."""
+    """Refuse no samples, of which results are fresh memory and gradients end the process."""
     require(self.numel() > 0, "there are no samples")
 
 
@@ -310,6 +310,7 @@ GUARDS: dict[str, Guard] = {
     "repeat_interleave.Tensor": _repetitions,
     "multi_margin_loss": _samples,
     "multilabel_margin_loss": _samples,
+    "pdist": _samples,
     "lstm.input": recurrent(4, 2),
     "gru.input": recurrent(3, 1),
     "rnn_tanh.input": recurrent(1, 1),
