@@ -273,6 +273,11 @@ def _repeat(
     _fits_total(int(repeats.sum()) * (items if single else 1), output_size)
 
 
+def _wrapped_diagonal(self: Tensor, fill_value: Any, wrap: bool = False) -> None:
+    """Refuse to wrap the diagonal of a tensor whose rows are not in order: it leaves the tensor."""
+    require(not wrap or self.is_contiguous(), "the diagonal of a strided tensor cannot be wrapped")
+
+
 def _samples(self: Tensor, *_: Any, **__: Any) -> None:
     """Refuse no samples, of which results are fresh memory and gradients end the process."""
     require(self.numel() > 0, "there are no samples")
@@ -349,6 +354,7 @@ GUARDS: dict[str, Guard] = {
     "as_strided": _as_strided,
     "ctc_loss": _ctc_loss,
     "embedding_bag": _embedding_bag,
+    "fill_diagonal_": _wrapped_diagonal,
     "grid_sampler": _grid_sampler,
     "_grouped_mm": _grouped_mm,
     "_weight_norm": _weight_norm,
