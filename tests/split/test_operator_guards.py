@@ -141,6 +141,8 @@ ATTACKS: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("repetitions too few", "repeat_interleave.self_Tensor", (ones(4), ints(1, 2)), "for each item"),
     ("endless draw", "binomial.default", (torch.tensor([math.inf]), ones(1)), "count has values"),
     ("NaN as a probability", "binomial.default", (ones(1), torch.tensor([math.nan])), "prob has values"),
+    ("distances of nothing", "pdist.default", (ones(0, 3).requires_grad_(),), "no samples"),
+    ("wrapped diagonal", "fill_diagonal_.default", (ones(2, 16).t(), 2.0, True), "cannot be wrapped"),
     ("no samples", "multi_margin_loss.default", (torch.ones(0, 4), ints()), "no samples"),
     (
         "windows that overflow",

@@ -273,8 +273,13 @@ def _repeat(
     _fits_total(int(repeats.sum()) * (items if single else 1), output_size)
 
 
+def _wrapped_diagonal(self: Tensor, fill_value: Any, wrap: bool = False) -> None:
+    """Refuse to wrap the diagonal of a tensor whose rows are not in order: it leaves the tensor."""
+    require(not wrap or self.is_contiguous(), "the diagonal of a strided tensor cannot be wrapped")
+
+
 def _samples(self: Tensor, *_: Any, **__: Any) -> None:
-    """Refuse a loss of no samples, whose result is memory that nothing was written to."""
+    """Refuse no samples, of which results are fresh memory and gradients end the process."""
     require(self.numel() > 0, "there are no samples")
 
 
@@ -310,6 +315,7 @@ GUARDS: dict[str, Guard] = {
     "repeat_interleave.Tensor": _repetitions,
     "multi_margin_loss": _samples,
     "multilabel_margin_loss": _samples,
+    "pdist": _samples,
     "lstm.input": recurrent(4, 2),
     "gru.input": recurrent(3, 1),
     "rnn_tanh.input": recurrent(1, 1),
@@ -348,6 +354,7 @@ GUARDS: dict[str, Guard] = {
     "as_strided": _as_strided,
     "ctc_loss": _ctc_loss,
     "embedding_bag": _embedding_bag,
+    "fill_diagonal_": _wrapped_diagonal,
     "grid_sampler": _grid_sampler,
     "_grouped_mm": _grouped_mm,
     "_weight_norm": _weight_norm,
