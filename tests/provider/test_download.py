@@ -185,7 +185,7 @@ def test_another_assignment_is_refused(member: Member, job_dir: JobDir) -> None:
 
 def test_files_that_do_not_fit_on_the_disk_are_refused(member: Member, job_dir: JobDir) -> None:
     assignment = member.api.get(f"/api/assignments/{member.assignment}", Assignment)
-    member.change(weights={"sha256": assignment.weights.sha256, "size": 1 << 60})
+    member.change(weights={"sha256": assignment.weights.sha256, "size": 1 << 52})
     with pytest.raises(StageFormatError, match="--folder"):
         member.fetch(job_dir)
 

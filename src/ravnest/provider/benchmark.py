@@ -17,7 +17,7 @@ from ravnest.errors import SettingsError
 from ravnest.host import usable_cores
 from ravnest.http.api import ApiClient
 from ravnest.schemas.base import Schema
-from ravnest.schemas.providers import ProviderOffer
+from ravnest.schemas.providers import LARGEST_RATE, ProviderOffer
 from ravnest.version import __version__
 
 GB = 1e9
@@ -96,8 +96,8 @@ def measure(
         ram=PLANNED * ram_for(limits, free_memory()) / GB,
         vram=_free_vram() / GB,
         cores=cores,
-        compute=compute(cores),
-        bandwidth=bandwidth(probe, trip),
+        compute=min(compute(cores), LARGEST_RATE),
+        bandwidth=min(bandwidth(probe, trip), LARGEST_RATE),
         round_trip=trip,
         version=__version__,
         torch=torch.__version__,

@@ -24,8 +24,10 @@ from ravnest.telemetry import RoundRecord, WarningRecord, WorkerRecord
 
 Gigabytes = Annotated[float, Field(gt=0, le=100_000)]
 Cores = Annotated[int, Field(ge=1, le=10_000)]
-Gflops = Annotated[float, Field(gt=0, le=1e7)]
-Mbits = Annotated[float, Field(gt=0, le=1e7)]
+LARGEST_RATE = 1e7
+"""Bound of what a machine may offer in GFLOP/s and in Mbit/s."""
+Gflops = Annotated[float, Field(gt=0, le=LARGEST_RATE)]
+Mbits = Annotated[float, Field(gt=0, le=LARGEST_RATE)]
 VersionText = Annotated[str, Field(max_length=100), AfterValidator(plain)]
 AssignmentId = Annotated[str, Field(max_length=200)]
 MOST_ADDRESSES = 12
