@@ -19,12 +19,15 @@ from ravnest.plan.profiler import profile_model
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobSpec, ModelFiles
 from ravnest.server.artifacts import ArtifactFolder
-from ravnest.server.db.records import LinkRecord
+from ravnest.server.complete_checkpoints import CompleteCheckpoint
+from ravnest.server.db.records import LinkRecord, StageCheckpointRecord
+from ravnest.server.scheduling.job_start import JobStart, OldCluster
 from ravnest.server.scheduling.link_tests import NO_LINKS, ProviderLinks
 from ravnest.server.scheduling.planner_messages import (
     PlannerReply,
     PlannerRequest,
     PlanRequest,
+    ShipRequest,
     read_message,
     write_message,
 )
@@ -34,6 +37,7 @@ from ravnest.server.scheduling.planning import PlannedJob
 from ravnest.server.scheduling.shipping import ArtifactPlanner
 from ravnest.server.settings import PlanningLimits, ServerSettings
 from ravnest.split.splitter import prepare
+from ravnest.types import CheckpointId
 
 PROVIDERS = tuple((f"p{n}", offer(f"p{n}", address=f"127.0.0.1:{9000 + n}", ram=0.5)) for n in range(2))
 LINKS = ProviderLinks((LinkRecord("p0", "p1", "a - b", 1.0, forward=8.0, back=9.0, round_trip=0.01),))
@@ -95,6 +99,19 @@ def test_plans_and_assignments_are_those_of_the_planner(
     few = job.model_copy(update={"min_providers": 3})
     assert planner.plan(few, PROVIDERS, NO_LINKS) == own.plan(few, PROVIDERS, NO_LINKS)
     assert isinstance(own.plan(few, PROVIDERS, NO_LINKS), Infeasible)
+
+
+def test_the_state_that_a_job_starts_from_is_transmitted(planner: ProcessPlanner, job: JobSpec) -> None:
+    planned = planner.plan(job, PROVIDERS, LINKS)
+    assert isinstance(planned, PlannedJob)
+    file = Artifact(sha256="0" * 64, size=1)
+    stage = StageCheckpointRecord(
+        "job-1", "plan", "run", "", CheckpointId(5, 0), 0, 0, 1, 0, 1.0, file, file
+    )
+    checkpoint = CompleteCheckpoint((stage,))
+    start = JobStart((checkpoint,), before=(OldCluster(checkpoint, range(3, 9)),))
+    request = ShipRequest("artifacts", "scratch", "job-1", replace(planned, start=start))
+    assert transmitted(request, PlannerRequest) == request
 
 
 def test_errors_keep_their_class(planner: ProcessPlanner, folder: Path, job: JobSpec) -> None:

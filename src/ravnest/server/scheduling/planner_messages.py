@@ -104,10 +104,14 @@ def _plain(value: Any) -> Any:
         return value.model_dump(mode="json")
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, range):
+        return value.start, value.stop, value.step
     raise NotImplementedError(type(value).__name__)
 
 
 def _model(kind: type, value: Any) -> Any:
-    """Return a message of the API from plain data."""
+    """Return a message of the API, or numbers of rows, from plain data."""
+    if kind is range:
+        return range(*value)
     assert issubclass(kind, BaseModel), kind
     return kind.model_validate(value)
