@@ -56,6 +56,9 @@ def test_a_job_goes_on_with_the_providers_that_remain(world: World) -> None:
     assert int(start.rsplit(" ", 1)[1]) >= first, "not from the beginning"
 
 
+# On a busy machine a cluster may be lost before it has a checkpoint at the server: then the epoch begins
+# anew, and the assertion about its rest fails.
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_data_of_a_cluster_that_dissolves_moves_to_the_other_nodes(world: World) -> None:
