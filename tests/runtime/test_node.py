@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 from training_cases import points, small_model
 
 from ravnest import Node, Trainer, set_seed
-from ravnest.errors import RavnestError, RunError, SettingsError, StageInputError
+from ravnest.errors import LinkClosedError, RavnestError, RunError, SettingsError, StageInputError
+from ravnest.runtime.stage.worker import Worker
+from ravnest.wire.messages import Abort
 
 
 def _one_line(error: pytest.ExceptionInfo[BaseException] | BaseException) -> str:
@@ -318,6 +321,34 @@ def test_inputs_of_another_shape_end_the_run_on_all_nodes(cluster: Formed) -> No
     for error in local.errors(script):
         assert isinstance(error, RunError)
         assert _one_line(error).startswith("node_0: ")
+
+
+def test_the_last_word_of_a_node_counts_and_not_that_its_link_is_closed(
+    cluster: Formed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour that was sending when the Root closed took it for lost, and waited for its return."""
+    hear = Worker.on_message
+
+    def closed() -> None:
+        raise LinkClosedError("the link to node_0 is lost")
+
+    def on_message(worker: Worker, link: Any, message: Any) -> None:
+        if isinstance(message.head, Abort):
+            worker.post(closed)
+            time.sleep(0.2)
+        hear(worker, link, message)
+
+    monkeypatch.setattr(Worker, "on_message", on_message)
+    local = cluster()
+
+    def script(name: str) -> None:
+        with local.node(name, labels=points(), rejoin_timeout=1.0) as own:
+            _Steps(own, lambda node, _: node.forward_compute(None), points()).train()
+
+    root, leaf = local.errors(script)
+    assert isinstance(root, StageInputError)
+    assert type(leaf) is RunError
+    assert "input 'x' is missing" in _one_line(leaf)
 
 
 def test_no_grad_forward_compute_returns_predictions_and_accuracies(cluster: Formed) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from ravnest.averaging.ports import AveragingPort
+from ravnest.deadlines import LINK_CLOSE
 from ravnest.errors import LinkClosedError, RavnestError, RunError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.resume_exchange import Recovery
@@ -127,6 +128,8 @@ class Worker:
         self._when_over: list[Callable[[], None]] = []
         """Calls for the time when all phases are over here, updates that wait for others included."""
         self._closed = False
+        self._heard = threading.Event()
+        """A neighbour has ended the run, or is lost."""
         self._thread = threading.Thread(target=self._work, name=f"ravnest-node_{node}", daemon=True)
 
     def start(self, links: Links) -> None:
@@ -166,6 +169,8 @@ class Worker:
             self._pass_on(message)
         else:
             self.post(lambda: self._receive(link, message))
+        if isinstance(head, Abort):
+            self._heard.set()
 
     def _take_state(self, link: Link, message: Message) -> None:
         """Take a part of a checkpoint, in the link's thread: it is written to the disk."""
@@ -200,6 +205,7 @@ class Worker:
         """Queue the loss of the link to a neighbour."""
         self._exchange.on_lost(link, reason)
         self.post(lambda: self._neighbour_lost(link, reason))
+        self._heard.set()
 
     # Called by the Root controller, through post()
 
@@ -285,14 +291,22 @@ class Worker:
     def _guarded(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except LinkClosedError as error:  # the link reports its loss itself, and may be later
-            self.fail(f"node_{self._node}: {error}", recoverable=True)
+        except LinkClosedError as error:
+            self._cannot_send(error)
         except RavnestError as error:
             self.fail(f"node_{self._node}: {error}")
         except Exception as error:  # top of the thread: no error may end it silently
             logger.exception("node_%d failed", self._node)
             reason = f"node_{self._node}: {type(error).__name__}: {error}"
             self.fail(reason, passing_elsewhere=self._hands_over and is_machine_failure(error))
+
+    def _cannot_send(self, error: LinkClosedError) -> None:
+        """Interrupt the run because a neighbour is gone, after what it has said about its end.
+
+        Its last message, or the link's report of the loss, may still be on its way to this node.
+        """
+        self._heard.wait(LINK_CLOSE)
+        self.post(lambda: self.fail(f"node_{self._node}: {error}", recoverable=True))
 
     def fail(
         self,
