@@ -99,7 +99,7 @@ def test_three_clusters_survive_ten_kills(tmp_path: Path, server: ForkServer) ->
     result = run(THREE, plan, tmp_path / "run", server)
     assert result.good, result
     assert len(result.recoveries) == KILLS
-    assert result.restarts >= KILLS - 2, "on a busy machine, a node is killed again before it has started"
+    assert result.restarts >= KILLS - 2, "on a busy machine a kill may meet a node that is down"
     assert result.updates == (THREE.updates,) * THREE.clusters
     assert result.loss is not None
     assert result.loss < 0.75 * math.log(CLASSES), "the loss of the first model, which guesses"
