@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full network-tools check format zoo bench chaos soak fuzz clean
+.PHONY: help demo test test-full system-tools check format vendor zoo bench chaos soak fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -35,19 +35,20 @@ endif
 # Two cores run many child processes at once.
 test test-full: export OMP_NUM_THREADS = 1
 
-# Tests of routers with NAT are skipped without these; only root can install and use them.
-network-tools:
+# Tests of routers with NAT, of bubblewrap, and of the page in a browser are skipped without these; only root
+# can install them.
+system-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	  ! { command -v ip && command -v nft && command -v conntrack; } >/dev/null; then \
+	  ! { command -v ip && command -v nft && command -v conntrack && command -v bwrap && command -v chromium; } >/dev/null; then \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes \
-	    --no-install-recommends iproute2 nftables conntrack; } >/dev/null 2>&1 || \
-	    echo "nftables and conntrack could not be installed: tests that need them are skipped"; \
+	    --no-install-recommends iproute2 nftables conntrack bubblewrap chromium; } >/dev/null 2>&1 || \
+	    echo "nftables, conntrack, bubblewrap and chromium could not be installed: tests that need them are skipped"; \
 	fi
 
-test: $(VENV)/.dev network-tools ## set up, then run the tests that CI runs
+test: $(VENV)/.dev system-tools ## set up, then run the tests that CI runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-full: $(VENV)/.dev network-tools ## all tests, including the longest combinations
+test-full: $(VENV)/.dev system-tools ## all tests, including the longest combinations
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
 
 check: $(VENV)/.dev ## formatting, lint, types, layers, names
@@ -59,6 +60,9 @@ check: $(VENV)/.dev ## formatting, lint, types, layers, names
 format: $(VENV)/.dev ## rewrite the files the way check wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+vendor: ## fetch the JavaScript libraries of the page and its tests again, as pinned in tools/vendor.py
+	$(PYTHON) tools/vendor.py
 
 zoo: $(VENV)/.dev ## split every model of the zoo into 2, 3 and 4 stages; writes docs/zoo.md
 	$(BIN)/python benchmarks/zoo.py $(ARGS)
@@ -73,7 +77,7 @@ soak: $(VENV)/.dev ## train for MINUTES=30 with kills, and report whether memory
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --minutes $(MINUTES) $(ARGS)
 
 fuzz: $(VENV)/.dev ## call the operators of stages with hostile arguments, CALLS=1000000 times; about half an hour
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_operators.py --calls $(CALLS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_operators.py --calls $(CALLS) --processes $$(nproc) $(ARGS)
 
 clean: ## remove the environment and caches; keeps your results
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build

@@ -135,9 +135,9 @@ class Racing(Trainer):
         state, clock = self.node._ensure_started().progress.state, Clock(seconds)
         begin, staleness, count = state.done, [0], type(state).add
 
-        def add(batches: int, now: float) -> None:
+        def add(batches: int, now: float, samples: int) -> None:
             """Count finished batches when they finish: the user's thread would see them late."""
-            count(state, batches, now)
+            count(state, batches, now, samples)
             clock.mark((state.done - begin) * self._samples)
             staleness.append(state.staleness)
 
@@ -146,7 +146,7 @@ class Racing(Trainer):
             self.node.forward_compute(batch[0])
             if clock.over:
                 break
-        state.add = lambda batches, now: count(state, batches, now)  # type: ignore[method-assign]
+        del state.add  # that of the class again
         self.node.wait_for_backwards()
         return Rate(clock.rate(), state.window, statistics.median(staleness))
 

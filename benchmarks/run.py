@@ -32,10 +32,13 @@ SECTIONS = {
     "pipeline": "Pipelines compared",
     "idle": "Cost of an idle node",
     "checkpoints": "Cost of checkpoints",
+    "spot_checks": "Cost of spot checks",
     "learning": "Learning compared with one process",
     "delay": "Cost of late gradients",
     "virtual": "Learning under virtual time",
     "cluster_learning": "Learning of several clusters",
+    "going_back": "Learning of clusters that go back to a checkpoint",
+    "robust_mean": "Averages with a lying cluster",
     "compression": "Savings and cost of compression",
     "averaging": "Value and cost of averaging clusters",
 }

@@ -2,7 +2,8 @@
 
 A real server process (only its planner is that of the tests, which needs no model) and one process
 that simulates the providers, each with a connection of its own. Every heartbeat of a provider reports a
-record, and some a warning, which becomes an event. Run as a script to print the table; a growing number
+record, and some a warning, which becomes an event; with ``--timings``, Roots also report the timings of
+all stages for every second, as real ones do. Run as a script to print the table; a growing number
 of providers shows how the cost grows. The time is bounded: ``--seconds`` for each number of providers.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -32,8 +34,10 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.server.http.app import create_app
 from ravnest.server.http.connections import limited_protocol
 from ravnest.server.http.listener import listen
+from ravnest.server.http.runner import avoid_pauses
 from ravnest.server.server import Server
-from ravnest.telemetry import LossRecord, QueueRecord, WarningRecord
+from ravnest.server.settings import ServerSettings
+from ravnest.telemetry import LossRecord, QueueRecord, TimingRecord, WarningRecord
 
 COUNTS = (10, 100, 1000)
 JOBS = 20
@@ -42,7 +46,10 @@ PIPELINE = 5
 INTERVAL = 5.0
 """Seconds between two heartbeats of a provider."""
 AT_ONCE = 50
-"""Heartbeats at the same time before the measurement."""
+"""Requests at the same time before the measurement."""
+PATIENCE = 300.0
+"""Seconds of silence that the server tolerates: on a busy machine, the first providers wait for long
+until the last ones have joined."""
 WARNINGS = 3
 """Warnings of each provider in a run."""
 
@@ -50,7 +57,8 @@ WARNINGS = 3
 def serve(folder: Path) -> None:
     """Run a server until it is terminated; print its address, a token and the admin's credential."""
     raise_file_limit()
-    server = Server(folder, planner=FakePlanner(size=PIPELINE))
+    settings = ServerSettings(lost_after=PATIENCE, training_silence=PATIENCE)
+    server = Server(folder, planner=FakePlanner(size=PIPELINE), settings=settings)
     with server.opened(), listen("127.0.0.1", 0) as listener:
         tokens = {role: server.auth.create_token(role, "", uses=None).secret for role in ApiRole}
         port = listener.getsockname()[1]
@@ -63,6 +71,7 @@ def serve(folder: Path) -> None:
             proxy_headers=False,
             timeout_keep_alive=30,
         )
+        avoid_pauses()
         asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
 
 
@@ -117,6 +126,8 @@ class Provider:
     id: str
     connection: Connection
     number: int
+    timings: bool = False
+    """Report timings too, at a Root."""
     assignment: str | None = None
     records: int = 0
     warnings: int = 0
@@ -130,6 +141,8 @@ class Provider:
             if update is not None:
                 is_root = self.number % PIPELINE == 0
                 new.append(LossRecord(update, 0, 1.0, 1, 0) if is_root else QueueRecord(1, 2, 3))
+                if is_root and self.timings:
+                    new += [_timing(stage) for _ in range(int(INTERVAL)) for stage in range(PIPELINE)]
                 if update % 2 == 1 and self.warnings < WARNINGS:
                     new.append(WarningRecord(f"warning {update}"))
                     self.warnings += 1
@@ -158,6 +171,10 @@ class Provider:
             await self.beat(update)
 
 
+def _timing(stage: int) -> TimingRecord:
+    return TimingRecord(stage, 5, 0.1, 0.2, 0.01, 0.02, 0.02)
+
+
 async def joined(server: dict[str, Any], role: ApiRole, name: str) -> tuple[str, Connection]:
     """Return the id and the connection of a new member."""
     first = Connection(server["port"])
@@ -166,14 +183,20 @@ async def joined(server: dict[str, Any], role: ApiRole, name: str) -> tuple[str,
     return reply["id"], Connection(server["port"], reply["credential"])
 
 
-async def prepare(server: dict[str, Any], count: int, jobs: int) -> list[Provider]:
+async def offered(server: dict[str, Any], number: int, timings: bool) -> Provider:
+    """Return a provider that has joined and offered its machine."""
+    member, connection = await joined(server, ApiRole.PROVIDER, f"p{number}")
+    machine = offer(f"p{number}", address=f"127.0.0.1:{10_000 + number}").model_dump(mode="json")
+    await connection.call("POST", "/api/providers", machine)
+    return Provider(member, connection, number, timings)
+
+
+async def prepare(server: dict[str, Any], count: int, jobs: int, timings: bool) -> list[Provider]:
     """Have providers join, and jobs start on all of them."""
-    providers = []
-    for number in range(count):
-        member, connection = await joined(server, ApiRole.PROVIDER, f"p{number}")
-        machine = offer(f"p{number}", address=f"127.0.0.1:{10_000 + number}").model_dump(mode="json")
-        await connection.call("POST", "/api/providers", machine)
-        providers.append(Provider(member, connection, number))
+    providers: list[Provider] = []
+    for start in range(0, count, AT_ONCE):
+        numbers = range(start, min(start + AT_ONCE, count))
+        providers += await asyncio.gather(*(offered(server, number, timings) for number in numbers))
     _, requester = await joined(server, ApiRole.REQUESTER, "rita")
     for content in FILES.values():
         path = (
@@ -202,20 +225,23 @@ async def count_warnings(server: dict[str, Any]) -> int:
     return found
 
 
-async def measure(server: dict[str, Any], process: psutil.Process, count: int, seconds: float) -> str:
+async def measure(
+    server: dict[str, Any], process: psutil.Process, count: int, seconds: float, timings: bool
+) -> str:
     """Return the row of a number of providers."""
     jobs = min(JOBS, count // PIPELINE)
-    providers = await prepare(server, count, jobs)
+    providers = await prepare(server, count, jobs, timings)
     for each in providers:
         each.seconds.clear()
     rounds = max(round(seconds / INTERVAL), 1)
     begin = asyncio.get_running_loop().time() + 0.5
-    before, started = process.cpu_times(), time.perf_counter()
+    before, started, own = process.cpu_times(), time.perf_counter(), time.process_time()
     await asyncio.gather(
         *(each.run(rounds, begin + INTERVAL * n / count) for n, each in enumerate(providers))
     )
     after, elapsed = process.cpu_times(), time.perf_counter() - started
     cpu = after.user + after.system - before.user - before.system
+    own = time.process_time() - own
     times = sorted(second for each in providers for second in each.seconds)
     expected, found = sum(each.warnings for each in providers), await count_warnings(server)
     training = sum(each.assignment is not None for each in providers)
@@ -223,11 +249,12 @@ async def measure(server: dict[str, Any], process: psutil.Process, count: int, s
     return (
         f"| {count} | {jobs} | {training} | {len(times)} | {statistics.median(times) * 1e3:.1f} |"
         f" {p99 * 1e3:.1f} | {times[-1] * 1e3:.0f} | {cpu / len(times) * 1e3:.1f} |"
-        f" {100 * cpu / elapsed:.0f} % | {expected - found} |"
+        f" {100 * cpu / elapsed:.0f} % | {100 * own / elapsed:.0f} % | {expected - found} |"
+        f" {os.getloadavg()[0]:.1f} |"
     )
 
 
-def run(count: int, seconds: float) -> str:
+def run(count: int, seconds: float, timings: bool) -> str:
     """Measure a new server."""
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, __file__, "--serve", folder]
@@ -235,7 +262,7 @@ def run(count: int, seconds: float) -> str:
             try:
                 assert process.stdout is not None
                 server = json.loads(process.stdout.readline())
-                row = asyncio.run(measure(server, psutil.Process(process.pid), count, seconds))
+                row = asyncio.run(measure(server, psutil.Process(process.pid), count, seconds, timings))
             finally:
                 process.terminate()
     return row
@@ -247,6 +274,7 @@ def main() -> None:
     parser.add_argument("--serve", type=Path, help="run the server in this folder")
     parser.add_argument("--providers", type=int, nargs="*", default=COUNTS)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--timings", action="store_true", help="Roots report timings, too")
     chosen = parser.parse_args()
     if chosen.serve is not None:
         serve(chosen.serve)
@@ -254,11 +282,11 @@ def main() -> None:
     raise_file_limit()
     print(
         "| providers | jobs | training | heartbeats | median ms | p99 ms | longest ms | CPU ms each |"
-        " CPU | lost events |"
+        " CPU | CPU of the providers | lost events | load average |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---" * 12 + "|")
     for count in chosen.providers:
-        print(run(count, chosen.seconds), flush=True)
+        print(run(count, chosen.seconds, chosen.timings), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from torch import nn
 from ravnest.http.api import ApiClient
 from ravnest.http.credentials import Membership, join, save
 from ravnest.http.transfer import artifact_of, download, upload
-from ravnest.jobs.job import Job, PackedJob, pack_job
+from ravnest.jobs.job import Job
+from ravnest.jobs.packing import PackedJob, pack_job
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobCreated, JobView, ResultFile
 from ravnest.schemas.providers import (
@@ -115,7 +116,7 @@ class ScriptedProvider:
         self._beat(Heartbeat(report=report, known=self.assignment.id, wait=0))
         self._records += len(records)
 
-    def finish(self) -> None:
+    def finish(self, *, changed_only: bool = False) -> None:
         """Upload the stage with its initial weights as the trained stage, and report the end."""
         assert self.assignment is not None
         bundle = self._folder / self.assignment.id
@@ -124,7 +125,7 @@ class ScriptedProvider:
         stage = load_stage(bundle, self.assignment.stage.sha256)
         module = StageModule(stage.spec, stage.tensors)
         trained = self._folder / f"{self.assignment.id}-trained"
-        save_trained(trained, self.assignment.node_spec, module, run="run")
+        save_trained(trained, self.assignment.node_spec, module, run="run", changed_only=changed_only)
         paths = sorted(trained.rglob("node_*"))
         files = tuple(ResultFile(name=path.name, artifact=artifact_of(path)) for path in paths)
         upload(self._api, {f.artifact.sha256: path for f, path in zip(files, paths, strict=True)})
@@ -185,6 +186,7 @@ class JobServer:
             round_trip=0.01,
             version="1",
             torch="2",
+            sandbox="bwrap",
         )
         view = api.post("/api/providers", offer, ProviderView)
         provider = ScriptedProvider(api, view.id, self._folder)

@@ -126,6 +126,7 @@ def wait_for_reason(handle: JobHandle, words: str) -> None:
         handle.wait(SECONDS, on_change)
 
 
-def workers() -> list[psutil.Process]:
-    """Return the worker processes that this process started."""
-    return [p for p in psutil.Process().children() if "provider.worker" in " ".join(p.cmdline())]
+def workers(agent: int | None = None) -> list[psutil.Process]:
+    """Return the workers of a process, this one by default; a worker can be the child of bubblewrap."""
+    found = psutil.Process(agent).children(recursive=True)
+    return [p for p in found if p.name() != "bwrap" and "provider.worker" in " ".join(p.cmdline())]

@@ -18,13 +18,16 @@ import ravnest.utils
 
 def test_public_names() -> None:
     assert ravnest.__all__ == [
+        "Callbacks",
         "Job",
         "JobHandle",
         "Node",
+        "RunLog",
         "Trainer",
         "__version__",
         "attach",
         "clusterize",
+        "estimate",
         "model_fusion",
         "provide",
         "serve",

@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("cli",),
+    ("cli", "__main__"),
     ("__init__", "node", "trainer", "utils", "operations"),  # the documented import paths
     ("client",),
     ("server",),
@@ -30,8 +30,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("split",),
     ("transport",),
     ("relay",),
-    ("wire",),
-    ("types", "errors", "deadlines", "seed", "telemetry", "host", "version"),
+    ("wire", "logs"),
+    ("types", "errors", "deadlines", "seed", "telemetry", "host", "version", "keywords", "lazy_names"),
 )
 """Top to bottom. A module imports from its own layer and from those below it."""
 

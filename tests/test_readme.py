@@ -6,12 +6,14 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from job_server import JobServer, in_background, small_job
 
 from ravnest.cli.app import Commands
+from ravnest.jobs.packing import pack_job
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -27,6 +29,12 @@ def test_the_split_example_runs() -> None:
     names: dict[str, object] = {}
     exec(compile(python_block("Chain"), "README.md", "exec"), names)
     assert isinstance(names["loss"], torch.Tensor)
+
+
+def test_the_job_example_can_be_submitted(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(python_block("def job()"), "README.md", "exec"), names)
+    assert pack_job(names["job"](), tmp_path).spec.train.samples == 1000
 
 
 def test_the_submit_example_runs(

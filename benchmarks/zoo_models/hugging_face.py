@@ -599,7 +599,7 @@ add(
 )
 
 
-@entry(MODELS, "transformers", refusal="depends on the value of a tensor")
+@entry(MODELS, "transformers", refusal="looks whether values are finite")
 def detr() -> Example:
     torchvision_schemas()
     import transformers  # noqa: PLC0415

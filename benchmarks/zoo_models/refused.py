@@ -113,12 +113,12 @@ def autocast_inside_forward() -> Example:
     return AutocastInside(), (features(),), {}
 
 
-@entry(MODELS, "torch.nn", refusal="do not compute what the model computes")
+@entry(MODELS, "torch.nn", refusal="a hook on a tensor")
 def tensor_hook() -> Example:
     return ScaledGradient(), (features(),), {}
 
 
-@entry(MODELS, "torch.nn", refusal="do not compute what the model computes")
+@entry(MODELS, "torch.nn", refusal="has a backward hook")
 def backward_hook() -> Example:
     return BackwardHook(), (features(),), {}
 

@@ -1,15 +1,18 @@
 """Train PyTorch models too large for one machine, on other people's idle hardware."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ravnest.lazy_names import lazy_names
 from ravnest.version import __version__
 
 if TYPE_CHECKING:
+    from ravnest.client.estimation import estimate
     from ravnest.client.handle import JobHandle, attach
     from ravnest.client.submission import submit
     from ravnest.formation import clusterize
     from ravnest.jobs.job import Job
+    from ravnest.logs.callbacks import Callbacks
+    from ravnest.logs.run_log import RunLog
     from ravnest.provider.provide import provide
     from ravnest.runtime.node import Node
     from ravnest.runtime.trainer import Trainer
@@ -19,13 +22,16 @@ if TYPE_CHECKING:
     from ravnest.store.trained import model_fusion
 
 __all__ = [
+    "Callbacks",
     "Job",
     "JobHandle",
     "Node",
+    "RunLog",
     "Trainer",
     "__version__",
     "attach",
     "clusterize",
+    "estimate",
     "model_fusion",
     "provide",
     "serve",
@@ -35,12 +41,15 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Callbacks": "ravnest.logs.callbacks",
     "Job": "ravnest.jobs.job",
     "JobHandle": "ravnest.client.handle",
     "Node": "ravnest.runtime.node",
+    "RunLog": "ravnest.logs.run_log",
     "Trainer": "ravnest.runtime.trainer",
     "attach": "ravnest.client.handle",
     "clusterize": "ravnest.formation",
+    "estimate": "ravnest.client.estimation",
     "model_fusion": "ravnest.store.trained",
     "provide": "ravnest.provider.provide",
     "serve": "ravnest.server.http.runner",
@@ -48,19 +57,6 @@ _MODULES = {
     "shard": "ravnest.sharding",
     "submit": "ravnest.client.submission",
 }
-"""Module of each public name; it is imported on first use, because most import torch.
+"""Module of each public name; it is imported on first use, because most import torch."""
 
-No module directly below ``ravnest`` may have one of these names: it would hide the public name.
-"""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(globals(), _MODULES)

@@ -19,6 +19,10 @@ DATABASE_BUSY = 20.0
 """Longest wait of the server for its own database."""
 JOB_POLL = 30.0
 """Time that the server holds a requester's request open while nothing changes."""
+PLANNING = 120.0
+"""Longest time in which the server makes one plan."""
+ESTIMATE = 300.0
+"""Longest wait for the estimate of a job: plans for the idle providers and for all."""
 LONGEST_HELD_REQUEST = 60.0
 """Longest time that the server holds any request open."""
 
@@ -96,6 +100,12 @@ IMPROVEMENT_CHECK = 30.0
 """Time between two looks of the server at running jobs for which another plan may be faster."""
 IMPROVEMENT_PAUSE = 300.0
 """Least time between two questions to the planner about one of them."""
+SPOT_CHECKS = 1800.0
+"""Mean time between two outputs of a stage that the server computes again."""
+SPOT_CHECK_ANSWER = 3600.0
+"""Least time for a provider to upload what such an output was computed from, on slow networks too."""
+SPOT_CHECK_SECONDS = 300.0
+"""Longest time that the server computes it."""
 RESULT_WAIT = 3600.0
 """Longest wait for a provider that has trained to the end and is away before its result arrived."""
 
@@ -282,6 +292,7 @@ RELATIONS = (
     Relation(TIMER_LATE, LOST_AFTER, "a halt of the server is noticed before it costs a provider"),
     Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
     Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),
+    Relation(2 * PLANNING, ESTIMATE, "a requester waits for both plans of an estimate"),
     Relation(DATABASE_BUSY, HTTP_ANSWER, "the server answers that its database is busy in time"),
     Relation(DIAL_BACK_EACH, DIAL_BACK, "an address that does not answer does not hold up the reply"),
     Relation(DIAL_BACK, HTTP_ANSWER, "a provider waits for the result of its check"),
@@ -322,6 +333,8 @@ RELATIONS = (
         "the nodes that remain have uploaded their checkpoints before they give up",
     ),
     Relation(IMPROVEMENT_CHECK, IMPROVEMENT_PAUSE, "looking is cheap, planning is not"),
+    Relation(SPOT_CHECKS, SPOT_CHECK_ANSWER, "a provider with a slow network has time to answer"),
+    Relation(SPOT_CHECK_SECONDS, SPOT_CHECKS, "the server keeps up with the checks of a stage"),
     Relation(
         IMPROVEMENT_PAUSE,
         CHECKPOINT_UPLOAD,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import PlanError, SplitError, StageFormatError
-from ravnest.plan.explain import clusterize_log, explain
+from ravnest.plan.explain import clusterize_log, explain, idle_nodes
 from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.node_configs import NodeConfig, read_node_configs
 from ravnest.plan.plan import ClusterPlan, Plan
@@ -26,6 +26,7 @@ from ravnest.plan.profiler import optimizer_state_factor, profile_model, unit_na
 from ravnest.plan.row_cuts import row_cut_models, whole_reason
 from ravnest.split.self_check import verify
 from ravnest.split.splitter import PreparedModel, Split, prepare
+from ravnest.split.varying import Varying
 from ravnest.store.bundle import save_stage
 from ravnest.store.checkpoint import SEED
 from ravnest.store.checkpoint_conversion import NewStage, convert_checkpoints
@@ -78,6 +79,7 @@ def clusterize(  # noqa: PLR0913 - the documented signature
     batch_dim: int = 0,
     folder: str | Path = NODE_DATA,
     resume_from: str | Path | None = None,
+    varying: Varying | None = None,
 ) -> Plan:
     """Group the nodes of ``node_data/node_configs.json`` into clusters and split the model for them.
 
@@ -89,7 +91,9 @@ def clusterize(  # noqa: PLR0913 - the documented signature
     default) and ``update_frequency`` micro-batches per update. ``batch_dim`` is the dimension of the
     inputs that counts samples. ``resume_from`` is a folder with the ``node_<i>`` checkpoint folders of
     an earlier training: every node gets the newest complete checkpoint, cut for its stage, and
-    ``Trainer(resume=True)`` continues from it.
+    ``Trainer(resume=True)`` continues from it. ``varying`` are dimensions besides the batch whose sizes
+    vary between batches, such as ``{"input_ids": [1]}``, up to those of the example inputs, for which
+    memory and links are planned.
 
     Raises ``ValueError`` and writes nothing if the model cannot be split or the nodes cannot hold it.
     """
@@ -106,18 +110,21 @@ def clusterize(  # noqa: PLR0913 - the documented signature
         optimizer_params=optimizer_params,
         update_frequency=update_frequency,
         batch_dim=batch_dim,
+        varying=varying,
     )
     splits = _checked_splits(formation)
     plan = formation.plan
     seeds = None if earlier is None else _Seeds.of(earlier, len(plan.clusters))
     _write(target, plan, splits, seeds)
     sys.stdout.write(clusterize_log(plan))
+    if idle := idle_nodes(plan):
+        sys.stdout.write(f"\n{idle}\n")
     if seeds is not None:
         sys.stdout.write(f"{seeds}\n")
     return plan
 
 
-def form_clusters(
+def form_clusters(  # noqa: PLR0913 - the options of clusterize
     model: nn.Module | None,
     example_args: Sequence[Any] | torch.Tensor,
     example_kwargs: Mapping[str, Any],
@@ -129,6 +136,7 @@ def form_clusters(
     optimizer_params: Mapping[str, Any] = _NOTHING,
     update_frequency: int = 1,
     batch_dim: int = 0,
+    varying: Varying | None = None,
 ) -> Formation:
     """Capture, profile and plan a model without writing anything; ``PlanError`` if no plan exists.
 
@@ -136,7 +144,14 @@ def form_clusters(
     """
     if model is None:
         raise SplitError("clusterize needs the model to split: clusterize(model=..., example_args=...)")
-    prepared = prepare(model, example_args, example_kwargs, batch_dim=batch_dim, pass_data=pass_data)
+    prepared = prepare(
+        model,
+        example_args,
+        example_kwargs,
+        batch_dim=batch_dim,
+        pass_data=pass_data,
+        varying=varying,
+    )
     factor = optimizer_state_factor(optimizer, optimizer_params)
     profile = replace(
         profile_model(prepared, optimizer_factor=factor), whole_reason=whole_reason(optimizer)

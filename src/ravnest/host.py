@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import importlib
 import os
@@ -16,6 +17,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +33,8 @@ INTERRUPT = signal.SIGINT if IS_POSIX else getattr(signal, "CTRL_BREAK_EVENT", s
 TERMINATE = signal.SIGTERM
 KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)
 """Signal that ends a process at once."""
+SIGNALLED = 128
+"""Exit code of a program whose child was ended by a signal, less the number of the signal."""
 END_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
@@ -80,12 +84,37 @@ def user_id() -> str:
 # This process
 
 
+_CAUSES = {
+    errno.ENOSPC: "the disk is full: free some space, or use another folder",
+    getattr(errno, "EDQUOT", -1): "your disk quota is used up: free some space, or use another folder",
+    errno.EROFS: "the file system is read-only: use another folder",
+    errno.EACCES: "you have no permission: use another folder, or change its permissions",
+    errno.EPERM: "you have no permission: use another folder, or change its permissions",
+    errno.EMFILE: "too many files are open: raise the limit with `ulimit -n`",
+    errno.ENOMEM: "there is not enough memory",
+}
+
+
+def explained(error: BaseException) -> str:
+    """Return an error as a sentence: one of the system says what happened, to which file, what to do."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error) or type(error).__name__
+    cause = _CAUSES.get(error.errno, error.strerror or str(error))
+    return f"{error.filename}: {cause}" if error.filename else cause
+
+
 def lower_priority(nice: int) -> None:
     """Lower the priority of this process to ``nice``, if it is not lower already."""
     if IS_POSIX:
         os.nice(max(nice - os.nice(0), 0))
     else:
         psutil.Process().nice(psutil.BELOW_NORMAL_PRIORITY_CLASS)  # type: ignore[attr-defined,unused-ignore]
+
+
+def lower_thread_priority(nice: int) -> None:
+    """Lower the priority of this thread, and of those that it starts, to ``nice``; Linux only."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def disable_core_dumps() -> None:
@@ -304,6 +333,12 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
         os.killpg(process.pid, number)
     except ProcessLookupError:
         return
+
+
+def signal_process(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, unless it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def signal_name(number: int) -> str:

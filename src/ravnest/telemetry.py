@@ -10,7 +10,7 @@ Non-finite numbers are reported as ``None``: JSON has no NaN.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ravnest.types import Schedule
@@ -41,10 +41,24 @@ class ValidationRecord:
     epoch: int
     """Epochs trained before the validation."""
     name: str
-    """``accuracy`` or ``loss``."""
+    """Label of the first metric; ``accuracy`` or ``loss`` if none was chosen."""
     value: float | None
     samples: int
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """Values of all chosen metrics by label."""
     kind: Literal["validation"] = "validation"
+
+
+@dataclass(frozen=True, slots=True)
+class BestRecord:
+    """The weights of a validation are kept as the best ones so far; reported by Roots."""
+
+    epoch: int
+    """Epochs trained before the validation."""
+    metric: str
+    """Metric by which they are the best ones."""
+    value: float
+    kind: Literal["best"] = "best"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +105,38 @@ class QueueRecord:
     inbox: int
     """Calls that wait for the compute thread."""
     kind: Literal["queue"] = "queue"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRecord:
+    """Work of one node since its process began; for the owner of the machine, not for the server."""
+
+    updates: int
+    """Updates of the training so far."""
+    epoch: int
+    """Epoch in progress, from 0."""
+    samples: int
+    """Samples trained here."""
+    busy: float
+    """Seconds in which the compute thread ran."""
+    received_bytes: int
+    sent_bytes: int
+    kind: Literal["work"] = "work"
+
+
+@dataclass(frozen=True, slots=True)
+class PaceRecord:
+    """Pace of a cluster; reported by Roots about once per second."""
+
+    epoch: int
+    """Epoch in progress, from 0."""
+    updates: int | None
+    """Updates of the whole training, as far as they can be predicted."""
+    samples_per_second: float | None
+    """Mean since training began in this process."""
+    seconds_left: float | None
+    """Predicted time until the end of training."""
+    kind: Literal["pace"] = "pace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +190,23 @@ class RecoveryRecord:
     kind: Literal["recovery"] = "recovery"
 
 
+@dataclass(frozen=True, slots=True)
+class CheckRecord:
+    """A file for a spot check is complete on this node's disk."""
+
+    check: str
+    """Random name of the check."""
+    part: Literal["received", "stated"]
+    """``received``: the output that arrived here. ``stated``: what the output of this stage was computed
+    from."""
+    phase: int
+    index: int
+    """Micro-batch of the phase."""
+    seconds: float
+    """Time for which training stopped here."""
+    kind: Literal["check"] = "check"
+
+
 PhaseName = Literal["connect", "train", "validate", "predict", "average", "save", "end", "rejoin"]
 """``rejoin``: the node waits for a lost neighbour, or for the machine that takes its place."""
 
@@ -161,14 +224,18 @@ class PhaseRecord:
 WorkerRecord = (
     LossRecord
     | ValidationRecord
+    | BestRecord
     | RoundRecord
     | TimingRecord
     | QueueRecord
+    | WorkRecord
+    | PaceRecord
     | ScheduleRecord
     | WarningRecord
     | CheckpointRecord
     | RecoveryRecord
     | PhaseRecord
+    | CheckRecord
 )
 
 

@@ -24,6 +24,10 @@ _BARE_IPV6 = re.compile(r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*")
 
 Schedule = Literal["async", "sync"]
 """Rule for the order of computations in a pipeline."""
+RobustMean = Literal["trimmed"]
+"""Mean that bounds the effect of single clusters."""
+ROBUST_CLUSTERS = 3
+"""Clusters that a robust mean needs: of two, nobody knows which one is wrong."""
 
 
 class Role(StrEnum):

@@ -35,6 +35,7 @@ class Case:
         first_round: int = 0,
         deadlines: Deadlines | None = None,
         planned: Sequence[int] = (),
+        robust: bool = False,
     ) -> None:
         members = range(clusters) if isinstance(clusters, int) else clusters
         self.coordinator = Coordinator(
@@ -44,6 +45,7 @@ class Case:
             first_round=first_round,
             deadlines=deadlines,
             planned=planned,
+            robust=robust,
         )
         self.now = 0.0
         self.done: list[Action] = []
@@ -73,8 +75,12 @@ class Case:
         problem: str = "",
         of: RoundId | None = None,
         scales: Mapping[int, float] | None = None,
+        *,
+        behind: bool = False,
     ) -> list[Action]:
-        head = Prepared(of or self.round, cluster, cluster, samples, problem, scales=dict(scales or {}))
+        of = of or self.round
+        found = dict(scales or {})
+        head = Prepared(of, cluster, cluster, samples, problem, scales=found, behind=behind)
         return self.feed(PreparedArrived(head))
 
     def reduced(

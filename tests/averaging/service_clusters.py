@@ -11,13 +11,14 @@ from node_files import node_file
 from torch import Tensor
 
 from ravnest.averaging.coordinator import Mode
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig, RoundAverage, Vectors
 from ravnest.averaging.service import AveragingService
 from ravnest.store.node_spec import NeighbourSpec, RingSpec
 from ravnest.transport.generations import Generations
 from ravnest.transport.memory import MemoryNetwork
-from ravnest.types import Address
+from ravnest.types import Address, RobustMean
 from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, RoundId
 
 SECONDS = 30.0
@@ -64,6 +65,7 @@ class Outside:
     clusters: int
     mode: Mode = "background"
     codec: str = "raw"
+    robust_mean: RobustMean | None = None
     outcomes: SimpleQueue[RoundOutcome] = field(default_factory=SimpleQueue)
     """Outcomes of all coordinators."""
 
@@ -116,8 +118,9 @@ class Process:
             self.transport,
             config=config,
             failed=self.errors.append,
-            rejoin=REJOIN,
+            deadlines=Deadlines.outlasting(spec.outage, REJOIN),
             generations=self.generations,
+            robust_mean=outside.robust_mean,
         )
 
     def admit(self, hello: Hello) -> Hello | HelloRefused:

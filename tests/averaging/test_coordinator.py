@@ -36,6 +36,30 @@ class TestBackground:
         case.prepared(0, 60)
         assert weights(case.prepared(1, 0)) == {0: 1.0, 1: 0.0}
 
+    def test_a_cluster_that_went_back_behind_the_last_average_only_receives(self) -> None:
+        case = Case(3)
+        case.request(0)
+        case.prepared(0, 60)
+        case.prepared(1, 20)
+        assert weights(case.prepared(2, 40, behind=True)) == {0: 0.75, 1: 0.25, 2: 0.0}
+        for cluster in range(3):
+            case.reduced(cluster)
+        assert "cluster 2 only received: it went back to a checkpoint" in case.outcome.describe()
+
+    def test_clusters_that_all_went_back_average(self) -> None:
+        case = Case(2)
+        case.request(0)
+        case.prepared(0, 60, behind=True)
+        assert weights(case.prepared(1, 20, behind=True)) == {0: 0.75, 1: 0.25}
+
+    def test_a_cluster_that_went_back_counts_in_the_final_round(self) -> None:
+        """It has trained to the end since."""
+        case = Case(2)
+        case.request(0, final=True)
+        case.request(1, final=True)
+        case.prepared(0, 60)
+        assert weights(case.prepared(1, 20, behind=True)) == {0: 0.75, 1: 0.25}
+
     def test_without_any_samples_weights_are_equal(self) -> None:
         case = Case(2)
         case.request(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from service_clusters import SECONDS, Outside, Process
 from ravnest.averaging.coordinator import Mode
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.peers import IgnoringHandler, Peers
+from ravnest.averaging.two_phase_commit import BEHIND
 from ravnest.errors import RefusedError
 from ravnest.transport.memory import MemoryNetwork
 from ravnest.types import Address
@@ -54,7 +55,12 @@ def open_all(processes: Sequence[Process]) -> None:
 
 def round_of_all(processes: Sequence[Process]) -> RoundOutcome:
     """Train until all clusters average together; Roots may be connected again one after the other."""
-    outside = processes[0].outside
+    return round_of(processes, range(CLUSTERS))
+
+
+def round_of(processes: Sequence[Process], wanted: Iterable[int]) -> RoundOutcome:
+    """Train until these clusters average, with others or without."""
+    outside, wanted = processes[0].outside, set(wanted)
     for _ in range(5):
         for process in processes:
             process.service.updated(8)
@@ -64,16 +70,39 @@ def round_of_all(processes: Sequence[Process]) -> RoundOutcome:
         if outside.mode == "blocking":
             for process in processes:
                 process.released.get(timeout=SECONDS)
-        if outcome.committed and len(outcome.weights) == CLUSTERS:
+        if outcome.committed and wanted <= outcome.weights.keys():
             return outcome
-    raise AssertionError(f"not all clusters are in a round: {outcome.describe()}")
+    raise AssertionError(f"clusters {sorted(wanted)} are in no round: {outcome.describe()}")
 
 
-def restart(processes: list[Process], cluster: int, *, generation: int = 0) -> None:
+@pytest.mark.parametrize("cluster", [0, 1])
+def test_a_cluster_that_went_back_takes_the_parameters_of_the_others(
+    opened: Callable[..., list[Process]], cluster: int
+) -> None:
+    """Its checkpoint is older than the last round, whose average contains what it had trained."""
+    processes = opened()
+    for _ in range(3):
+        round_of_all(processes)
+    restart(processes, cluster, newest=0)
+    after = round_of(processes, [cluster])
+    assert after.weights[cluster] == 0.0
+    assert after.problems == {cluster: BEHIND}
+    later = [round_of_all(processes) for _ in range(3)]
+    assert not any(outcome.problems for outcome in later)
+    assert any(outcome.weights[cluster] for outcome in later), "from then on it contributes"
+    end_training(processes)
+
+
+def restart(
+    processes: list[Process], cluster: int, *, generation: int = 0, newest: int | None = None
+) -> None:
+    """Start a process again; from a checkpoint if ``newest`` is given, the round of its average."""
     outside = processes[0].outside
     processes[cluster].kill()
-    processes[cluster] = Process(outside, cluster, start=1, generation=generation)
-    processes[cluster].open()
+    processes[cluster] = again = Process(outside, cluster, start=1, generation=generation)
+    if newest is not None:
+        again.service.continue_from(updates=1, samples=8, newest=newest, after_loss=True)
+    again.open()
 
 
 @pytest.mark.parametrize("mode", ["background", "blocking"])

@@ -53,7 +53,7 @@ def test_a_round_of_others_suffices_for_an_epoch() -> None:
         trigger.updated(4, float(number))
         if number == 3:
             trigger.hold()
-            trigger.settled(commit=True, assign=False)
+            trigger.settled(0, commit=True, assign=False)
     trigger.epoch_ended(8.0)
     assert not trigger.is_due, "half of the epoch is already averaged"
     for number in range(8):
@@ -77,7 +77,7 @@ def test_an_average_subtracts_the_samples_of_the_copy() -> None:
     trigger.request()
     assert trigger.hold() == 128
     train(trigger, 2)  # training continues during the round
-    trigger.settled(commit=True, assign=False)
+    trigger.settled(0, commit=True, assign=False)
     assert trigger.samples == 64
     assert trigger.pending is None
 
@@ -87,7 +87,7 @@ def test_a_failed_round_subtracts_nothing_and_is_not_requested_at_once() -> None
     train(trigger, 4)
     trigger.request()
     trigger.hold()
-    trigger.settled(commit=False, assign=False)
+    trigger.settled(0, commit=False, assign=False)
     assert trigger.samples == 128
     assert not trigger.is_due
     train(trigger, 4)
@@ -101,7 +101,7 @@ def test_a_round_of_others_restarts_the_count() -> None:
     assert trigger.hold() == 96
     train(trigger, 1)
     assert not trigger.is_due
-    trigger.settled(commit=True, assign=False)
+    trigger.settled(0, commit=True, assign=False)
     assert trigger.samples == 32
 
 
@@ -110,7 +110,7 @@ def test_an_unanswered_request_stays_pending() -> None:
     train(trigger, 1)
     trigger.hold()
     later = trigger.request()  # for updates after the copy
-    trigger.settled(commit=True, assign=False)
+    trigger.settled(0, commit=True, assign=False)
     assert trigger.pending is later
 
 
@@ -119,10 +119,10 @@ def test_a_request_for_the_final_round_outlasts_rounds_of_others() -> None:
     train(trigger, 1)
     final = trigger.request(final=True)
     trigger.hold()
-    trigger.settled(commit=True, assign=False)
+    trigger.settled(0, commit=True, assign=False)
     assert trigger.pending is final
     trigger.hold()
-    trigger.settled(commit=True, assign=True)
+    trigger.settled(0, commit=True, assign=True)
     assert trigger.pending is None
 
 
@@ -161,7 +161,7 @@ def test_a_run_that_continues_requests_rounds_at_the_same_updates(stop: int) -> 
                 request = trigger.request()
                 found.append((request.updates, request.samples))
                 trigger.hold()
-                trigger.settled(commit=True, assign=False)
+                trigger.settled(0, commit=True, assign=False)
         return found
 
     whole = RoundTrigger(0, 4)
@@ -172,3 +172,27 @@ def test_a_run_that_continues_requests_rounds_at_the_same_updates(stop: int) -> 
     assert before + requests(second, range(stop, 12)) == expected
     assert (second.updates, second.samples) == (whole.updates, whole.samples)
     assert first.averaged + second.averaged == whole.averaged
+
+
+def test_a_cluster_that_went_back_behind_a_round_asks_for_one_at_once() -> None:
+    trigger = RoundTrigger(0, 100)
+    trigger.continue_from(40, 64, newest=2, after_loss=True)
+    assert trigger.is_due
+    assert trigger.request().samples == 64
+    assert not trigger.is_due, "once"
+    assert not trigger.is_behind(3), "the next round after that of the checkpoint"
+    assert trigger.is_behind(4)
+    trigger.hold()
+    trigger.settled(4, commit=False, assign=False)
+    assert trigger.is_behind(5), "that round has failed"
+    trigger.hold()
+    trigger.settled(5, commit=True, assign=False)
+    assert (trigger.newest, trigger.samples) == (5, 0)
+    assert not trigger.is_behind(9), "it has missed rounds since, and its own updates count"
+
+
+def test_a_cluster_that_has_not_lost_a_node_is_not_behind() -> None:
+    trigger = RoundTrigger(0, 100)
+    trigger.continue_from(40, 64, newest=2)
+    assert not trigger.is_due
+    assert not trigger.is_behind(9)

@@ -194,6 +194,13 @@ def test_plan_as_a_process(project: Path) -> None:
     assert contents(project) == before
 
 
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ravnest", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("ravnest ")
+
+
 def test_the_command_is_registered() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         assert tomllib.load(file)["project"]["scripts"] == {"ravnest": "ravnest.cli.app:main"}
@@ -296,6 +303,8 @@ def test_an_error_in_the_users_module_is_shown_with_its_line(
     assert is_one_error(ended), ended
     first, second = ended.err.splitlines()
     assert first.startswith(f"error: {target} fails: {cause}")
+    if "'not_installed_anywhere'" in cause:
+        assert first.endswith(" -m pip install not_installed_anywhere")
     assert second.startswith(str(project))
     assert line in second
 

@@ -1,5 +1,6 @@
 """Commands for jobs and providers against a real server: output and exit codes."""
 
+import errno
 import json
 import os
 import re
@@ -24,13 +25,14 @@ from ravnest.cli.app import Commands, main
 from ravnest.cli.exit_codes import EXIT_CODES_HELP, ExitCode
 from ravnest.cli.fetch import FetchedModel
 from ravnest.cli.submit import load_job
+from ravnest.client.handle import JobHandle
 from ravnest.http.credentials import memberships
 from ravnest.plan.node_configs import read_node_configs
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import EventView, JobState, JobView
 from ravnest.schemas.providers import ProviderView
 from ravnest.schemas.reachability import AddressCheck
-from ravnest.telemetry import ScheduleRecord, WarningRecord
+from ravnest.telemetry import PaceRecord, ScheduleRecord, WarningRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,7 +110,7 @@ def test_help_needs_no_torch_and_names_the_exit_codes() -> None:
     )
     assert done.stdout.endswith("False\n")
     assert all(f" {name} " in done.stdout for name in Commands.lazy)
-    assert EXIT_CODES_HELP in done.stdout
+    assert EXIT_CODES_HELP in " ".join(done.stdout.split())
     assert all(f" {code.value} " in EXIT_CODES_HELP for code in ExitCode)
 
 
@@ -133,13 +135,14 @@ def test_status_lists_jobs_and_shows_one(ravnest: Command, job: str, provider: S
     warning = WarningRecord("the loader is slow")
     losses = loss_record(0, 0.75), loss_record(1, 0.5)
     schedule = ScheduleRecord("sync", 4, "each batch of 8 is split")
-    provider.report("training", schedule, *losses, validation_record(0, 0.9), warning)
+    pace = PaceRecord(0, 40, 123.4, 3725.0)
+    provider.report("training", schedule, *losses, pace, validation_record(0, 0.9), warning)
     ended = ravnest("status")
     assert ended.code == ExitCode.OK, ended.err
     (line,) = (line for line in ended.out.splitlines() if line.startswith(job))
-    assert line.split()[:9] == [
-        *(job, "digits", "training", "2", "updates,", "loss", "0.5000,", "validation", "0.9000"),
-    ]
+    assert line.split()[:3] == [job, "digits", "training"]
+    figures = "update 2 of 40, loss 0.5000, validation accuracy 0.9000, 123 samples/s, 1:02:05 left"
+    assert figures in line
     shown = ravnest("status", job).out
     assert f"digits ({job}) of " in shown
     assert "cluster 0, node 0 (Root) on pc: training" in shown
@@ -241,6 +244,126 @@ def test_fetch_waits_and_writes_the_model(
     assert list(state) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
+def test_fetch_writes_a_log(ravnest: Command, job: str, provider: ScriptedProvider) -> None:
+    provider.report("training", loss_record(0, 2.0), loss_record(1, 0.75))
+    provider.finish()
+    ended = ravnest("fetch", job, "--log-dir", "runs/first")
+    assert ended.code == ExitCode.OK, ended.err
+    rows = Path("runs/first/metrics.csv").read_text(encoding="utf-8").splitlines()
+    losses = [row.rpartition(",")[2] for row in rows if ",train/loss," in row]
+    assert losses == ["2.0", "0.75"]
+    assert list(Path("runs/first").glob("events.out.tfevents.*"))
+
+
+def test_a_job_whose_cluster_failed_is_exit_code_5(
+    ravnest: Command,
+    job: str,
+    provider: ScriptedProvider,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("ravnest.server.views.degraded", lambda *_: "1 of 2 clusters did not finish")
+    with in_background(provider.finish):
+        ended = ravnest("status", job, "--wait")
+    assert ended.code == ExitCode.DEGRADED
+    assert "warning: 1 of 2 clusters did not finish" in ended.out
+    fetched = ravnest("fetch", job)
+    assert fetched.code == ExitCode.DEGRADED
+    assert fetched.out == f"ravnest-{job}/trained_state_dict.pt\n", "the model is there all the same"
+    assert "warning: 1 of 2 clusters did not finish" in fetched.err
+    assert "1 of 2 clusters did not finish" in caplog.text, "the handle says it too"
+    assert "done (degraded)" in ravnest("status").out
+    assert json.loads(ravnest("status", job, "--json").out)["degraded"]
+
+
+def test_status_waits_for_a_job_that_fails(
+    ravnest: Command, job: str, provider: ScriptedProvider
+) -> None:
+    with in_background(lambda: provider.report("failed", reason="out of memory")):
+        ended = ravnest("status", job, "--wait")
+    assert ended.code == ExitCode.JOB_ENDED
+    assert "out of memory" in ended.err
+    assert "name the job to wait for" in ravnest("status", "--wait").err
+
+
+def test_ctrl_c_says_what_happens_to_the_job(
+    ravnest: Command, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(JobHandle, "wait", interrupted)
+    ended = ravnest("fetch", job)
+    assert ended.code == ExitCode.INTERRUPTED
+    assert ended.err.strip() == (
+        f"{job} continues. `ravnest fetch {job}` returns to it, `ravnest cancel {job}` ends it"
+    )
+
+
+@pytest.mark.usefixtures("targets", "server")
+def test_ctrl_c_before_the_submission_says_that_there_is_no_job(
+    ravnest: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ravnest.cli.submit.upload_job", interrupted)
+    ended = ravnest("submit", "targets:job", "--quiet")
+    assert ended.code == ExitCode.INTERRUPTED
+    assert ended.err.strip().startswith("Nothing was submitted. The server keeps what was uploaded")
+
+
+def test_an_output_folder_is_checked_before_the_wait(ravnest: Command, job: str) -> None:
+    Path("occupied").write_text("a file")
+    for command in (("fetch", job), ("submit", "targets:job")):
+        ended = ravnest(*command, "--out", "occupied/model")
+        assert (ended.code, ended.out) == (ExitCode.ERROR, "")
+        assert "occupied is a file: choose another folder with --out" in " ".join(ended.err.split())
+
+
+def test_a_full_disk_is_one_sentence(
+    ravnest: Command, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "trained.pt")
+
+    monkeypatch.setattr(JobHandle, "wait", full)
+    ended = ravnest("fetch", job)
+    assert ended.code == ExitCode.ERROR
+    assert ended.err == ("error: trained.pt: the disk is full: free some space, or use another folder\n")
+
+
+def test_a_quiet_fetch_prints_only_the_path(
+    ravnest: Command, job: str, provider: ScriptedProvider
+) -> None:
+    with in_background(provider.finish):
+        ended = ravnest("fetch", job, "--quiet")
+    assert ended == (ExitCode.OK, f"ravnest-{job}/trained_state_dict.pt\n", "")
+
+
+def test_a_server_that_is_gone_can_be_forgotten(ravnest: Command, server: JobServer) -> None:
+    url = server.requester.url
+    assert "was not joined from here" in ravnest("forget", "http://127.0.0.1:1").err
+    assert ravnest("forget", url).out.startswith(f"forgot {url}")
+    assert "no server is known" in ravnest("status").err
+
+
+def test_a_command_that_is_misspelt_is_suggested(ravnest: Command) -> None:
+    ended = ravnest("statsu")
+    assert ended.code == ExitCode.USAGE
+    assert "No such command 'statsu': did you mean 'status'?" in ended.err
+
+
+def test_help_fits_a_narrow_terminal(ravnest: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    groups = {"token": ["create"], "member": ["revoke"]}
+    for command in ([], *([name, *groups.get(name, ())] for name in Commands.lazy)):
+        shown = ravnest(*command, "--help").out
+        assert max(map(len, shown.splitlines())) <= 80
+        assert "<bool>" not in shown
+        assert "..." not in shown.partition("Options")[2], "no summary is cut"
+
+
 def test_fetch_reports_as_json(ravnest: Command, job: str, provider: ScriptedProvider) -> None:
     provider.report("training", loss_record(0, 0.75))
     provider.finish()
@@ -256,13 +379,13 @@ def test_nodes_are_shown_and_written(ravnest: Command, tmp_path: Path) -> None:
     with job_server(tmp_path / "fresh") as server:
         server.remember()
         assert ravnest("nodes").out.startswith("no providers; ")
-        assert "`ravnest provide`" in ravnest("nodes", "--write").err
+        assert "`ravnest provide --server URL --token TOKEN`" in ravnest("nodes", "--write").err
         with server.provider("pc-0", 7000) as first, server.provider("pc-2", 7002):
             with server.provider("pc-1", 7001):
                 pass  # it leaves and is not written
             shown = {line.split()[0]: line.split() for line in ravnest("nodes").out.splitlines()}
-            assert shown["pc-0"][1:10] == [
-                *(f"({first.id})", "offered", "direct", "-", "4.5", "GB", "2", "31", "100"),
+            assert shown["pc-0"][1:11] == [
+                *(f"({first.id})", "offered", "direct", "-", "4.5", "GB", "2", "31", "100", "bwrap"),
             ]
             checks = [AddressCheck(address="127.0.0.1:7000", reachable=False, reason="no answer")]
             with server.running.server.db.write(0.0) as db:
@@ -358,10 +481,53 @@ def test_submit_shows_a_job_until_it_fails(ravnest: Command, server: JobServer) 
     assert (ended.code, ended.out) == (ExitCode.JOB_ENDED, "")
     shown = [" ".join(line.split()) for line in ended.err.splitlines()]
     assert any(line.startswith("submitted job-") for line in shown)
-    assert "2 updates, loss 0.2500, validation 0.7500" in shown
+    figures = "epoch 1/1, update 2, loss 0.2500, validation accuracy 0.7500"
+    assert figures in shown
+    assert shown.index(figures) < max(i for i, line in enumerate(shown) if line.startswith("failed"))
     assert any(line.startswith("failed ") for line in shown)
     assert shown[-1].startswith("error: job job-")
     assert "out of memory" in shown[-1]
+
+
+@pytest.mark.usefixtures("targets")
+def test_submit_as_json_is_a_stream_of_lines(ravnest: Command, server: JobServer) -> None:
+    with server.provider() as provider:
+
+        def script() -> None:
+            provider.take_assignment()
+            provider.report("training", loss_record(0, 0.5), validation_record(0, 0.75))
+            provider.report("training", loss_record(1, 0.25))
+            provider.finish()
+
+        with in_background(script):
+            ended = ravnest("submit", "targets:job", "--json")
+    assert (ended.code, ended.err) == (ExitCode.OK, "")
+    *changes, model = [json.loads(line) for line in ended.out.splitlines()]
+    states = list(dict.fromkeys(change["state"] for change in changes))
+    assert states == [state for state in JobState if state in states], "some may be too short to be seen"
+    assert states[-1] == "done"
+    assert changes[-1]["progress"]["updates"] == 2
+    assert model["path"].endswith("trained_state_dict.pt")
+    assert model["job"] == changes[0]["job"]
+
+
+@pytest.mark.usefixtures("targets")
+def test_plan_of_a_job_asks_the_server(ravnest: Command, server: JobServer) -> None:
+    missing = ravnest("plan", "targets:job", "--server", server.requester.url, "--quiet")
+    assert missing.code == 1
+    assert "does not fit" in missing.out
+    assert "no provider is connected" in missing.out
+    with server.provider():
+        ended = ravnest("plan", "targets:job", "--quiet")
+        assert ended.code == 0, ended.err
+        assert ended.out.startswith("fits, and can start now\n")
+        assert "updates in 1 epoch" in ended.out
+        as_json = json.loads(ravnest("plan", "targets:job", "--json").out)
+    assert as_json["fits"]
+    assert as_json["clusters"][0]["stages"][0]["memory_bytes"] > 0
+    assert not ended.err
+    wrong = ravnest("plan", "targets:model", "--server", server.requester.url)
+    assert "must return a ravnest.Job for a plan of a server" in wrong.err
 
 
 @pytest.mark.usefixtures("targets")

@@ -21,6 +21,7 @@ from ravnest.client.handle import JobHandle
 from ravnest.errors import JobEndedError, ServerRefusedError
 from ravnest.http.retry import RetryPolicy
 from ravnest.schemas.jobs import JobState, JobView
+from ravnest.telemetry import LossRecord, ValidationRecord, WarningRecord, WorkerRecord
 
 
 @pytest.fixture
@@ -82,6 +83,37 @@ def test_waiting_reports_each_change_once(handle: JobHandle, provider: ScriptedP
     assert seen[-1] == ended
     assert all(before != after for before, after in pairwise(seen))
     assert [view.progress.updates for view in seen[:2]] == [0, 1]
+
+
+class Collected:
+    """Receiver of records that keeps them."""
+
+    def __init__(self) -> None:
+        self.records: list[WorkerRecord] = []
+
+    def emit(self, record: WorkerRecord) -> None:
+        self.records.append(record)
+
+
+def test_figures_of_a_job_are_passed_on_once(handle: JobHandle, provider: ScriptedProvider) -> None:
+    provider.report("training", loss_record(0, 2.0), validation_record(0, 0.5))
+    sink = Collected()
+    told: list[JobView] = []
+
+    def on_change(view: JobView) -> None:
+        told.append(view)
+        if len(told) == 1:
+            losses = loss_record(1, None), loss_record(2, 0.5)
+            provider.report("training", *losses, WarningRecord("the disk is nearly full"))
+        elif view.progress.updates == 3 and view.state is JobState.TRAINING:
+            provider.finish()
+
+    assert handle.follow(sink, timeout=60, on_change=on_change).state is JobState.DONE
+    losses = [record for record in sink.records if isinstance(record, LossRecord)]
+    assert [(record.update, record.loss) for record in losses] == [(0, 2.0), (1, None), (2, 0.5)]
+    assert [r.value for r in sink.records if isinstance(r, ValidationRecord)] == [0.5]
+    (warning,) = [r for r in sink.records if isinstance(r, WarningRecord)]
+    assert "the disk is nearly full" in warning.message
 
 
 def test_waiting_ends_at_the_deadline(handle: JobHandle) -> None:

@@ -118,7 +118,7 @@ def test_submit_refuses_other_arguments() -> None:
         ravnest.submit(nn.Linear(2, 2))  # type: ignore[call-overload]
     with pytest.raises(JobError, match="not both: set epochs in the Job"):
         ravnest.submit(small_job(), epochs=3)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="epoch"):
+    with pytest.raises(JobError, match=r"Job has no keyword .epoch.: did you mean epochs"):
         ravnest.submit(model=nn.Linear(2, 2), epoch=3)
 
 

@@ -48,6 +48,13 @@ class NextWord(nn.Module):
         return self.output(torch.tanh(self.hidden(self.embed(tokens).mean(1))))
 
 
+OWN: dict[str, dict[str, float]] = {
+    "embed.weight": {"lr": 2e-2},
+    "output.bias": {"weight_decay": 0.0, "lr": 5e-3},
+}
+"""Settings of the optimizer for two parameters."""
+
+
 def large_job(model: nn.Module, words: int, classes: int, **settings: Any) -> Job:
     tokens = torch.randint(0, words, (64, 8), generator=torch.Generator().manual_seed(0))
     return Job(
@@ -69,7 +76,13 @@ def large_job(model: nn.Module, words: int, classes: int, **settings: Any) -> Jo
 def trained_alone(job: Job) -> dict[str, torch.Tensor]:
     """Return the weights that the job has after training in one process."""
     model = copy.deepcopy(job.model)
-    optimizer = torch.optim.AdamW(model.parameters(), **job.optimizer_params)
+    groups = [dict(OWN.get(name, {}), params=[each]) for name, each in model.named_parameters()]
+    optimizer = torch.optim.AdamW(
+        groups if job.parameter_groups else model.parameters(), **job.optimizer_params
+    )
+    updates = EPOCHS * len(job.train_data[0]) // BATCH
+    rate = (lambda step: 1 - step / updates) if job.lr_scheduler == "linear" else (lambda _: 1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     for _ in range(EPOCHS):
         for tokens, labels in zip(*(data.split(BATCH) for data in job.train_data), strict=True):
             optimizer.zero_grad()
@@ -77,6 +90,7 @@ def trained_alone(job: Job) -> dict[str, torch.Tensor]:
             if job.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), job.clip_grad_norm)
             optimizer.step()
+            scheduler.step()
     return model.state_dict()
 
 
@@ -96,7 +110,14 @@ def test_providers_train_an_embedding_that_none_of_them_can_hold(
     shared_world: World, small_providers: ApiClient
 ) -> None:
     torch.manual_seed(0)
-    job = large_job(Classifier(7_000, 128), 7_000, 4, optimizer_params={"lr": 1e-2, "eps": EPS})
+    job = large_job(
+        Classifier(7_000, 128),
+        7_000,
+        4,
+        optimizer_params={"lr": 1e-2, "eps": EPS},
+        parameter_groups=[{"match": name, **own} for name, own in OWN.items()],
+        lr_scheduler="linear",
+    )
     handle = shared_world.submit(small_providers, job)
     trained = handle.result(timeout=240)
     assert "embed.weight (4 MB) is cut into 2 blocks of rows" in handle.view().plan

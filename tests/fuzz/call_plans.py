@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class TensorPlan:
     values: tuple[float, ...] = ()
     """Elements of the tensor, repeated; empty if they are drawn."""
 
-    @property
+    @cached_property
     def extent(self) -> int:
         """Number of elements from the first to the last."""
         if 0 in self.sizes:
@@ -62,14 +63,50 @@ class CallPlan:
     seed: int
 
 
+@dataclass(frozen=True)
+class _Parameter:
+    """An argument of an operator's schema; reading a schema takes longer than planning a call."""
+
+    name: str
+    kind: str
+    optional: bool
+    written: bool
+    by_name: bool
+    has_default: bool
+    default: Any
+
+
+@cache
+def _parameters(operator: Any) -> tuple[_Parameter, ...] | None:
+    """Return the arguments of an operator; ``None`` for a function of Python."""
+    schema = getattr(operator, "_schema", None)
+    return None if schema is None else tuple(map(_parameter, schema.arguments))
+
+
+def _parameter(argument: Any) -> _Parameter:
+    kind = str(argument.real_type)
+    optional = kind.startswith("Optional[")
+    return _Parameter(
+        argument.name,
+        kind[len("Optional[") : -1] if optional else kind,
+        optional,
+        argument.alias_info is not None and argument.alias_info.is_write,
+        argument.kwarg_only,
+        argument.has_default_value(),
+        argument.default_value,
+    )
+
+
 def plan_call(target: str, operator: Any, seed: int, number: int) -> CallPlan:
     """Return the call ``number`` of the run ``seed``."""
     draw = random.Random(f"{seed}:{number}")
-    schema = getattr(operator, "_schema", None)
-    if schema is None:
+    parameters = _parameters(operator)
+    if parameters is None:
         args = tuple(_number(draw) for _ in range(draw.choice((1, 2, 2, 2, 3))))
+        if target == "python::getitem" and draw.random() < 0.5:
+            args = ([1, 2, 3], *args[1:])
         return CallPlan(target, args, {}, backward=False, seed=number)
-    return _Planner(draw, target, schema).plan(number)
+    return _Planner(draw, target, parameters).plan(number)
 
 
 def _number(draw: random.Random) -> Any:
@@ -84,10 +121,10 @@ def _number(draw: random.Random) -> Any:
 
 
 class _Planner:
-    def __init__(self, draw: random.Random, target: str, schema: Any) -> None:
+    def __init__(self, draw: random.Random, target: str, parameters: tuple[_Parameter, ...]) -> None:
         self._draw = draw
         self._target = target
-        self._schema = schema
+        self._parameters = parameters
         base = target.partition("::")[2].partition(".")[0]
         self._shapes = SHAPES.get(base) or SHAPES.get(base.removesuffix("_")) or {}
         if isinstance(self._shapes, list):
@@ -103,14 +140,14 @@ class _Planner:
     def plan(self, number: int) -> CallPlan:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for argument in self._schema.arguments:
-            if argument.has_default_value() and self._draw.random() < 0.35:
-                if not argument.kwarg_only:
-                    args.append(argument.default_value)
+        for parameter in self._parameters:
+            if parameter.has_default and self._draw.random() < 0.35:
+                if not parameter.by_name:
+                    args.append(parameter.default)
                 continue
-            value = self._argument(argument)
-            if argument.kwarg_only:
-                kwargs[argument.name] = value
+            value = self._argument(parameter)
+            if parameter.by_name:
+                kwargs[parameter.name] = value
             else:
                 args.append(value)
         return CallPlan(self._target, tuple(args), kwargs, self._backward, number)
@@ -124,18 +161,14 @@ class _Planner:
     def _hostile(self) -> bool:
         return self._draw.random() < self._hostility
 
-    def _argument(self, argument: Any) -> Any:
-        kind, name = str(argument.real_type), argument.name
-        optional = kind.startswith("Optional[")
-        if optional:
-            kind = kind[len("Optional[") : -1]
-            if self._draw.random() < 0.3:
-                return None
-        written = argument.alias_info is not None and argument.alias_info.is_write
+    def _argument(self, parameter: _Parameter) -> Any:
+        kind, name = parameter.kind, parameter.name
+        if parameter.optional and self._draw.random() < 0.3:
+            return None
         shape = self._shapes.get(name)
         match kind:
             case "Tensor":
-                return self._tensor(name, shape, written=written)
+                return self._tensor(name, shape, written=parameter.written)
             case "List[Tensor]" | "List[Optional[Tensor]]":
                 return self._tensors(name, shape, optional="Optional" in kind)
             case "int":
@@ -144,6 +177,8 @@ class _Planner:
                 return self._ints(name, shape)
             case "float":
                 return self._float()
+            case "List[number]":
+                return self._ints(name, shape)
             case "List[float]":
                 return [self._float() for _ in range(self._draw.randint(0, 4))]
             case "bool":
@@ -224,6 +259,9 @@ class _Planner:
         elif shape is not None and shape.startswith("u:"):
             sizes = tuple(map(self._value_of, shape[2:].split()))
             return TensorPlan(dtype, sizes, self._strides(sizes), 0, values=(0.5, 0.25))
+        elif shape is not None and shape.startswith("e:"):
+            size = self._value_of(shape[2:])
+            return TensorPlan(dtype, (size, size), (size, 1), 0, values=(1.0, *[0.0] * size))
         elif shape is not None and shape.startswith("b:"):
             shape, dtype = shape[2:], torch.bool
         elif shape is None and name in INDEX_NAMES:

@@ -2,9 +2,9 @@
 
 A shape lists sizes, each a number or a symbol with one value per call (``4h``: four times ``h``).
 ``i<v: n`` is a tensor of indices below ``v`` with shape ``n``; ``b: n`` is a mask; ``u: n`` has values
-between 0 and 1; ``v: 3 2`` is the vector with these integers; ``=c`` gives the integers of a list, a
-number or a text. Commas separate the tensors of a list. Operators without an entry get
-tensors whose shapes broadcast. A list has alternatives.
+between 0 and 1; ``v: 3 2`` is the vector with these integers; ``e: n`` is the identity of n rows; ``=c``
+gives the integers of a list, a number or a text. Commas separate the tensors of a list. Operators
+without an entry get tensors whose shapes broadcast. A list has alternatives.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ _SQUARE = dict.fromkeys(("self", "A", "input", "LU", "L"), "n a a") | {
     "B": "n a k",
     "other": "n a k",
 }
+_IDENTITY = {"self": "e: a", "A": "e: a"}
 _LSTM = {"input": "t n i", "num_layers": "=1"}
 _PACKED = {"data": "6 i", "batch_sizes": "v: 3 2 1", "num_layers": "=1"}
 
@@ -98,6 +99,35 @@ def _convolution(place: str, taps: str, *, transposed: bool = False) -> Shapes:
 
 
 SHAPES: dict[str, Any] = {
+    "fill": {"self": "a b", "value": ""},
+    "linspace": {"start": "", "end": "", "steps": "=k"},
+    "logspace": {"start": "", "end": "", "steps": "=k"},
+    "randint_like": {"self": "a b", "high": ""},
+    "select_scatter": {"self": "a b", "src": "b", "dim": "=0", "index": "=0"},
+    "slice_scatter": {"self": "a b", "src": "a b", "dim": "=0", "start": "=0", "step": "=1"},
+    "diagonal_scatter": {"self": "a a", "src": "a", "offset": "=0", "dim1": "=0", "dim2": "=1"},
+    "permute": {"self": "a b c", "dims": "=2 0 1"},
+    "narrow": {"self": "a b", "dim": "=0", "start": "i<1: ", "length": "=1"},
+    "split": {"self": "5 b", "split_size": "=2 3", "dim": "=0"},
+    "tensor_split": {
+        "self": "6 b",
+        "tensor_indices_or_sections": "v: 2 4",
+        "indices": "=2 4",
+        "sections": "=2",
+        "dim": "=0",
+    },
+    "linalg_tensorinv": {"self": "2 3 6", "ind": "=2"},
+    "linalg_norm": {"self": "a b", "ord": "=fro", "dim": "=0 1"},
+    "meshgrid": {"tensors": "a, b", "indexing": "=ij"},
+    "kl_div": {"self": "n c", "target": "u: n c"},
+    "binary_cross_entropy_with_logits": {
+        "self": "n c",
+        "target": "u: n c",
+        "weight": "c",
+        "pos_weight": "c",
+    },
+    "gradient": {"self": "4 5", "spacing": "=1 1", "dim": "=0 1", "edge_order": "=1"},
+    "binomial": {"count": "u: n", "prob": "u: n"},
     "batch_norm": _NORM,
     "instance_norm": _NORM,
     "native_batch_norm": _NORM,
@@ -149,6 +179,21 @@ SHAPES: dict[str, Any] = {
             "mode": "=0",
         },
         {"weight": "v d", "indices": "i<v: m", "offsets": "i<m: b", "per_sample_weights": "m"},
+        {
+            "weight": "v d",
+            "indices": "i<v: 6",
+            "offsets": "v: 0 2 4",
+            "per_sample_weights": "6",
+            "mode": "=0",
+            "padding_idx": "=0",
+        },
+        {
+            "weight": "v d",
+            "indices": "i<v: 6",
+            "offsets": "v: 0 2 6",
+            "mode": "=1",
+            "padding_idx": "=0",
+        },
     ],
     "_embedding_bag": {
         "weight": "v d",
@@ -176,15 +221,15 @@ SHAPES: dict[str, Any] = {
         {"log_probs": "8 2 c", "targets": "i<c: 5", "input_lengths": "=8 8", "target_lengths": "=3 2"},
     ],
     "gather": _PLACES,
-    "scatter": _PLACES,
+    "scatter": _PLACES | {"reduce": "=add"},
     "scatter_add": _PLACES,
-    "scatter_reduce": _PLACES,
+    "scatter_reduce": _PLACES | {"reduce": "=sum"},
     "take_along_dim": _PLACES,
     "index_select": _ROWS,
     "index_add": _ROWS,
     "index_copy": _ROWS,
-    "index_fill": _ROWS,
-    "index_reduce": _ROWS,
+    "index_fill": _ROWS | {"value": ""},
+    "index_reduce": _ROWS | {"reduce": "=prod"},
     "index": {"self": "a b c", "indices": "i<a: k, i<b: k"},
     "index_put": {"self": "a b c", "indices": "i<a: k, i<b: k", "values": "k c"},
     "take": {"self": "a", "index": "i<a: k"},
@@ -279,7 +324,10 @@ SHAPES: dict[str, Any] = {
     "bincount": {"self": "i<8: n", "weights": "n", "minlength": "=m"},
     "one_hot": {"self": "i<c: n", "num_classes": "=c"},
     "repeat_interleave": [{"self": "a b", "repeats": "i<4: a", "dim": "=0"}, {"repeats": "i<4: a"}],
-    "searchsorted": {"sorted_sequence": "n k", "self": "n l", "sorter": "i<k: n k"},
+    "searchsorted": [
+        {"sorted_sequence": "n k", "self": "n l", "sorter": "i<k: n k"},
+        {"sorted_sequence": "k", "self": "l", "sorter": "i<k: k"},
+    ],
     "bucketize": {"self": "n", "boundaries": "k"},
     "prelu": {"self": "n c l", "weight": "c"},
     "_prelu_kernel": {"self": "n c l", "weight": "c"},
@@ -401,7 +449,6 @@ SHAPES: dict[str, Any] = {
     ),
     **dict.fromkeys(
         [
-            "cholesky",
             "cholesky_inverse",
             "inverse",
             "det",
@@ -409,8 +456,6 @@ SHAPES: dict[str, Any] = {
             "slogdet",
             "matrix_exp",
             "matrix_power",
-            "linalg_cholesky",
-            "linalg_cholesky_ex",
             "linalg_cond",
             "_linalg_det",
             "linalg_det",
@@ -446,8 +491,9 @@ SHAPES: dict[str, Any] = {
             "qr",
             "pinverse",
             "geqrf",
-            "trace",
         ],
         _SQUARE,
     ),
+    **dict.fromkeys(("cholesky", "linalg_cholesky", "linalg_cholesky_ex"), [_SQUARE, _IDENTITY]),
+    "trace": {"self": "a b"},
 }

@@ -22,13 +22,18 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from call_plans import plan_call
-from canaries import check_call
+from canaries import OUT_OF_MEMORY, check_call
 
 from ravnest.split.operator_guards import executable
 from ravnest.split.operators import all_targets, resolve
@@ -39,6 +44,10 @@ WAITING_SECONDS = 600.0
 """Time after which a call counts as endless that uses no processor."""
 MEMORY = 512 << 20
 """Bytes that a child may allocate; a call that wants more gets an error, as in a worker."""
+MORE_MEMORY = 1 << 30
+"""The same for a call that is made again, because only one of its two results had enough memory."""
+CHILD_CALLS = 20_000
+"""Calls of one child: a later one begins with fresh memory, whatever earlier ones have leaked."""
 ENDED_EARLY = 120
 """Findings after which a run ends: the list is plainly wrong."""
 
@@ -81,7 +90,7 @@ class Fuzzer:
             lines = Path(folder, "findings")
             lines.touch()
             while first < stop and not self._is_over(report):
-                first = self._run_child(first, stop, lines, report)
+                first = self._run_child(first, min(first + CHILD_CALLS, stop), lines, report)
             report.calls = first - begin
             for line in lines.read_text().splitlines():
                 self._read(json.loads(line), report)
@@ -169,12 +178,21 @@ class Fuzzer:
         """Make one call in this process; return what is wrong with it, and its outcome."""
         target = self._target(number)
         plan = plan_call(target, resolve(target), self._seed, number)
-        return check_call(executable(target, "fuzzed"), plan)
+        found, outcome = check_call(_executable(target), plan)
+        if found and OUT_OF_MEMORY in found:
+            with _more_memory():
+                return check_call(_executable(target), plan)
+        return found, outcome
 
     def describe(self, number: int) -> str:
         """Return a call as text."""
         target = self._target(number)
         return repr(plan_call(target, resolve(target), self._seed, number))
+
+
+@cache
+def _executable(target: str) -> Callable[..., Any]:
+    return executable(target, "fuzzed")
 
 
 def _processor_seconds(process: int) -> float:
@@ -185,8 +203,18 @@ def _processor_seconds(process: int) -> float:
 def _limit_memory() -> None:
     status = Path("/proc/self/status").read_text()
     (used,) = (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, used + MEMORY))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, used + MORE_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+@contextmanager
+def _more_memory() -> Iterator[None]:
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
 def main() -> int:
@@ -199,11 +227,22 @@ def main() -> int:
         print(fuzzer.describe(options.only), flush=True)
         print(fuzzer.call(options.only))
         return 0
-    total, deadline = Report(), time.monotonic() + 60 * options.minutes
-    for seed in options.seed:
-        first = options.first
-        fuzzer = Fuzzer(seed, targets, deadline)
-        total.add(fuzzer.run(first, first + options.calls // len(options.seed)))
+    total, started = Report(), time.monotonic()
+    deadline = started + 60 * options.minutes
+    share = math.ceil(options.calls / len(options.seed) / options.processes)
+    parts = [
+        (seed, targets, deadline, options.first + share * part, share)
+        for seed in options.seed
+        for part in range(options.processes)
+    ]
+    with ExitStack() as stack:
+        run = map
+        if options.processes > 1:
+            workers = ProcessPoolExecutor(options.processes, get_context("spawn"))
+            run = stack.enter_context(workers).map
+        for report in run(_run_part, *zip(*parts, strict=True)):
+            total.add(report)
+    total.seconds = time.monotonic() - started
     never = sorted(set(targets) - {name for name, count in total.succeeded.items() if count})
     print(
         f"{total.calls} calls of {len(targets)} operators with seed {', '.join(map(str, options.seed))} "
@@ -216,6 +255,12 @@ def main() -> int:
     return 1 if total.findings else 0
 
 
+def _run_part(seed: int, targets: list[str], deadline: float, first: int, count: int) -> Report:
+    """Make a part of the calls, in a process that forks children."""
+    torch.set_num_threads(1)
+    return Fuzzer(seed, targets, deadline).run(first, first + count)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--calls", type=int, default=3000)
@@ -223,6 +268,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, nargs="+", default=[0], help="the calls are divided among them"
     )
+    parser.add_argument("--processes", type=int, default=1, help="processes that share the calls")
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--only", type=int, help="make one call in this process and show it")
     parser.add_argument("--match", default="", help="only operators with this text in their name")

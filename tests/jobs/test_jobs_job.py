@@ -17,9 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from ravnest.errors import JobError, RavnestError
 from ravnest.jobs.dataset_reader import Rows, SharedData
 from ravnest.jobs.graph_loss import load_loss
-from ravnest.jobs.job import Job, PackedJob, pack_job
+from ravnest.jobs.job import Job
+from ravnest.jobs.metrics import load_metrics
 from ravnest.jobs.model import check_weights, read_units
-from ravnest.schemas.jobs import GraphLoss, JobSpec, NamedComponent
+from ravnest.jobs.packing import PackedJob, pack_job
+from ravnest.runtime.stage.validation_metrics import choose_metrics
+from ravnest.schemas.jobs import BestRule, GraphLoss, JobSpec, NamedComponent, StoppingRule
+from ravnest.server.assignments import needed_files
 from ravnest.store.files import sha256_of
 
 
@@ -39,6 +43,40 @@ def _files_exist(packed: PackedJob) -> None:
     text = packed.spec.model_dump_json()
     assert JobSpec.model_validate_json(text) == packed.spec, "it round-trips through JSON"
     assert all(digest in text for digest in packed.files)
+
+
+def test_groups_and_learning_rates_are_packed_as_data(tmp_path: Path) -> None:
+    groups = [{"match": "*.bias|1.*", "weight_decay": 0.0}]
+    warm_up = {"warmup_ratio": 0.1}
+    job = _job(parameter_groups=groups, lr_scheduler="cosine", lr_scheduler_params=warm_up, epochs=10)
+    packed = pack_job(job, tmp_path)
+    _files_exist(packed)
+    training = packed.spec.training
+    assert [group.match for group in training.parameter_groups] == ["*.bias|1.*"]
+    assert training.parameter_groups[0].params == {"weight_decay": 0.0}
+    assert training.scheduler is not None
+    assert (training.scheduler.name, training.scheduler.params["steps"]) == ("PiecewiseLR", [9, 81])
+    assert not training.lr_step_on_epoch_change, "it counts updates"
+
+
+class _Bounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4, max_norm=1.0)
+        self.output = nn.Linear(4, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.output(self.embed(words))
+
+
+def test_a_model_that_writes_to_its_weights_is_not_trained_with_late_gradients(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randint(0, 9, (50,)), torch.randint(0, 3, (50,)))
+    job = Job(_Bounded(), (torch.zeros(6, dtype=torch.long),), data, nn.CrossEntropyLoss())
+    packed = pack_job(job, tmp_path / "auto")
+    profile = read_units(packed.files[packed.spec.model.units.sha256]).profile
+    assert profile.late_reason == "forward writes to the weight embed.weight"
+    with pytest.raises(JobError, match="use 'sync' or 'auto'"):
+        pack_job(replace(job, schedule="async"), tmp_path / "async")
 
 
 def test_all_parts_of_a_job_are_packed(tmp_path: Path) -> None:
@@ -87,7 +125,7 @@ def test_the_batch_size_comes_from_the_job_the_loader_or_the_example(tmp_path: P
         "loader": ({"train_data": DataLoader(data, batch_size=10, shuffle=True)}, 10),
         "given": ({"batch_size": 5}, 5),
         "one": ({"example_args": torch.randn(1, 4)}, 64),
-        "single": ({"batch_size": 1}, 1),
+        "single": ({"batch_size": 1, "model": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))}, 1),
     }
     for name, (changes, expected) in cases.items():
         packed = pack_job(_job(**changes), tmp_path / name)
@@ -154,6 +192,12 @@ REFUSED: dict[str, tuple[Callable[[], Job], str]] = {
     "batch size": (lambda: _job(batch_size=0), "batch_size must be"),
     "clusters": (lambda: _job(clusters=0), "clusters=0"),
     "compression": (lambda: _job(compression="zip"), "compression must be"),
+    "robust mean": (lambda: _job(clusters=3, robust_mean="median"), "robust_mean='median'"),
+    "robust mean of two": (
+        lambda: _job(clusters=2, robust_mean="trimmed"),
+        "needs 3 clusters or more, and the job has clusters=2",
+    ),
+    "robust mean of any": (lambda: _job(robust_mean="trimmed"), "Set clusters=3 or more"),
     "optimizer": (lambda: _job(optimizer=torch.optim.LBFGS), "a pipeline cannot do"),
     "optimizer parameters": (lambda: _job(optimizer_params={"speed": 1}), "does not accept"),
     "other shape": (lambda: _job(train_data=_tensors(5)), "train_data does not fit"),
@@ -161,6 +205,7 @@ REFUSED: dict[str, tuple[Callable[[], Job], str]] = {
     "validation": (lambda: _job(val_data=_tensors(5)), "val_data does not fit"),
     "labels": (lambda: _job(train_data=(torch.zeros(50, 4), torch.zeros(50, 2))), "criterion fails"),
     "fixed batch": (lambda: _job(model=Fixed()), "use drop_last=True"),
+    "last batch": (lambda: _job(batch_size=7), "train_data has a batch of 1 samples"),
     "structure": (
         lambda: _job(
             model=Auxiliary(),
@@ -179,8 +224,128 @@ def test_a_job_that_cannot_be_trained_is_refused_before_upload(tmp_path: Path, n
         pack_job(make(), tmp_path)
 
 
-def test_a_model_whose_split_is_not_exact_is_refused(tmp_path: Path) -> None:
+def test_a_robust_mean_reaches_the_server(tmp_path: Path) -> None:
+    spec = pack_job(_job(clusters=3, robust_mean="trimmed"), tmp_path).spec
+    assert (spec.training.robust_mean, spec.clusters) == ("trimmed", 3)
+    with pytest.raises(ValueError, match="clusters=3 or more"):
+        JobSpec.model_validate_json(spec.model_dump_json().replace('"clusters":3', '"clusters":2'))
+
+
+def test_a_model_with_a_hook_that_stages_would_not_run_is_refused(tmp_path: Path) -> None:
     job = _job()
     job.model[0].weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[index,union-attr,operator]
-    with pytest.raises(RavnestError, match="first tensor that differs"):
+    with pytest.raises(RavnestError, match=r"the parameter 0\.weight has a hook"):
         pack_job(job, tmp_path)
+
+
+def _last(label: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data of which only the last sample has this label."""
+    labels = torch.randint(0, 3, (50,))
+    labels[49] = label
+    return torch.randn(50, 4), labels
+
+
+def _flattened(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output, labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"train_data": _last(3)},
+            "sample 49 of train_data has the label 3, but .* 3 classes, .* 0 to 2",
+        ),
+        ({"train_data": _last(-1)}, "sample 49 of train_data has the label -1, but the model's output"),
+        ({"val_data": _last(7)}, "sample 49 of val_data has the label 7"),
+        ({"train_data": _last(3), "criterion": cross_entropy}, "sample 49 .* has the label 3"),
+        ({"train_data": _last(9), "criterion": _flattened}, "label 9, and with it the criterion fails"),
+        ({"train_data": (torch.randn(6, 4), torch.tensor([1, 2, 3] * 2))}, "subtract 1 from all labels"),
+    ],
+)
+def test_every_label_is_checked(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(JobError, match=expected):
+        pack_job(_job(shuffle=False, batch_size=6, **changes), tmp_path)
+
+
+def test_an_ignored_label_is_no_class(tmp_path: Path) -> None:
+    pack_job(_job(train_data=_last(-100)), tmp_path / "default")
+    pack_job(_job(train_data=_last(7), criterion=nn.CrossEntropyLoss(ignore_index=7)), tmp_path / "own")
+
+
+def test_every_value_is_checked(tmp_path: Path) -> None:
+    inputs, labels = _last(0)
+    for value, kind in ((torch.nan, "NaN"), (torch.inf, "infinite")):
+        inputs[31, 2] = value
+        job = _job(train_data=(inputs, labels))
+        with pytest.raises(JobError, match=f"of sample 31 of train_data has values that are {kind}"):
+            pack_job(job, tmp_path / kind)
+    pack_job(replace(job, check_values=False), tmp_path / "allowed")
+    targets = torch.randn(50, 3)
+    targets[4] = torch.nan
+    wrong = _job(train_data=(torch.randn(50, 4), targets), criterion=nn.MSELoss())
+    with pytest.raises(JobError, match="the target of sample 4 of train_data has values that are NaN"):
+        pack_job(wrong, tmp_path / "target")
+
+    def without_missing(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return ((output - labels.nan_to_num()) ** 2).mean()
+
+    pack_job(replace(wrong, criterion=without_missing), tmp_path / "missing")
+
+
+def test_a_misspelt_field_is_suggested() -> None:
+    job = _job()
+    with pytest.raises(JobError, match="Job has no keyword 'batchsize': did you mean batch_size"):
+        Job(job.model, job.example_args, job.train_data, job.criterion, batchsize=3)  # type: ignore[call-arg]
+
+
+def _far(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) - labels).abs().float()
+
+
+def test_metrics_are_packed_as_names_and_graphs(tmp_path: Path) -> None:
+    labels = torch.randint(0, 3, (9,))
+    validation = (torch.randn(9, 4), labels)
+    given = {"accuracy": "accuracy", "f1": {"name": "f1", "average": "micro"}, "far": _far}
+    rules = {"early_stopping": {"metric": "loss"}, "keep_best": {"metric": "far", "mode": "min"}}
+    packed = pack_job(_job(metrics=given, val_data=validation, **rules), tmp_path)
+    training = packed.spec.training
+    assert training.early_stopping == StoppingRule(metric="loss", mode="min", patience=3, min_delta=0.0)
+    assert training.keep_best == BestRule(metric="far", mode="min")
+    _files_exist(packed)
+    specs = packed.spec.training.metrics
+    assert [spec.label for spec in specs] == ["accuracy", "f1", "far", "loss"]
+    assert specs[1].metric == NamedComponent(name="f1", params={"average": "micro"})
+    graph = packed.spec.training.graph_metrics[2]
+    assert {graph.stage.sha256, graph.weights.sha256} <= {
+        file.sha256 for file in needed_files(packed.spec)
+    }
+    stored = {number: (packed.files[graph.stage.sha256], packed.files[graph.weights.sha256])
+              for number, graph in packed.spec.training.graph_metrics.items()}  # fmt: skip
+    loaded = choose_metrics(load_metrics(specs, stored.__getitem__))
+    output = torch.randn(9, 3)
+    metric = loaded[2].make()
+    metric.add(output, {"labels": labels})
+    assert metric.value() == pytest.approx(_far(output, labels).mean().item())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metrics": ["accuracy"], "val_data": None}, "give val_data, or omit them"),
+        ({"lr_scheduler": "plateau", "val_data": None}, "give val_data, or omit them"),
+        ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "not both"),
+        ({"keep_best": "acc"}, "keep_best names the metric 'acc', which is not one of "),
+        ({"early_stopping": {"metric": "loss", "patience": 0}}, "patience of early_stopping must be"),
+        ({"metrics": ["acc"]}, "no metric is called 'acc'"),
+        ({"metrics": ["mae"]}, "the metric 'mae' cannot be computed: the model's output of shape"),
+        ({"metrics": [lambda output, labels: 3]}, "it must return a tensor, not a int"),
+        ({"metrics": {"a": lambda output, labels: output[7]}}, "the metric 'a' fails on the model's"),
+    ],
+)
+def test_wrong_metrics_are_found_before_upload(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    validation = (torch.randn(9, 4), torch.randint(0, 3, (9,)))
+    with pytest.raises(JobError, match=message):
+        pack_job(_job(**({"val_data": validation} | changes)), tmp_path)

@@ -17,7 +17,7 @@ from ravnest.plan.profiler import profile_model
 from ravnest.plan.row_cuts import row_cut_models
 from ravnest.split import Chain, PreparedModel, StageModule, prepare
 from ravnest.split.self_check import verify
-from ravnest.split.splitter import SplitStage
+from ravnest.split.split_stage import SplitStage
 from ravnest.store.bundle import load_stage
 
 

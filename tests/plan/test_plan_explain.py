@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from plan_cases import chain, node, planned
 
-from ravnest.plan.explain import clusterize_log, explain
+from ravnest.plan.explain import clusterize_log, explain, idle_nodes
 from ravnest.plan.plan import Plan
 from ravnest.plan.profile import ModelProfile, TensorProfile
 from ravnest.plan.rings import OwnedUnits, RingMember, make_rings
@@ -141,3 +141,19 @@ def test_the_description_of_a_model_without_work() -> None:
     text = explain(planned(profile, [node(0)]), profile, ["a", "b"])
     assert text.startswith("1 node in 1 cluster trains about")
     assert "none of the work" in text
+
+
+def test_nodes_that_hold_no_weights_are_said() -> None:
+    """Three equal nodes on slow links: one does all the work."""
+    profile = chain(6, weight=4_000_000, activation=1_000_000, crossing=50_000_000)
+    first = replace(profile.units[0], work=1e5, crossing_bytes=1000, gradient_bytes=0)
+    early = replace(profile, units=(first, *profile.units[1:]), state=profile.state[1:])
+    slow = planned(early, [node(k, bandwidth=100) for k in range(2)], clusters=1)
+    warning = idle_nodes(slow)
+    assert warning.startswith("Warning: Node(0) holds next to no weights")
+    assert "100 Mbit/s" in warning
+    assert warning in explain(slow, early, ["layer"] * 6)
+
+
+def test_a_plan_that_uses_all_nodes_has_no_warning() -> None:
+    assert not idle_nodes(planned(model(), [node(k) for k in range(3)]))

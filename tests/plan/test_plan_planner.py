@@ -116,6 +116,15 @@ def test_batches_that_cannot_be_split_keep_one_older_version() -> None:
     assert not any(s.memory.versions for s in plan.stages)
 
 
+def test_gradients_that_must_not_be_late_lead_to_sync() -> None:
+    """Although batches cannot be split, for which gradients are late otherwise."""
+    profile = replace(chain(8), late_reason="forward writes to the weight w")
+    plan = planned(profile, [node(k) for k in range(4)], clusters=1)
+    assert plan.schedule == "sync"
+    assert not any(stage.memory.versions for stage in plan.stages)
+    assert plan.clusters[0].split_reason.endswith("because forward writes to the weight w")
+
+
 def test_a_model_without_work_still_has_a_plan() -> None:
     plan = planned(chain(3, work=0.0), [node(0), node(1)])
     assert plan.clusters[0].seconds < 0.1

@@ -13,10 +13,12 @@ from ravnest.provider.events import (
     Action,
     AgentEvent,
     Announce,
+    BestUploaded,
     CheckpointsUploaded,
     ConnectionsRejected,
     DeadlinePassed,
     Discard,
+    Exclude,
     Exit,
     Fetch,
     Fetched,
@@ -34,6 +36,7 @@ from ravnest.provider.events import (
     StartWorker,
     Stop,
     Upload,
+    UploadBest,
     UploadCheckpoints,
     Uploaded,
     WorkerEnded,
@@ -41,15 +44,16 @@ from ravnest.provider.events import (
 from ravnest.provider.outcome import Outcome
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.checkpoints import CheckpointOrder, UploadedCheckpoint
-from ravnest.schemas.jobs import ResultFile
+from ravnest.schemas.jobs import BestFiles, ResultFile
 from ravnest.schemas.providers import (
     MOST_RECORDS,
     AssignmentReport,
+    ExcludedNode,
     Heartbeat,
     HeartbeatReply,
     TlsRejections,
 )
-from ravnest.telemetry import CheckpointRecord, LossRecord, QueueRecord, WorkerRecord
+from ravnest.telemetry import BestRecord, CheckpointRecord, LossRecord, QueueRecord, WorkerRecord
 
 TITLE = "node_0, Root of cluster 0 in job j"
 FILES = (ResultFile(name="node_0.json", artifact=Artifact(sha256="0" * 64, size=1)),)
@@ -191,6 +195,22 @@ def test_other_nodes_have_nothing_to_upload(scene: Scene) -> None:
     scene.train(is_root=False)
     assert scene.finish_training() == []
     assert scene.report.phase == "finished"
+
+
+def test_the_worker_is_told_once_which_nodes_the_server_excludes(scene: Scene) -> None:
+    one, other = (ExcludedNode(node=node, generation=0) for node in (1, 2))
+    scene.begin()
+    assert scene.answer_report("a", excluded=(one,)) == [], "there is no worker yet"
+    scene.give(Fetched("a", is_root=True, node_title=TITLE))
+    scene.answer_report("a", may_train=True, excluded=(one,))
+    assert scene.answer_report("a", may_train=True, excluded=(one,)) == [Exclude("a", (one,))]
+    scene.give(RecordsReceived("a", losses(1.0)))
+    scene.later(10)
+    assert scene.answer_report("a", 1, may_train=True, excluded=(one,)) == []
+    scene.give(RecordsReceived("a", losses(1.0)))
+    scene.later(10)
+    both = (one, other)
+    assert scene.answer_report("a", 2, may_train=True, excluded=both) == [Exclude("a", both)]
 
 
 def test_the_next_job_begins_when_the_last_is_over(scene: Scene) -> None:
@@ -832,3 +852,22 @@ def test_checkpoints_are_uploaded_while_the_worker_trains() -> None:
     assert (scene.report.checkpoints, scene.report.upload_done) == ((named,), order)
     assert scene.sent[scene.poll].upload == order, "the server does not answer at once again"
     assert scene.give(WorkerEnded("a"))[-1] == Upload("a"), "the end of training is not delayed"
+
+
+def test_the_best_model_is_uploaded_while_the_worker_trains() -> None:
+    scene = Scene()
+    scene.train()
+    found = BestFiles(epoch=2, metric="f1", value=0.5, files=FILES)
+    record = BestRecord(2, "f1", 0.5)
+    assert scene.give(RecordsReceived("a", (record,))) == [UploadBest("a")]
+    assert scene.give(RecordsReceived("a", (record,))) == [], "one at a time"
+    assert scene.give(BestUploaded("a", found)) == [UploadBest("a")], "the next one is there already"
+    assert scene.give(BestUploaded("a", again=True)) == [], "it waits for an answer of the server"
+    assert scene.answer_report("a", may_train=True) == [UploadBest("a")]
+    scene.give(BestUploaded("a"))
+    assert scene.report.best == found
+    better = BestFiles(epoch=3, metric="f1", value=0.75, files=FILES)
+    assert scene.finish_training() == [Upload("a")]
+    scene.give(Uploaded("a", FILES, better))
+    scene.answer_report("a", may_train=True)
+    assert scene.report.best == better

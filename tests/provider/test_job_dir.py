@@ -1,14 +1,21 @@
 """Folders of assignments: one is taken over by the next assignment of the same node."""
 
 import os
+import queue
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from ravnest.errors import StageFormatError
-from ravnest.provider.job_dir import JobsDir
+from ravnest.provider.job_dir import JobDir, JobsDir
 from ravnest.provider.outcome import Outcome
 from ravnest.provider.provide import earlier_work
+from ravnest.provider.training import excluding
+from ravnest.runtime.node import Node
+from ravnest.schemas.providers import ExcludedNode
 
 
 def test_the_next_assignment_of_a_node_takes_the_folder_with_its_checkpoints(tmp_path: Path) -> None:
@@ -52,3 +59,19 @@ def test_a_folder_of_many_nested_folders_is_removed(tmp_path: Path) -> None:
     os.close(descriptor)
     jobs.discard("deep")
     assert not folder.exists()
+
+
+def test_a_worker_follows_the_nodes_that_are_excluded(tmp_path: Path) -> None:
+    told: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    node = SimpleNamespace(name="node_0", exclude=lambda *each: told.put(each))
+    job_dir = JobDir(tmp_path)
+    one, other = ExcludedNode(node=1, generation=0), ExcludedNode(node=2, generation=3)
+    job_dir.write_excluded([one])
+    with excluding(cast(Node, node), job_dir, pause=0.01):
+        assert told.get(timeout=30) == (1, 0), "also if it was written before the worker started"
+        job_dir.write_excluded([one, other])
+        assert told.get(timeout=30) == (2, 3)
+        (tmp_path / "excluded.json").write_text("[")
+        time.sleep(0.05)
+        job_dir.write_excluded([one, other])
+    assert told.empty()

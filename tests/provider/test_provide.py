@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from loopback_server import (
     SECONDS,
@@ -20,12 +19,12 @@ from loopback_server import (
     offer_of,
     wait_for_updates,
 )
-from running_providers import available_sandbox, sandbox_option
+from running_providers import available_sandbox, sandbox_option, workers
 
 from ravnest.errors import ServerError, ServerRefusedError, SettingsError
 from ravnest.http.api import ApiClient
 from ravnest.provider.benchmark import OwnerLimits
-from ravnest.provider.provide import describe, provide
+from ravnest.provider.provide import describe, describe_disk, provide
 from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
 
@@ -47,6 +46,18 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the sandbox of this system, if it has one."""
     monkeypatch.setattr("ravnest.provider.provide.choose_sandbox", lambda _choice: available_sandbox())
+
+
+def test_a_provider_with_little_disk_space_says_so(tmp_path: Path) -> None:
+    assert describe_disk(200_000_000_000, None, tmp_path) is None
+    assert describe_disk(4_000_000_000, 2.0, tmp_path) is None
+    low = describe_disk(4_000_000_000, None, tmp_path)
+    assert low is not None
+    assert low.startswith("little disk space: the files of a job can take 2.93 GB in ")
+    assert low.endswith("free some space, or give another --folder")
+    assert describe_disk(4_000_000_000, 20.0, tmp_path) == low
+    with pytest.raises(SettingsError, match=r"has 0.50 GB of free disk space, .* no job fits"):
+        describe_disk(500_000_000, None, tmp_path)
 
 
 def test_the_offer_is_described() -> None:
@@ -143,7 +154,7 @@ def training_provider(
     ):
         try:
             wait_for_updates(handle)
-            (worker,) = psutil.Process(process.pid).children()
+            (worker,) = workers(process.pid)
             watched = os.pidfd_open(worker.pid)
             yield process
             gone, _, _ = select.select([watched], [], [], SECONDS)

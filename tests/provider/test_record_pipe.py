@@ -22,6 +22,7 @@ from ravnest.provider.record_pipe import (
 from ravnest.schemas.providers import AssignmentReport
 from ravnest.telemetry import (
     LossRecord,
+    PaceRecord,
     PhaseRecord,
     QueueRecord,
     RoundRecord,
@@ -39,6 +40,7 @@ ALL = (
     RoundRecord(0, 1, "background", True, (0, 1), 0.5, 1000, ""),
     TimingRecord(1, 10, 0.1, 0.2, 0.05, 0.01, 0.01),
     QueueRecord(3, 4, 0),
+    PaceRecord(1, 40, 12.5, None),
     WarningRecord("slow neighbour\nnode_1"),
 )
 SECONDS = 30
@@ -98,8 +100,10 @@ def test_a_full_pipe_blocks_nobody_and_drops_only_samples(monkeypatch: pytest.Mo
         writer.close()
         records = reader.finish()
     assert writer.dropped >= 1
-    kept = [record for record in ALL if not isinstance(record, TimingRecord | QueueRecord)]
-    assert [r for r in records[count:] if not isinstance(r, TimingRecord | QueueRecord)] == kept
+    kept = [record for record in ALL if not isinstance(record, TimingRecord | QueueRecord | PaceRecord)]
+    assert [
+        r for r in records[count:] if not isinstance(r, TimingRecord | QueueRecord | PaceRecord)
+    ] == kept
     assert [record.update for record in records[:count] if isinstance(record, LossRecord)] == list(
         range(count)
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from loopback_server import (
     SECONDS,
     UPDATES_PER_EPOCH,
@@ -22,6 +23,11 @@ from ravnest.schemas.providers import ProviderState
 from ravnest.schemas.reachability import RelayTrip
 
 
+def confidence(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the probability of the chosen class, for each sample."""
+    return output.softmax(1).amax(1)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
     with loopback_server(tmp_path_factory.mktemp("server")) as found:
@@ -31,9 +37,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]
 def test_two_providers_train_and_the_root_uploads_the_model(
     server: LoopbackServer, tmp_path: Path
 ) -> None:
-    with providers(server, tmp_path, "two-a", "two-b") as both, server.submit(min_providers=2) as handle:
+    options = {"min_providers": 2, "metrics": ["accuracy", confidence], "keep_best": "loss"}
+    with providers(server, tmp_path, "two-a", "two-b") as both, server.submit(**options) as handle:
         state = handle.result(timeout=SECONDS)
         assert len(state) == 6
+        metrics = handle.progress().metrics
+        assert set(metrics) == {"accuracy", "confidence", "loss"}
+        view = handle.view().best
+        assert view is not None
+        assert (view.epoch, view.metric, view.value) == (2, "loss", metrics["loss"])
+        best = handle.best(folder=tmp_path / "best")
+        assert all(torch.equal(best[name], state[name]) for name in state), "the last epoch was better"
+        assert (tmp_path / "best" / "best_state_dict.pt").is_file()
         history = handle.losses()
         assert len(history.losses) == 2 * UPDATES_PER_EPOCH
         assert all(loss is not None and loss > 0 for loss in history.losses)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from ravnest.host import SIGNALLED
 from ravnest.provider.sandbox import landlock
 from ravnest.provider.sandbox.choice import Sandbox, usable_sandbox
 from ravnest.provider.sandbox.entry import entry_order
@@ -24,8 +29,25 @@ from ravnest.types import Address
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 SECONDS = 60
-FOUND = usable_sandbox()
+FOUND = usable_sandbox("landlock")
+WRAPPED = usable_sandbox("bwrap")
 pytestmark = pytest.mark.skipif(isinstance(FOUND, str), reason=f"no sandbox here: {FOUND}")
+needs_bubblewrap = pytest.mark.skipif(
+    isinstance(WRAPPED, str), reason=f"no sandbox with bubblewrap here: {WRAPPED}"
+)
+
+
+def sandboxes() -> list[Any]:
+    """Return the sandboxes to test: what old and new kernels have, and bubblewrap."""
+    wrapped = pytest.param(WRAPPED, id="bwrap", marks=needs_bubblewrap)
+    if isinstance(FOUND, str):
+        return [pytest.param(FOUND, id="landlock"), wrapped]
+    versions = sorted({landlock.OLDEST, FOUND.version})
+    return [
+        *(pytest.param(replace(FOUND, version=each), id=f"landlock {each}") for each in versions),
+        wrapped,
+    ]
+
 
 BOOT = f"""
 import ctypes, errno, json, os, socket, struct, subprocess, sys, threading
@@ -62,6 +84,7 @@ class Place:
             "peer": self.peer.getsockname()[1],
             "stranger": self.stranger.getsockname()[1],
             "agent": os.getpid(),
+            "test": __file__,
         }
 
 
@@ -80,26 +103,33 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def started(
-    place: Place, script: str, *, version: int | None = None, port: int | None = None
+    place: Place, script: str, sandbox: Sandbox, *, port: int | None = None, boot: str = BOOT
 ) -> subprocess.Popen[str]:
     """Start a process that enters the sandbox of a worker and runs ``script``."""
-    assert isinstance(FOUND, Sandbox)
     ours, theirs = socket.socketpair()
     policy = FilePolicy((str(place.job),), (str(place.job / "scratch"),))
-    order = entry_order(policy, str(place.home), version or FOUND.version)
+    order = entry_order(policy, str(place.home), sandbox.version)
     arguments = [order, str(theirs.fileno()), json.dumps(place.case)]
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-c", BOOT + textwrap.dedent(script), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=(theirs.fileno(),),
-        text=True,
-    )
-    theirs.close()
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(argv: list[str], descriptors: tuple[int, ...]) -> int:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(theirs.fileno(), *descriptors),
+            text=True,
+        )
+        processes.append(process)
+        return process.pid
+
+    argv = [sys.executable, "-I", "-c", boot + textwrap.dedent(script), *arguments]
+    with theirs:
+        pid = sandbox.launch(policy, str(place.job), argv, start)
     peers = dialled([Address("127.0.0.1", place.peer.getsockname()[1])])
-    SocketBroker(process.pid, ours, FOUND.processor, NetworkPolicy(peers, port)).start()
-    return process
+    SocketBroker(pid, ours, sandbox.processor, NetworkPolicy(peers, port)).start()
+    return processes[0]
 
 
 def output_of(process: subprocess.Popen[str]) -> str:
@@ -208,6 +238,8 @@ ATTACKS = {
 }
 REFUSALS = ("EACCES", "EPERM", "ENOSYS", "EAFNOSUPPORT")
 """Errors of the sandbox; others would be those of an attempt that could succeed."""
+ABSENT = ("ENOENT", "EROFS", "EXDEV")
+"""Further errors in bubblewrap, where what is attacked does not exist, or only to be read."""
 ATTEMPT = """
 results = {{}}
 for name, code in json.loads({attacks!r}).items():
@@ -218,21 +250,28 @@ for name, code in json.loads({attacks!r}).items():
         results[name] = errno.errorcode.get(error.errno, type(error).__name__)
 print(json.dumps(results), flush=True)
 """
-VERSIONS = sorted({landlock.OLDEST, FOUND.version}) if isinstance(FOUND, Sandbox) else [landlock.OLDEST]
 
 
-@pytest.fixture(scope="module", params=VERSIONS, ids=lambda version: f"landlock {version}")
-def results(request: pytest.FixtureRequest, place: Place) -> dict[str, str]:
-    """Results of all attacks from inside one process, with what old and new kernels have."""
+@pytest.fixture(scope="module", params=sandboxes())
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    found = request.param
+    assert isinstance(found, Sandbox)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(sandbox: Sandbox, place: Place) -> dict[str, str]:
+    """Results of all attacks from inside one process."""
     script = ATTEMPT.format(attacks=json.dumps(ATTACKS))
-    found: dict[str, str] = json.loads(output_of(started(place, script, version=request.param)))
+    found: dict[str, str] = json.loads(output_of(started(place, script, sandbox)))
     return found
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of calls are those of x86_64")
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_fails(results: dict[str, str], attack: str) -> None:
-    assert results[attack] in REFUSALS, f"{attack}: {results[attack] or 'succeeded'}"
+def test_an_attack_fails(results: dict[str, str], sandbox: Sandbox, attack: str) -> None:
+    refusals = (*REFUSALS, *ABSENT) if sandbox.kind == "bwrap" else REFUSALS
+    assert results[attack] in refusals, f"{attack}: {results[attack] or 'succeeded'}"
 
 
 def test_nothing_has_changed(results: dict[str, str], place: Place) -> None:
@@ -246,7 +285,7 @@ def test_nothing_has_changed(results: dict[str, str], place: Place) -> None:
         place.stranger.accept()
 
 
-def test_the_work_of_a_worker_is_possible(place: Place) -> None:
+def test_the_work_of_a_worker_is_possible(place: Place, sandbox: Sandbox) -> None:
     """It reads its job, writes to its folders, starts threads, dials peers and listens at its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -273,7 +312,7 @@ def test_the_work_of_a_worker_is_possible(place: Place) -> None:
         server.accept()[0].send(b"hello")
         os.kill(os.getpid(), 0)
     """
-    process = started(place, script, port=port)
+    process = started(place, script, sandbox, port=port)
     assert process.stdout is not None
     assert process.stdout.readline() == "listens\n"
     with socket.create_connection(("127.0.0.1", port), SECONDS) as caller:
@@ -283,7 +322,9 @@ def test_the_work_of_a_worker_is_possible(place: Place) -> None:
     connection.close()
 
 
-def test_an_address_that_changes_while_it_is_checked_is_not_dialled(place: Place) -> None:
+def test_an_address_that_changes_while_it_is_checked_is_not_dialled(
+    place: Place, sandbox: Sandbox
+) -> None:
     """Another thread writes a stranger's port over the address all the time."""
     script = """
         import ctypes, struct
@@ -311,9 +352,67 @@ def test_an_address_that_changes_while_it_is_checked_is_not_dialled(place: Place
         thread.join()
         print(json.dumps([sorted(reached), refused]))
     """
-    reached, refused = json.loads(output_of(started(place, script)))
+    reached, refused = json.loads(output_of(started(place, script, sandbox)))
+    place.peer.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:  # connections that wait would fill its queue
+            place.peer.accept()[0].close()
+    place.peer.setblocking(True)
     assert reached == [place.peer.getsockname()[1]]
     assert refused
     place.stranger.setblocking(False)
     with pytest.raises(BlockingIOError):
         place.stranger.accept()
+
+
+SIGHTS = {
+    "a file of the owner": "os.stat(case['home'] + '/secret.txt')",
+    "a folder of another job": "os.stat(case['other_job'])",
+    "the users of the machine": "os.stat('/etc/passwd')",
+    "the file of a test": "os.stat(case['test'])",
+    "the agent": "os.stat(f\"/proc/{case['agent']}\")",
+    "the first process of the machine": "os.stat('/proc/2')",
+    "a file of the agent": "os.stat(f\"/proc/{case['agent']}/cwd\")",
+}
+
+
+@needs_bubblewrap
+def test_nothing_outside_of_bubblewrap_exists(place: Place) -> None:
+    """Paths of the owner that a worker guesses, and processes of others, cannot be told from none."""
+    assert isinstance(WRAPPED, Sandbox)
+    script = ATTEMPT.format(attacks=json.dumps(SIGHTS)) + (
+        "print(json.dumps([os.getpid(), os.getppid(), socket.gethostname(), os.listdir(case['job'])]))"
+    )
+    first, second = output_of(started(place, script, WRAPPED)).splitlines()
+    assert set(json.loads(first).values()) == {"ENOENT"}, first
+    pid, parent, host, files = json.loads(second)
+    assert (pid, parent, host) == (1, 0, "worker")
+    assert sorted(files) == ["node_data", "scratch"]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_a_worker_in_bubblewrap(place: Place, number: signal.Signals) -> None:
+    """The system spares the first process of a namespace from signals that it does not handle."""
+    assert isinstance(WRAPPED, Sandbox)
+    boot = BOOT.replace("sandbox.entry import enter_sandbox", "limits import confine as enter_sandbox")
+    process = started(place, "print('runs', flush=True)\nthreading.Event().wait()", WRAPPED, boot=boot)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+    (inner,) = psutil.Process(process.pid).children()
+    inner.send_signal(number)
+    assert process.wait(SECONDS) == SIGNALLED + number
+    process.communicate()
+
+
+@needs_bubblewrap
+def test_a_worker_in_bubblewrap_ends_with_the_program_that_started_it(place: Place) -> None:
+    assert isinstance(WRAPPED, Sandbox)
+    script = "print('runs', flush=True)\nthreading.Event().wait()"
+    process = started(place, script, WRAPPED)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+    (inner,) = psutil.Process(process.pid).children()
+    process.kill()
+    assert psutil.wait_procs([inner], SECONDS)[0] == [inner]
+    process.communicate()

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from node_files import node_file
 
 from ravnest.errors import ServerUnreachableError, SettingsError
 from ravnest.provider.provide import describe_sandbox, provide
-from ravnest.provider.sandbox import choice, kernel, landlock
-from ravnest.provider.sandbox.choice import Sandbox, choose_sandbox, find_sandbox
+from ravnest.provider.sandbox import bubblewrap, choice, kernel, landlock
+from ravnest.provider.sandbox.choice import Sandbox, choose_sandbox, find_sandbox, usable_sandbox
 from ravnest.provider.sandbox.filter_program import (
     ALLOW,
     ASK,
@@ -155,6 +156,30 @@ def test_the_folders_of_python_leave_out_those_above_the_home() -> None:
     assert found == ["/opt/venv", "/home/me/src", "/usr/lib/python3", "/opt/cuda/lib"]
 
 
+def test_the_mounts_of_bubblewrap() -> None:
+    readable = ("/home/me/jobs/1", "/usr/lib", "/usr", "/proc/self/stat", "relative", "/")
+    found = list(bubblewrap.mounts(FilePolicy(readable, ("/home/me/jobs/1/scratch",))))
+    triples = [tuple(found[at : at + 3]) for at in range(0, len(found), 3)]
+    assert [(kind, path) for kind, path, _ in triples if not path.startswith("/dev")] == [
+        ("--ro-bind-try", "/usr"),
+        ("--ro-bind-try", "/home/me/jobs/1"),
+        ("--bind", "/home/me/jobs/1/scratch"),
+    ]
+    assert all(source == target for _, source, target in triples)
+
+
+def test_a_worker_in_bubblewrap_sees_no_folder_above_the_home(tmp_path: Path) -> None:
+    policy = FilePolicy((str(tmp_path),), ())
+    found = bubblewrap.visible(policy, str(Path(sys.prefix) / "home")).readable
+    assert sys.prefix not in found
+    assert str(tmp_path) in found
+    (tmp_path / "first").symlink_to("folder/../second")
+    (tmp_path / "second").symlink_to(tmp_path / "third")
+    assert bubblewrap.links(str(tmp_path / "first")) == [
+        str(tmp_path / name) for name in ("first", "second", "third")
+    ]
+
+
 def test_no_version_of_landlock_leaves_a_right_unhandled() -> None:
     assert landlock.rights_of(1) == 0x1FFF
     assert landlock.rights_of(7) == 0xFFFF
@@ -252,20 +277,44 @@ def test_the_server_is_asked_for_peers_that_have_moved(fails: bool) -> None:
 
 
 def test_the_choice_of_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "usable_sandbox", lambda: Sandbox(PROCESSORS["x86_64"], 4))
+    monkeypatch.setattr(choice, "usable_sandbox", lambda _choice: Sandbox(PROCESSORS["x86_64"], 4))
     assert choose_sandbox("off") is None
     found = choose_sandbox("auto")
     assert found == choose_sandbox("landlock")
     assert describe_sandbox(found) == "jobs run in a sandbox (Landlock 4 and seccomp)"
     assert "all permissions" in describe_sandbox(None)
-    with pytest.raises(SettingsError, match="auto, landlock, off"):
+    with pytest.raises(SettingsError, match="auto, bwrap, landlock, off"):
         choose_sandbox("docker")
+
+
+def test_bubblewrap_is_used_where_it_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usable = usable_sandbox.__wrapped__  # without its cache
+    plain = Sandbox(PROCESSORS["x86_64"], 4)
+    wrapped = Sandbox(PROCESSORS["x86_64"], 4, "/usr/bin/bwrap")
+    monkeypatch.setattr(choice, "find_sandbox", lambda: plain)
+    monkeypatch.setattr(choice, "tried", lambda _sandbox: "")
+    monkeypatch.setattr(choice.shutil, "which", lambda _program: None)
+    assert usable("bwrap") == "it is not installed"
+    assert str(usable("auto")) == "Landlock 4 and seccomp; without bubblewrap: it is not installed"
+    monkeypatch.setattr(choice.shutil, "which", lambda _program: "/usr/bin/bwrap")
+    assert usable("auto") == usable("bwrap") == wrapped
+    assert str(wrapped) == "bubblewrap, Landlock 4 and seccomp"
+    assert usable("landlock") == plain
+    assert [each.kind for each in (plain, wrapped)] == ["landlock", "bwrap"]
+    monkeypatch.setattr(choice, "tried", lambda sandbox: "forbidden" * (sandbox.kind == "bwrap"))
+    assert usable("bwrap") == "its trial failed: forbidden"
+    assert usable("auto").kind == "landlock"
+    monkeypatch.setattr(choice, "usable_sandbox", usable)
+    with pytest.raises(SettingsError, match=r"forbidden.*--sandbox auto"):
+        choose_sandbox("bwrap")
 
 
 def test_a_provider_does_not_start_without_a_sandbox(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(choice, "usable_sandbox", lambda: "it has no Landlock")
+    monkeypatch.setattr(choice, "usable_sandbox", lambda _choice: "it has no Landlock")
     with pytest.raises(SettingsError, match=r"it has no Landlock.*--sandbox off"):
         provide("http://127.0.0.1:1", "token", folder=tmp_path / "provider")
     assert not (tmp_path / "provider").exists()

@@ -19,6 +19,7 @@ import ravnest
 from ravnest import Trainer
 from ravnest.averaging.events import ClusterJoined
 from ravnest.averaging.member import Member, MemberAction, MemberEvent
+from ravnest.errors import SettingsError
 
 
 @pytest.fixture(autouse=True)
@@ -186,10 +187,40 @@ def test_optimizer_state_is_averaged_on_request(tmp_path: Path) -> None:
     assert not torch.equal(states["node_0"]["exp_avg"], states["node_1"]["exp_avg"])
 
 
+def test_clusters_train_with_a_trimmed_mean(tmp_path: Path) -> None:
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    rounds: list[int] = []
+
+    def then(name: str, trainer: Any) -> None:
+        runtime = trainer.node._ensure_started()
+        found[name] = {
+            key: value.clone() for key, value in runtime.execution.module.state_dict().items()
+        }
+        rounds.extend(outcome.trimmed for outcome in runtime.outcomes if outcome.committed)
+
+    options = {"robust_mean": "trimmed", "averaging": "blocking", "reduce_factor": 4}
+    clusters = mlp_clusters(tmp_path, (1, 1, 1), **options)
+    raise_errors(clusters.train(shards(points_data(), tmp_path), epochs=1, then=then))
+    assert same(found["node_0"], found["node_1"])
+    assert same(found["node_0"], found["node_2"])
+    assert len(rounds) >= 2
+    assert set(rounds) == {1}
+
+
+@pytest.mark.parametrize(("sizes", "wish"), [((1, 1), "trimmed"), ((1, 1, 1), "median")])
+def test_a_robust_mean_that_is_not_possible_is_refused(
+    tmp_path: Path, sizes: tuple[int, ...], wish: str
+) -> None:
+    clusters = mlp_clusters(tmp_path, sizes, robust_mean=wish)
+    words = "plan has 2: of two, nobody can tell" if wish == "trimmed" else "None or 'trimmed'"
+    with pytest.raises(SettingsError, match=words):
+        clusters.nodes.node("node_0")
+
+
 def test_nan_of_one_cluster_is_left_out_and_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clusters = mlp_clusters(tmp_path, (2, 1), reduce_factor=4)
+    clusters = mlp_clusters(tmp_path, (2, 1), reduce_factor=4, stop_on_nan=None)
     loaders = shards(points_data(), tmp_path)
     spoilt = threading.Event()
 

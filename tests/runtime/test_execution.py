@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ravnest.errors import SettingsError
 from ravnest.runtime.stage.execution import LossPart, StageExecution
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split import split
@@ -38,3 +39,14 @@ def test_gradients_of_large_layers_are_those_of_autograd(rows: int, defer: bool,
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(found[key], parameter.grad)
+
+
+def test_async_rejects_a_forward_that_writes_to_a_trained_weight() -> None:
+    """An update can overtake the write, so that it would be lost."""
+    model = nn.Sequential(nn.Embedding(10, 4, max_norm=1), nn.Linear(4, 4))
+    (stage,) = split(model, torch.arange(6), stages=1, check=False).stages
+    module = StageModule(stage.spec, {key: t.clone() for key, t in stage.tensors.items()})
+    rule = UpdateRule(torch.optim.SGD, {"lr": 0.1})
+    StageExecution(module, rule, seed=0, stash=False)
+    with pytest.raises(SettingsError, match=r"writes to the weight 0\.weight.* Use schedule=\"sync\""):
+        StageExecution(module, rule, seed=0, stash=True)

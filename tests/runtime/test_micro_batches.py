@@ -336,4 +336,4 @@ def test_the_window_follows_the_users_micro_batches(
 def test_labels_may_be_a_list_of_batches_of_any_size(samples: int) -> None:
     labels = [(torch.rand(samples, 4), torch.rand(samples, 3))]
     leaf = Leaf(Criterion(nn.functional.mse_loss), labels, None)
-    assert leaf.find_weighting(lambda rows: torch.rand(rows, 3), 6).allowed
+    assert leaf.find_weighting(lambda rows, _length: torch.rand(rows, 3), 6).allowed

@@ -11,6 +11,7 @@ from ravnest.runtime.control.metrics import MetricsObserver
 from ravnest.runtime.control.progress import ProgressLine, RunState
 from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
 from ravnest.runtime.stage.observer import UpdateReport
+from ravnest.telemetry import PaceRecord
 from ravnest.types import Role
 from ravnest.wire.messages import PhaseBegin
 
@@ -74,6 +75,15 @@ def test_a_second_training_adds_to_what_is_to_come() -> None:
     state.expect(epochs=6, batches=80)
     assert state.batches == 200
     assert "ETA 0:20" in state.line()
+
+
+def test_the_pace_of_a_training_that_continues_in_the_middle_of_an_epoch() -> None:
+    state = RunState(Role.ROOT)
+    state.expect(epochs=3, batches=30, epoch_batches=10, update_frequency=4)
+    assert state.pace(0) == PaceRecord(0, 9, None, None), "three updates per epoch"
+    state.begin(1, 100.0, done=4)  # the checkpoint has an epoch and one update
+    state.add(4, 102.0, samples=32)
+    assert state.pace(5) == PaceRecord(1, 9, 16.0, 8.0), "one update of this epoch is left, then three"
 
 
 def _observe(line: ProgressLine, clock: _Clock, updates: int) -> None:

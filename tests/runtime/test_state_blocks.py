@@ -8,14 +8,17 @@ import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
+from node_files import node_file
 
 from ravnest.errors import StageFormatError
 from ravnest.runtime.control import state_blocks
+from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.state_blocks import (
     BLOCK,
     BYTES,
@@ -24,7 +27,9 @@ from ravnest.runtime.control.state_blocks import (
     ExpectedFile,
     SentFile,
 )
+from ravnest.runtime.stage.execution import StageExecution
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
+from ravnest.transport.base import Link
 from ravnest.types import CheckpointId
 from ravnest.wire.messages import Message, StateBlock
 
@@ -310,3 +315,20 @@ def test_a_source_that_was_truncated_is_not_sent_as_a_whole(source: CheckpointFo
     path.write_bytes(path.read_bytes()[: BLOCK + 3])
     with pytest.raises(StageFormatError, match="ends before"):
         messages(source, manifest)
+
+
+def test_a_block_that_arrives_after_closing_is_dropped(source: CheckpointFolder, tmp_path: Path) -> None:
+    blocks = messages(source, checkpoint(source, 1, state()))
+    receiver = Checkpoints(
+        tmp_path / "checkpoints",
+        tmp_path / "seed",
+        node_file(0, stages=3),
+        cast(StageExecution, None),
+        lambda report: None,
+        lambda checkpoint, seconds: None,
+    )
+    link = cast(Link, SimpleNamespace(peer=SimpleNamespace(stage=1, node=1)))
+    assert receiver.on_message(link, blocks[0]) is None
+    receiver.close()
+    assert receiver.on_message(link, blocks[1]) is None
+    assert [path for path in tmp_path.rglob(".*") if path.is_file()] == []

@@ -16,6 +16,7 @@ from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
 from ravnest.runtime.stage.observer import UpdateReport
 from ravnest.telemetry import (
     LossRecord,
+    PaceRecord,
     PhaseRecord,
     QueueRecord,
     RoundRecord,
@@ -24,6 +25,7 @@ from ravnest.telemetry import (
     ValidationRecord,
     WarningRecord,
     WorkerRecord,
+    WorkRecord,
 )
 from ravnest.wire.messages import RoundId, StageTiming
 
@@ -71,7 +73,17 @@ def test_records_of_a_training(cluster: Formed) -> None:
     assert "batch" in schedule.reason
     phases = [("connect", 0), ("train", 0), ("validate", 1), ("train", 1), ("validate", 2)]
     assert root.phases() == leaf.phases() == [*phases, ("save", 2), ("end", 2)]
-    only_root = LossRecord | ValidationRecord | TimingRecord | ScheduleRecord
+    pace = next(r for r in root.records if isinstance(r, PaceRecord))
+    assert (pace.epoch, pace.updates) == (0, 10)
+    assert pace.samples_per_second is not None
+    assert pace.samples_per_second > 0
+    for own in sinks.values():
+        work = [r for r in own.records if isinstance(r, WorkRecord)]
+        assert work, "each node says what it does"
+        assert work[-1].samples > 0
+        assert work[-1].sent_bytes > 0
+        assert work[-1].updates == len(losses), "the last figures are those of the end"
+    only_root = LossRecord | ValidationRecord | TimingRecord | ScheduleRecord | PaceRecord
     assert not any(isinstance(r, only_root) for r in leaf.records)
 
 

@@ -69,6 +69,7 @@ def test_val_freq(cluster: Formed, val_freq: int, validations: int) -> None:
         ({"epochs": 0}, "epochs must be a whole number from 1"),
         ({"val_freq": 1.5}, "val_freq must be a whole number from 1"),
         ({"node": None}, "Trainer needs the node"),
+        ({"epoch": 3}, "Trainer has no keyword 'epoch': did you mean epochs?"),
     ],
 )
 def test_invalid_arguments_are_refused(cluster: Formed, given: dict[str, Any], expected: str) -> None:

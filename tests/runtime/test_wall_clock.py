@@ -21,6 +21,8 @@ SOURCE = Path(ravnest.__file__).parent
 WALL = {"time.time", "time.time_ns", "datetime.datetime.now", "datetime.datetime.utcnow"}
 USES = {
     "formation.py": "validity of the certificates of a plan",
+    "logs/background.py": "times of log lines, which people read",
+    "logs/run_log.py": "times of log lines, which people read",
     "provider/dial_back.py": "validity of a certificate for one check",
     "relay/service.py": "end of tickets, which servers sign with their time",
     "server/artifacts.py": "age of files on the disk, which the file system counts by the wall clock",

@@ -56,6 +56,8 @@ class VirtualStage:
     """First micro-batch of each phase."""
     ends: dict[int, Position | None] = field(default_factory=dict)
     """Phases that have ended; the position if a checkpoint follows."""
+    held: list[tuple[Any, Any]] = field(default_factory=list)
+    """Events that have arrived while the process was stopped."""
     running: events.Run | None = None
     gradients: list[Applied] = field(default_factory=list)
     last: Work | None = None
@@ -223,12 +225,28 @@ class VirtualTraining:
     # Stages
 
     def _arrive(self, stage: VirtualStage, event: Any, extra: Any) -> None:
-        """Deliver an event to a stage, once its process runs."""
+        """Deliver an event to a stage, once its process runs; in order, as a link does."""
         if not self.alive or not stage.alive:
             return
+        if stage.held or stage.node.stopped_until > self.clock.now:
+            stage.held.append((event, extra))
+            if len(stage.held) == 1:
+                self.clock.at(stage.node.stopped_until, self._continue, stage)
+            return
+        self._deliver(stage, event, extra)
+
+    def _continue(self, stage: VirtualStage) -> None:
+        """Deliver what has arrived while the process was stopped; it may be stopped for longer."""
         if stage.node.stopped_until > self.clock.now:
-            self.clock.at(stage.node.stopped_until, self._arrive, stage, event, extra)
-        elif isinstance(event, str):
+            self.clock.at(stage.node.stopped_until, self._continue, stage)
+            return
+        held, stage.held = stage.held, []
+        for event, extra in held:
+            if self.alive and stage.alive:
+                self._deliver(stage, event, extra)
+
+    def _deliver(self, stage: VirtualStage, event: Any, extra: Any) -> None:
+        if isinstance(event, str):
             getattr(self, event)(stage, extra)
         else:
             self._handle(stage, event, extra)

@@ -25,8 +25,10 @@ from ravnest.schemas.jobs import (
 )
 from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange, StageNeeds
 from ravnest.server.assignments import assignment_id
+from ravnest.server.estimate_service import JobEstimator
 from ravnest.server.http.app import create_app
 from ravnest.server.result_check import ResultCheck
+from ravnest.server.scheduling.check_process import ForwardChecker
 from ravnest.server.scheduling.job_start import JobStart
 from ravnest.server.scheduling.link_tests import NO_LINKS, ProviderLinks
 from ravnest.server.scheduling.planning import Candidates, PlannedJob
@@ -126,6 +128,7 @@ class FakePlanner:
     asked: list[tuple[str, ...]] = field(default_factory=list)
     starts: list[JobStart | None] = field(default_factory=list)
     """States that jobs were shipped with."""
+    spot_checks: float = 0.0
     damaged: set[int] = field(default_factory=set)
     """Updates of checkpoints that cannot be converted."""
 
@@ -186,6 +189,7 @@ class FakePlanner:
             attempt=planned.attempt,
             tls=self.tls,
             needs=StageNeeds(ram=self.ram),
+            spot_checks=self.spot_checks if stage else 0.0,
         )
 
 
@@ -282,6 +286,8 @@ def opened(
     tls: bool = False,
     settings: ServerSettings | None = None,
     check_result: ResultCheck = lambda _files, _cluster: "",
+    checker: ForwardChecker | None = None,
+    estimator: JobEstimator | None = None,
 ) -> Iterator[Case]:
     """Open a server without threads: the test moves its clock and runs its matching.
 
@@ -291,10 +297,12 @@ def opened(
     server = Server(
         folder,
         planner=planner,
+        estimator=estimator,
         clock=time.clock(),
         tls=tls,
         settings=settings,
         check_result=check_result,
+        checker=checker,
     )
     with server.opened():
         client = TestClient(create_app(server), base_url="https://server" if tls else "http://server")

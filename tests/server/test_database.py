@@ -12,11 +12,12 @@ from server_cases import Case, artifact, offer, spec
 from sqlalchemy.exc import IntegrityError
 
 from ravnest.errors import ServerError
-from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.auth import ApiRole, hashed
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, DataShare, ProviderState, TlsRejections
 from ravnest.schemas.reachability import AddressCheck
 from ravnest.server.db.database import Database, Transaction
+from ravnest.server.db.members import FoundMember
 from ravnest.server.db.records import AssignmentRecord, MemberRecord
 from ravnest.server.db.telemetry import NEWEST_KEPT
 from ravnest.server.lifecycle import TransitionError
@@ -86,7 +87,9 @@ def test_a_second_process_reads_what_the_first_wrote(db: Database, path: Path) -
     second.open()
     with second.read() as tx:
         assert state_of(tx) == before
-        assert tx.members.by_credential("secret-p", 0.0) == MemberRecord("p", ApiRole.PROVIDER, "alice")
+        assert tx.members.by_hash(hashed("secret-p"), 0.0) == FoundMember(
+            MemberRecord("p", ApiRole.PROVIDER, "alice"), None
+        )
         assert tx.telemetry.losses("j-0") == losses(3.0, 2.0)
         assert tx.telemetry.validations("j-0") == (VALIDATION,)
         assert tx.jobs.spec("j") == spec()
@@ -228,13 +231,15 @@ def test_the_newest_timing_of_each_stage_and_recent_warnings(db: Database) -> No
         assert len(tx.telemetry.warnings(["j-0"], 1)) == 1
 
 
-def test_sampled_losses_are_evenly_spread_and_end_with_the_last(db: Database) -> None:
+def test_losses_in_buckets_are_all_there_and_end_with_the_last(db: Database) -> None:
     with db.write(1.0) as tx:
         fill(tx)
         tx.telemetry.add(current(tx), 0, losses(*(float(i) for i in range(1003))))
-        sampled = tx.telemetry.sampled_losses(current(tx), 100)
-    assert 90 <= len(sampled) <= 110
-    assert sampled[-1] == (1002, 1002.0)
+        assert tx.telemetry.loss_range(current(tx).id) == (0, 1002)
+        buckets = tx.telemetry.loss_buckets(current(tx).id, 3, 1002, 10)
+    assert [(each.first, each.last) for each in buckets[:2]] == [(3, 9), (10, 19)]
+    assert (len(buckets), sum(each.count for each in buckets)) == (101, 1000)
+    assert (buckets[1].mean, buckets[1].low, buckets[1].high) == (14.5, 10.0, 19.0)
 
 
 def test_an_assignment_without_a_job_cannot_be_written(db: Database) -> None:
@@ -401,7 +406,9 @@ def test_the_newest_refusals_and_warnings_are_kept(db: Database) -> None:
             tx.events.add("refusal", "token", f"r{number}")
             tx.events.add("warning", "p", f"w{number}")
         tx.events.forget(keep=2)
-        assert [event.reason for event in tx.events.after(0)] == ["started", "r8", "w8", "r9", "w9"]
+        removed = "16 events up to here were removed: the server keeps the newest ones"
+        found = [event.reason for event in tx.events.after(0)]
+        assert found == ["started", removed, "r8", "w8", "r9", "w9"]
 
 
 def test_a_long_reason_is_clipped(db: Database) -> None:

@@ -12,7 +12,7 @@ from ravnest.server.rate_limits import Rate
 from ravnest.server.settings import ServerSettings
 from ravnest.transport.certificates import signing_request
 
-OPEN = {"/api/health", "/api/authority", "/api/join", "/login"}
+OPEN = {"/api/health", "/api/authority", "/api/join", "/login", "/static/{path:path}"}
 
 
 def routes(case: Case) -> list[tuple[str, str]]:
@@ -77,6 +77,7 @@ ALLOWED = {
     ("POST", "/api/assignments/{x}/certificate"): {ApiRole.PROVIDER},
     ("POST", "/api/jobs/{x}/cancel"): {ApiRole.REQUESTER},
     ("GET", "/api/jobs/{x}/result"): {ApiRole.REQUESTER},
+    ("GET", "/api/jobs/{x}/best"): {ApiRole.REQUESTER},
     ("GET", "/api/artifacts/{x}"): {ApiRole.REQUESTER, ApiRole.PROVIDER},
     ("POST", "/api/artifacts/missing"): {ApiRole.REQUESTER, ApiRole.PROVIDER},
     ("PUT", "/api/artifacts/{x}/upload"): {ApiRole.REQUESTER, ApiRole.PROVIDER},
@@ -128,12 +129,12 @@ def test_a_provider_has_no_access_to_another_assignment(case: Case) -> None:
 def test_a_requester_has_no_access_to_the_jobs_of_others(case: Case) -> None:
     rita, mallory = case.requester("rita"), case.member(ApiRole.REQUESTER, "mallory")
     job = case.submit(rita)
-    for path in ("", "/wait?timeout=0", "/losses", "/events", "/result"):
+    for path in ("", "/wait?timeout=0", "/losses", "/events", "/result", "/best"):
         mallory.get(f"/api/jobs/{job}{path}", 403)
     mallory.post(f"/api/jobs/{job}/cancel", None, 403)
     mallory.get(f"/api/artifacts/{artifact('weights').sha256}", 403)
     assert mallory.get("/api/jobs") == []
-    assert len(case.refusals()) == 7
+    assert len(case.refusals()) == 8
     assert [each["id"] for each in rita.get("/api/jobs")] == [job]
     assert [each["id"] for each in case.member(ApiRole.VIEWER).get("/api/jobs")] == [job]
     rita.get("/api/jobs/job-none", 404)

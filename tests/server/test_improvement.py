@@ -212,7 +212,12 @@ class CuttingPlanner(FakePlanner):
         self.computes.append(tuple(offer.compute for _, offer in providers[:2]))
         seconds = WORK / sum(self.computes[-1])
         stages: Any = tuple(
-            SimpleNamespace(node=SimpleNamespace(id=node), compute_seconds=seconds, link_seconds=0.0)
+            SimpleNamespace(
+                node=SimpleNamespace(id=node),
+                compute_seconds=seconds,
+                link_seconds=0.0,
+                memory=SimpleNamespace(weights=1),
+            )
             for node in range(2)
         )
         cluster = replace(found.plan.clusters[0], stages=stages, samples_per_second=1 / seconds)

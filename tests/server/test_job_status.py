@@ -1,6 +1,7 @@
 """Status of a job, derived from its assignments."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.job_status import (
     PlaceNeeds,
     can_continue,
+    degraded,
     failed_clusters,
     holders,
     job_status,
@@ -85,6 +87,24 @@ def test_the_reason_names_every_failed_node() -> None:
     reason = job_status(failed, {"p0": "alice"}).reason
     assert "node_0 of cluster 0 (alice): the link is lost" in reason
     assert "node_1 of cluster 0 (p9): it failed without a reason" in reason
+
+
+def test_a_reason_that_several_nodes_have_is_told_once() -> None:
+    failed = [assignment(node, "failed", reason="node_1: the loss is nan") for node in (0, 1)]
+    reason = job_status(failed, {"p0": "alice", "p1": "bob"}).reason
+    assert reason == "node_0 of cluster 0 (alice), node_1 of cluster 0 (bob): node_1: the loss is nan"
+
+
+def test_a_job_is_degraded_if_a_cluster_did_not_finish() -> None:
+    names = {"p2": "carol"}
+    assert not degraded(assignments("finished", "finished", "finished", "finished"), names)
+    assert not degraded(assignments("finished", "failed"), names), "its Root has all trained stages"
+    found = assignments("finished", "finished", "failed", "stopped")
+    found[2] = replace(found[2], reason="the loss is nan")
+    assert degraded(found, names) == (
+        "1 of 2 clusters did not finish; the model has their training only up to their last averaging "
+        "round: node_2 of cluster 1 (carol): the loss is nan"
+    )
 
 
 def test_the_losses_are_from_the_first_healthy_cluster() -> None:

@@ -100,6 +100,12 @@ def test_a_job_from_its_submission_to_its_result(case: Case) -> None:
         "loss": 2.0,
         "diverged": False,
         "validation": 0.5,
+        "epoch": 1,
+        "metric": "accuracy",
+        "metrics": {},
+        "samples_per_second": None,
+        "seconds_left": None,
+        "total_updates": None,
     }
     assert [each["provider_name"] for each in view["assignments"]] == ["alice", "bob"]
     assert view["plan"] == "a plan"
@@ -173,6 +179,45 @@ def test_the_remaining_nodes_of_a_failed_cluster_are_stopped_after_a_while(case:
     case.pass_time(1)
     assert alice.heartbeat()["assignment"] is None
     assert state(rita, job) == "failed"
+
+
+def best(provider: Caller, content: bytes, epoch: int, value: float) -> dict[str, Any]:
+    """Upload a best model and return what a report says about it."""
+    artifact = {"sha256": provider.upload(content), "size": len(content)}
+    files = [{"name": "node_0.safetensors", "artifact": artifact}]
+    return {"epoch": epoch, "metric": "accuracy", "value": value, "files": files}
+
+
+@pytest.mark.parametrize("ending", ["done", "failed"])
+def test_the_best_model_so_far_is_delivered(case: Case, ending: str) -> None:
+    rita = case.requester()
+    alice, bob = providers(case, "alice", "bob")
+    job = case.submit(rita)
+    case.match()
+    for provider in (alice, bob):
+        provider.report("training")
+    assert "has no best model: it needs keep_best" in rita.get(f"/api/jobs/{job}/best", 409)["detail"]
+    first = best(alice, b"first", 1, 0.5)
+    alice.report("training", best=first)
+    found = rita.get(f"/api/jobs/{job}/best")
+    assert (found["cluster"], found["files"]) == (0, first["files"])
+    second = best(alice, b"second", 3, 0.75)
+    bob.report("training", best=second)  # not a Root
+    assert rita.get(f"/api/jobs/{job}")["best"]["epoch"] == 1
+    alice.report("training", best=second)
+    alice.report("training", best=second, records=losses(3.0))
+    if ending == "done":
+        finish(alice, best=second)
+        bob.report("finished")
+    else:
+        alice.report("failed", reason="the loss is nan", best=second)
+        bob.report("failed", reason="the loss is nan")
+    view = rita.get(f"/api/jobs/{job}")
+    assert (view["state"], view["best"]) == (
+        ending, {"cluster": 0, "epoch": 3, "metric": "accuracy", "value": 0.75}
+    )  # fmt: skip
+    (file,) = rita.get(f"/api/jobs/{job}/best")["files"]
+    assert rita.get(f"/api/artifacts/{file['artifact']['sha256']}") == b"second"
 
 
 def test_other_clusters_continue_and_their_result_counts(case: Case) -> None:

@@ -24,6 +24,7 @@ from ravnest.deadlines import (
     TRAINING_SILENCE,
     WITNESSED_LIMIT,
 )
+from ravnest.server.heartbeat_queue import HeartbeatQueue
 from ravnest.server.liveness import Liveness
 from ravnest.server.settings import Clock, ServerSettings
 from ravnest.telemetry import QueueRecord
@@ -410,6 +411,7 @@ def test_a_full_disk_is_said_as_such(case: Case, error: Callable[[], Exception])
         raise error()
 
     case.server.provider_service.heartbeat = fail  # type: ignore[method-assign]
+    case.server.heartbeats = HeartbeatQueue(fail, case.server.provider_service.answer)  # type: ignore[arg-type]
     assert "disk is full" in alice.heartbeat(507)["detail"]
 
 

@@ -5,8 +5,10 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoint_cases import provider, training_pair
 from server_cases import Case, opened
 
 from ravnest.cli.console import event_line
@@ -39,6 +41,34 @@ def test_a_revoked_provider_is_refused_and_leaves_its_job(case: Case) -> None:
     assert view["state"] == "lost"
     assert "revoked" in view["reason"]
     assert "the credential of alice was revoked" in [event["reason"] for event in case.events()]
+
+
+def test_the_other_nodes_of_a_job_learn_at_once_that_a_provider_was_revoked(case: Case) -> None:
+    """Its peers kept their links to it until another provider had its place."""
+    _, _, alice, bob = training_pair(case)
+    reply = alice.heartbeat()
+    assert "excluded" not in reply, "earlier versions do not know the field"
+    known = {"known": reply["assignment"], "may_train": True, "upload": reply["upload"]}
+    answers: list[Any] = []
+    waiting = threading.Thread(target=lambda: answers.append(alice.heartbeat(**known, wait=60)))
+    waiting.start()
+    topics = case.server.notifications._subscriptions
+    while ("provider", alice.id) not in topics:
+        waiting.join(0.01)
+    case.admin().call("DELETE", f"/api/members/{bob.id}")
+    waiting.join(30)
+    excluded = [{"node": 1, "generation": 0}]
+    assert answers[0]["excluded"] == excluded
+    provider(case, "carol", 2)
+    assert alice.heartbeat()["excluded"] == excluded, "carol has generation 1 of the node"
+
+
+def test_a_provider_that_is_lost_already_is_excluded_too(case: Case) -> None:
+    _, _, alice, bob = training_pair(case)
+    case.server.provider_service.leave(bob.id, "its link was cut")
+    assert "excluded" not in alice.heartbeat()
+    case.admin().call("DELETE", f"/api/members/{bob.id}")
+    assert alice.heartbeat()["excluded"] == [{"node": 1, "generation": 0}]
 
 
 def test_a_heartbeat_that_waits_ends_when_its_provider_is_revoked(case: Case) -> None:

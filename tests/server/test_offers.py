@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from server_cases import FakePlanner, offer, opened
+from server_cases import FakePlanner, offer, opened, spec
 
-from ravnest.schemas.providers import AssignmentReport
+from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.providers import Assignment, AssignmentReport, HeartbeatReply, ProviderOffer
 
 
 @pytest.mark.parametrize(
@@ -29,12 +30,44 @@ from ravnest.schemas.providers import AssignmentReport
         {"address": "x" * 301},
         {"trained": tuple(str(n) for n in range(101))},
         {"trained": ("x" * 10_000,)},
+        {"sandbox": "the best"},
     ],
 )
 def test_an_offer_is_bounded(lie: dict[str, Any]) -> None:
     """An offer of 1e300 GFLOP/s got every job, and made plans fail."""
     with pytest.raises(ValidationError):
         offer(**lie)
+
+
+def test_an_offer_says_its_sandbox_or_nothing() -> None:
+    """Providers of earlier versions do not know the field."""
+    old = offer().model_dump(exclude={"sandbox"})
+    assert ProviderOffer.model_validate(old).sandbox is None
+    assert ProviderOffer.model_validate(old).in_sandbox("bwrap").sandbox == "bwrap"
+
+
+def test_fields_of_later_versions_are_ignored_in_descriptions_and_refused_in_orders(
+    tmp_path: Path,
+) -> None:
+    """A new provider at an older server was refused because of a field of its offer."""
+    with opened(tmp_path) as case:
+        alice = case.member(ApiRole.PROVIDER, "alice")
+        later = offer("alice").model_dump(mode="json") | {"colour": "blue"}
+        view = alice.post("/api/providers", later)
+        assert "colour" not in view["offer"]
+        rita = case.requester()
+        job = spec().model_dump(mode="json")
+        rita.post("/api/jobs", job | {"colour": "blue"}, 422)
+        rita.post("/api/jobs", job | {"training": job["training"] | {"colour": "blue"}}, 422)
+        case.submit(rita)
+        case.match()
+        assignment = alice.heartbeat(colour="blue")["assignment"]
+        report = {"assignment": assignment, "phase": "fetching", "colour": "blue"}
+        reply = alice.heartbeat(report=report)
+        assert HeartbeatReply.model_validate(reply | {"colour": "blue"}).assignment == assignment
+        body = alice.get(f"/api/assignments/{assignment}")
+        with pytest.raises(ValidationError, match="colour"):
+            Assignment.model_validate(body | {"colour": "blue"})
 
 
 def test_the_ids_in_a_report_are_bounded() -> None:

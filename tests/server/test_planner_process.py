@@ -18,7 +18,7 @@ from ravnest.jobs.model import UNITS_LIMIT, pack_model
 from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.profiler import profile_model
 from ravnest.schemas.base import Artifact
-from ravnest.schemas.jobs import JobSpec, ModelFiles
+from ravnest.schemas.jobs import JobSpec, ModelFiles, NamedComponent
 from ravnest.schemas.providers import Assignment
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.complete_checkpoints import CompleteCheckpoint
@@ -104,11 +104,28 @@ def test_plans_and_assignments_are_those_of_the_planner(
 
 
 def without_secrets(assignments: Sequence[Assignment]) -> list[Assignment]:
-    """Return assignments without the secret that each shipping draws anew."""
+    """Return assignments without the secret that each shipping draws anew, and without spot checks.
+
+    The process leaves these out where a server could not compute outputs again.
+    """
     assert all(each.node_spec.secret for each in assignments)
     return [
-        each.model_copy(update={"node_spec": replace(each.node_spec, secret="")}) for each in assignments
+        each.model_copy(update={"node_spec": replace(each.node_spec, secret=""), "spot_checks": 0.0})
+        for each in assignments
     ]
+
+
+def test_numbers_of_more_than_64_bits_are_transmitted_as_floats(job: JobSpec) -> None:
+    loss = NamedComponent(name="MSELoss", params={"a": 10**30, "b": [1, -(2**70)], "c": 2**63 - 1})
+    training = job.training.model_copy(update={"loss": loss})
+    stream = io.BytesIO()
+    request = PlanRequest(
+        "artifacts", "scratch", job.model_copy(update={"training": training}), (), LINKS
+    )
+    write_message(stream, request)
+    stream.seek(0)
+    found = read_message(stream, PlannerRequest)
+    assert found.spec.training.loss.params == {"a": 1e30, "b": [1.0, -(2.0**70)], "c": 2**63 - 1}
 
 
 def test_the_state_that_a_job_starts_from_is_transmitted(planner: ProcessPlanner, job: JobSpec) -> None:

@@ -8,7 +8,8 @@ from server_cases import Case, FakePlanner, Time, offer
 from starlette.testclient import TestClient
 from torch import nn
 
-from ravnest.jobs.job import Job, PackedJob, pack_job
+from ravnest.jobs.job import Job
+from ravnest.jobs.packing import PackedJob, pack_job
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.http.app import create_app
 from ravnest.server.server import Server

@@ -74,7 +74,6 @@ def test_a_silent_relay_is_left_out(case: Case) -> None:
         {"capacity": 0},
         {"circuits": -1},
         {"known": 5},
-        {"extra": 1},
     ],
 )
 def test_unusable_relays_are_refused(case: Case, change: dict[str, Any]) -> None:

@@ -147,14 +147,22 @@ def begun(world: World, data: DatasetFiles, folder: Path, providers: int, count:
 
 
 def moved(
-    world: World, data: DatasetFiles, folder: Path, old: list[OldCluster], providers: int, count: int
+    world: World,
+    data: DatasetFiles,
+    folder: Path,
+    old: list[OldCluster],
+    providers: int,
+    count: int,
+    **training: Any,
 ) -> list[Cluster]:
-    """Ship a new plan that starts where these clusters were."""
+    """Ship a new plan that starts where these clusters were; ``training``: settings that differ."""
     attempt = int(folder.name)
     (start, *_) = job_starts(
         [each.checkpoint for each in old], {}, dict.fromkeys(range(count), ()), before=old
     )
     planned = replace(world.planned(providers, count, data), attempt=attempt, start=start)
+    changed = planned.spec.training.model_copy(update=training)
+    planned = replace(planned, spec=planned.spec.model_copy(update={"training": changed}))
     assert len(planned.plan.clusters) == count
     shipped = world.ship(planned)
     seeded = with_seeds(shipped, planned, world.units, world.artifacts, world.scratch)
@@ -206,6 +214,23 @@ def test_the_state_is_the_mean_by_samples(world: World, data: DatasetFiles, tmp_
         progress = decode(manifest.progress)
         assert progress["averaging_samples"] == 0
         assert progress["updates"]["done"] == 6
+
+
+def test_a_job_with_a_robust_mean_starts_from_it(
+    world: World, data: DatasetFiles, tmp_path: Path
+) -> None:
+    clusters = begun(world, data, tmp_path / "0", 4, 3)
+    for each, batches in zip(clusters, (6, 2, 2), strict=True):
+        each.train(batches)
+    old = [each.old(6, change) for each, change in zip(clusters, (500.0, 1.0, 2.0), strict=True)]
+    (new,) = moved(world, data, tmp_path / "1", old, 2, 1, robust_mean="trimmed")
+    expected = {name: tensor + 2.0 for name, tensor in world.model.state_dict().items()}
+    for each in new.assignments:
+        assert each.seed is not None
+        manifest = read_uploaded_manifest(world.artifacts.path(each.seed.manifest.sha256))
+        tensors = load_file(world.artifacts.path(each.seed.tensors.sha256))
+        for key, stored in manifest.tensors.items():
+            assert torch.allclose(tensors[f"state/{key}"], expected[stored.name]), "the middle one"
 
 
 def test_a_cluster_that_missed_rounds_is_left_out_and_its_samples_are_trained_again(

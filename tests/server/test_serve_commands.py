@@ -7,13 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from ravnest.cli import token
+from ravnest.cli.serve import _instructions
 from ravnest.errors import ServerError
+from ravnest.http.credentials import join
 from ravnest.schemas.auth import JoinToken
 from ravnest.server.http.runner import serve
+
+
+def test_the_provider_token_that_serve_prints_works_for_several_machines(tmp_path: Path) -> None:
+    with serve(tmp_path, "127.0.0.1", 0) as running:
+        shown = _instructions(running, tmp_path)
+        text = next(line.split()[-1] for line in shown.splitlines() if " ravnest provide " in line)
+        assert len({join(running.url, text, name).id for name in ("one", "two", "three")}) == 3
+
+
+def test_a_folder_with_spaces_is_quoted_in_the_advice(tmp_path: Path) -> None:
+    folder = tmp_path / "my server"
+    with serve(folder, "127.0.0.1", 0) as running:
+        assert f"--folder '{folder}'" in _instructions(running, folder)
 
 
 def test_only_the_token_is_written_to_stdout(tmp_path: Path) -> None:
@@ -37,9 +51,8 @@ def test_viewers_get_a_login_link_and_programs_json(tmp_path: Path) -> None:
         assert answer == {"url": running.url, "role": "viewer", "uses": None, "hours": 2.0}
 
 
-@pytest.mark.parametrize("role", ["admin", "nobody"])
-def test_tokens_for_other_roles_are_refused(tmp_path: Path, role: str) -> None:
-    assert CliRunner().invoke(token.app, ["create", "--role", role]).exit_code == 2
+def test_tokens_for_other_roles_are_refused() -> None:
+    assert CliRunner().invoke(token.app, ["create", "--role", "nobody"]).exit_code == 2
 
 
 def test_without_a_server_the_error_says_how_to_start_one(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A server over real sockets, in a thread and as a process."""
 
 import datetime
+import gc
 import hashlib
 import json
 import logging
@@ -21,7 +22,7 @@ from server_cases import offer
 
 from ravnest.errors import ServerError
 from ravnest.schemas.auth import ApiRole, JoinToken
-from ravnest.server.http.runner import RunningServer, create_token, serve
+from ravnest.server.http.runner import RunningServer, avoid_pauses, create_token, serve
 from ravnest.transport.certificates import Authority
 
 LONG = 30.0
@@ -168,3 +169,15 @@ def test_a_killed_server_continues_after_a_restart(tmp_path: Path) -> None:
         reply = again.post(f"/api/providers/{answer['id']}/heartbeat", json={"wait": 0})
         assert reply.json()["assignment"] is None
     assert process.end(signal.SIGINT) == 0
+
+
+def test_a_server_process_avoids_pauses_of_the_collector_and_of_other_threads() -> None:
+    before, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    try:
+        avoid_pauses()
+        assert gc.get_freeze_count() > 10_000, "objects of imported modules are left out"
+        assert sys.getswitchinterval() < before / 5
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(before)

@@ -13,7 +13,7 @@ from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
 from ravnest.split.gradients import add_product
 from ravnest.split.module import StageModule
-from ravnest.split.splitter import SplitStage
+from ravnest.split.split_stage import SplitStage
 
 
 class Residual(nn.Module):

@@ -76,6 +76,7 @@ ATTACKS: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("offset beyond", "embedding_bag.default", bag(ints(0, 1), ints(0, 99)), "ascend from 0"),
     ("index beyond", "embedding_bag.default", bag(ints(0, 5), ints(0)), "indices has values outside"),
     ("negative index", "embedding_bag.padding_idx", (*bag(ints(-1), ints(0)), None), "indices has"),
+    ("no offsets", "embedding_bag.default", bag(ints(0, 1), ints()), "no offsets"),
     ("no last offset", "embedding_bag.default", bag(ints(0, 1), ints(0), last=True), "last offset"),
     (
         "short last offset",
@@ -135,6 +136,26 @@ ATTACKS: list[tuple[str, str, tuple[Any, ...], str]] = [
         "does not fit the tensor",
     ),
     ("eigenvalues of NaN", "linalg_eigvals.default", (torch.full((3, 3), math.nan),), "not finite"),
+    ("endless power", "matrix_power.default", (torch.eye(2), LOWEST), "the exponent"),
+    ("endless power, linalg", "linalg_matrix_power.default", (torch.eye(2), LOWEST), "the exponent"),
+    ("endless sum", "polygamma.default", (4, torch.tensor([1.0, -1e12 - 0.5])), "below -10000"),
+    ("endless sum, special", "special_polygamma.default", (2, torch.tensor([-1e9 - 0.5])), "below"),
+    ("endless sum in place", "polygamma_.default", (ones(9).as_strided((5, 3), (1, 1)), 4), "overlap"),
+    ("zeta", "special_zeta.default", (ones(2), torch.tensor([-1e12 - 0.5])), "below -10000"),
+    ("zeta of a number", "special_zeta.other_scalar", (ones(2), -1e12 - 0.5), "below -10000"),
+    ("stride", "conv1d.default", (ones(1, 2, 9), ones(3, 2, 2), None, [2**16]), "the stride 65536"),
+    (
+        "stride of a transposed convolution",
+        "conv_transpose2d.input",
+        (ones(1, 2, 3, 3), ones(2, 3, 2, 2), None, [1, 2**16]),
+        "the stride 65536",
+    ),
+    (
+        "dilation",
+        "conv1d.padding",
+        (ones(1, 2, 9), ones(3, 2, 2), None, [1], "same", [2**31]),
+        "too large for a window",
+    ),
     ("repetitions overflow", "repeat_interleave.Tensor", (ints(2**62, 2**62, 1),), "repeats has values"),
     ("huge repetitions", "repeat_interleave.self_Tensor", (ones(4), ints(2**62)), "repeats has values"),
     ("negative repetitions", "repeat_interleave.self_int", (ones(4), -1), "within their bounds"),
@@ -143,6 +164,8 @@ ATTACKS: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("NaN as a probability", "binomial.default", (ones(1), torch.tensor([math.nan])), "prob has values"),
     ("distances of nothing", "pdist.default", (ones(0, 3).requires_grad_(),), "no samples"),
     ("wrapped diagonal", "fill_diagonal_.default", (ones(2, 16).t(), 2.0, True), "cannot be wrapped"),
+    ("wrapped column", "fill_diagonal_.default", (ones(1, 8).t(), 2.0, True), "cannot be wrapped"),
+    ("system of nothing", "linalg_lstsq.default", (ones(1, 1, 1), ones(0, 1, 17)), "no elements"),
     ("no samples", "multi_margin_loss.default", (torch.ones(0, 4), ints()), "no samples"),
     (
         "windows that overflow",
@@ -212,6 +235,44 @@ VALID: list[tuple[str, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(("operator", "args"), VALID)
 def test_a_valid_call_is_made(operator: str, args: tuple[Any, ...]) -> None:
     assert executable(_target(operator), "x")(*args) is not None
+
+
+def test_attention_gets_no_elements_that_share_memory() -> None:
+    """The result had the strides of the query, and elements that were never written."""
+    call = executable("aten::scaled_dot_product_attention.default", "x")
+    values = torch.randn(2, 3, 8, 5)
+    with pytest.raises(OperandError, match="share memory"):
+        call(torch.randn(12).as_strided((2, 3, 5, 5), (1, 1, 1, 1)), values, values)
+    for query in (torch.randn(2, 5, 3, 5).transpose(1, 2), torch.randn(1, 3, 5, 5).expand(2, 3, 5, 5)):
+        assert call(query, values, values).shape == (2, 3, 5, 5)
+
+
+@pytest.mark.parametrize("name", ["upsample_bicubic2d", "upsample_bilinear2d"])
+def test_images_of_bytes_are_not_resized(name: str) -> None:
+    """The kernel left elements of the result unwritten."""
+    call = executable(f"aten::{name}.default", "x")
+    with pytest.raises(OperandError, match="images of bytes"):
+        call(torch.ones(1, 2, 3, 3, dtype=torch.uint8), [3, 2], False)
+    assert call(torch.ones(1, 2, 3, 3), [3, 2], False) is not None
+
+
+def test_random_numbers_do_not_begin_at_the_largest_one() -> None:
+    """The search for the next float did not end."""
+    call = executable("aten::random_.from", "x")
+    with pytest.raises(OperandError, match="do not begin within"):
+        call(torch.ones(3), 2**63 - 1, None)
+    assert call(torch.ones(3), 0, 5) is not None
+
+
+@pytest.mark.parametrize("heads", [(0, 1), (1, 0)])
+def test_groups_of_heads_are_not_divided_by_none(heads: tuple[int, int]) -> None:
+    """The kernel divided the heads of the query by 0, which ended the process."""
+    key, value = (torch.ones(3, count, 4, 5) for count in heads)
+    call = executable("aten::scaled_dot_product_attention.default", "x")
+    with pytest.raises(OperandError, match="has no heads"):
+        call(torch.ones(3, 1, 2, 5), key, value, enable_gqa=True)
+    full = torch.ones(3, 1, 4, 5)
+    assert call(torch.ones(3, 2, 4, 5), full, full, enable_gqa=True) is not None
 
 
 def test_the_size_of_repetitions_is_not_believed() -> None:

@@ -15,9 +15,10 @@ from torch import nn
 from ravnest.errors import FusionError, StageFormatError
 from ravnest.split import Chain, PreparedModel, prepare, verify
 from ravnest.split.chain import fuse
+from ravnest.split.element_wise import element_wise
 from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import RowBlock
-from ravnest.split.row_blocks import block_ranges, cuttable_tensors, element_wise
+from ravnest.split.row_blocks import block_ranges, cuttable_tensors
 from ravnest.split.splitter import balanced_cuts
 
 ROWS = 20

@@ -39,12 +39,12 @@ def test_model_and_random_state_are_unchanged() -> None:
 
 def test_a_hook_that_changes_gradients_is_detected() -> None:
     model = _model()
+    prepared = prepare(model, (torch.randn(6, 4),))
     model[0].weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(
         ExactnessError, match=r"the gradient of 0\.weight is the first tensor that differs"
     ):
-        split(model, (torch.randn(6, 4),))
-    split(model, (torch.randn(6, 4),), check=False)
+        verify(prepared.capture, [prepared.cut([1]).stages])
 
 
 def test_a_changed_stage_is_detected() -> None:
@@ -97,6 +97,7 @@ def test_a_batch_with_large_operations_is_compared_in_parts(
 ) -> None:
     monkeypatch.setattr(self_check, "_SMALL_OPERATION", 1_000)
     monkeypatch.setattr(self_check, "_PARAMETERS_PER_OPERATION", 100)
+    monkeypatch.setattr(self_check, "_FURTHER_SIZES", ())
     model, images = _images()
     seen: list[int] = []
     prepared = prepare(model, (images,))
@@ -105,7 +106,8 @@ def test_a_batch_with_large_operations_is_compared_in_parts(
     assert result.bitwise
     assert result.batch_size == 7
     assert result.part_size == part
-    assert sum(seen) == 2 * 7, "every sample is compared once per mode"
+    assert seen[:4] == [2] * 4, "the model repeats a small batch in each mode"
+    assert sum(seen[4:]) == 2 * 7, "every sample is compared once per mode"
     assert min(seen) >= 2
 
 
@@ -125,7 +127,8 @@ def test_a_difference_in_any_part_is_detected(monkeypatch: pytest.MonkeyPatch, r
     tensors = dict(stages[1].tensors)
     tensors["2.weight"] = tensors["2.weight"] + 1
     broken = SimpleNamespace(spec=stages[1].spec, tensors=tensors)
-    with pytest.raises(ExactnessError, match="in train mode output is the first tensor that differs"):
+    step = "" if row == 0 else r" \(step 3\)"
+    with pytest.raises(ExactnessError, match=f"in train mode output{step} is the first tensor"):
         verify(prepared.capture, [[stages[0], broken]], operation_bytes=100)
 
 
@@ -157,6 +160,7 @@ def test_a_model_that_fails_on_parts_is_compared_as_a_whole(
 ) -> None:
     monkeypatch.setattr(self_check, "_SMALL_OPERATION", 1)
     monkeypatch.setattr(self_check, "_PARAMETERS_PER_OPERATION", 10**6)
+    monkeypatch.setattr(self_check, "_FURTHER_SECONDS", 60.0)
     model, seen = _model(), []
     prepared = prepare(model, (torch.randn(6, 4),))
 
@@ -170,5 +174,31 @@ def test_a_model_that_fails_on_parts_is_compared_as_a_whole(
         result = verify(prepared.capture, [prepared.cut([1]).stages], operation_bytes=100)
     assert result.bitwise
     assert result.part_size == 6
-    assert seen == [2, 6, 6], "one part fails, then both modes of the whole"
+    assert seen[:7] == [2, 6, 6, 6, 6, 2, 6], "a small batch fails, then one part"
+    assert seen[7:] == [6, 3, 2], "the other mode of the whole, and sizes that the model refuses"
     assert "six samples are needed" in caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "sizes"), [(60.0, {6, 3, 1, 2}), (0.0, {6})])
+def test_further_steps_have_other_sizes_if_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, sizes: set[int]
+) -> None:
+    monkeypatch.setattr(self_check, "_FURTHER_SECONDS", seconds)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    prepared = prepare(model, (torch.randn(6, 4),))
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _module, args: seen.append(len(args[0])))
+    monkeypatch.setattr(self_check, "check_repeatable", lambda _capture, _example: None)
+    assert verify(prepared.capture, [prepared.cut([1]).stages]).bitwise
+    assert set(seen) == sizes
+
+
+def test_state_after_the_steps_is_compared() -> None:
+    """A stage whose statistics move at another rate gives equal outputs in training."""
+    prepared = prepare(_model(), (torch.randn(6, 4),))
+    stages = prepared.cut([2]).stages
+    tensors = dict(stages[0].tensors)
+    tensors["1.num_batches_tracked"] = tensors["1.num_batches_tracked"] + 1
+    broken = SimpleNamespace(spec=stages[0].spec, tensors=tensors)
+    with pytest.raises(ExactnessError, match="num_batches_tracked after the run is the first"):
+        verify(prepared.capture, [[broken, stages[1]]])

@@ -125,11 +125,62 @@ class Conditional(Base):
         return self.out(self.layer(x))
 
 
+class TensorHook(Base):
+    """A hook that is so rarely active that no comparison of gradients shows it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        if x.requires_grad:
+            x.register_hook(lambda g: g * 2 if g.abs().max() > 1e9 else None)  # the line
+        return self.out(x)
+
+
+class InferenceMode(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():  # the line
+            scale = self.layer(x)
+        return self.out(x * scale)
+
+
+class WriteThroughData(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.weight.data.clamp_(-1, 1)  # the line
+        return self.out(self.layer(x))
+
+
+class ConvertsLayer(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer = self.layer.to(torch.float64)  # the line
+        return self.out(self.layer(x.double()).float())
+
+
+class LoopsOverExperts(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        expert_hit = (self.layer(x) > 0).any(0).nonzero()
+        for _ in expert_hit:  # the line
+            x = x + 1
+        return self.out(x)
+
+
+class ChecksFinite(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        if not torch.isfinite(x).all():  # the line
+            x = x.clamp(-1, 1)
+        return self.out(x)
+
+
 CASES = [
+    (TensorHook, CaptureError, "a hook on a tensor"),
+    (InferenceMode, CaptureError, "Use torch.no_grad() or .detach()"),
+    (WriteThroughData, CaptureError, "reached through .data"),
+    (ConvertsLayer, CaptureError, "the input in forward: x.to(self.layer.weight.dtype)"),
+    (LoopsOverExperts, CaptureError, "experts_implementation='batched_mm'"),
+    (ChecksFinite, CaptureError, "torch.clamp and torch.nan_to_num change nothing"),
     (DataDependentIf, CaptureError, "torch.where"),
     (DataDependentSize, CaptureError, "torch.where"),
     (Numpy, CaptureError, "torch functions"),
-    (CustomFunction, CaptureError, "Doubled is a custom torch.autograd.Function"),
+    (CustomFunction, CaptureError, "smooth + (exact - smooth).detach()"),
     (BoundCustomFunction, CaptureError, "Doubled is a custom torch.autograd.Function"),
     (Autocast, CaptureError, "autocast"),
     (CustomOperator, OperatorError, "ravnest_tests"),
@@ -206,6 +257,73 @@ def test_wrong_example_inputs_are_rejected(args: tuple, kwargs: dict, words: str
         split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), args, kwargs)
 
 
+def _hooked(add: Callable[[Base], object]) -> nn.Module:
+    model = Base()
+    add(model)
+    return model
+
+
+def _aliased() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.register_buffer("copy", model[0].weight.data)
+    return model
+
+
+def _nothing(*_: object) -> None:
+    """Hook without an effect."""
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), "0.weight is not initialised"),
+        (_aliased, "the buffer copy uses the memory of the parameter 0.weight"),
+        (lambda: _hooked(lambda m: m.out.register_full_backward_hook(_nothing)), "layer out has a"),
+        (lambda: _hooked(lambda m: m.out.register_full_backward_pre_hook(_nothing)), "layer out has a"),
+        (lambda: _hooked(lambda m: m.out.weight.register_hook(_nothing)), "register_hook"),
+        (
+            lambda: _hooked(lambda m: m.out.weight.register_post_accumulate_grad_hook(_nothing)),
+            "register_post_accumulate_grad_hook",
+        ),
+    ],
+)
+def test_models_that_no_stage_can_represent_are_rejected(
+    build: Callable[[], nn.Module], words: str
+) -> None:
+    with pytest.raises(SplitError, match=words):
+        split(build(), (torch.ones(3, 4),))
+
+
+def test_a_quantised_model_is_rejected() -> None:
+    layer = torch.ao.nn.quantized.dynamic.Linear(4, 4)
+    with pytest.raises(SplitError, match=r"the layer 0 \(Linear\) is quantised"):
+        split(nn.Sequential(layer, nn.Linear(4, 4)), (torch.ones(3, 4),))
+
+
+@pytest.mark.parametrize("stages", ["2", 2.0, None, ["1", "2"]])
+def test_a_wrong_number_of_stages_is_rejected(stages: object) -> None:
+    with pytest.raises(SplitError, match="stages must be a number of stages"):
+        split(Base(), (torch.ones(3, 4),), stages=stages)
+
+
+class UsedAndWritten(Base):
+    """A buffer that is needed for the gradient and changed in place, which torch refuses itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x) * self.scale
+        self.scale.mul_(0.9)
+        return self.out(x)
+
+
+def test_a_model_that_fails_by_itself_is_rejected_with_its_own_error() -> None:
+    with pytest.raises(SplitError, match="the model itself fails in a training step"):
+        split(UsedAndWritten(), (torch.ones(3, 4),))
+
+
 def test_a_function_is_rejected() -> None:
     with pytest.raises(SplitError, match=r"torch\.nn\.Module"):
         split(lambda x: x, (torch.ones(3, 4),))
@@ -221,3 +339,12 @@ def test_parameters_that_share_memory_are_rejected() -> None:
     model[1].weight = nn.Parameter(model[0].weight.data)
     with pytest.raises(SplitError, match="share memory"):
         split(model, (torch.ones(3, 4),))
+
+
+def test_dropout_that_stays_off_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5).eval())
+    split(model, (torch.rand(3, 2),), stages=1, check=False)
+    assert "1 dropout layers, such as 1, are in eval() and stay off" in caplog.text
+    caplog.clear()
+    split(model.eval(), (torch.rand(3, 2),), stages=1, check=False)
+    assert "dropout" not in caplog.text

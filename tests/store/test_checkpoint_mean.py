@@ -53,6 +53,20 @@ def test_a_cluster_without_a_weight_is_not_loaded() -> None:
     assert torch.equal(found["state/w"], torch.full((2, 3), 5.0))
 
 
+def test_a_robust_mean_leaves_out_the_largest_and_smallest_values() -> None:
+    averaged = [(contents(value), 0.25) for value in (1.0, 2.0, 4.0, 1000.0)]
+    averaged[0] = (contents(1.0, **{"state/w": torch.full((2, 3), float("nan"))}), 0.25)
+    found = mean_contents(averaged[1][0], averaged, optimizer=True, robust=True).tensors
+    assert torch.equal(found["state/w"].load(), torch.full((2, 3), 502.0)), "NaN is the largest"
+    assert torch.equal(found["optimizer/w/momentum"].load(), torch.full((2, 3), 30.0))
+
+
+def test_a_robust_mean_of_two_clusters_is_a_plain_one() -> None:
+    averaged = [(contents(value), weight) for value, weight in ((1.0, 0.5), (3.0, 0.5), (9.0, 0.0))]
+    found = mean_contents(averaged[0][0], averaged, optimizer=False, robust=True)
+    assert torch.equal(found.tensors["state/w"].load(), torch.full((2, 3), 2.0))
+
+
 def test_a_mean_that_is_not_finite_is_refused() -> None:
     damaged = contents(1.0, **{"state/w": torch.full((2, 3), float("nan"))})
     found = mean_contents(contents(1.0), [(contents(1.0), 0.5), (damaged, 0.5)], optimizer=False)
@@ -76,6 +90,11 @@ def test_half_precision_is_summed_in_single_precision() -> None:
 )
 def test_weights_are_those_of_an_averaging_round(samples: list[int], weights: list[float]) -> None:
     assert sample_weights(samples) == weights
+
+
+def test_samples_do_not_weight_a_robust_mean() -> None:
+    assert sample_weights([1000, 1, 0, 1], robust=True) == [1 / 3, 1 / 3, 0.0, 1 / 3]
+    assert sample_weights([0, 0], robust=True) == [0.5, 0.5]
 
 
 def test_a_new_plan_starts_with_an_epoch_and_the_validations_before_it() -> None:

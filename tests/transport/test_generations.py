@@ -51,3 +51,14 @@ def test_nothing_that_is_refused_is_remembered(generations: Generations) -> None
     generations.admit(hello(generation=1))
     generations.admit(hello(generation=0, incarnation="old"))
     assert generations.newest(1) == hello(generation=1)
+
+
+def test_an_excluded_machine_is_refused_and_those_after_it_are_not(generations: Generations) -> None:
+    generations.admit(hello(generation=1))
+    generations.exclude(1, 1)
+    generations.exclude(1, 0)
+    for refused in (hello(generation=1), hello(generation=1, incarnation="b"), hello(generation=0)):
+        assert "revoked" in (generations.admit(refused) or "")
+        assert not generations.is_current(refused)
+    assert generations.admit(hello(node=2, generation=1)) is None
+    assert generations.admit(hello(generation=2)) is None

@@ -141,6 +141,17 @@ def test_flush_times_out(transport: Opener) -> None:
 # End of links
 
 
+def test_links_to_an_excluded_machine_end_as_lost_ones(pair: Pair) -> None:
+    pair.near_transport.drop(2, 0, "another node")
+    pair.near.send(numbered(0))
+    assert index_of(pair.far_inbox.next()) == 0, "links to other nodes stay"
+    pair.near_transport.drop(1, 0, "it was excluded")
+    assert pair.near_inbox.loss() == "it was excluded"
+    pair.far_inbox.loss()
+    with pytest.raises(LinkClosedError):
+        pair.near.send(numbered(1))
+
+
 def test_closing_flushes_and_notifies_the_other_side(pair: Pair) -> None:
     for index in range(50):
         pair.near.send(numbered(index, x=torch.zeros(50_000)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ravnest.averaging.ring import PIECE_BYTES, OutgoingChunk, RingReduce, RingShare, Roundtrip
 from ravnest.averaging.sinks import Sink
+from ravnest.averaging.trimmed_mean import AHEAD, CONTRIBUTION_HOP, TrimmedReduce, TrimmedShare
 from ravnest.errors import LinkClosedError, WireError
 from ravnest.transport.base import Link
 from ravnest.wire.messages import Message, RingChunk, RoundId
@@ -29,6 +30,18 @@ _VALUES = frozenset({"values"})
 
 def _nbytes(values: Tensor) -> int:
     return values.nbytes
+
+
+@dataclass(frozen=True)
+class TrimmedPart:
+    """The other members of a ring whose trimmed mean is taken: all send their values to each other."""
+
+    contributors: frozenset[int]
+    """Positions of the members whose values count."""
+    positions: Mapping[int, int]
+    """Positions of the other members, by node."""
+    links: tuple[Link, ...] = ()
+    """Links to the other members."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,22 @@ class RingPart:
     """
     bytes_of: Callable[[Tensor], int] = _nbytes
     """Encoded size of values with the links' codec."""
+    trimmed: TrimmedPart | None = None
+    """The other members, if the trimmed mean is taken; None: sums are passed around the ring."""
+
+    @property
+    def senders(self) -> Collection[int]:
+        """The nodes that send chunks to this one."""
+        if self.trimmed is not None:
+            return self.trimmed.positions
+        return (self.predecessor,) if self.members > 1 else ()
+
+    @property
+    def receivers(self) -> tuple[Link, ...]:
+        """Links to the nodes that receive the chunks of this one."""
+        if self.trimmed is not None:
+            return self.trimmed.links
+        return () if self.successor is None else (self.successor,)
 
 
 @dataclass(frozen=True)
@@ -86,7 +115,7 @@ class _Ring:
 
     number: int
     part: RingPart
-    reduce: RingReduce
+    reduce: RingReduce | TrimmedReduce
     inbox: deque[_Arrival]
     """Chunks that no thread has taken yet."""
     busy: bool = True
@@ -110,8 +139,8 @@ class _Early:
     """Chunks of a round that has not started here."""
 
     inboxes: dict[int, deque[_Arrival]] = field(default_factory=dict)
-    elements: Counter[int] = field(default_factory=Counter)
-    """Number of buffered elements by ring."""
+    elements: Counter[tuple[int, int | None]] = field(default_factory=Counter)
+    """Number of buffered elements by ring and, of chunks that their authors send, by node."""
     problem: tuple[str, int] | None = None
     """An error of a peer, and its node; the round fails when it starts."""
 
@@ -214,7 +243,7 @@ class AllReduce:
             current = self._running
         if current is not None:
             parts = [ring.part for ring in current.rings.values() if ring.part.members > 1]
-            if any(part.successor is link or part.predecessor == link.peer.node for part in parts):
+            if any(link in part.receivers or link.peer.node in part.senders for part in parts):
                 self._end(current, reason, link.peer.node)
 
     def cancel(self, round_id: RoundId, reason: str) -> None:
@@ -225,8 +254,21 @@ class AllReduce:
         if current is not None and current.id <= round_id:
             self._end(current, reason)
 
-    def _reduce(self, part: RingPart) -> RingReduce:
+    def _reduce(self, part: RingPart) -> RingReduce | TrimmedReduce:
         elements = max(self._piece_bytes // part.vector.element_size(), 1)
+        if part.trimmed is not None:
+            contributors = part.trimmed.contributors
+            return TrimmedReduce(
+                TrimmedShare(
+                    part.position,
+                    part.members,
+                    part.vector,
+                    contributors,
+                    elements,
+                    part.roundtrip,
+                    part.sink,
+                )
+            )
         share = RingShare(
             part.position, part.members, part.vector, part.weight, elements, part.roundtrip, part.sink
         )
@@ -243,8 +285,13 @@ class AllReduce:
             early = self._early[piece.round] = _Early()
             if len(self._early) > _ROUNDS_AHEAD:
                 del self._early[min(self._early)]
-        early.elements[piece.ring] += max(arrival.values.numel(), 1)
-        if early.elements[piece.ring] > self._max_elements.get(piece.ring, 0):
+        # Values that all members send to each other are bounded for each of them, sums altogether.
+        author = arrival.peer if piece.hop == CONTRIBUTION_HOP else None
+        most = self._max_elements.get(piece.ring, 0)
+        if author is not None:
+            most = min(most, AHEAD * max(self._piece_bytes // arrival.values.element_size(), 1))
+        early.elements[piece.ring, author] += max(arrival.values.numel(), 1)
+        if early.elements[piece.ring, author] > most:
             words = f"node_{arrival.peer} sent more chunks of ring {piece.ring} than the ring has"
             early.problem = early.problem or (words, arrival.peer)
         else:
@@ -270,23 +317,27 @@ class AllReduce:
             self._conclude(current, ring)
 
     def _advance(self, ring: _Ring, arrival: _Arrival) -> list[OutgoingChunk]:
-        piece, expected = arrival.piece, ring.part.predecessor
-        if arrival.peer != expected:
-            raise WireError(f"chunks of this ring must come from node_{expected}")
+        piece, part = arrival.piece, ring.part
+        if arrival.peer not in part.senders:
+            expected = " or ".join(f"node_{node}" for node in sorted(part.senders))
+            raise WireError(f"chunks of this ring must come from {expected}")
+        if part.trimmed is not None and part.trimmed.positions[arrival.peer] != piece.segment:
+            raise WireError(f"it sends values of the member at position {piece.segment}")
         return ring.reduce.take(piece.segment, piece.piece, piece.hop, arrival.values)
 
     def _send(self, current: _Exchange, ring: _Ring, outgoing: list[OutgoingChunk]) -> None:
-        link, number = ring.part.successor, ring.number
+        links, number = ring.part.receivers, ring.number
         exact = _VALUES if ring.part.roundtrip is None else frozenset[str]()
         for item in outgoing:
-            assert link is not None, f"ring {number} has {ring.part.members} members and no successor"
+            assert links, f"ring {number} has {ring.part.members} members and no link"
             head = RingChunk(current.id, number, item.segment, item.piece, item.hop)
-            try:
-                link.send(Message(head, {"values": item.values}, exact))
-            except LinkClosedError as error:
-                self._end(current, str(error), link.peer.node)
-                return
-        sent = sum(ring.part.bytes_of(item.values) for item in outgoing)
+            for link in links:
+                try:
+                    link.send(Message(head, {"values": item.values}, exact))
+                except LinkClosedError as error:
+                    self._end(current, str(error), link.peer.node)
+                    return
+        sent = len(links) * sum(ring.part.bytes_of(item.values) for item in outgoing)
         with self._lock:
             current.sent_bytes += sent
 

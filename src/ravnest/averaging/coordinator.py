@@ -63,12 +63,15 @@ class Coordinator:
         deadlines: Deadlines | None = None,
         absent: Mapping[int, float] | None = None,
         planned: Sequence[int] = (),
+        robust: bool = False,
     ) -> None:
         """``absent``: clusters that are lost and may return, and until when they are waited for.
 
-        ``planned``: samples of each cluster in an epoch, as far as they are known.
+        ``planned``: samples of each cluster in an epoch, as far as they are known. ``robust``: a robust
+        mean is taken.
         """
         self._planned = planned
+        self._robust = robust
         self._absent = dict(absent or {})
         self._live = {*clusters, own}
         self._own = own
@@ -296,7 +299,15 @@ class Coordinator:
             self._finished -= clusters
             self._kept -= clusters
         self._commit = TwoPhaseCommit(
-            self._next, kind, clusters, missing, self._timing, now, sources, self._planned
+            self._next,
+            kind,
+            clusters,
+            missing,
+            self._timing,
+            now,
+            sources,
+            self._planned,
+            robust=self._robust,
         )
         self._next += 1
         self._commit.open(now)

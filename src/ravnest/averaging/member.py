@@ -118,12 +118,15 @@ class Member:
         reduce_factor: int | None,
         deadlines: Deadlines | None = None,
         planned: Sequence[int] = (),
+        robust: bool = False,
     ) -> None:
         """``nodes`` starts with the Root. Other clusters are unknown until they join.
 
-        ``planned``: samples of each cluster in an epoch, as far as they are known.
+        ``planned``: samples of each cluster in an epoch, as far as they are known. ``robust``: a robust
+        mean is taken.
         """
         self._planned = planned
+        self._robust = robust
         self._own = cluster
         self._nodes = tuple(nodes)
         self._mode: Mode = mode
@@ -210,7 +213,8 @@ class Member:
 
     def _node_replied(self, head: Reply) -> None:
         if isinstance(head, Prepared) and head.node == self._nodes[0]:
-            head = msgspec.structs.replace(head, samples=self.trigger.hold())
+            behind = self.trigger.is_behind(head.round.number)
+            head = msgspec.structs.replace(head, samples=self.trigger.hold(), behind=behind)
         self._relayed(self._relay.reply(head))
 
     def _relayed(self, actions: list[RelayAction]) -> None:
@@ -219,7 +223,7 @@ class Member:
                 case ReplyToCoordinator(head):
                     self._to_coordinator(head)
                 case RoundOver(decision, resume):
-                    self.trigger.settled(commit=decision.commit, assign=resume)
+                    self.trigger.settled(decision.round.number, commit=decision.commit, assign=resume)
                     self._actions.append(action)
                 case RelayToNodes():
                     self._actions.append(action)
@@ -291,6 +295,7 @@ class Member:
             deadlines=self._deadlines,
             absent=self._absent,
             planned=self._planned,
+            robust=self._robust,
         )
 
     def _take_over(self, now: float) -> None:

@@ -34,6 +34,8 @@ class RoundOutcome:
     """Time from the first Prepare to the Decision."""
     digests: Mapping[int, str] = field(default_factory=dict)
     """Digest of the average, by ring; the same for all members."""
+    trimmed: int = 0
+    """Number of largest, and of smallest, values that were left out of each mean."""
 
     def describe(self) -> str:
         """Return one line for logs and the status page."""
@@ -50,6 +52,9 @@ class RoundOutcome:
         clusters = ", ".join(str(cluster) for cluster in sorted(self.weights))
         weights = ", ".join(f"{weight:.2f}" for _, weight in sorted(self.weights.items()))
         cost = f"{size(self.sent_bytes)} sent in {self.seconds:.2f} s"
+        if self.trimmed:
+            how = f"without the {self.trimmed} largest and smallest of each value"
+            return f"averaged clusters {clusters} ({how}), {cost}"
         return f"averaged clusters {clusters} (weights {weights}), {cost}"
 
 

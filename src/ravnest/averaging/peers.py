@@ -70,6 +70,8 @@ class Peers:
         self._closed = False
         self._gave_up = False
         self._clamped = 0
+        self._received_bytes = 0
+        self._sent_bytes = 0
 
     def keep(self, link: Link) -> bool:
         """Add an open link; it replaces earlier ones to the same node.
@@ -117,6 +119,8 @@ class Peers:
             if link in self._open:
                 self._open.remove(link)
                 self._clamped += link.clamped
+                self._received_bytes += link.received_bytes
+                self._sent_bytes += link.sent_bytes
             if self._links.get(link.peer.node) is not link:
                 return False
             del self._links[link.peer.node]
@@ -127,6 +131,13 @@ class Peers:
         """Values sent so far that were clamped to the range of the codec, on all links."""
         with self._changed:
             return self._clamped + sum(link.clamped for link in self._open)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes received and sent so far, on all links."""
+        with self._changed:
+            received = self._received_bytes + sum(link.received_bytes for link in self._open)
+            return received, self._sent_bytes + sum(link.sent_bytes for link in self._open)
 
     def root(self, cluster: int) -> Link | None:
         """Return the link to the Root of a cluster, if it is connected."""

@@ -84,6 +84,10 @@ class AveragingPort(Protocol):
     def samples(self) -> int:
         """Samples since the last average, at a Root; a checkpoint contains them."""
 
+    @property
+    def newest_round(self) -> int:
+        """Number of the newest round whose average was applied, at a Root; a checkpoint contains it."""
+
     def updated(self, samples: int) -> None:
         """Report an update made from ``samples`` samples."""
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from ravnest.averaging.allreduce import AllReduce, AllReduceResult, RingPart
+from ravnest.averaging.allreduce import AllReduce, AllReduceResult, RingPart, TrimmedPart
 from ravnest.averaging.checks import check_weights
 from ravnest.averaging.compression import RoundCompression
 from ravnest.averaging.deadlines import Deadlines
@@ -15,7 +15,9 @@ from ravnest.averaging.peers import PeerError, Peers
 from ravnest.averaging.ports import WeightsPort
 from ravnest.errors import RavnestError
 from ravnest.store.node_spec import NodeSpec, RingSpec
+from ravnest.store.robust_mean import trim_of
 from ravnest.transport.base import Link
+from ravnest.types import RobustMean
 from ravnest.wire.messages import Start
 
 
@@ -31,7 +33,9 @@ class NodeReducer:
         on_end: Callable[[ReduceEnded], None],
         deadlines: Deadlines,
         now: Callable[[], float],
+        robust_mean: RobustMean | None = None,
     ) -> None:
+        self._robust_mean = robust_mean
         self._spec = spec
         self._weights = weights
         self._peers = peers
@@ -72,25 +76,49 @@ class NodeReducer:
                 roundtrip=compression.roundtrip(head, ring.id),
                 sink=compression.sink(head, ring.id, vectors[ring.id], moving.get(ring.id, 0)),
                 bytes_of=compression.bytes_of(head),
+                trimmed=self._trimmed(ring, head),
             )
             for ring in self._spec.rings
         }
 
+    def _trimmed(self, ring: RingSpec, head: Start) -> TrimmedPart | None:
+        """Return the members of a ring whose trimmed mean is taken; None: the weighted mean is taken.
+
+        Each node decides by its own setting, so that no coordinator can turn the robust mean off.
+        """
+        members = sorted(head.weights)
+        contributors = frozenset(p for p, cluster in enumerate(members) if head.weights[cluster] > 0)
+        if self._robust_mean is None or not trim_of(len(contributors)):
+            return None
+        others = {
+            ring.members[cluster].node: position
+            for position, cluster in enumerate(members)
+            if cluster != self._spec.cluster
+        }
+        return TrimmedPart(contributors, others)
+
     def _connect(self, head: Start, parts: dict[int, RingPart]) -> None:
         try:
             for ring in self._spec.rings:
-                parts[ring.id] = replace(parts[ring.id], successor=self._successor(ring, head))
+                parts[ring.id] = self._linked(ring, head, parts[ring.id])
         except RavnestError as error:
             missing = error.cluster if isinstance(error, PeerError) else None
             self._on_end(ReduceEnded(_failure(head, error), missing))
             return
         self.allreduce.start(head.round, parts, self._ended)
 
-    def _successor(self, ring: RingSpec, head: Start) -> Link | None:
-        """Return a link to the next member of a ring; None if there is no other member."""
+    def _linked(self, ring: RingSpec, head: Start, part: RingPart) -> RingPart:
+        """Return a part with the links to the members that receive its chunks."""
         members = sorted(head.weights)
+        if part.trimmed is not None:
+            others = [cluster for cluster in members if cluster != self._spec.cluster]
+            links = tuple(self._link(ring, cluster) for cluster in others)
+            return replace(part, trimmed=replace(part.trimmed, links=links))
         after = members[(members.index(self._spec.cluster) + 1) % len(members)]
-        return None if len(members) == 1 else self._peers.reach(ring.members[after], after, self._reach)
+        return part if len(members) == 1 else replace(part, successor=self._link(ring, after))
+
+    def _link(self, ring: RingSpec, cluster: int) -> Link:
+        return self._peers.reach(ring.members[cluster], cluster, self._reach)
 
     def _ended(self, result: AllReduceResult) -> None:
         missing = None if result.peer is None else self._peers.cluster_of(result.peer)

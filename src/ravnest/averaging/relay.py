@@ -184,7 +184,9 @@ class CommandRelay:
         scales: dict[int, float] = {}
         for reply in replies.values():
             scales |= reply.scales
-        head = Prepared(current.id, self.cluster, root, samples, problem, codec, base, scales)
+        head = Prepared(
+            current.id, self.cluster, root, samples, problem, codec, base, scales, replies[root].behind
+        )
         return [ReplyToCoordinator(head)]
 
     def _reply_reduced(self, current: Round) -> list[RelayAction]:

@@ -165,6 +165,10 @@ class RingReduce:
             there = 0 <= segment < self._share.members and 0 <= piece < self._count(segment)
             what = "is complete already" if there else "does not exist"
             raise WireError(f"piece {piece} of segment {segment} {what}")
+        if hop == 0:
+            raise WireError(
+                "it takes a robust mean, and this node does not: use the same robust_mean on all nodes"
+            )
         if hop != due:
             raise WireError(
                 f"piece {piece} of segment {segment} has passed {hop} members, expected {due}"

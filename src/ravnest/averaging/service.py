@@ -61,6 +61,7 @@ from ravnest.errors import RavnestError
 from ravnest.store.node_spec import NodeSpec
 from ravnest.transport.base import Link, Transport, try_send
 from ravnest.transport.generations import Generations
+from ravnest.types import RobustMean
 from ravnest.wire.messages import Abort, AnyHead, Decision, Goodbye, Hello, Message, RingChunk, RoundId
 
 logger = logging.getLogger(__name__)
@@ -80,18 +81,17 @@ class AveragingService:
         *,
         config: AveragingConfig | None,
         failed: Callable[[str], None],
-        outage: float | None = None,
-        rejoin: float = 0.0,
+        deadlines: Deadlines,
         generations: Generations | None = None,
+        robust_mean: RobustMean | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``config`` is given at Roots only. ``failed`` is called with unexpected errors.
 
-        ``outage`` is the time for which links wait for another connection; the plan's if not given.
-        ``rejoin`` is the time for which a cluster waits for a lost node; 0 if it does not.
-        ``generations`` knows which process is each node; it outlives the run.
+        ``deadlines`` account for outages of links, and for the time that a lost node has to return.
+        ``generations`` knows which process is each node; it outlives the run. ``robust_mean`` must be
+        the same at all nodes.
         """
-        deadlines = Deadlines.outlasting(spec.outage if outage is None else outage, rejoin)
         self._returns = deadlines.final_return
         self._spec = spec
         self._weights = weights
@@ -111,9 +111,10 @@ class AveragingService:
                 reduce_factor=config.reduce_factor,
                 deadlines=deadlines,
                 planned=spec.samples,
+                robust=robust_mean is not None,
             )
         self._reducer = NodeReducer(
-            spec, weights, self._peers, hello.codec, self._reduce_ended, deadlines, now
+            spec, weights, self._peers, hello.codec, self._reduce_ended, deadlines, now, robust_mean
         )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._samples = 0
@@ -155,17 +156,20 @@ class AveragingService:
 
     # Training of this cluster, from any thread
 
-    def continue_from(self, updates: int, samples: int, *, after_loss: bool = False) -> None:
+    def continue_from(
+        self, updates: int, samples: int, newest: int = -1, *, after_loss: bool = False
+    ) -> None:
         """Continue a run from a checkpoint, before the first update: see ``RoundTrigger``.
 
-        Only a Root needs it. ``samples`` is what ``samples`` was when the checkpoint was taken.
-        ``after_loss``: the other clusters were part of the run before; the final round waits for them.
+        Only a Root needs it. ``samples`` and ``newest`` are what ``samples`` and ``newest_round`` were
+        when the checkpoint was taken. ``after_loss``: the other clusters were part of the run before;
+        the final round waits for them.
         """
         self._samples = samples
         member = self._member
         if member is None:
             return
-        self.post(lambda: member.trigger.continue_from(updates, samples))
+        self.post(lambda: member.trigger.continue_from(updates, samples, newest, after_loss=after_loss))
         if after_loss and self._returns:
             others = set(range(len(self._spec.roots))) - {self._spec.cluster}
             until = self._now() + self._returns
@@ -175,6 +179,11 @@ class AveragingService:
     def samples(self) -> int:
         """Samples since the last average, at a Root; what a checkpoint has to contain of averaging."""
         return 0 if self._member is None else self._samples - self._member.trigger.averaged
+
+    @property
+    def newest_round(self) -> int:
+        """Number of the newest round whose average was applied, at a Root; -1 before the first."""
+        return -1 if self._member is None else self._member.trigger.newest
 
     def updated(self, samples: int) -> None:
         """Report an update made from ``samples`` samples."""
@@ -198,6 +207,11 @@ class AveragingService:
     def clamped(self) -> int:
         """Values of averages that were clamped to the range of the codec."""
         return self._peers.clamped
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes received from other clusters and sent to them."""
+        return self._peers.traffic
 
     def post(self, call: Callable[[], None]) -> None:
         """Queue a call for the service's thread."""

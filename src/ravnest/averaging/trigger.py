@@ -36,6 +36,11 @@ class RoundTrigger:
         """Samples since the last average that was applied here."""
         self.averaged = 0
         """Samples in the averages that were applied here."""
+        self.newest = -1
+        """Number of the newest round whose average was applied here."""
+        self._went_back = False
+        """A node was lost and the cluster went back to a checkpoint; it has applied no average since."""
+        self._asks_at_once = False
         self.call = 0
         """Number of the script's call that the cluster trains in; 0 if unknown."""
         self.pending: RoundRequest | None = None
@@ -54,14 +59,25 @@ class RoundTrigger:
         self._counted_from: float | None = None
         """Time at which the count last restarted."""
 
-    def continue_from(self, updates: int, samples: int) -> None:
+    def continue_from(
+        self, updates: int, samples: int, newest: int = -1, *, after_loss: bool = False
+    ) -> None:
         """Continue a run from a checkpoint: rounds are requested at the same updates as without a stop.
 
         ``updates`` is the number of all updates so far, ``samples`` that of the samples since the last
-        average.
+        average, ``newest`` the number of its round. ``after_loss``: the other clusters may have
+        averaged since; a round is requested at the first update, to catch up with them.
         """
-        self.updates, self.samples = updates, samples
+        self.updates, self.samples, self.newest = updates, samples, newest
+        self._went_back = self._asks_at_once = after_loss
         self._since = 0 if self._reduce_factor is None else updates % self._reduce_factor
+
+    def is_behind(self, number: int) -> bool:
+        """Return True if the cluster went back behind rounds that came before this one.
+
+        Its parameters lack the updates of the other clusters since then, while theirs contain its own.
+        """
+        return self._went_back and number > self.newest + 1
 
     def updated(self, samples: int, now: float) -> None:
         """Count an update of ``samples`` samples."""
@@ -94,6 +110,8 @@ class RoundTrigger:
     @property
     def is_due(self) -> bool:
         """True if the cluster should request a round."""
+        if self._asks_at_once:
+            return True
         if self._reduce_factor is None:
             lately = self._counted_from is not None and self._now - self._counted_from < MIN_INTERVAL
             enough = self._since >= MIN_EPOCH_SHARE * self._epoch_updates
@@ -110,6 +128,7 @@ class RoundTrigger:
     def request(self, *, final: bool = False, kept: bool = False, call: int = 0) -> RoundRequest:
         """Return the request to send now, and restart the count of updates."""
         self._restart()
+        self._asks_at_once = False
         self.call = max(call, self.call)
         self.pending = RoundRequest(
             self._cluster, self.updates, self.samples, self.interval, final, kept, self.call
@@ -122,8 +141,8 @@ class RoundTrigger:
         self._held, self._held_pending = self.samples, self.pending
         return self._held
 
-    def settled(self, *, commit: bool, assign: bool) -> None:
-        """Note the end of a round that the cluster took part in or waited for.
+    def settled(self, number: int, *, commit: bool, assign: bool) -> None:
+        """Note the end of the round ``number``, which the cluster took part in or waited for.
 
         A request for the final round stays pending through rounds without ``assign``, which are
         those of the other clusters.
@@ -131,6 +150,7 @@ class RoundTrigger:
         if commit:
             self.samples -= self._held
             self.averaged += self._held
+            self.newest, self._went_back = number, False
         self._held = 0
         final = self.pending is not None and self.pending.final
         if final and assign and not commit:

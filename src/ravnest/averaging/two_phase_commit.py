@@ -10,8 +10,10 @@ from ravnest.averaging.deadlines import Timing
 from ravnest.averaging.events import Command, RoundEnded, SendToCluster
 from ravnest.averaging.outcome import RoundKind, RoundOutcome
 from ravnest.averaging.round import Round
+from ravnest.store.robust_mean import trim_of
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
+BEHIND = "it went back to a checkpoint before the last average, and takes that of the others"
 ATTEMPTS = 3
 """Attempts of a round; a final round is retried until its deadline, while two clusters are alive."""
 
@@ -38,12 +40,16 @@ class TwoPhaseCommit:
         now: float,
         sources: Iterable[int] = (),
         planned: Sequence[int] = (),
+        *,
+        robust: bool = False,
     ) -> None:
         """``sources``: clusters that have the average of an earlier final round; the others get it.
 
-        ``planned``: samples of each cluster in an epoch, as far as they are known.
+        ``planned``: samples of each cluster in an epoch, as far as they are known. ``robust``: a robust
+        mean is taken, in which all clusters that contribute count the same.
         """
         self._planned = planned
+        self._robust = robust
         self.kind: RoundKind = kind
         self.sources = frozenset(sources)
         self.released: set[int] = set()
@@ -63,6 +69,8 @@ class TwoPhaseCommit:
         self._disagreed = False
         self._outliers: Mapping[int, str] = {}
         """Clusters whose parameters are far larger than those of the others."""
+        self._behind: set[int] = set()
+        """Clusters that went back to a checkpoint before the last average of the others."""
 
     def awaits_copy(self, cluster: int) -> bool:
         """Return True if the cluster has not replied to Prepare yet."""
@@ -145,18 +153,37 @@ class TwoPhaseCommit:
         replies = self.round.prepared
         valid = {c: head for c, head in replies.items() if not head.problem}
         self._outliers = outliers(valid)
-        able = {c: head.samples for c, head in valid.items() if c not in self._outliers}
+        usable = {c: head for c, head in valid.items() if c not in self._outliers}
+        self._behind = self._left_behind(usable)
+        able = {c: head.samples for c, head in usable.items() if c not in self._behind}
         if not able:
             causes = "; ".join(f"cluster {c}: {text}" for c, text in sorted(self._problems().items()))
             self._close(f"no cluster has valid parameters: {causes}", now)
             return
-        sources = sorted(self.sources & able.keys())
-        weights = {sources[0]: 1.0} if sources else shares(counted_samples(able, self._planned))
-        self.round = self.round.start(dict.fromkeys(self.round.members, 0.0) | weights, now)
+        self.round = self.round.start(
+            dict.fromkeys(self.round.members, 0.0) | self._weights_of(able), now
+        )
         self._wait(self._timing.limits.reduce_most, now)
         codec, base = self._compression()
         usual = usual_scales(valid[cluster] for cluster in able)
         self._send(Start(self.round.id, dict(self.round.weights), codec, base, usual))
+
+    def _left_behind(self, copies: Mapping[int, Prepared]) -> set[int]:
+        """Return the clusters that take the average of the others, because they went back behind it.
+
+        Only in background rounds, which a cluster requests as soon as it is back: at a later one it
+        would lose what it has trained since. None if no cluster has a newer average.
+        """
+        behind = {c for c, head in copies.items() if head.behind and self.kind == "background"}
+        return set() if behind == copies.keys() else behind
+
+    def _weights_of(self, samples: Mapping[int, int]) -> dict[int, float]:
+        """Return the weights of clusters with valid parameters, from their samples."""
+        sources = sorted(self.sources & samples.keys())
+        if self._robust:
+            counts = dict.fromkeys(sources, 1) or {c: min(max(n, 0), 1) for c, n in samples.items()}
+            return shares(counts)
+        return {sources[0]: 1.0} if sources else shares(counted_samples(samples, self._planned))
 
     def _wait(self, seconds: float, now: float) -> None:
         """Set the deadline of the step that begins; that of a final round limits it."""
@@ -208,7 +235,8 @@ class TwoPhaseCommit:
     def _problems(self) -> dict[int, str]:
         """Return why clusters have no weight in the average."""
         replies = self.round.prepared.items()
-        return {c: head.problem for c, head in replies if head.problem} | dict(self._outliers)
+        problems = {c: head.problem for c, head in replies if head.problem} | dict(self._outliers)
+        return problems | dict.fromkeys(self._behind, BEHIND)
 
     def _culprit(self, head: Reduced) -> int:
         """Return the cluster that a failed one blames; itself if it blames no other member."""
@@ -272,6 +300,7 @@ class TwoPhaseCommit:
             sent_bytes=self._sent_bytes,
             seconds=now - self._opened,
             digests=current.reduced[current.members[0]].digests if committed else {},
+            trimmed=trim_of(sum(w > 0 for w in current.weights.values())) if self._robust else 0,
         )
         if announce and not committed:
             self.released |= set(current.members)

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ravnest.cli.exit_codes import EXIT_CODES_HELP, exit_code_for
+from ravnest.cli.exit_codes import EXIT_CODES_HELP, ExitCode, exit_code_for
 from ravnest.cli.lazy import Lazy, LazyGroup
 from ravnest.errors import RavnestError
+from ravnest.host import explained
 from ravnest.version import __version__
 
 
@@ -31,26 +32,26 @@ class Commands(LazyGroup):
             "ravnest.cli.submit", "Submit a job, show its progress and download the trained model."
         ),
         "status": Lazy("ravnest.cli.status", "Show the state and progress of your jobs."),
+        "page": Lazy("ravnest.cli.page", "Print a link that shows your jobs in a browser."),
         "logs": Lazy("ravnest.cli.logs", "Show the events of a job and their reasons."),
         "cancel": Lazy("ravnest.cli.cancel", "Cancel a job and free its providers."),
         "fetch": Lazy(
             "ravnest.cli.fetch", "Wait for a job and download the model as `trained_state_dict.pt`."
         ),
+        "forget": Lazy(
+            "ravnest.cli.forget", "Forget a server that you joined, for example one that is gone."
+        ),
         "nodes": Lazy(
             "ravnest.cli.nodes", "Show the providers of a server, or write a `node_configs.json`."
         ),
-        "plan": Lazy(
-            "ravnest.cli.plan", "Show how a model would be split over the nodes; write nothing."
-        ),
+        "plan": Lazy("ravnest.cli.plan", "Show how a job or a model would be split; submit nothing."),
         "launch": Lazy(
             "ravnest.cli.launch",
-            "Start all nodes of this machine, as `python SCRIPT node_<i> ARGS...`.",
+            "Start all nodes of this machine, each with the same script.",
             # Options after the script belong to the script.
             {"context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": True}},
         ),
-        "fuse": Lazy(
-            "ravnest.cli.fuse", "Fuse a cluster's trained stages into one state_dict for the model."
-        ),
+        "fuse": Lazy("ravnest.cli.fuse", "Fuse a cluster's trained stages into one state_dict."),
     }
 
 
@@ -59,6 +60,7 @@ app = typer.Typer(
     help="Train PyTorch models too large for one machine, on other people's idle hardware.",
     epilog=EXIT_CODES_HELP,
     no_args_is_help=True,
+    rich_markup_mode=None,  # its tables show a type for each flag, and take half of the width
     pretty_exceptions_enable=False,
 )
 
@@ -81,15 +83,22 @@ def _options(
 
 
 def main() -> None:
-    """Run the command; print a ``RavnestError`` as one message and exit with its ``ExitCode``."""
+    """Run the command; print a ``RavnestError`` as one message and exit with its ``ExitCode``.
+
+    Errors of the system, such as a full disk, are one message too; ``--verbose`` shows where they arose.
+    """
     try:
         app(prog_name="ravnest")
     except RavnestError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {_escaped(error)}", soft_wrap=True)
         sys.exit(exit_code_for(error))
+    except OSError as error:
+        logging.getLogger(__name__).info("the command failed", exc_info=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {_escaped(explained(error))}", soft_wrap=True)
+        sys.exit(ExitCode.ERROR)
 
 
-def _escaped(error: Exception) -> str:
+def _escaped(error: Exception | str) -> str:
     return str(error).replace("[", "\\[")
 
 

@@ -6,27 +6,34 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import typer
 from pydantic import TypeAdapter
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
+from ravnest.cli.exit_codes import ExitCode
+from ravnest.cli.job_view import job_lines
+from ravnest.client.progress_text import progress_text
 from ravnest.schemas.base import Schema
-from ravnest.schemas.jobs import EventView, JobProgress, JobView
+from ravnest.schemas.jobs import EventView, JobView
 
+_KEPT_LOSSES = 10_000
+"""Losses of the curve in a live view."""
 _UNLIMITED = 10_000
 """Width of a console without a terminal; no row is longer."""
 
 
-def out() -> Console:
-    """Return a console for results on stdout, without line wrapping."""
-    return Console(soft_wrap=True, highlight=False, markup=False)
+def out(*, quiet: bool = False) -> Console:
+    """Return a console for results on stdout, without line wrapping; a ``quiet`` one shows nothing."""
+    return Console(soft_wrap=True, highlight=False, markup=False, quiet=quiet)
 
 
-def err() -> Console:
-    """Return a console for progress on stderr."""
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+def err(*, quiet: bool = False) -> Console:
+    """Return a console for progress on stderr; a ``quiet`` one shows nothing."""
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, quiet=quiet)
 
 
 def print_json(value: object) -> None:
@@ -52,35 +59,19 @@ def local_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def progress_text(progress: JobProgress) -> str:
-    """Describe the progress of a job in a few words; empty before the first update."""
-    parts = [f"{progress.updates} updates"] if progress.updates else []
-    if progress.loss is not None:
-        parts.append(f"loss {progress.loss:.4f}")
-    if progress.diverged:
-        parts.append("the loss is not finite")
-    if progress.validation is not None:
-        parts.append(f"validation {progress.validation:.4f}")
-    if progress.staleness:
-        parts.append(f"staleness {progress.staleness}")
-    return ", ".join(parts)
-
-
-def schedule_text(progress: JobProgress) -> str:
-    """Describe the schedule of a job; empty before training begins."""
-    chosen = progress.schedule
-    if chosen is None:
-        return ""
-    count = "1 micro-batch" if chosen.microbatches == 1 else f"{chosen.microbatches} micro-batches"
-    return f"schedule {chosen.schedule}, {count} per batch: {chosen.reason}"
-
-
 def event_line(event: EventView) -> str:
     """Format an event as one line."""
     change = event.after if event.before in ("", event.after) else f"{event.before} -> {event.after}"
     subject = f"{event.kind} {event.subject}" + (f" {change}" if change else "")
     reason = event.reason.replace("\n", "\n    ")  # no line of it looks like another event
     return f"{local_time(event.time)}  {subject}: {reason}"
+
+
+def warn_of_degraded(view: JobView) -> None:
+    """Warn of a model that lacks a part of its training, and exit with the code of that."""
+    if view.degraded:
+        err().print(f"warning: {view.degraded}")
+        raise typer.Exit(ExitCode.DEGRADED)
 
 
 class StepBars:
@@ -122,30 +113,42 @@ def progress_bars(console: Console) -> Iterator[StepBars]:
 
 
 class JobStatusLine:
-    """State changes and validation results of a job as lines, and a live line with its progress."""
+    """State changes and validation results of a job as lines, and a live view on a terminal."""
 
-    def __init__(self, console: Console, status: Status) -> None:
+    def __init__(self, console: Console, live: Live | None) -> None:
         self._console = console
-        self._status = status
+        self._live = live
         self._state = ("", "")
         self._validation = ""
+        self._losses: dict[int, float] = {}
+        """Losses that were seen, by update."""
 
     def show(self, view: JobView) -> None:
-        """Print what changed since the last view, and update the live line."""
+        """Print what changed since the last view, and update the live line.
+
+        The last figures are always printed before the end.
+        """
+        progress = view.progress
+        figures = "" if progress.validation is None else f"{progress.validation:.4f}"
+        if figures != self._validation or (view.state.is_final and progress_text(progress)):
+            self._validation = figures
+            self._console.print(f"{'':>20} {progress_text(progress)}")
         if (view.state, view.reason) != self._state:
             self._state = (view.state, view.reason)
             self._console.print(f"{view.state:>20} {view.reason}")
-        if (
-            view.progress.validation is not None
-            and f"{view.progress.validation:.4f}" != self._validation
-        ):
-            self._validation = f"{view.progress.validation:.4f}"
-            self._console.print(f"{'':>20} {progress_text(view.progress)}")
-        self._status.update(f"{view.state} {progress_text(view.progress)}")
+        if progress.loss is not None:
+            self._losses[progress.updates] = progress.loss
+        if self._live is not None:
+            losses = [self._losses[update] for update in sorted(self._losses)][-_KEPT_LOSSES:]
+            lines = job_lines(view, losses, progress_text(progress), self._console.width - 1)
+            self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
 
 
 @contextmanager
 def job_status_line(console: Console) -> Iterator[JobStatusLine]:
     """Show the status of a job while the context lasts."""
-    with console.status("") as status:
-        yield JobStatusLine(console, status)
+    if not console.is_terminal or console.quiet:
+        yield JobStatusLine(console, None)
+        return
+    with Live(Text(""), console=console, auto_refresh=False, transient=True) as live:
+        yield JobStatusLine(console, live)

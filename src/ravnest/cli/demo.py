@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from ravnest.cli.console import job_status_line, out, progress_bars
+from ravnest.cli.system_errors import check_writable
 from ravnest.client.digits import accuracy, digits, digits_job
 from ravnest.client.handle import JobHandle, ended_without_model
 from ravnest.client.local_providers import LocalProviders
@@ -53,6 +54,7 @@ def demo(
     The providers train a small network. Everything is stopped and removed at the end, except for the
     trained model.
     """
+    check_writable(folder)
     console = out()
     train, validation, description = digits()
     with interrupts(_interrupt), ExitStack() as stack:
@@ -61,14 +63,16 @@ def demo(
         console.print(f"1. A server runs at {server.url}, as with `ravnest serve`.")
         joining = providers + kill  # the last one is the spare
         options = {"server": server.url, "token": server.token(ApiRole.PROVIDER, uses=joining)}
-        console.print(f"2. {joining} providers join it, as with `ravnest provide`:")
+        console.print(f"2. {joining} providers join it, as with `ravnest provide --server URL`:")
         running = stack.enter_context(LocalProviders(scratch, options, partial(_show_line, console)))
         offered = ("--ram=1", "--cores=1", _PROVIDER_LIFETIME, _sandbox(console))
         for number in range(joining):
             running.start(f"provider-{number}", *offered)
         member = join(server.url, server.token(ApiRole.REQUESTER), "demo")
         api = stack.enter_context(member.api())
-        console.print(f"3. A job is submitted, as with `ravnest submit`: a CNN on {description}.")
+        console.print(
+            f"3. A job is submitted, as with `ravnest submit job:job`: a CNN on {description}."
+        )
         epochs = max(epochs, _KILL_EPOCHS) if kill else epochs
         job = digits_job(train, validation, epochs=epochs, providers=providers)
         handle = _submit(console, api, job)

@@ -19,11 +19,16 @@ class ExitCode(IntEnum):
     """The job failed or was cancelled."""
     UNREACHABLE = 4
     """No server answers."""
+    DEGRADED = 5
+    """The job is done, but a cluster did not finish: the model lacks a part of its training."""
+    INTERRUPTED = 130
+    """Ctrl-C, as a shell reports it."""
 
 
 EXIT_CODES_HELP = (
     "Exit codes: 0 success; 1 error, or the server refused; 2 wrong usage; 3 the job failed or was "
-    "cancelled; 4 no server answers."
+    "cancelled; 4 no server answers; 5 the job is done, but a cluster did not "
+    "finish; 130 interrupted."
 )
 
 

@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ravnest.cli.console import err, job_status_line, out, print_json, progress_bars
-from ravnest.cli.options import JobId, Json, Server, Token
+from ravnest.cli.console import (
+    err,
+    job_status_line,
+    out,
+    print_json,
+    print_json_line,
+    progress_bars,
+    warn_of_degraded,
+)
+from ravnest.cli.exit_codes import ExitCode
+from ravnest.cli.options import JobId, Json, Quiet, Server, Token
+from ravnest.cli.system_errors import check_writable
 from ravnest.client.handle import JobHandle, ended_without_model
 from ravnest.client.server_selection import select_server
+from ravnest.logs.run_log import RunLog
 from ravnest.schemas.base import Schema
-from ravnest.schemas.jobs import JobProgress, JobState
+from ravnest.schemas.jobs import JobProgress, JobState, JobView
 
 Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="FOLDER", help="Folder for the model; default `ravnest-JOB`."),
+]
+
+
+Whole = Annotated[
+    bool, typer.Option("--whole", help="The whole model, also if the job trains an adapter of peft.")
+]
+
+
+class JobUpdate(Schema):
+    """A change of a job, as a line of `ravnest submit --json`."""
+
+    job: str
+    state: JobState
+    reason: str
+    progress: JobProgress
+
+
+LogDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--log-dir", metavar="FOLDER", help="Write figures for TensorBoard, and as CSV, there."
+    ),
 ]
 
 
@@ -26,44 +60,129 @@ class FetchedModel(Schema):
 
     job: str
     path: str
-    """Absolute path of ``trained_state_dict.pt``."""
+    """Absolute path of the file: ``trained_state_dict.pt``, or that of an adapter or the best model."""
     size: int
     """Bytes of the file."""
     reason: str
     """Why the job is done, with the clusters that failed."""
+    degraded: str
+    """Why the model lacks the training of some clusters; empty if all finished."""
     progress: JobProgress
 
 
 def fetch(
-    job: JobId, folder: Out = None, server: Server = None, token: Token = None, as_json: Json = False
+    job: JobId,
+    folder: Out = None,
+    server: Server = None,
+    token: Token = None,
+    whole: Whole = False,
+    log_dir: LogDir = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    best: Annotated[
+        bool,
+        typer.Option("--best", help="The best model so far, as `best_state_dict.pt`; does not wait."),
+    ] = False,
 ) -> None:
     """Wait for a job and download the model as `trained_state_dict.pt`.
 
-    Load it with `model.load_state_dict(torch.load(path, weights_only=True))`.
+    Load it with `model.load_state_dict(torch.load(path, weights_only=True))`. An adapter of peft is
+    `adapter_model.safetensors`; load it with `PeftModel.from_pretrained(base_model, folder)`.
     """
-    with JobHandle(job, select_server(server, token).api()) as handle:
-        follow_and_fetch(handle, folder, as_json=as_json)
+    check_writable(folder or Path.cwd())
+    with run_log(log_dir) as log, JobHandle(job, select_server(server, token).api()) as handle:
+        if best:
+            _fetch_best(handle, folder, as_json=as_json, quiet=quiet)
+        else:
+            follow_and_fetch(handle, folder, as_json=as_json, quiet=quiet, log=log, whole=whole)
 
 
-def follow_and_fetch(handle: JobHandle, folder: Path | None, *, as_json: bool = False) -> None:
-    """Show the progress of a job until it ends, then download its model."""
-    with job_status_line(err()) as line:
-        ended = handle.wait(on_change=line.show)
-    if ended.state is not JobState.DONE:
-        raise ended_without_model(ended)
-    with progress_bars(err()) as bars:
-        path = handle.fetch(
+def run_log(folder: Path | None) -> AbstractContextManager[RunLog | None]:
+    """Return a log in a folder; nothing without one."""
+    return nullcontext() if folder is None else RunLog(folder)
+
+
+def _fetch_best(handle: JobHandle, folder: Path | None, *, as_json: bool, quiet: bool) -> None:
+    """Download the best model of a job so far."""
+    with progress_bars(err(quiet=quiet)) as bars:
+        path = handle.fetch_best(
             folder or Path(f"ravnest-{handle.id}"), progress=partial(bars.update, "downloading")
         )
     if as_json:
-        print_json(
-            FetchedModel(
-                job=handle.id,
-                path=str(path.resolve()),
-                size=path.stat().st_size,
-                reason=ended.reason,
-                progress=ended.progress,
-            )
-        )
+        print_json(_fetched(path, handle.view()))
     else:
         out().print(str(path))
+
+
+def _fetched(path: Path, view: JobView) -> FetchedModel:
+    return FetchedModel(
+        job=view.id,
+        path=str(path.resolve()),
+        size=path.stat().st_size,
+        reason=view.reason,
+        degraded=view.degraded,
+        progress=view.progress,
+    )
+
+
+def _interrupted(job: str, server: str | None) -> str:
+    """Return what happens to a job after Ctrl-C, and how to return to it."""
+    if server is None:
+        return f"\n{job} continues. `ravnest fetch {job}` returns to it, `ravnest cancel {job}` ends it"
+    port = server.rpartition(":")[2]
+    return (
+        f"\nThe server of this command ends with it, and {job} cannot be fetched without one. `ravnest "
+        f"serve --port {port}` in this folder starts it again; then `ravnest fetch {job}` returns to it"
+    )
+
+
+def _update_of(view: JobView) -> JobUpdate:
+    return JobUpdate(job=view.id, state=view.state, reason=view.reason, progress=view.progress)
+
+
+def follow_and_fetch(
+    handle: JobHandle,
+    folder: Path | None,
+    *,
+    as_json: bool = False,
+    as_lines: bool = False,
+    quiet: bool = False,
+    own_server: str | None = None,
+    whole: bool = False,
+    log: RunLog | None = None,
+) -> None:
+    """Show the progress of a job until it ends, then download its model.
+
+    ``as_json``: report the model as JSON; ``as_lines``: each change as a line of JSON, and the model as
+    the last one. ``own_server``: address of the job's server, if it runs in this process.
+    ``log`` gets the job's figures. ``whole``: the whole model, also if the job trains an adapter.
+    """
+    console = err(quiet=quiet)
+    try:
+        with job_status_line(console) as line:
+            last: JobUpdate | None = None
+
+            def show(view: JobView) -> None:
+                nonlocal last
+                line.show(view)
+                if as_lines and (update := _update_of(view)) != last:
+                    last = update
+                    print_json_line(update)
+
+            ended = handle.wait(on_change=show) if log is None else handle.follow(log, on_change=show)
+        if ended.state is not JobState.DONE:
+            raise ended_without_model(ended)
+        with progress_bars(console) as bars:
+            path = handle.fetch(
+                folder or Path(f"ravnest-{handle.id}"),
+                progress=partial(bars.update, "downloading"),
+                whole=whole,
+            )
+    except KeyboardInterrupt:
+        err().print(_interrupted(handle.id, own_server))
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    if as_json or as_lines:
+        (print_json_line if as_lines else print_json)(_fetched(path, ended))
+    else:
+        out().print(str(path))
+    warn_of_degraded(ended)

@@ -14,5 +14,5 @@ def fuse(
     cluster: Annotated[int, typer.Option(min=0, help="Cluster whose stages are fused.")] = 0,
     folder: Annotated[Path, typer.Option(help="Folder of the trained stages.")] = Path("trained"),
 ) -> None:
-    """Fuse a cluster's trained stages into one state_dict for the model."""
+    """Fuse a cluster's trained stages into one state_dict."""
     typer.echo(f"wrote {model_fusion(cluster, folder=folder)}")

@@ -22,10 +22,10 @@ def launch(
         bool, typer.Option("--restart", help="Start a node again that fails or is killed.")
     ] = False,
 ) -> None:
-    """Start all nodes of this machine, as `python SCRIPT node_<i> ARGS...`.
+    """Start all nodes of this machine, each with the same script.
 
-    Prints their output with the node's name before each line, and stops all of them together. With
-    --restart, a node that fails is started again, continues from its newest checkpoint, and the
-    others are not stopped.
+    Runs `python SCRIPT node_<i> ARGS...` for each node. Prints their output with the node's name
+    before each line, and stops all of them together. With --restart, a node that fails is started
+    again, continues from its newest checkpoint, and the others are not stopped.
     """
     raise typer.Exit(launch_nodes(script, arguments or [], folder=folder, restart=restart))

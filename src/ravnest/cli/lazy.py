@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +26,7 @@ class Lazy:
         module = import_module(self.module)
         group = getattr(module, "app", None)
         if group is None:
-            group = typer.Typer(add_completion=False)
+            group = typer.Typer(add_completion=False, rich_markup_mode=None)
             group.command(name, **self.settings)(getattr(module, name))
         command = typer.main.get_command(group)
         command.name = name
@@ -48,5 +49,8 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the imported command and the remaining arguments."""
+        near = get_close_matches(args[0], self.lazy, n=1) if args[0] not in self.lazy else []
+        if near:
+            ctx.fail(f"No such command {args[0]!r}: did you mean {near[0]!r}?")
         name, command, rest = super().resolve_command(ctx, args)
         return name, self.lazy[name].load(name) if name in self.lazy else command, rest

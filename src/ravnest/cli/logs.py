@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ravnest.cli.console import event_line, out, print_json_line
+from ravnest.cli.console import event_line, out, print_json_line, warn_of_degraded
 from ravnest.cli.options import JobId, Server, Token
 from ravnest.client.handle import JobHandle, ended_without_model
 from ravnest.client.server_selection import READ_ROLES, select_server
@@ -41,3 +41,4 @@ def logs(
         show_new()
     if ended.state is not JobState.DONE:
         raise ended_without_model(ended)
+    warn_of_degraded(ended)

@@ -21,7 +21,11 @@ from ravnest.server.db.database import Database
 from ravnest.server.folder import ServerFolder
 from ravnest.server.http.runner import DEFAULT_FOLDER
 
-app = typer.Typer(help="List the members of a server, and revoke credentials.", no_args_is_help=True)
+app = typer.Typer(
+    help="List the members of a server, and revoke credentials.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 Folder = Annotated[Path, typer.Option(help="Folder of the server.")]
 

@@ -51,7 +51,8 @@ def node_configs(providers: Iterable[ProviderView]) -> dict[str, Any]:
     offers = [one.offer for one in providers if one.state is not ProviderState.LOST]
     if not offers:
         raise NodeConfigError(
-            "the server has no connected provider to write; start one with `ravnest provide`"
+            "the server has no connected provider to write; start one with `ravnest provide --server "
+            "URL --token TOKEN`"
         )
     return {
         str(number): {
@@ -70,8 +71,8 @@ def _show(providers: list[ProviderView]) -> None:
     if not providers:
         out().print("no providers; add one with `ravnest provide --server URL --token TOKEN`")
         return
-    columns = ("PROVIDER", "STATE", "REACHED", "JOB", "RAM", "CORES", "GFLOP/S", "MBIT/S", "REASON")
-    table = Table(*columns, box=None)
+    columns = ("PROVIDER", "STATE", "REACHED", "JOB", "RAM", "CORES", "GFLOP/S", "MBIT/S", "SANDBOX")
+    table = Table(*columns, "REASON", box=None)
     for one in providers:
         offer = one.offer
         table.add_row(
@@ -83,6 +84,7 @@ def _show(providers: list[ProviderView]) -> None:
             str(offer.cores),
             f"{offer.compute:.0f}",
             f"{offer.bandwidth:.0f}",
+            offer.sandbox or "-",
             one.reason,
         )
     print_table(table)

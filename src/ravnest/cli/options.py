@@ -9,8 +9,8 @@ import typer
 
 _LONGEST_LINE = 4096
 _HELP = (
-    "Token from `ravnest token create` on the server's machine; needed once. `-` reads it from stdin: "
-    "other users of this machine can see the command line."
+    "Token from `ravnest token create --role ROLE` on the server's machine; needed once. `-` reads it "
+    "from stdin: other users of this machine can see the command line."
 )
 
 
@@ -43,4 +43,5 @@ Token = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job; see `ravnest status`.")]

@@ -1,4 +1,4 @@
-"""``ravnest plan``: show a plan without writing anything."""
+"""``ravnest plan``: show a plan without writing or submitting anything."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ravnest.cli.console import out, print_json
-from ravnest.cli.options import Json
+from ravnest.cli.console import err, out, print_json, progress_bars
+from ravnest.cli.estimate_text import estimate_lines
+from ravnest.cli.exit_codes import ExitCode
+from ravnest.cli.options import Json, Quiet, Server, Token
 from ravnest.cli.target import TargetError, call_target
+from ravnest.client.estimation import request_estimate
+from ravnest.client.server_selection import select_server
 from ravnest.formation import NODE_CONFIGS, NODE_DATA, form_clusters
+from ravnest.jobs.job import Job
 from ravnest.plan.node_configs import read_node_configs
 
 
@@ -21,8 +26,9 @@ def plan(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="Function that returns the model and its example inputs: (model, args), "
-            "(model, kwargs) or (model, args, kwargs).",
+            help="Function that returns a ravnest.Job, to plan for the providers of a server, or the "
+            "model and its example inputs, to plan for --nodes: (model, args), (model, kwargs) or "
+            "(model, args, kwargs).",
         ),
     ],
     nodes: Annotated[Path, typer.Option(help="Node configurations to plan for.")] = Path(NODE_DATA)
@@ -32,10 +38,24 @@ def plan(
         bool, typer.Option("--pass-data", help="Measure costs with a real forward pass.")
     ] = False,
     update_frequency: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
+    server: Server = None,
+    token: Token = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Show how a model would be split over the nodes; write nothing."""
-    model, args, kwargs = load_target(target)
+    """Show how a job or a model would be split; submit nothing.
+
+    For a job, the server says if it fits its providers or what is missing, and what the training would
+    take. Weights and data are not uploaded. The exit code is 1 if the job does not fit.
+    """
+    found = call_target(target)
+    if isinstance(found, Job):
+        _estimate(found, server, token, quiet=quiet, as_json=as_json)
+        return
+    if server is not None:
+        kind = type(found).__name__
+        raise TargetError(f"{target} must return a ravnest.Job for a plan of a server, got {kind}")
+    model, args, kwargs = model_and_example(target, found)
     formation = form_clusters(
         model,
         args,
@@ -51,12 +71,29 @@ def plan(
         out().print(formation.explain())
 
 
-def load_target(target: str) -> tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]]:
-    """Call ``module:function`` of the current folder and return the model, args and kwargs."""
-    result = call_target(target)
+def _estimate(job: Job, server: str | None, token: str | None, *, quiet: bool, as_json: bool) -> None:
+    """Ask a server for the estimate of a job and print it."""
+    with select_server(server, token).api() as api:
+        api.get("/api/health", object)  # capturing takes time: fail first if no server answers
+        with progress_bars(err(quiet=quiet)) as bars:
+            found = request_estimate(api, job, bars.update)
+    if as_json:
+        print_json(found)
+    else:
+        out().print("\n".join(estimate_lines(found)))
+    if not found.fits:
+        raise typer.Exit(ExitCode.ERROR)
+
+
+def model_and_example(
+    target: str, result: object
+) -> tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]]:
+    """Return the model, args and kwargs of what the user's function returned."""
     if not isinstance(result, tuple) or not result or not isinstance(result[0], torch.nn.Module):
         kind = type(result).__name__
-        raise TargetError(f"{target} must return (model, args) or (model, args, kwargs), got {kind}")
+        raise TargetError(
+            f"{target} must return (model, args), (model, args, kwargs) or a ravnest.Job, got {kind}"
+        )
     model, *examples = result
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}

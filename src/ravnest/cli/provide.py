@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ravnest.cli.options import Token
+from ravnest.cli.console import out
+from ravnest.cli.options import Quiet, Token
+from ravnest.cli.provider_console import provider_console
 from ravnest.provider.provide import provide as provide_machine
 from ravnest.provider.sandbox.choice import SandboxChoice
 
@@ -45,25 +47,29 @@ def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
     ] = "auto",
     disk: Annotated[float | None, typer.Option(help="Maximum disk space of a job, in GB.")] = None,
     job_hours: Annotated[float | None, typer.Option(help="Maximum hours of a job.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Offer this machine to a server and work on its jobs until Ctrl-C.
 
     Measures memory, cores, compute speed and the connection to the server first. Runs no code of
     requesters.
     """
-    provide_machine(
-        server,
-        token,
-        ram=ram,
-        cores=cores,
-        hours=hours,
-        folder=folder,
-        name=name,
-        listen=listen,
-        address=address,
-        map_port=map_port,
-        once=once,
-        sandbox=sandbox,
-        disk=disk,
-        job_hours=job_hours,
-    )
+    with provider_console(out(quiet=quiet)) as console:
+        provide_machine(
+            server,
+            token,
+            ram=ram,
+            cores=cores,
+            hours=hours,
+            folder=folder,
+            name=name,
+            listen=listen,
+            address=address,
+            map_port=map_port,
+            once=once,
+            sandbox=sandbox,
+            disk=disk,
+            job_hours=job_hours,
+            say=console.say,
+            progress=console.progress,
+        )

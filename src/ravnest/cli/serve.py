@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -46,9 +48,17 @@ def serve(
         float,
         typer.Option(min=0.001, help="Minutes between two checkpoints that a cluster uploads."),
     ] = CHECKPOINT_UPLOAD / 60,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Do not log what happens at the server.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the address as JSON, and no log.")
+    ] = False,
 ) -> None:
-    """Run the intermediary server until Ctrl-C."""
+    """Run the intermediary server until Ctrl-C.
+
+    Logs to stderr what happens: who joins and leaves, and what becomes of jobs.
+    """
 
     def announce(running: RunningServer) -> None:
         typer.echo(_as_json(running) if as_json else _instructions(running, folder))
@@ -63,6 +73,7 @@ def serve(
         relay=relay,
         relay_port=relay_port,
         settings=ServerSettings(checkpoint_upload=60 * checkpoint_minutes),
+        log=None if quiet or as_json else partial(typer.echo, err=True),
     )
     if not as_json:
         typer.echo("The server has stopped. Start it again with the same folder to resume.")
@@ -75,10 +86,9 @@ def _as_json(running: RunningServer) -> str:
 
 
 def _instructions(running: RunningServer, folder: Path) -> str:
-    where = "" if folder == Path(DEFAULT_FOLDER) else f" --folder {folder}"
-    provider, requester, viewer = (
-        running.token(role) for role in (ApiRole.PROVIDER, ApiRole.REQUESTER, ApiRole.VIEWER)
-    )
+    where = "" if folder == Path(DEFAULT_FOLDER) else f" --folder {shlex.quote(str(folder))}"
+    provider = running.token(ApiRole.PROVIDER, uses=None)
+    requester, viewer = running.token(ApiRole.REQUESTER), running.token(ApiRole.VIEWER)
     at = running.relay_addresses
     relay = f"Providers that others cannot reach use the relay at {at[0]}.\n" if at else ""
     return (
@@ -86,7 +96,8 @@ def _instructions(running: RunningServer, folder: Path) -> str:
         f"  provide  ravnest provide --server {running.url} --token {provider}\n"
         f"  submit   ravnest submit module:function --server {running.url} --token {requester}\n"
         f"  watch    {running.url}/login?token={viewer}\n\n"
-        f"Each token works once, for a day. More: ravnest token create --role provider{where}\n"
+        "The token of `provide` works for a day, on any number of machines; the others work once.\n"
+        f"More: ravnest token create --role requester{where}\n"
         f"{relay}"
         "Ctrl-C stops the server; training continues without it."
     )

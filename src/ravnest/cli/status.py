@@ -8,28 +8,44 @@ import typer
 from rich.table import Table
 
 from ravnest.cli.console import (
+    err,
+    job_status_line,
     local_time,
     out,
     print_json,
     print_table,
-    progress_text,
-    schedule_text,
+    warn_of_degraded,
 )
 from ravnest.cli.options import Json, Server, Token
+from ravnest.client.handle import JobHandle, ended_without_model
+from ravnest.client.progress_text import progress_text, schedule_text
 from ravnest.client.server_selection import READ_ROLES, select_server
-from ravnest.schemas.jobs import JobView
+from ravnest.schemas.jobs import JobState, JobView
 
 
 def status(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Show this job in detail.")] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", "-w", help="Wait until the JOB has ended; see the exit codes.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the JOB live until it has ended or Ctrl-C.")
+    ] = False,
     server: Server = None,
     token: Token = None,
     as_json: Json = False,
 ) -> None:
     """Show the state and progress of your jobs."""
+    if (wait or watch) and job is None:
+        option = "--watch" if watch else "--wait"
+        raise typer.BadParameter("name the job to wait for", param_hint=option)
+    wait = wait or watch
     with select_server(server, token, READ_ROLES).api() as api:
         if job is None:
             views = api.get("/api/jobs", list[JobView])
+        elif wait:
+            with job_status_line(err()) as line:
+                view = JobHandle(job, api).wait(on_change=line.show)
         else:
             view = api.get(f"/api/jobs/{job}", JobView)
     if as_json:
@@ -38,6 +54,10 @@ def status(
         _list(views)
     else:
         _show(view)
+    if wait and view.state is not JobState.DONE:
+        raise ended_without_model(view)
+    if wait:
+        warn_of_degraded(view)
 
 
 def _list(views: list[JobView]) -> None:
@@ -46,8 +66,12 @@ def _list(views: list[JobView]) -> None:
         return
     table = Table("JOB", "NAME", "STATE", "PROGRESS", "REASON", box=None, pad_edge=False)
     for view in views:
-        table.add_row(view.id, view.name, view.state, progress_text(view.progress), view.reason)
+        table.add_row(view.id, view.name, _state(view), progress_text(view.progress), view.reason)
     print_table(table)
+
+
+def _state(view: JobView) -> str:
+    return f"{view.state} (degraded)" if view.degraded else view.state
 
 
 def _show(view: JobView) -> None:
@@ -55,9 +79,11 @@ def _show(view: JobView) -> None:
     console.print(f"{view.name} ({view.id}) of {view.owner} is {view.state}: {view.reason}")
     console.print(f"submitted {local_time(view.created)}, last change {local_time(view.changed)}")
     if progress_text(view.progress):
-        console.print(f"{progress_text(view.progress)}; {view.progress.epochs} epochs requested")
+        console.print(progress_text(view.progress))
     if schedule_text(view.progress):
         console.print(schedule_text(view.progress))
+    if view.degraded:
+        console.print(f"warning: {view.degraded}")
     for one in view.assignments:
         console.print(
             f"  cluster {one.cluster}, node {one.node} ({one.role}) on {one.provider_name}: {one.phase}"

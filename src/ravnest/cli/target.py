@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import shlex
 import sys
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from ravnest.errors import RavnestError
 from ravnest.split.source import line_of_traceback
+
+_PACKAGES = {
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python",
+    "PIL": "pillow",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+"""Packages whose name differs from that of the module."""
 
 
 class TargetError(RavnestError, ValueError):
@@ -41,7 +53,16 @@ def call_target(target: str) -> Any:
         ) from error
     except Exception as error:  # the user's code may raise anything
         raise _failure(target, error) from error
-    raise TargetError(f"the module {module_name} has no function {function_name}")
+    raise TargetError(
+        f"the module {module_name} has no function {function_name}{_similar(module, function_name)}"
+    )
+
+
+def _similar(module: ModuleType, name: str) -> str:
+    """Return a question with the function that was probably meant; empty if none is similar."""
+    functions = [each for each, value in vars(module).items() if callable(value)]
+    found = difflib.get_close_matches(name, functions, n=1)
+    return f": did you mean {found[0]}?" if found else ""
 
 
 def _failure(target: str, error: Exception, hint: str = "") -> TargetError:
@@ -53,8 +74,10 @@ def _failure(target: str, error: Exception, hint: str = "") -> TargetError:
 def _install_hint(error: ModuleNotFoundError) -> str:
     if error.name is None:
         return ""
-    package = error.name.partition(".")[0]
-    return f"; is {package} installed for {sys.executable}?"
+    name = error.name.partition(".")[0]
+    package = _PACKAGES.get(name, name)
+    python = shlex.quote(sys.executable)
+    return f"; install the package {package}: {python} -m pip install {package}"
 
 
 def _reached_other_code(trace: TracebackType | None) -> bool:

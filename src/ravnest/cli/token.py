@@ -13,7 +13,9 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.server.auth.tokens import DEFAULT_HOURS
 from ravnest.server.http.runner import DEFAULT_FOLDER, create_token
 
-app = typer.Typer(help="Create tokens for joining a server.", no_args_is_help=True)
+app = typer.Typer(
+    help="Create tokens for joining a server.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 class TokenRole(StrEnum):
@@ -23,6 +25,7 @@ class TokenRole(StrEnum):
     RELAY = "relay"
     REQUESTER = "requester"
     VIEWER = "viewer"
+    ADMIN = "admin"
 
 
 @app.callback()
@@ -59,5 +62,5 @@ def _usage(role: TokenRole, url: str, token: str) -> str:
             return f"\n  ravnest relay --server {url} --token {token}"
         case TokenRole.REQUESTER:
             return f"\n  ravnest submit module:function --server {url} --token {token}"
-        case TokenRole.VIEWER:
+        case TokenRole.VIEWER | TokenRole.ADMIN:
             return f"\n  {url}/login?token={token}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable
@@ -10,15 +11,20 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Self
 
+from ravnest.client.job_records import JobRecords
+from ravnest.client.notebook import job_html
 from ravnest.client.server_selection import READ_ROLES, select_server
 from ravnest.deadlines import JOB_POLL
 from ravnest.errors import JobEndedError
 from ravnest.http.api import ApiClient
 from ravnest.http.retry import RetryPolicy
 from ravnest.schemas.jobs import EventView, JobProgress, JobState, JobView, LossHistory
+from ravnest.telemetry import RecordSink
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 RESTART = RetryPolicy(tries=60, first=0.5, most=10.0)
 """Retries while waiting for a job: they outlast a server restart of about eight minutes."""
@@ -51,6 +57,20 @@ class JobHandle:
     def __repr__(self) -> str:
         return f"JobHandle({self.id!r} at {self._api.url})"
 
+    def _repr_html_(self) -> str:
+        """Return the job as HTML, which notebooks show."""
+        return job_html(self.view(), self.losses())
+
+    def show(self, timeout: float | None = None) -> JobView:
+        """Show the job in a notebook and keep it up to date until the job has ended."""
+        display = import_module("IPython.display")
+        shown = display.display(display.HTML(self._repr_html_()), display_id=True)
+
+        def change(view: JobView) -> None:
+            shown.update(display.HTML(job_html(view, self.losses())))
+
+        return self.wait(timeout, change)
+
     def __enter__(self) -> Self:
         return self
 
@@ -70,6 +90,10 @@ class JobHandle:
     def state(self) -> JobState:
         """Return the state of the job."""
         return self.view().state
+
+    def degraded(self) -> str:
+        """Return why the model of a job that is done lacks the training of some clusters; or nothing."""
+        return self.view().degraded
 
     def progress(self) -> JobProgress:
         """Return the number of updates, the last loss and the last validation result."""
@@ -113,6 +137,26 @@ class JobHandle:
             view = newer
         return view
 
+    def follow(
+        self,
+        sink: RecordSink,
+        timeout: float | None = None,
+        on_change: Callable[[JobView], None] | None = None,
+    ) -> JobView:
+        """Wait as ``wait`` does, and pass the job's figures to a ``RunLog`` or ``Callbacks``.
+
+        Losses of updates that were made before arrive first.
+        """
+        records = JobRecords(self)
+
+        def changed(view: JobView) -> None:
+            for record in records.of(view):
+                sink.emit(record)
+            if on_change is not None:
+                on_change(view)
+
+        return self.wait(timeout, changed)
+
     def result(
         self,
         into: torch.nn.Module | None = None,
@@ -120,16 +164,18 @@ class JobHandle:
         folder: str | Path | None = None,
         timeout: float | None = None,
         progress: Callable[[int, int], None] | None = None,
+        whole: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Wait for the job and return the trained ``state_dict``.
+        """Wait for the job and return the trained ``state_dict``; of a ``peft`` model, the adapter.
 
-        It is loaded ``into`` the model if one is given, and written to
-        ``folder/trained_state_dict.pt`` if a folder is given. ``progress`` is called with the bytes
-        downloaded and the total. Raises ``JobEndedError`` with the reason if the job failed or was
-        cancelled, and ``TimeoutError`` after ``timeout`` seconds.
+        It is loaded ``into`` the model if one is given, and written to ``folder`` as ``fetch`` does if
+        a folder is given. ``progress`` is called with the bytes downloaded and the total. Raises
+        ``JobEndedError`` with the reason if the job failed or was cancelled, and ``TimeoutError`` after
+        ``timeout`` seconds.
         """
         with tempfile.TemporaryDirectory(prefix="ravnest-") as scratch:
-            path = self.fetch(scratch if folder is None else folder, timeout=timeout, progress=progress)
+            target = scratch if folder is None else folder
+            path = self.fetch(target, timeout=timeout, progress=progress, whole=whole)
             state: dict[str, torch.Tensor] = _results().load_trained(path, into)
         return state
 
@@ -139,12 +185,45 @@ class JobHandle:
         *,
         timeout: float | None = None,
         progress: Callable[[int, int], None] | None = None,
+        whole: bool = False,
     ) -> Path:
-        """Wait for the job, write ``folder/trained_state_dict.pt`` and return its path."""
+        """Wait for the job, write ``folder/trained_state_dict.pt`` and return its path.
+
+        If the model is one of ``peft``, write its adapter instead, as ``adapter_model.safetensors`` and
+        ``adapter_config.json``; with ``whole``, the whole model all the same. Log a
+        warning if a cluster of the job did not finish; see ``degraded``.
+        """
         ended = self.wait(timeout)
         if ended.state is not JobState.DONE:
             raise ended_without_model(ended)
-        path: Path = _results().fetch_trained(self._api, self.id, Path(folder), progress)
+        if ended.degraded:
+            logger.warning("job %s: %s", self.id, ended.degraded)
+        path: Path = _results().fetch_trained(self._api, self.id, Path(folder), progress, whole=whole)
+        return path
+
+    def best(
+        self,
+        into: torch.nn.Module | None = None,
+        *,
+        folder: str | Path | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the ``state_dict`` of the best validation so far, without waiting for the job.
+
+        The job needs ``keep_best``; it may be training, done, failed or cancelled. The model is loaded
+        ``into`` a module and written to ``folder/best_state_dict.pt`` if these are given. Raises
+        ``ServerRefusedError`` if there is none yet; ``view().best`` describes it.
+        """
+        with tempfile.TemporaryDirectory(prefix="ravnest-") as scratch:
+            path = self.fetch_best(scratch if folder is None else folder, progress=progress)
+            state: dict[str, torch.Tensor] = _results().load_trained(path, into)
+        return state
+
+    def fetch_best(
+        self, folder: str | Path, *, progress: Callable[[int, int], None] | None = None
+    ) -> Path:
+        """Write ``folder/best_state_dict.pt``, as ``best`` returns it, and return its path."""
+        path: Path = _results().fetch_best(self._api, self.id, Path(folder), progress)
         return path
 
     def cancel(self) -> None:
@@ -178,4 +257,26 @@ def _results() -> ModuleType:
 def ended_without_model(view: JobView) -> JobEndedError:
     """Return the error that says why a job has no trained model."""
     outcome = "was cancelled" if view.state is JobState.CANCELLED else "failed"
-    return JobEndedError(f"job {view.id} {outcome}: {view.reason}")
+    hints = f"{_checkpoint_hint(view)}{_best_hint(view)}"
+    return JobEndedError(f"job {view.id} {outcome}: {view.reason}{hints}")
+
+
+def _best_hint(view: JobView) -> str:
+    """Return how to fetch the best model of a job; empty if the server has none."""
+    best = view.best
+    if best is None:
+        return ""
+    return (
+        f"\nIts best model ({best.metric} {best.value:.4f} after epoch {best.epoch}) is at the server: "
+        f"`ravnest fetch {view.id} --best`"
+    )
+
+
+def _checkpoint_hint(view: JobView) -> str:
+    """Return how to continue from the last checkpoint of a job; empty if the server has none."""
+    if view.saved_update is None:
+        return ""
+    return (
+        f"\nThe server has its checkpoint of update {view.saved_update}: continue from it with `ravnest "
+        f"submit MODULE:FUNCTION --resume {view.id}`, with other settings if you like"
+    )

@@ -74,7 +74,8 @@ def _only_joined(roles: Sequence[ApiRole]) -> str | None:
     urls = sorted({member.url for member in memberships() if member.role in roles})
     if len(urls) > 1:
         raise ServerSelectionError(
-            f"several servers are known: {', '.join(urls)}; choose one with --server or $RAVNEST_SERVER"
+            f"several servers are known: {', '.join(urls)}; choose one with --server or "
+            "$RAVNEST_SERVER; `ravnest forget URL` removes one that is gone"
         )
     return urls[0] if urls else None
 

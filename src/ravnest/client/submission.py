@@ -19,7 +19,8 @@ from ravnest.errors import JobError
 from ravnest.http.api import ApiClient
 from ravnest.http.transfer import upload
 from ravnest.jobs.dataset_writer import StepProgress
-from ravnest.jobs.job import Job, pack_job
+from ravnest.jobs.job import Job
+from ravnest.jobs.packing import pack_job
 from ravnest.schemas.jobs import JobCreated
 
 

@@ -96,13 +96,15 @@ class ApiClient:
         wait: float = 0.0,
         within: float = HTTP_ANSWER,
         idempotent: bool = False,
+        retry: RetryPolicy | None = None,
     ) -> T:
         """Send a POST request; with ``object`` as ``answer``, any answer is accepted.
 
-        The server may take ``wait`` seconds on purpose and ``within`` seconds more.
+        The server may take ``wait`` seconds on purpose and ``within`` seconds more. ``retry`` is for
+        requests that may be sent twice, as ``idempotent`` is.
         """
-        retry = self.retry if idempotent else NO_RETRY
-        return self._send("POST", path, body, answer, params, wait + within, retry)
+        policy = retry or (self.retry if idempotent else NO_RETRY)
+        return self._send("POST", path, body, answer, params, wait + within, policy)
 
     def delete(self, path: str, *, params: Params | None = None) -> None:
         """Send a DELETE request."""

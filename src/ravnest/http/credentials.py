@@ -124,7 +124,7 @@ def _address(url: str, token: JoinToken) -> str:
     if not token.fingerprint and url.startswith("https://"):
         raise TokenError(
             f"the token has no fingerprint to identify {url} with; create another with `ravnest token "
-            "create` on the server that uses HTTPS"
+            "create --role ROLE` on the server that uses HTTPS"
         )
     if not token.fingerprint and not is_loopback(url):
         raise TokenError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -35,6 +35,43 @@ _DTYPES = {
 """Data types by their names in safetensors."""
 
 
+_WINDOW = ".window"
+
+
+def window_name(field: str) -> str:
+    """Return the name of the field with the windows of another field.
+
+    The window of a sample is the part of its tensor that is not padding: begin and end in each
+    dimension.
+    """
+    return f"{field}{_WINDOW}"
+
+
+def collate_samples(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch of samples, cropped to the largest of them."""
+    return crop_batch({name: torch.stack([each[name] for each in samples]) for name in samples[0]})
+
+
+def crop_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Crop the fields of a batch that have windows, and leave the windows out."""
+    return {
+        name: _cropped(name, tensor, batch[window_name(name)]) if window_name(name) in batch else tensor
+        for name, tensor in batch.items()
+        if not name.endswith(_WINDOW)
+    }
+
+
+def _cropped(name: str, tensor: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+    shape = torch.tensor(tensor.shape[1:])
+    if windows.dtype != torch.int64 or windows.shape != (len(tensor), tensor.dim() - 1, 2):
+        raise DataError(f"the windows of {name!r} have shape {list(windows.shape)} and {windows.dtype}")
+    begin, end = windows[..., 0].amin(0), windows[..., 1].amax(0)
+    if bool((begin < 0).any() | (begin > end).any() | (end > shape).any()):
+        raise DataError(f"the windows of {name!r} do not fit its shape {list(tensor.shape)}")
+    chosen = tuple(slice(*pair) for pair in zip(begin.tolist(), end.tolist(), strict=True))
+    return tensor[(slice(None), *chosen)].contiguous()
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows ``start`` to ``stop - 1`` of a data file."""
@@ -60,7 +97,7 @@ class SharedData(Dataset[dict[str, torch.Tensor]]):
         lengths = {len(column) for column in self._columns}
         if len(lengths) != 1:
             raise DataError("a share of the data is empty, or its inputs and labels differ in number")
-        if labels and set(self._columns[-1].fields) != {LABELS}:
+        if labels and set(self._columns[-1].fields) - {window_name(LABELS)} != {LABELS}:
             raise DataError(f"a label file has the fields {sorted(self._columns[-1].fields)}")
         (self._length,) = lengths
 

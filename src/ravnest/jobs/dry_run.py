@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
 from ravnest.errors import JobError, StageInputError
-from ravnest.jobs.dataset_reader import Rows, SharedData
+from ravnest.jobs.dataset_reader import Rows, SharedData, collate_samples
 from ravnest.jobs.dataset_writer import PackedData
 from ravnest.jobs.graph_loss import as_sent, evaluate_loss
+from ravnest.jobs.padded_samples import PaddedSamples
 from ravnest.jobs.registry import loss_function
 from ravnest.runtime.data import LABELS
 from ravnest.schemas.jobs import NamedComponent
-from ravnest.split.capture import mode_of
+from ravnest.split.capture import Capture, mode_of
 from ravnest.split.chain import bind_inputs
 from ravnest.split.example import Example, bind_example
-from ravnest.split.module import check_inputs
+from ravnest.split.graph import Mode
+from ravnest.split.kept_model import model_kept
+from ravnest.split.module import check_inputs, shown_names
 from ravnest.split.splitter import PreparedModel
 from ravnest.split.structure import map_tensors, tensors_in
 from ravnest.split.torchscript import from_torchscript
+from ravnest.split.varying import PADDING_ADVICE
 
 _DEFAULT_BATCH_SIZE = 64
 _SEED = 20_240_229
@@ -62,9 +67,14 @@ def example_for(
     return replace(example, tensors=tuple(tensors), batch_size=size)
 
 
-def input_names(prepared: PreparedModel) -> list[str]:
+def as_large_as(example: Example, batch: Mapping[str, torch.Tensor]) -> Example:
+    """Return an example with the inputs of a batch of the same number of samples."""
+    paths = zip(example.leaf_paths(), example.tensors, strict=True)
+    return replace(example, tensors=tuple(batch[path].to(tensor.device) for path, tensor in paths))
+
+
+def input_names(example: Example) -> list[str]:
     """Return the names of the inputs of ``forward`` that the data must provide, in order."""
-    example = prepared.capture.example
     names = []
     for name, structure in zip(example.names, example.structures, strict=True):
         if structure.kind == "leaf":
@@ -85,7 +95,8 @@ def check_data(prepared: PreparedModel, packed: PackedData, label: str) -> None:
     given = {entry.name: batch[entry.name] for entry in signature if entry.values}
     try:
         values = bind_inputs(signature, (), given)
-        check_inputs(graph, [values[value.name] for value in graph.inputs])
+        found = [values[value.name] for value in graph.inputs]
+        check_inputs(graph, found, shown_names(signature))
     except StageInputError as error:
         raise JobError(
             f"{label} does not fit the example inputs that the model was captured with: {error}. The "
@@ -93,15 +104,66 @@ def check_data(prepared: PreparedModel, packed: PackedData, label: str) -> None:
         ) from error
 
 
-def dry_run(prepared: PreparedModel, packed: PackedData) -> DryRun:
-    """Run the model on the first samples."""
-    batch = _batch(prepared, packed)
+def check_batch_sizes(
+    prepared: PreparedModel, sizes: Sequence[int], label: str, mode: Mode = "train"
+) -> None:
+    """Raise ``JobError`` for a size of a batch that the model was not captured for."""
+    (stage,) = prepared.cut(()).stages
+    graph = stage.spec.graphs[mode]
+    symbols = {symbol.name: symbol for symbol in graph.symbols}
+    batches = {value.shape[0] for value in graph.inputs if value.shape}
+    for batch, size in product(batches, sizes):
+        symbol = symbols.get(batch.symbol)
+        if symbol is not None and (size % batch.factor or not symbol.accepts(size // batch.factor)):
+            raise JobError(
+                f"{label} has a batch of {size} samples, but the model takes batches of {batch} samples "
+                f"only, where {batch.symbol} is {symbol}: its forward decides by the size. If it is "
+                "the last batch of an epoch, use drop_last=True, else another batch_size"
+            )
+
+
+def check_lengths(
+    prepared: PreparedModel, samples: PaddedSamples, label: str, mode: Mode = "train"
+) -> None:
+    """Raise ``JobError`` for a size of a sample that the model was not captured for.
+
+    A batch has the size of its largest sample.
+    """
+    (stage,) = prepared.cut(()).stages
+    graph, shown = stage.spec.graphs[mode], shown_names(stage.spec.signature)
+    bounds = {symbol.name: symbol for symbol in graph.symbols}
+    for value in graph.inputs:
+        name = shown[value.name]
+        for dim, dimension in enumerate(value.shape):
+            symbol = bounds.get(dimension.symbol)
+            if symbol is None or not symbol.length:
+                continue
+            for size in torch.unique(samples.sizes[name][:, dim - 1]).tolist():
+                if size % dimension.factor or not symbol.accepts(size // dimension.factor):
+                    raise JobError(
+                        f"{label} has a sample with size {size} in dimension {dim} of {name}, but the "
+                        f"model takes {dimension} there only, where {dimension.symbol} is {symbol}: its "
+                        f"forward decides by the size. Change forward, or {PADDING_ADVICE}"
+                    )
+
+
+def dry_run(
+    prepared: PreparedModel, packed: PackedData, largest: Mapping[str, torch.Tensor] | None = None
+) -> DryRun:
+    """Run the model on ``largest``, a batch of inputs and labels, or on the first samples."""
+    batch = _batch(prepared, packed) if largest is None else largest
     example = prepared.capture.example
     tensors = [
         batch[path].to(tensor.device)
         for path, tensor in zip(example.leaf_paths(), example.tensors, strict=True)
     ]
-    return DryRun(_output(prepared.capture.model, example, tensors), batch[LABELS])
+    return DryRun(_output(prepared.capture, example, tensors), batch[LABELS])
+
+
+def first_inputs(prepared: PreparedModel, packed: PackedData) -> dict[str, torch.Tensor]:
+    """Return the inputs of the first samples by name, in the order of ``forward``."""
+    batch = _batch(prepared, packed)
+    return {name: batch[name] for name in input_names(prepared.capture.example)}
 
 
 def _batch(prepared: PreparedModel, packed: PackedData) -> dict[str, torch.Tensor]:
@@ -111,15 +173,14 @@ def _batch(prepared: PreparedModel, packed: PackedData) -> dict[str, torch.Tenso
         [Rows(path, 0, rows) for path, rows in packed.labels[:1]],
     )
     count = prepared.capture.example.batch_size or 1
-    samples = [shared[row % len(shared)] for row in range(count)]
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    return collate_samples([shared[row % len(shared)] for row in range(count)])
 
 
-def _output(model: nn.Module, example: Example, tensors: Sequence[torch.Tensor]) -> Any:
-    """Run the model in training mode without changing its buffers or torch's random state."""
+def _output(capture: Capture, example: Example, tensors: Sequence[torch.Tensor]) -> Any:
+    """Run the model in training mode without changing it or torch's random state."""
     args, kwargs = example.rebuild(tensors)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with mode_of(model, "train"), torch.no_grad(), torch.random.fork_rng():
+    kept = model_kept(capture.model, capture.written_parameters)
+    with kept, mode_of(capture.model, "train"), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(_SEED)
-        output = torch.func.functional_call(model, buffers, args, kwargs)
+        output = capture.model(*args, **kwargs)
     return map_tensors(as_sent(output), torch.Tensor.cpu)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
@@ -20,16 +20,23 @@ from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import Dimension, StageGraph
 from ravnest.split.limits import MAX_STAGE_BYTES
 from ravnest.split.module import StageModule
-from ravnest.split.splitter import prepare
 from ravnest.split.structure import flatten, map_tensors, tensors_in
 from ravnest.store.files import read_json, write_json
 from ravnest.store.weights import load_weights, save_weights
+
+if TYPE_CHECKING:
+    from ravnest.split.splitter import PreparedModel
+    from ravnest.split.varying import Varying
 
 LOSS_FILE = "loss.json"
 WEIGHTS_FILE = "loss.safetensors"
 _OUTPUT, _LABELS = "output", "labels"
 _TOLERANCE = 1e-6
 _SEED = 20_240_229
+_ANY_SIZE = "replace len(x), int(x.shape[0]) or a constant in view/reshape by x.shape[0] or -1"
+_REASONS = (
+    "possible reasons are hooks, state outside of buffers, or random numbers from outside of torch"
+)
 
 
 @dataclass(frozen=True)
@@ -91,13 +98,21 @@ def as_sent(output: Any) -> Any:
 
 
 def pack_loss(
-    criterion: Callable[..., Any], example_output: Any, example_labels: torch.Tensor, folder: Path
+    criterion: Callable[..., Any],
+    example_output: Any,
+    example_labels: torch.Tensor,
+    folder: Path,
+    *,
+    varying: Varying | None = None,
 ) -> PackedLoss:
     """Export a criterion below ``folder`` and compare the graph with the criterion on the example.
 
     The criterion is called with the model's output and the labels of a batch. It must return one
-    number that depends on the output through differentiable torch operations. Raises ``JobError``.
+    number that depends on the output through differentiable torch operations. ``varying`` are
+    dimensions besides the batch whose sizes vary, up to those of the example. Raises ``JobError``.
     """
+    from ravnest.split.splitter import prepare  # noqa: PLC0415 - providers load losses, capture none
+
     loss = _Loss(criterion)
     if any(parameter.requires_grad for parameter in loss.parameters()):
         raise JobError(
@@ -107,19 +122,82 @@ def pack_loss(
     example = (as_sent(example_output), example_labels)
     expected = evaluate_loss(criterion, *example)
     try:
-        prepared = prepare(loss, example)
+        prepared = prepare(loss, example, varying=varying)
     except CaptureError as error:
         raise JobError(f"the criterion cannot be captured as a graph. {error}") from error
     if prepared.capture.fixed_batch:
         raise JobError(
             "the criterion accepts only batches of one size, because it uses the batch size as a "
-            "constant: replace len(x), int(x.shape[0]) or a constant in view/reshape by x.shape[0] or -1"
+            f"constant: {_ANY_SIZE}"
         )
+    packed = write_graph(prepared, folder)
+    _compare(expected, evaluate_loss(load_loss(packed.stage, packed.weights), *example))
+    return packed
+
+
+class _Metric(nn.Module):
+    """A metric as a module with the inputs of a loss."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = function if isinstance(function, nn.Module) else None
+        self._function = function
+
+    def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        value = self._function(output, labels)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"it must return a tensor, not a {type(value).__name__}")
+        return value
+
+
+def pack_metric(
+    function: Callable[..., Any],
+    label: str,
+    example_output: Any,
+    example_labels: torch.Tensor,
+    folder: Path,
+) -> PackedLoss:
+    """Export a metric below ``folder`` and compare the graph with the function on the example.
+
+    It is called with the model's output and the labels of a batch and returns a number, or a tensor of
+    values whose mean is the metric. Raises ``JobError``.
+    """
+    from ravnest.split.splitter import prepare  # noqa: PLC0415 - providers load metrics, capture none
+
+    metric = _Metric(function)
+    example = (as_sent(example_output), example_labels)
+    try:
+        with torch.no_grad():
+            expected = metric(as_sent(example_output), example_labels.clone())
+        prepared = prepare(metric, example)
+    except CaptureError as error:
+        raise JobError(f"the metric {label!r} cannot be captured as a graph. {error}") from error
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+        raise JobError(
+            f"the metric {label!r} fails on the model's output for the first samples of train_data: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if prepared.capture.fixed_batch:
+        raise JobError(f"the metric {label!r} accepts only batches of one size: {_ANY_SIZE}")
+    packed = write_graph(prepared, folder)
+    with torch.no_grad():
+        found = load_loss(packed.stage, packed.weights)(*example)
+    if found.shape != expected.shape or not torch.allclose(
+        found.double(), expected.double(), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
+    ):
+        raise JobError(
+            f"the captured graph of the metric {label!r} computes other values than the function: "
+            f"{_REASONS}"
+        )
+    return packed
+
+
+def write_graph(prepared: PreparedModel, folder: Path) -> PackedLoss:
+    """Write a captured function as one stage below ``folder``."""
     (stage,) = prepared.cut(()).stages
     packed = PackedLoss(folder / LOSS_FILE, folder / WEIGHTS_FILE)
     save_weights(packed.weights, stage.tensors)
     write_json(packed.stage, stage_to_json(stage.spec), compact=True)
-    _compare(expected, evaluate_loss(load_loss(packed.stage, packed.weights), *example))
     return packed
 
 
@@ -176,6 +254,5 @@ def _compare(
             if torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
                 continue
         raise JobError(
-            "the captured graph of the criterion computes another loss than the criterion: possible "
-            "reasons are hooks, state outside of buffers, or random numbers from outside of torch"
+            f"the captured graph of the criterion computes another loss than the criterion: {_REASONS}"
         )

@@ -192,6 +192,27 @@ def _bytes_of(file: TensorFile, entry: StateSpec) -> TensorBytes:
     return whole.row_bytes(entry.rows.first, entry.rows.stop)
 
 
+def profiles_to_json(profiles: Iterable[ModelProfile]) -> str:
+    """Return profiles of a model as JSON, for an estimate."""
+    return msgspec.json.encode([asdict(profile) for profile in profiles]).decode()
+
+
+def read_profiles(text: str) -> tuple[ModelProfile, ...]:
+    """Read what ``profiles_to_json`` returned; raise ``StageFormatError`` for anything else."""
+    try:
+        data = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise StageFormatError(f"the profiles of the model are not JSON: {error}") from error
+    if not isinstance(data, list) or not 0 < len(data) <= 1 + _MOST_ROW_CUTS:
+        raise StageFormatError("there is no list of the profiles of a model")
+    profiles = tuple(map(_profile, data))
+    for profile in profiles:
+        if not 0 < len(profile.units) <= MAX_STAGES:
+            raise StageFormatError(f"the profile of the model has {len(profile.units)} units")
+        _check_costs(profile)
+    return profiles
+
+
 def _profile(data: object) -> ModelProfile:
     try:
         return convert_checked(data, ModelProfile)
@@ -203,17 +224,8 @@ def _check_profile(model: UnitModel) -> None:
     profile, count = model.profile, len(model.units)
     if len(profile.units) != count:
         raise StageFormatError(f"the profile has {len(profile.units)} units, the model {count}")
-    _check_numbers(asdict(profile))
-    _check_batch(profile)
-    if profile.chunkable is not None and profile.chunkable.unit >= count:
-        raise StageFormatError(f"the profile has its last layer in unit {profile.chunkable.unit}")
+    _check_costs(profile)
     names = [tensor.name for tensor in profile.state]
-    if len(set(names)) != len(names):
-        raise StageFormatError("the profile lists a state tensor twice")
-    for tensor in profile.state:
-        ascends = list(tensor.units) == sorted(set(tensor.units))
-        if not tensor.units or not ascends or tensor.units[-1] >= count:
-            raise StageFormatError(f"the profile has invalid units for {tensor.name!r}")
     held = {entry.key: entry for unit in model.units for entry in unit.state}
     if missing := held.keys() - set(names):
         raise StageFormatError(f"the profile lacks {min(missing)!r}")
@@ -225,6 +237,22 @@ def _check_profile(model: UnitModel) -> None:
             raise StageFormatError(f"the profile and the units differ in the size of {tensor.name!r}")
 
 
+def _check_costs(profile: ModelProfile) -> None:
+    """Raise ``StageFormatError`` if the numbers of a profile contradict each other."""
+    count = len(profile.units)
+    _check_numbers(asdict(profile))
+    _check_batch(profile)
+    if profile.chunkable is not None and profile.chunkable.unit >= count:
+        raise StageFormatError(f"the profile has its last layer in unit {profile.chunkable.unit}")
+    names = [tensor.name for tensor in profile.state]
+    if len(set(names)) != len(names):
+        raise StageFormatError("the profile lists a state tensor twice")
+    for tensor in profile.state:
+        ascends = list(tensor.units) == sorted(set(tensor.units))
+        if not tensor.units or not ascends or tensor.units[-1] >= count:
+            raise StageFormatError(f"the profile has invalid units for {tensor.name!r}")
+
+
 def _check_batch(profile: ModelProfile) -> None:
     if profile.batch_size < 1:
         raise StageFormatError("the batch size of the profile is not positive")
@@ -233,7 +261,7 @@ def _check_batch(profile: ModelProfile) -> None:
             f"the profile has micro-batches of {profile.smallest_rows} samples in a batch of"
             f" {profile.batch_size}"
         )
-    for reason in (profile.unsplit_reason, profile.whole_reason):
+    for reason in (profile.unsplit_reason, profile.whole_reason, profile.late_reason):
         if len(reason) > _LONGEST_REASON:
             raise StageFormatError(f"the profile has a reason of {len(reason)} characters")
 

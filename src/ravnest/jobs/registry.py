@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +14,11 @@ from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 
 from ravnest.errors import JobError, SettingsError
-from ravnest.runtime.stage.updates import UpdateRule
-from ravnest.schemas.jobs import NamedComponent, Setting
+from ravnest.jobs.learning_rates import PIECEWISE
+from ravnest.runtime.stage.learning_rate import PiecewiseLR
+from ravnest.runtime.stage.parameter_groups import grouped, matches
+from ravnest.runtime.stage.updates import OptimizerParams, UpdateRule
+from ravnest.schemas.jobs import NamedComponent, ParameterGroup, Setting
 
 T = TypeVar("T")
 _LONGEST = 1000
@@ -61,7 +64,7 @@ _SCHEDULERS: dict[str, type[Any]] = {
     name: getattr(lr_scheduler, name)
     for name in lr_scheduler.__all__
     if name not in {"LRScheduler", *_TAKE_FUNCTIONS, *_TAKE_SCHEDULERS}
-}
+} | {PIECEWISE: PiecewiseLR}
 _LOSSES: dict[str, type[nn.Module]] = {name: getattr(nn, name) for name in _FUNCTIONS.values()}
 _CLASS_OF = {getattr(functional, function): kind for function, kind in _FUNCTIONS.items()}
 
@@ -69,6 +72,11 @@ _CLASS_OF = {getattr(functional, function): kind for function, kind in _FUNCTION
 def optimizer_class(name: str) -> type[Optimizer]:
     """Return the optimizer class of torch with that name."""
     return _find("optimizer", name, _OPTIMIZERS)
+
+
+def optimizer_classes() -> Iterable[type[Optimizer]]:
+    """Return all optimizer classes that a job can name."""
+    return _OPTIMIZERS.values()
 
 
 def scheduler_class(name: str) -> type[Any]:
@@ -103,30 +111,91 @@ def named_scheduler(scheduler: object, params: object) -> NamedComponent:
     if name in _TAKE_FUNCTIONS:
         raise JobError(
             f"{name} takes a function, and providers run none of your code: use a scheduler that takes "
-            "numbers, such as LinearLR, MultiStepLR or CosineAnnealingLR"
+            "numbers, such as CosineAnnealingLR, a name such as 'cosine', or a list of pieces "
+            "(docs/submitting.md, Learning rates)"
         )
     if name in _TAKE_SCHEDULERS:
         raise JobError(
-            f"{name} combines other schedulers, which a job cannot contain: use a single scheduler, "
-            "such as OneCycleLR (warm-up and decay in one)"
+            f"{name} combines other schedulers, which a job cannot contain: use a list of pieces, such "
+            "as lr_scheduler=[{'shape': 'linear', 'first': 0, 'last': 1, 'length': 0.1}, "
+            "{'shape': 'cosine'}] (docs/submitting.md, Learning rates)"
         )
     name = _name_of("learning rate scheduler", scheduler, _SCHEDULERS)
     return _named(name, _checked_params("lr_scheduler_params", params))
 
 
-def check_update(optimizer: NamedComponent, scheduler: NamedComponent | None) -> None:
+def named_groups(groups: object, model: nn.Module) -> tuple[ParameterGroup, ...]:
+    """Return the wire form of parameter groups; each must match a trained parameter of the model."""
+    if isinstance(groups, str | Mapping) or not isinstance(groups, Iterable):
+        raise JobError(
+            "parameter_groups must be a list of mappings, such as "
+            "[{'match': '*.bias|*norm*', 'weight_decay': 0}]"
+        )
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    found = []
+    for number, group in enumerate(groups):
+        where = f"parameter_groups[{number}]"
+        if not isinstance(group, Mapping) or not isinstance(group.get("match"), str):
+            raise JobError(f"{where} needs a 'match': patterns of parameter names, separated by |")
+        patterns = group["match"]
+        if not any(matches(name, patterns) for name in names):
+            shown = ", ".join(names[:3])
+            raise JobError(f"{where}: no trained parameter matches {patterns!r}; names are like {shown}")
+        own = {key: value for key, value in group.items() if key != "match"}
+        checked = _named("optimizer", _checked_params(where, own)).params
+        found.append(ParameterGroup(match=patterns, params=checked))
+    return tuple(found)
+
+
+def optimizer_settings(optimizer: NamedComponent, groups: Iterable[ParameterGroup]) -> OptimizerParams:
+    """Return the ``optimizer_params`` with which ``Node`` makes the optimizer."""
+    own = [(group.match, group.params) for group in groups]
+    return grouped(own, optimizer.params) if own else optimizer.params
+
+
+def check_update(
+    optimizer: NamedComponent,
+    scheduler: NamedComponent | None,
+    groups: Sequence[ParameterGroup] = (),
+) -> None:
     """Raise ``JobError`` if torch cannot create the optimizer and scheduler with their parameters."""
     make: Callable[..., Optimizer] = optimizer_class(optimizer.name)
+    settings = ({}, *(dict(group.params) for group in groups))
+    members = [own | {"params": [nn.Parameter(torch.zeros(2, 2))]} for own in settings]
     try:
-        made = make([nn.Parameter(torch.zeros(2, 2))], **optimizer.params)
+        made = make(members, **optimizer.params)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise JobError(f"{optimizer.name} does not accept optimizer_params: {error}") from error
+    for group in groups:
+        if unknown := sorted(set(group.params) - set(made.defaults)):
+            raise JobError(
+                f"{optimizer.name} has no setting {unknown[0]!r} for a group of parameters, only "
+                f"{', '.join(sorted(made.defaults))}"
+            )
     if scheduler is None:
         return
     try:
         scheduler_class(scheduler.name)(made, **scheduler.params)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise JobError(f"{scheduler.name} does not accept lr_scheduler_params: {error}") from error
+
+
+def check_shapes(optimizer: type[Optimizer], params: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise ``JobError`` if the optimizer cannot train the parameters of a model.
+
+    ``Muon`` takes matrices only, ``SparseAdam`` only sparse gradients, which stages do not have.
+    """
+    make: Callable[..., Optimizer] = optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    tiny = nn.Parameter(torch.zeros(2, 2))
+    tiny.grad = torch.zeros(2, 2)
+    try:
+        make([nn.Parameter(torch.empty(p.shape, device="meta")) for p in trained], **params)
+        make([tiny], **params).step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise JobError(
+            f"{optimizer.__name__} cannot train this model: {error}. Use another one, such as AdamW"
+        ) from error
 
 
 def named_loss(criterion: object) -> NamedComponent | None:
@@ -212,6 +281,11 @@ def _is_setting(value: object) -> bool:
         return False
     numbers = all(isinstance(item, int | float) and not isinstance(item, bool) for item in value)
     return numbers or all(isinstance(item, str) for item in value)
+
+
+def named_component(name: str, where: str, params: object) -> NamedComponent:
+    """Return the wire form of something with a name and parameters; ``where`` names it in errors."""
+    return _named(name, _checked_params(where, params))
 
 
 def _named(name: str, params: Mapping[str, Any]) -> NamedComponent:

@@ -158,7 +158,8 @@ def _split_reason(profile: ModelProfile, costs: ModelCosts, split: _Split) -> st
     delayed = bool(costs.training.max_delay)
     if profile.smallest_rows is None:
         text = f"batches are not split into micro-batches: {profile.unsplit_reason}"
-        alone = "; one batch at a time is in the pipeline, because RAM is short"
+        cause = profile.late_reason or "RAM is short"
+        alone = f"; one batch at a time is in the pipeline, because {cause}"
         return text if delayed else text + alone
     if split.count == 1:
         text = "batches are not split into micro-batches: that would not be faster"

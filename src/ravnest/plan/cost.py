@@ -133,7 +133,8 @@ class ModelCosts:
     ) -> ModelCosts:
         """Prepare a profile; the other arguments are those of ``MemorySettings``.
 
-        Without ``max_delay``, a batch that cannot be split is trained with a delay of one update.
+        Without ``max_delay``, a batch that cannot be split is trained with a delay of one update, if
+        gradients may be late.
         """
         units = profile.units
         crossing = np.array([0, *(unit.crossing_bytes for unit in units)], dtype=np.float64)
@@ -147,7 +148,7 @@ class ModelCosts:
         link_bytes[[0, -1]] = 0
         activations = RangeSum.of([unit.activation_bytes for unit in units])
         trained = [tensor for tensor in profile.state if tensor.trainable]
-        splits = profile.smallest_rows is not None
+        splits, sync = profile.smallest_rows is not None, bool(profile.late_reason)
         accumulates = splits or update_frequency > 1
         gradients = RangeSum.of(_by_last_unit([] if accumulates else trained, len(units)))
         workspace = [unit.passing_bytes if accumulates else unit.workspace_bytes for unit in units]
@@ -161,7 +162,7 @@ class ModelCosts:
                 profile.optimizer_bytes_per_parameter_byte,
                 profile.update_copies,
                 averaging,
-                max_delay=(0 if splits else 1) if max_delay is None else max_delay,
+                max_delay=int(not splits and not sync) if max_delay is None else max_delay,
                 share=share,
                 part=part,
                 accumulates=accumulates,

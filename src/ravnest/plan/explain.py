@@ -11,6 +11,11 @@ from ravnest.plan.plan import ClusterPlan, Plan, StagePlan
 from ravnest.plan.profile import ModelProfile, RowCut
 from ravnest.plan.rings import Ring
 
+_IDLE_WEIGHTS = 0.01
+"""Share of the weights of a cluster up to which a node counts as idle."""
+_IDLE_WORK = 0.1
+"""Time of a stage, relative to the slowest one, up to which a node counts as idle."""
+
 
 def explain(plan: Plan, profile: ModelProfile, unit_names: Sequence[str]) -> str:
     """Describe a plan in words: roles, layers, memory against RAM, times and the bottleneck.
@@ -18,6 +23,7 @@ def explain(plan: Plan, profile: ModelProfile, unit_names: Sequence[str]) -> str
     ``unit_names`` has one name per unit, for display; neighbouring units may share one.
     """
     lines = [_headline(plan), *_assumption(plan), *map(_row_cut_line, plan.row_cuts)]
+    lines += [idle] if (idle := idle_nodes(plan)) else []
     for cluster in plan.clusters:
         lines += ["", _cluster_line(cluster)]
         for stage in cluster.stages:
@@ -80,6 +86,33 @@ def _assumption(plan: Plan) -> list[str]:
     if len(silent) == len(nodes):
         return [f"No node states its compute: {assumed} is assumed for all."]
     return [f"Assumed compute (the median of the others), {assumed}: {', '.join(silent)}."]
+
+
+def idle_nodes(plan: Plan) -> str:
+    """Return a warning of nodes that hold next to no weights and do next to no work; empty if none."""
+    idle = [stage for cluster in plan.clusters for stage in _idle_stages(cluster)]
+    if not idle:
+        return ""
+    names = [f"Node({stage.node.id})" for stage in idle]
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    rate = min(stage.node.bandwidth for stage in plan.stages)
+    return (
+        f"Warning: {listed} {'holds' if len(idle) == 1 else 'hold'} next to no weights, and nearly all"
+        " work is done elsewhere: the model has no cut at which passing on activations at"
+        f" {rate:g} Mbit/s takes less time than the work that it saves. Training is as fast with fewer"
+        " nodes. Larger batches, compression of what is sent or faster links may help."
+    )
+
+
+def _idle_stages(cluster: ClusterPlan) -> Iterator[StagePlan]:
+    if len(cluster.stages) < 2:
+        return
+    weights = sum(stage.memory.weights for stage in cluster.stages)
+    slowest = max(stage.compute_seconds for stage in cluster.stages)
+    for stage in cluster.stages:
+        few = stage.memory.weights <= _IDLE_WEIGHTS * weights
+        if few and stage.compute_seconds <= _IDLE_WORK * slowest:
+            yield stage
 
 
 def _row_cut_line(cut: RowCut) -> str:

@@ -61,7 +61,7 @@ _WHOLE = [MemoryStep(1.0, 1.0, max_delay=1), MemoryStep(1.0, 1.0)]
 def memory_steps(profile: ModelProfile) -> list[MemoryStep]:
     """Return what the planner tries in turn until the stages fit the RAM and nothing is lost by it."""
     if profile.smallest_rows is None:
-        return _WHOLE
+        return _WHOLE[1:] if profile.late_reason else _WHOLE
     least = min(profile.smallest_rows / profile.batch_size, 1.0)
     steps = [MemoryStep(max(step.share, least), max(step.part, least)) for step in _SPLIT]
     return list(dict.fromkeys(steps))

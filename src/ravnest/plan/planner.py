@@ -239,7 +239,7 @@ def _delay_pays(
 
     Stages must keep all activations of two batches: to recompute them would take what a delay gains.
     """
-    if profile.smallest_rows is None or costs.training.share < 1:
+    if profile.smallest_rows is None or profile.late_reason or costs.training.share < 1:
         return False
     clusters, delayed = [], costs.delayed()
     delayed = replace(delayed, training=replace(delayed.training, recompute=False))

@@ -104,6 +104,8 @@ class ModelProfile:
     """Samples that a micro-batch must have; None if a batch cannot be split."""
     unsplit_reason: str = "it is not known whether the model treats samples independently"
     """Why a batch cannot be split; empty if it can."""
+    late_reason: str = ""
+    """Why gradients must not be late, so that the schedule is ``sync``; empty if they may."""
     row_cuts: tuple[RowCut, ...] = ()
     """Tensors that are cut along their rows."""
     whole_reason: str = ""

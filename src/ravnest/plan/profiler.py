@@ -24,6 +24,7 @@ from ravnest.split.measure import Measurement, OperationCost
 from ravnest.split.recurrent import DEFERRED_COPIES
 from ravnest.split.sample_coupling import row_split
 from ravnest.split.splitter import PreparedModel
+from ravnest.split.written_state import written_weights
 
 _FLOPS_PER_BYTE = 4.0
 """Operations that a machine computes in the time of moving one byte. Most layers except matrix products
@@ -72,6 +73,7 @@ def profile_model(
         )
     example = prepared.capture.example
     split = row_split(prepared) if splits else None
+    written = written_weights(prepared.cut(()).stages[0].spec)
     found = ModelProfile(
         units=tuple(units),
         state=_state(prepared, layout, bounds),
@@ -82,6 +84,7 @@ def profile_model(
         chunkable=_chunkable_head(prepared, bounds),
         optimizer_bytes_per_parameter_byte=optimizer_factor,
         update_copies=_UPDATE_COPIES,
+        late_reason=f"forward writes to the weight {written[0]}" if written else "",
         row_cuts=_row_cuts(prepared),
     )
     if split is None:
@@ -200,8 +203,13 @@ def _operation_work(cost: OperationCost) -> float:
 
 
 def _passes(cost: OperationCost) -> float:
-    """Return the work of forward and backward as a multiple of forward."""
-    return 1 + _BACKWARD if cost.differentiated else 1.0
+    """Return the work of forward and backward as a multiple of forward.
+
+    Half of the backward pass of a layer computes the gradients of its weights, unless they are frozen.
+    """
+    if not cost.differentiated:
+        return 1.0
+    return 1 + (_BACKWARD / 2 if cost.frozen else _BACKWARD)
 
 
 def _workspace(

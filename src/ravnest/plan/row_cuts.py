@@ -16,7 +16,8 @@ import torch
 
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.profiler import profile_model
-from ravnest.split.row_blocks import cuttable_tensors, element_wise
+from ravnest.split.element_wise import element_wise
+from ravnest.split.row_blocks import cuttable_tensors
 from ravnest.split.splitter import PreparedModel
 
 BLOCK_COUNTS = (2, 3, 4, 6, 8, 12, 16)

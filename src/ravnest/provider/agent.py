@@ -30,10 +30,13 @@ from ravnest.provider.events import (
     Action,
     AgentEvent,
     Announce,
+    BestUploaded,
     CheckpointsUploaded,
+    CheckUploaded,
     ConnectionsRejected,
     DeadlinePassed,
     Discard,
+    Exclude,
     Exit,
     Fetch,
     Fetched,
@@ -52,24 +55,23 @@ from ravnest.provider.events import (
     StartWorker,
     Stop,
     Upload,
-    UploadCheckpoints,
+    UploadBest,
     Uploaded,
     WorkerEnded,
 )
 from ravnest.provider.leave_wish import LeaveWish
 from ravnest.provider.link_test_progress import LinkTestProgress
 from ravnest.provider.outcome import Outcome
-from ravnest.schemas.providers import (
-    AssignmentReport,
-    Heartbeat,
-    HeartbeatReply,
-    TlsRejections,
-)
+from ravnest.provider.speed_check import SpeedCheck
+from ravnest.schemas.providers import AssignmentReport, Heartbeat, HeartbeatReply, TlsRejections
 
 _KEPT = "the server does not have the result yet; it is kept, and sent when the provider starts again"
 _REJECTED = "connections without a valid certificate were rejected; the server gets their number"
 _CONTINUES = "continues the assignment of an earlier run of this provider"
-_HANDS_OVER = f"waits up to {HANDOVER:.0f} s for another provider to take over its training"
+_HANDS_OVER = (
+    f"waits up to {HANDOVER:.0f} s for another provider to take over its training; Ctrl-C again leaves "
+    "at once"
+)
 _FINAL = (401, 403)
 """HTTP statuses after which trying again is useless."""
 _UNKNOWN = 404
@@ -88,13 +90,15 @@ class Agent:
         begun: Iterable[str] = (),
         kept: Mapping[str, Outcome] | None = None,
         jitter: random.Random | None = None,
+        speed: SpeedCheck | None = None,
     ) -> None:
         """``ends``: time at which the offered hours are over. ``once``: leave after one assignment.
 
         ``begun``: assignments that an earlier process of this provider worked on, which it continues.
         ``kept``: assignments that it has trained to the end, and whose results the server has not
-        acknowledged.
+        acknowledged. ``speed``: repeats the measurement of the speed.
         """
+        self._speed = speed
         self._ends = ends
         self._once = once
         self._folders = set(begun)
@@ -137,6 +141,7 @@ class Agent:
         """Time at which ``DeadlinePassed`` is due; ``None`` if it is not."""
         times = [self._ends, self._poll_at, None if self._work is None else self._work.again_at]
         times.append(None if self._wish is None else self._wish.deadline)
+        times.append(None if self._speed is None else self._speed.deadline)
         if self._has_news and self._report is None and not self._away:
             times.append(self._report_at)
         return min((time for time in times if time is not None), default=None)
@@ -150,15 +155,20 @@ class Agent:
                 self._interrupted = True
             case LinkTestEnded(test):
                 self._link_test.ended(test)
-            case CheckpointsUploaded():
+            case CheckpointsUploaded() | CheckUploaded():
                 self._end_upload(event, now)
+            case BestUploaded():
+                self._end_best(event, now)
             case Left():
                 return [Exit(self._error)]
         if self._left:
             return []
         actions = [*self._react(event, now), *self._reconcile(now)]
         idle = self._work is None and self._wanted is None and self._leaving is None
-        return [*actions, *self._link_test.actions(is_idle=idle), *self._due_heartbeats(now)]
+        actions += self._link_test.actions(is_idle=idle)
+        if self._speed is not None:
+            actions += self._speed.handle(event, now, is_idle=idle and not self._link_test.is_running)
+        return [*actions, *self._due_heartbeats(now)]
 
     def _react(self, event: AgentEvent, now: float) -> list[Action]:
         match event:
@@ -207,7 +217,11 @@ class Agent:
         if work is not None and work.assignment == reply.assignment:
             work.records.acknowledge(reply.records_known)
             work.checkpoints.want(reply.upload)
+            work.best.retry()
             self._has_news |= work.records.waiting > 0 or (is_poll and work.is_over)
+            if work.phase == "training" and reply.excluded != work.excluded:
+                work.excluded = reply.excluded
+                actions.append(Exclude(work.assignment, reply.excluded))
         return [*actions, *self._discard_unwanted()]
 
     def _unanswered(
@@ -275,10 +289,8 @@ class Agent:
         now: float,
     ) -> list[Action]:
         if isinstance(event, RecordsReceived):
-            work.records.add(event.records)
-            work.checkpoints.note(event.records)
             self._has_news = True
-            return []
+            return work.take(event.records, now)
         if isinstance(event, ConnectionsRejected):
             known, work.tls_rejections = work.tls_rejections, event.tls_rejections
             self._has_news = True
@@ -301,13 +313,14 @@ class Agent:
                 self._report_soon(now)
                 keep = Keep(work.assignment, work.outcome)
                 if not work.is_root:
-                    return [keep, Announce(f"{work.node_title}: finished")]
+                    return [keep, Announce(work.finished)]
                 work.busy, work.pause = True, FIRST_PAUSE
                 return [keep, Upload(work.assignment)]
             case Uploaded():
                 work.result, work.waiting, work.phase = event.files, "", "finished"
+                work.best.end(event.best)
                 self._report_soon(now)
-                return [Announce(f"{work.node_title}: finished")]
+                return [Announce(work.finished)]
 
     def _try_later(self, work: AssignmentProgress, now: float) -> None:
         """Have the last step tried again after a pause."""
@@ -354,11 +367,22 @@ class Agent:
         self._report_soon(now)
         return [Announce(f"{work.title}: failed: {event.failure}")]
 
-    def _end_upload(self, event: CheckpointsUploaded, now: float) -> None:
-        """Store which checkpoints the server has, and report it."""
+    def _end_upload(self, event: CheckpointsUploaded | CheckUploaded, now: float) -> None:
+        """Store which checkpoints or files of checks the server has, and report it."""
+        work = self._work
+        if work is None or work.assignment != event.assignment:
+            return
+        if isinstance(event, CheckUploaded):
+            work.checks.end(event.evidence)
+        else:
+            work.checkpoints.end(event.order, event.checkpoints, is_done=event.is_done)
+        self._report_soon(now)
+
+    def _end_best(self, event: BestUploaded, now: float) -> None:
+        """Store which best model the server has, and report it."""
         work = self._work
         if work is not None and work.assignment == event.assignment:
-            work.checkpoints.end(event.order, event.checkpoints, is_done=event.is_done)
+            work.best.end(event.best, again=event.again)
             self._report_soon(now)
 
     def _report_soon(self, now: float) -> None:
@@ -427,9 +451,9 @@ class Agent:
             work.phase, work.busy = "training", True
             self._report_soon(now)
             return [Announce(f"{work.node_title}: starts training"), StartWorker(work.assignment)]
-        has_checkpoints = work.phase in ("fetched", "training")  # of an earlier assignment, at first
-        order = work.checkpoints.begin() if has_checkpoints else None
-        return [] if order is None else [UploadCheckpoints(work.assignment, order)]
+        if work.phase == "training" and work.best.begin():
+            return [UploadBest(work.assignment)]
+        return work.uploads()
 
     def _begin(self, assignment: str, now: float) -> list[Action]:
         self._report_soon(now)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ravnest.deadlines import FIRST_PAUSE
+from ravnest.provider.best_uploads import BestUploads
+from ravnest.provider.check_upload import CheckUploads
 from ravnest.provider.checkpoint_orders import CheckpointOrders
+from ravnest.provider.events import Action, ShowProgress, UploadCheck, UploadCheckpoints
 from ravnest.provider.outcome import MOST_RECORDS_KEPT, Outcome
 from ravnest.provider.record_pipe import is_sample
+from ravnest.provider.work_meter import WorkMeter
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.providers import (
     MOST_RECORDS,
     AssignmentReport,
+    ExcludedNode,
     FailureCause,
     Phase,
     TlsRejections,
 )
-from ravnest.telemetry import WorkerRecord
+from ravnest.telemetry import WorkerRecord, WorkRecord
 
 KEPT_RECORDS = 20_000
 """Acknowledged records that are kept, in case the server restarts with an older state."""
@@ -117,6 +122,11 @@ class AssignmentProgress:
     result: tuple[ResultFile, ...] = ()
     tls_rejections: TlsRejections = field(default_factory=TlsRejections)
     checkpoints: CheckpointOrders = field(default_factory=CheckpointOrders)
+    excluded: tuple[ExcludedNode, ...] = ()
+    """Nodes to which the worker was told to close its links."""
+    checks: CheckUploads = field(default_factory=CheckUploads)
+    best: BestUploads = field(default_factory=BestUploads)
+    meter: WorkMeter = field(default_factory=WorkMeter)
 
     @classmethod
     def kept(cls, assignment: str, outcome: Outcome) -> AssignmentProgress:
@@ -151,24 +161,53 @@ class AssignmentProgress:
         """Name of the assignment in messages to the owner."""
         return self.node_title or "the job"
 
+    @property
+    def finished(self) -> str:
+        """Line that says that the node has trained to the end, and what it has done."""
+        total = self.meter.total
+        done = "" if total is None else f" after {total.samples:,} samples: {total}"
+        return f"{self.node_title}: finished{done}"
+
+    def take(self, records: Sequence[WorkerRecord], now: float) -> list[Action]:
+        """Add records of the worker; return what to show of those about its own work."""
+        own = [record for record in records if isinstance(record, WorkRecord)]
+        reported = [record for record in records if not isinstance(record, WorkRecord)]
+        self.records.add(reported)
+        self.checkpoints.note(reported)
+        self.checks.note(reported)
+        self.best.note(reported)
+        figures = [self.meter.add(record, now) for record in own]
+        return [ShowProgress(f"{self.title}: {each}") for each in figures if each is not None]
+
+    def uploads(self) -> list[Action]:
+        """Return the uploads that are due beside the worker: checkpoints, and files of spot checks."""
+        has_checkpoints = self.phase in ("fetched", "training")  # of an earlier assignment, at first
+        order = self.checkpoints.begin() if has_checkpoints else None
+        check = self.checks.begin() if self.phase == "training" else None
+        actions: list[Action] = [] if order is None else [UploadCheckpoints(self.assignment, order)]
+        return actions if check is None else [*actions, UploadCheck(self.assignment, check)]
+
     def report(self) -> AssignmentReport:
         """Return the report to send, with the oldest records that the server does not have.
 
-        The server takes no records of a finished assignment, so the end is reported with the last
+        The server takes no records of an ended assignment, so the end is reported with the last
         records, unless the server stops to acknowledge them.
         """
         first, records = self.records.next()
         is_last = first + len(records) == self.records.end
-        held_back = self.phase == "finished" and not is_last and self.records.is_progressing
+        held_back = self.is_over and not is_last and self.records.is_progressing
+        trained = self.is_root and self.phase == "finished"
         return AssignmentReport(
             assignment=self.assignment,
-            phase=("uploading" if self.is_root else "training") if held_back else self.phase,
-            reason=(self.failure or self.waiting)[:_LONGEST_REASON],
+            phase=("uploading" if trained else "training") if held_back else self.phase,
+            reason=(self.waiting if held_back else self.failure or self.waiting)[:_LONGEST_REASON],
             cause=self.cause,
             result=() if held_back else self.result,
             tls_rejections=self.tls_rejections,
             first_record=first,
             records=records,
             checkpoints=self.checkpoints.uploaded,
+            best=self.best.done,
             upload_done=self.checkpoints.done,
+            checks=self.checks.uploaded,
         )

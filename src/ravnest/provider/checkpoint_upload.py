@@ -103,14 +103,14 @@ class _Linked:
             self._from.tensors_path(self._checkpoint),
             self._from.manifest_path(self._checkpoint),
         ):
-            _link(path, self._target / path.name)
+            link_file(path, self._target / path.name)
         return linked
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._target, ignore_errors=True)
 
 
-def _link(path: Path, target: Path) -> None:
+def link_file(path: Path, target: Path) -> None:
     """Make ``target`` another name of a regular file, or a copy where the disk has no hard links."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise StageFormatError(f"{path} is not a file")

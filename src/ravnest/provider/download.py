@@ -25,7 +25,7 @@ from ravnest.store.checkpoint import SEED, CheckpointFolder
 from ravnest.store.node_spec import NodeSpec, write_node
 from ravnest.transport.certificates import signing_request
 
-_SPARE = 1 << 30
+SPARE = 1 << 30
 """Bytes of the disk that stay free."""
 
 Check = Callable[[], None]
@@ -93,6 +93,12 @@ def files_of(job_dir: JobDir, assignment: Assignment) -> dict[Path, Artifact]:
     if assignment.loss is not None:
         graph, weights = job_dir.loss
         files |= {graph: assignment.loss.stage, weights: assignment.loss.weights}
+    for number, metric in assignment.graph_metrics.items():
+        graph, weights = job_dir.metric(number)
+        files |= {graph: metric.stage, weights: metric.weights}
+    if (augmentation := assignment.training.augmentation) is not None:
+        graph, weights = job_dir.augmentation
+        files |= {graph: augmentation.graph.stage, weights: augmentation.graph.weights}
     if (seed := assignment.seed) is not None:
         seeds = CheckpointFolder(job_dir.node_data / BUNDLE / SEED)
         files[seeds.tensors_path(seed.id)] = seed.tensors
@@ -112,10 +118,10 @@ def _data_files(job_dir: JobDir, share: DataShare) -> dict[Path, Artifact]:
 def _check_disk(folder: Path, files: Mapping[Path, Artifact]) -> None:
     needed = sum(artifact.size for path, artifact in files.items() if not path.exists())
     free = shutil.disk_usage(folder).free
-    if needed + _SPARE > free:
+    if needed + SPARE > free:
         raise StageFormatError(
             f"its files need {needed / 1e9:.2f} GB; {folder} has {free / 1e9:.2f} GB free, and "
-            f"{_SPARE / 1e9:.1f} GB of these are not used; free some space, or give another --folder"
+            f"{SPARE / 1e9:.1f} GB of these are not used; free some space, or give another --folder"
         )
 
 

@@ -6,10 +6,17 @@ from dataclasses import dataclass
 
 from ravnest.provider.outcome import Outcome
 from ravnest.schemas.checkpoints import CheckpointOrder, UploadedCheckpoint
-from ravnest.schemas.jobs import ResultFile
+from ravnest.schemas.jobs import BestFiles, ResultFile
 from ravnest.schemas.link_tests import LinkTestOrder
-from ravnest.schemas.providers import FailureCause, Heartbeat, HeartbeatReply, TlsRejections
-from ravnest.telemetry import WorkerRecord
+from ravnest.schemas.providers import (
+    ExcludedNode,
+    FailureCause,
+    Heartbeat,
+    HeartbeatReply,
+    TlsRejections,
+)
+from ravnest.schemas.spot_checks import CheckEvidence
+from ravnest.telemetry import CheckRecord, WorkerRecord
 
 # Events
 
@@ -91,9 +98,21 @@ class Uploaded:
 
     assignment: str
     files: tuple[ResultFile, ...] = ()
+    best: BestFiles | None = None
+    """Best model of the cluster, which was uploaded with them."""
     failure: str = ""
     again: bool = False
     """The upload failed for a reason that passes: no answer, an error of the server, a full disk."""
+
+
+@dataclass(frozen=True)
+class BestUploaded:
+    """The server has the best model of a cluster so far, or the upload failed."""
+
+    assignment: str
+    best: BestFiles | None = None
+    again: bool = False
+    """The upload failed for a reason that passes, or the model was replaced meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +127,26 @@ class CheckpointsUploaded:
 
 
 @dataclass(frozen=True)
+class CheckUploaded:
+    """The server has a file of a spot check, or the upload failed."""
+
+    assignment: str
+    evidence: CheckEvidence | None = None
+
+
+@dataclass(frozen=True)
 class LinkTestEnded:
     """A link test is over, and nothing listens for it any more."""
 
     test: str
+
+
+@dataclass(frozen=True)
+class SpeedMeasured:
+    """The speed of this machine was measured again."""
+
+    rate: float | None
+    """GFLOP/s; ``None`` if the measurement failed."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +175,10 @@ AgentEvent = (
     | WorkerEnded
     | Uploaded
     | CheckpointsUploaded
+    | CheckUploaded
+    | BestUploaded
     | LinkTestEnded
+    | SpeedMeasured
     | InterruptReceived
     | DeadlinePassed
     | Left
@@ -187,8 +225,23 @@ class Keep:
 
 
 @dataclass(frozen=True)
+class Exclude:
+    """Have the worker of an assignment close its links to these nodes."""
+
+    assignment: str
+    nodes: tuple[ExcludedNode, ...]
+
+
+@dataclass(frozen=True)
 class Upload:
     """Upload the trained files of an assignment."""
+
+    assignment: str
+
+
+@dataclass(frozen=True)
+class UploadBest:
+    """Upload the best model of a cluster so far, while its worker runs."""
 
     assignment: str
 
@@ -199,6 +252,14 @@ class UploadCheckpoints:
 
     assignment: str
     order: CheckpointOrder
+
+
+@dataclass(frozen=True)
+class UploadCheck:
+    """Upload a file of a spot check, while the worker runs."""
+
+    assignment: str
+    record: CheckRecord
 
 
 @dataclass(frozen=True)
@@ -232,6 +293,19 @@ class StopLinkTest:
 
 
 @dataclass(frozen=True)
+class MeasureSpeed:
+    """Measure the speed of this machine, at low priority."""
+
+
+@dataclass(frozen=True)
+class UpdateOffer:
+    """Tell the server another speed."""
+
+    compute: float
+    """GFLOP/s."""
+
+
+@dataclass(frozen=True)
 class Leave:
     """Tell the server that this provider leaves."""
 
@@ -241,6 +315,13 @@ class Leave:
 @dataclass(frozen=True)
 class Announce:
     """Show a line to the owner of the machine."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class ShowProgress:
+    """Show the owner of the machine what it does now; the next one replaces it."""
 
     line: str
 
@@ -261,13 +342,19 @@ Action = (
     | Fetch
     | StartWorker
     | Keep
+    | Exclude
     | Upload
+    | UploadBest
     | UploadCheckpoints
+    | UploadCheck
     | Stop
     | Discard
     | StartLinkTest
     | StopLinkTest
+    | MeasureSpeed
+    | UpdateOffer
     | Leave
     | Announce
+    | ShowProgress
     | Exit
 )

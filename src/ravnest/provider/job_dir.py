@@ -6,17 +6,17 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from ravnest.errors import StageFormatError
 from ravnest.provider.outcome import Outcome
 from ravnest.schemas.base import Artifact, Schema
-from ravnest.schemas.providers import Assignment
+from ravnest.schemas.providers import Assignment, ExcludedNode
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.files import read_json, write_json
 from ravnest.store.node_spec import CertificateFiles
@@ -27,6 +27,7 @@ CERTIFICATES = CertificateFiles(
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _LIMIT = 256 << 20
+_EXCLUDED = TypeAdapter(tuple[ExcludedNode, ...])
 
 DEFAULT_DISK = 100_000_000_000
 DEFAULT_SECONDS = 7 * 86_400.0
@@ -68,6 +69,17 @@ class JobDir:
         """Graph and weights of the requester's own loss."""
         return self.folder / "loss" / STAGE_FILE, self.folder / "loss" / WEIGHTS_FILE
 
+    @property
+    def augmentation(self) -> tuple[Path, Path]:
+        """Graph and weights of the requester's augmentation."""
+        folder = self.folder / "augmentation"
+        return folder / STAGE_FILE, folder / WEIGHTS_FILE
+
+    def metric(self, number: int) -> tuple[Path, Path]:
+        """Return the paths of graph and weights of one of the requester's own metrics."""
+        folder = self.folder / "metrics" / str(number)
+        return folder / STAGE_FILE, folder / WEIGHTS_FILE
+
     def data_file(self, artifact: Artifact) -> Path:
         """Return the path of a file of samples or labels."""
         return self.folder / "data" / f"{artifact.sha256}.safetensors"
@@ -95,6 +107,11 @@ class JobDir:
     def uploads(self) -> Path:
         """Folder of further names of checkpoints while they are uploaded."""
         return self.folder / "uploads"
+
+    @property
+    def check_uploads(self) -> Path:
+        """Folder of a further name of a spot check's file while it is uploaded."""
+        return self.folder / "check_uploads"
 
     @property
     def scratch(self) -> Path:
@@ -125,6 +142,20 @@ class JobDir:
     def idle(self) -> Path:
         """Bytes of memory that the worker held before it read the job's data."""
         return self.scratch / "idle.json"
+
+    def write_excluded(self, nodes: Sequence[ExcludedNode]) -> None:
+        """Write the nodes to which the worker closes its links."""
+        write_json(self._excluded, [each.model_dump(mode="json") for each in nodes], compact=True)
+
+    def read_excluded(self) -> tuple[ExcludedNode, ...]:
+        """Read the nodes to which the worker closes its links; none if nobody is excluded."""
+        if not self._excluded.exists():
+            return ()
+        return _EXCLUDED.validate_python(read_json(self._excluded, _LIMIT))
+
+    @property
+    def _excluded(self) -> Path:
+        return self.folder / "excluded.json"
 
     @property
     def _assignment(self) -> Path:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -24,7 +26,7 @@ _PASSED_ON_PREFIX = "LC_"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRPC_LOG = {"GRPC_VERBOSITY": "info"}
 """Makes gRPC log rejected certificates; ``tls_rejections.py`` reads the lines."""
-_NICE = 10
+WORKER_NICE = 10
 _STACKS = 1 << 30
 """Address space for the stacks of threads: the system counts it as data, but little of it is used."""
 
@@ -38,6 +40,9 @@ LEAST_FREE = 256 << 20
 """Bytes of the disk that a worker leaves to its owner."""
 MOST_THREADS = 1024
 """Threads that a worker may have; some libraries start one for each core and peer."""
+
+_FIRST = 1
+"""Process id of a worker in bubblewrap: it is the first process of its namespace."""
 
 HOME = "home"
 TEMPORARY = "tmp"
@@ -63,12 +68,19 @@ def confine(sandbox: str = "", channel: int = -1) -> None:
     The agent holds the other end of stdin, which closes when the agent ends, for whatever reason. On
     Linux the system also kills the worker, even if Python cannot run at that moment.
     """
-    host.lower_priority(_NICE)
+    host.lower_priority(WORKER_NICE)
     host.disable_core_dumps()
     host.end_with_parent()
+    if os.getpid() == _FIRST:
+        signal.signal(signal.SIGTERM, _end_by_signal)
     if sandbox:
         enter_sandbox(sandbox, channel)
     threading.Thread(target=_end_with_stdin, name="agent", daemon=True).start()
+
+
+def _end_by_signal(number: int, _frame: FrameType | None) -> None:
+    """End as other processes do: the system spares the first process of a namespace."""
+    os._exit(host.SIGNALLED + number)
 
 
 def _end_with_stdin() -> None:

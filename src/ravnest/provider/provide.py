@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 import sys
 import time
@@ -19,6 +20,7 @@ from ravnest.http.credentials import home
 from ravnest.provider.addresses import MOST_ADDRESSES, Addresses, addresses
 from ravnest.provider.agent import Agent
 from ravnest.provider.benchmark import GB, PLANNED, OwnerLimits, ServerProbe, measure
+from ravnest.provider.download import SPARE
 from ravnest.provider.interfaces import local_host
 from ravnest.provider.job_dir import DEFAULT_DISK, DEFAULT_SECONDS, JobsDir, WorkerSettings
 from ravnest.provider.membership import machine_membership
@@ -27,11 +29,14 @@ from ravnest.provider.port_mapping import mapped_port
 from ravnest.provider.routes import RouteFinder
 from ravnest.provider.runner import Provider
 from ravnest.provider.sandbox.choice import Sandbox, SandboxChoice, choose_sandbox
+from ravnest.provider.speed_check import SpeedCheck
 from ravnest.schemas.auth import ApiRole
-from ravnest.schemas.providers import ProviderOffer, ProviderView
+from ravnest.schemas.providers import ProviderOffer, ProviderView, SandboxKind
 from ravnest.types import Address
 
 _JOBS = "jobs"
+_LOW_DISK = 10 * GB
+"""Disk space for jobs below which the owner is warned, unless ``disk`` is lower."""
 
 
 def provide(  # noqa: PLR0913 - keywords, each an option of the command
@@ -51,6 +56,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     disk: float | None = None,
     job_hours: float | None = None,
     say: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> None:
     """Offer this machine to a server and train for its jobs, until it is interrupted.
 
@@ -59,9 +65,11 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     ``address`` (``host:port``, ``host`` or ``:port``) say where the node listens and where others
     reach it; ``listen`` can have a range of ports (``:20000-20010``), ``address`` can be a list.
     ``map_port``: ask the router to forward the port (UPnP). ``folder`` holds the files of a job while
-    it runs. ``once``: leave after one job. ``sandbox``: that of this system (``auto``, ``landlock``) or
-    none (``off``). ``disk`` (GB) and ``job_hours`` limit the files and the time of one job. ``say`` is
-    called with a line for each event; stdout by default.
+    it runs. ``once``: leave after one job. ``sandbox``: ``bwrap`` (bubblewrap, with Landlock and seccomp
+    inside), ``landlock`` (without bubblewrap), ``auto`` (the first of them that works) or ``off``.
+    ``disk`` (GB) and ``job_hours`` limit the files and the time of one job. ``say`` is called with a
+    line for each event; stdout by default. ``progress`` is called about once per second with a line
+    that says what the provider does: updates, samples per second, bytes, and its share of idle time.
 
     Returns once the provider has left the server. Raises ``ServerError`` if the server cannot be
     reached at the start or refuses the provider, ``SettingsError`` if an argument is wrong,
@@ -79,6 +87,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     announced = [address] if isinstance(address, str) else list(address or ())
     with ExitStack() as stack:
         stack.enter_context(_locked(target, own_name))
+        low_disk = describe_disk(shutil.disk_usage(target).free, disk, target)
         found = stack.enter_context(addresses(server, listen, announced))
         if map_port:
             found = stack.enter_context(_mapped(found, server, show))
@@ -88,17 +97,24 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
             jobs_dir = JobsDir(target.absolute() / _JOBS)
             begun, kept = earlier_work(jobs_dir, member.id)
             measured = measure(own_name, found.known, limits, ServerProbe(api))
-            offer = routes.complete(measured).having_trained(kept)
+            offer = routes.complete(measured).having_trained(kept).in_sandbox(sandbox_kind(chosen))
             provider = api.post("/api/providers", offer, ProviderView, idempotent=True)
             lines = describe(offer, limits, hours, member.url)
-            for line in (*lines, describe_routes(provider), describe_sandbox(chosen)):
-                show(line)
+            for line in (*lines, describe_routes(provider), describe_sandbox(chosen), low_disk):
+                if line is not None:
+                    show(line)
             room = int(offer.ram / PLANNED * GB)
             ends = None if hours is None else time.monotonic() + 3600 * hours
             Provider(
                 api,
                 offer,
-                Agent(ends=ends, once=once, begun=begun, kept=kept),
+                Agent(
+                    ends=ends,
+                    once=once,
+                    begun=begun,
+                    kept=kept,
+                    speed=SpeedCheck(offer.compute, time.monotonic()),
+                ),
                 jobs_dir,
                 WorkerSettings(
                     ram=room,
@@ -111,6 +127,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
                 provider.id,
                 chosen,
                 routes.complete,
+                progress or _ignore,
             ).run()
 
 
@@ -151,11 +168,36 @@ def describe_routes(provider: ProviderView) -> str:
     return f"{provider.reachability}: {provider.reachability_reason}"
 
 
+def sandbox_kind(sandbox: Sandbox | None) -> SandboxKind:
+    """Return the name of a sandbox in an offer."""
+    return "off" if sandbox is None else sandbox.kind
+
+
 def describe_sandbox(sandbox: Sandbox | None) -> str:
     """Return a line that says what confines the jobs of others."""
     if sandbox is None:
         return "no sandbox: jobs run with all permissions of this user"
     return f"jobs run in a sandbox ({sandbox})"
+
+
+def describe_disk(free: int, wanted: float | None, folder: Path) -> str | None:
+    """Return a warning if there is little disk space for the files of jobs; ``None`` if there is enough.
+
+    ``wanted``: GB that the owner allows for a job. Raise ``SettingsError`` if no job would fit.
+    """
+    usable = free - SPARE
+    advice = "free some space, or give another --folder"
+    if usable <= 0:
+        raise SettingsError(
+            f"{folder} has {free / GB:.2f} GB of free disk space, of which {SPARE / GB:.1f} GB are not "
+            f"used, so that no job fits: {advice}"
+        )
+    if usable >= (_LOW_DISK if wanted is None else wanted * GB):
+        return None
+    return (
+        f"little disk space: the files of a job can take {usable / GB:.2f} GB in {folder}, and jobs "
+        f"that need more will fail here: {advice}"
+    )
 
 
 @contextmanager
@@ -178,6 +220,10 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
 
 def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name) or "provider"
+
+
+def _ignore(_line: str) -> None:
+    pass
 
 
 def _say(line: str) -> None:

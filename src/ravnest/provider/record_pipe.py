@@ -15,7 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from ravnest.deadlines import RECORDS_CLOSE
 from ravnest.schemas.providers import Record
-from ravnest.telemetry import QueueRecord, TimingRecord, WarningRecord, WorkerRecord
+from ravnest.telemetry import (
+    PaceRecord,
+    QueueRecord,
+    TimingRecord,
+    WarningRecord,
+    WorkerRecord,
+    WorkRecord,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +37,7 @@ _records: TypeAdapter[WorkerRecord] = TypeAdapter(Record)
 
 def is_sample(record: WorkerRecord) -> bool:
     """Return ``True`` for a measurement that the next one replaces, so that it may be dropped."""
-    return isinstance(record, TimingRecord | QueueRecord)
+    return isinstance(record, TimingRecord | QueueRecord | PaceRecord | WorkRecord)
 
 
 class RecordWriter:

@@ -11,19 +11,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ravnest.deadlines import HTTP_ANSWER, LEAVE_ANSWER, POLL_ANSWER
-from ravnest.errors import RavnestError, ServerError, ServerRefusedError
+from ravnest.errors import RavnestError, ServerError, ServerRefusedError, StageFormatError
+from ravnest.host import explained, lower_thread_priority
 from ravnest.http.api import ApiClient, is_temporary
 from ravnest.http.transfer import artifact_of, upload
 from ravnest.provider.agent import Agent
+from ravnest.provider.benchmark import compute
+from ravnest.provider.best_upload import upload_best
+from ravnest.provider.check_upload import CheckUpload
 from ravnest.provider.checkpoint_upload import CheckpointUpload
 from ravnest.provider.download import AssignmentDownload
 from ravnest.provider.events import (
     Action,
     AgentEvent,
     Announce,
+    BestUploaded,
     CheckpointsUploaded,
+    CheckUploaded,
     DeadlinePassed,
     Discard,
+    Exclude,
     Exit,
     Fetch,
     Fetched,
@@ -33,21 +40,28 @@ from ravnest.provider.events import (
     Leave,
     Left,
     LinkTestEnded,
+    MeasureSpeed,
     OfferAccepted,
     SendHeartbeat,
     SendOffer,
     ServerRefused,
     ServerUnreachable,
+    ShowProgress,
+    SpeedMeasured,
     StartLinkTest,
     StartWorker,
     Stop,
     StopLinkTest,
+    UpdateOffer,
     Upload,
+    UploadBest,
+    UploadCheck,
     UploadCheckpoints,
     Uploaded,
     WorkerEnded,
 )
-from ravnest.provider.job_dir import JobsDir, WorkerSettings
+from ravnest.provider.job_dir import JobDir, JobsDir, WorkerSettings
+from ravnest.provider.limits import WORKER_NICE
 from ravnest.provider.link_test import LinkTest
 from ravnest.provider.link_test_api import LinkTestApi
 from ravnest.provider.outcome import Outcome
@@ -55,9 +69,17 @@ from ravnest.provider.sandbox.choice import Sandbox
 from ravnest.provider.signals import interrupts
 from ravnest.provider.worker_process import WorkerProcess
 from ravnest.schemas.checkpoints import CheckpointOrder
-from ravnest.schemas.jobs import ResultFile
+from ravnest.schemas.jobs import BestFiles, ResultFile
 from ravnest.schemas.link_tests import LinkTestOrder
-from ravnest.schemas.providers import HeartbeatReply, PeerAddresses, ProviderOffer, ProviderView
+from ravnest.schemas.providers import (
+    LARGEST_RATE,
+    ExcludedNode,
+    HeartbeatReply,
+    PeerAddresses,
+    ProviderOffer,
+    ProviderView,
+)
+from ravnest.telemetry import CheckRecord
 from ravnest.types import Address
 
 logger = logging.getLogger(__name__)
@@ -101,6 +123,8 @@ class Provider:
     """Sandbox of workers; ``None``: the owner wants none."""
     check_routes: Callable[[ProviderOffer], ProviderOffer] = lambda offer: offer
     """Returns the offer with the addresses and relays at which others reach this machine now."""
+    show_progress: Callable[[str], None] = lambda _line: None
+    """Called with what it does now, about once per second."""
     _events: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _task: _Task | None = None
@@ -147,18 +171,32 @@ class Provider:
                 self._leave(reason)
             case Announce(line):
                 self.say(line)
+            case ShowProgress(line):
+                self.show_progress(line)
             case StartLinkTest(order):
                 self._start_link_test(order)
             case StopLinkTest():
                 if self._link_test is not None:
                     self._link_test.stop()
+            case MeasureSpeed() | UpdateOffer():
+                self._check_speed(action)
             case Exit():
                 raise AssertionError("handled by run")
             case _:
                 self._work_on(action)
 
     def _work_on(
-        self, action: Fetch | StartWorker | Keep | Upload | UploadCheckpoints | Stop | Discard
+        self,
+        action: Fetch
+        | StartWorker
+        | Keep
+        | Exclude
+        | Upload
+        | UploadBest
+        | UploadCheckpoints
+        | UploadCheck
+        | Stop
+        | Discard,
     ) -> None:
         name = action.assignment
         match action:
@@ -167,17 +205,13 @@ class Provider:
                 self._start(lambda: self._fetch(task), lambda why: Fetched(name, failure=why))
             case StartWorker():
                 self._start_worker(self._current(name))
-            case Keep(_, outcome):
-                self._keep(name, outcome)
+            case Keep() | Exclude():
+                self._store(action)
             case Upload():
                 task = self._task = self._task or _Task(name)  # no task: an earlier process trained it
                 self._start(lambda: self._upload(task), lambda why: Uploaded(name, failure=why))
-            case UploadCheckpoints(_, order):
-                task = self._current(name)
-                self._start(
-                    lambda: self._upload_checkpoints(task, order),
-                    lambda _: CheckpointsUploaded(name, order),
-                )
+            case UploadBest() | UploadCheckpoints() | UploadCheck():
+                self._upload_while_training(self._current(name), action)
             case Stop(_, hand_over):
                 task = self._current(name)
                 task.stopped.set()
@@ -187,6 +221,21 @@ class Provider:
                 if self._task is not None and self._task.assignment == name:
                     self._task = None
                 self.jobs_dir.discard(name)
+
+    def _upload_while_training(
+        self, task: _Task, action: UploadBest | UploadCheckpoints | UploadCheck
+    ) -> None:
+        name = task.assignment
+        match action:
+            case UploadBest():
+                self._start(lambda: self._upload_best(task), lambda _: BestUploaded(name))
+            case UploadCheckpoints(_, order):
+                self._start(
+                    lambda: self._upload_checkpoints(task, order),
+                    lambda _: CheckpointsUploaded(name, order),
+                )
+            case UploadCheck(_, record):
+                self._start(lambda: self._upload_check(task, record), lambda _: CheckUploaded(name))
 
     def _start_link_test(self, order: LinkTestOrder) -> None:
         listen = Address.parse(self.settings.listen or self.offer.address)
@@ -201,6 +250,14 @@ class Provider:
 
         self._start(run, lambda _: LinkTestEnded(order.id))
 
+    def _store(self, action: Keep | Exclude) -> None:
+        """Write what an assignment's folder should hold from now on."""
+        match action:
+            case Keep(name, outcome):
+                self._keep(name, outcome)
+            case Exclude(name, nodes):
+                self._exclude(name, nodes)
+
     def _keep(self, name: str, outcome: Outcome) -> None:
         """Write the marker of a result; without it, only a restart of this provider loses the result."""
         marker = outcome.model_copy(update={"provider": self.id})
@@ -208,6 +265,12 @@ class Provider:
             self.jobs_dir.job_dir(name).write_outcome(marker)
         except OSError as error:
             logger.warning("the result of %s would not survive a restart: %s", name, error)
+
+    def _exclude(self, name: str, nodes: tuple[ExcludedNode, ...]) -> None:
+        try:
+            self.jobs_dir.job_dir(name).write_excluded(nodes)
+        except OSError as error:
+            logger.warning("the worker of %s was not told which nodes are excluded: %s", name, error)
 
     def _current(self, assignment: str) -> _Task:
         assert self._task is not None
@@ -244,6 +307,24 @@ class Provider:
         except ServerError as error:
             return ServerUnreachable(action.number, str(error))
 
+    def _check_speed(self, action: MeasureSpeed | UpdateOffer) -> None:
+        if isinstance(action, UpdateOffer):
+            self.offer = self.offer.model_copy(update={"compute": action.compute})
+            self._start(self._update_offer, lambda _: DeadlinePassed())
+        else:
+            self._start(self._measure, lambda _: SpeedMeasured(None))
+
+    def _measure(self) -> AgentEvent:
+        lower_thread_priority(WORKER_NICE)  # as jobs have it; the thread ends with the measurement
+        return SpeedMeasured(min(compute(self.offer.cores), LARGEST_RATE))
+
+    def _update_offer(self) -> AgentEvent:
+        try:
+            self.api.post("/api/providers", self.offer, ProviderView, idempotent=True)
+        except ServerError as error:  # the next offer has it
+            logger.info("the server was not told the new speed: %s", error)
+        return DeadlinePassed()
+
     def _fetch(self, task: _Task) -> AgentEvent:
         name = task.assignment
         try:
@@ -252,7 +333,8 @@ class Provider:
         except ServerError as error:
             return Fetched(name, failure=str(error), again=is_temporary(error))
         except (RavnestError, OSError) as error:
-            return Fetched(name, failure=f"the files of the assignment cannot be fetched: {error}")
+            why = explained(error)
+            return Fetched(name, failure=f"the files of the assignment cannot be fetched: {why}")
         title = f"{node.name}, {node.role} of cluster {node.cluster} of {assignment.job}"
         return Fetched(name, is_root=node.stage == 0, node_title=title)
 
@@ -287,13 +369,33 @@ class Provider:
             artifacts = {path: artifact_of(path) for path in files}
             by_digest: dict[str, Path] = {artifact.sha256: path for path, artifact in artifacts.items()}
             upload(self.api, by_digest, lambda _done, _total: task.check())
+            best = self._best_of(job_dir, task)
         except ServerError as error:
             return Uploaded(name, failure=str(error), again=_may_succeed_later(error))
         except (RavnestError, OSError) as error:
-            return Uploaded(name, failure=f"the trained stages cannot be uploaded: {error}")
-        return Uploaded(
-            name, tuple(ResultFile(name=path.name, artifact=artifacts[path]) for path in files)
-        )
+            return Uploaded(name, failure=f"the trained stages cannot be uploaded: {explained(error)}")
+        trained = tuple(ResultFile(name=path.name, artifact=artifacts[path]) for path in files)
+        return Uploaded(name, trained, best)
+
+    def _best_of(self, job_dir: JobDir, task: _Task) -> BestFiles | None:
+        """Upload the best model beside a trained one, which does not depend on it."""
+        try:
+            return upload_best(self.api, job_dir, task.check)
+        except (StageFormatError, OSError) as error:
+            logger.warning("the best model cannot be uploaded: %s", error)
+            return None
+
+    def _upload_best(self, task: _Task) -> AgentEvent:
+        name = task.assignment
+        try:
+            best = upload_best(self.api, self.jobs_dir.job_dir(name), task.check)
+        except (RavnestError, OSError) as error:
+            logger.info("the best model of %s is not uploaded: %s", name, error)
+            again = not task.stopped.is_set() and not (
+                isinstance(error, ServerError) and not _may_succeed_later(error)
+            )
+            return BestUploaded(name, again=again)
+        return BestUploaded(name, best)
 
     def _upload_checkpoints(self, task: _Task, order: CheckpointOrder) -> AgentEvent:
         name = task.assignment
@@ -304,6 +406,15 @@ class Provider:
             logger.info("checkpoints of %s are not uploaded: %s", name, error)
             return CheckpointsUploaded(name, order)
         return CheckpointsUploaded(name, order, uploaded, is_done=order.rescue or bool(uploaded))
+
+    def _upload_check(self, task: _Task, record: CheckRecord) -> AgentEvent:
+        name = task.assignment
+        try:
+            upload = CheckUpload(self.api, self.jobs_dir.job_dir(name), task.check)
+            return CheckUploaded(name, upload.run(record))
+        except (RavnestError, OSError) as error:
+            logger.info("a file of a spot check of %s is not uploaded: %s", name, error)
+            return CheckUploaded(name)
 
     def _leave(self, reason: str) -> None:
         def leave() -> AgentEvent:

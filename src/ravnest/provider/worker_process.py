@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -18,7 +19,7 @@ from typing import IO
 import psutil
 
 from ravnest.deadlines import LAST_CHECKPOINT, OUTPUT_CLOSE, WORKER_STOP
-from ravnest.host import INTERRUPT, KILL, TERMINATE, signal_name
+from ravnest.host import INTERRUPT, KILL, SIGNALLED, TERMINATE, signal_name, signal_process
 from ravnest.provider.child_process import ChildProcess
 from ravnest.provider.events import ConnectionsRejected, RecordsReceived, WorkerEnded
 from ravnest.provider.failure import cause_of_exit
@@ -93,6 +94,8 @@ class WorkerProcess:
     """Limit that the worker has exceeded, and whose fault that is."""
     _started: float = 0.0
     _idle: int | None = None
+    _inner: int | None = None
+    """Process id of the worker, if the child process is bubblewrap, whose child it is."""
 
     def start(self) -> None:
         """Start it; call this from a thread that lives as long as the worker may.
@@ -110,7 +113,7 @@ class WorkerProcess:
         try:
             with job_dir.output.open("wb") as output:
                 if self.sandbox is None:
-                    self._launch(output, writing)
+                    self._launch(output, self._command(writing), (writing,))
                 else:
                     self._launch_in_sandbox(self.sandbox, output, writing)
         except BaseException:
@@ -125,51 +128,69 @@ class WorkerProcess:
         self._child.follow(self._on_error_line, self._on_end)
         threading.Thread(target=self._watch, name="worker watch", daemon=True).start()
 
-    def _launch(
-        self, output: IO[bytes], records: int, order: str = "", channel: socket.socket | None = None
-    ) -> None:
-        """Start the process; ``order`` and ``channel`` are for its entry into a sandbox."""
-        job_dir, root = self.job_dir, Path(__file__).parents[2]
-        end = -1 if channel is None else channel.fileno()
+    def _command(self, records: int, order: str = "", channel: int = -1) -> list[str]:
+        """Return the command of the worker; ``order`` and ``channel`` are those of ``enter_sandbox``."""
+        root, folder = Path(__file__).parents[2], self.job_dir.folder
+        return [
+            *(sys.executable, "-I", "-c", _BOOT, str(root), str(folder), str(records)),
+            *(order, str(channel)),
+        ]
+
+    def _launch(self, output: IO[bytes], argv: list[str], descriptors: tuple[int, ...]) -> int:
+        """Start the child process; return its process id."""
         self._child = ChildProcess(
             f"worker {self.assignment}",
-            [
-                *(sys.executable, "-I", "-c", _BOOT, str(root), str(job_dir.folder), str(records)),
-                *(order, str(end)),
-            ],
-            environment(job_dir.scratch, self.settings.cores),
-            job_dir.folder,
+            argv,
+            environment(self.job_dir.scratch, self.settings.cores),
+            self.job_dir.folder,
             stdout=output,
-            pass_fds=(records,) if channel is None else (records, end),
+            pass_fds=descriptors,
             holds_stdin=True,
         )
         self._child.start()
+        return self._child.pid
 
     def _launch_in_sandbox(self, sandbox: Sandbox, output: IO[bytes], records: int) -> None:
         job_dir = self.job_dir
         spec = with_ip_addresses(read_node(job_dir.node_data, job_dir.read_assignment().node_spec.name))
         write_node(job_dir.node_data, spec)
-        order = entry_order(
-            FilePolicy((str(job_dir.folder),), tuple(map(str, job_dir.written))),
-            str(Path.home()),
-            sandbox.version,
-        )
+        files = FilePolicy((str(job_dir.folder),), tuple(map(str, job_dir.written)))
+        order = entry_order(files, str(Path.home()), sandbox.version)
         policy = network_policy(spec, self.settings.listen)
         with ExitStack() as undo:
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
+
+            def start(argv: list[str], descriptors: tuple[int, ...]) -> int:
+                pid = self._launch(output, argv, (records, theirs.fileno(), *descriptors))
+                undo.callback(self._child.kill)
+                return pid
+
             with theirs:
-                self._launch(output, records, order, theirs)
-            undo.callback(self._child.kill)
-            broker = SocketBroker(self._child.pid, ours, sandbox.processor, policy)
+                argv = self._command(records, order, theirs.fileno())
+                pid = sandbox.launch(files, str(job_dir.folder), argv, start)
+            if pid != self._child.pid:
+                self._inner = pid
+            broker = SocketBroker(pid, ours, sandbox.processor, policy)
             broker.on_refusal = PeerUpdates(broker, self.find_peers).on_refusal
             broker.start()
             undo.pop_all()
 
     @property
     def pid(self) -> int:
-        """Process id."""
-        return self._child.pid
+        """Process id of the worker."""
+        return self._child.pid if self._inner is None else self._inner
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to the worker and to the processes that it may have started.
+
+        A worker in bubblewrap has a session of its own, and bubblewrap passes no signals on. All
+        processes of its namespace end with it, and then bubblewrap does.
+        """
+        if self._inner is None:
+            self._child.send_to_group(number)
+        elif self._child.code is None:
+            signal_process(self._inner, number)
 
     def stop(self, *, hand_over: bool = False) -> None:
         """Ask the worker to end; it is killed if it does not end in time.
@@ -177,11 +198,11 @@ class WorkerProcess:
         ``hand_over``: it takes a last checkpoint first.
         """
         self._kill_at = time.monotonic() + WORKER_STOP + (LAST_CHECKPOINT if hand_over else 0.0)
-        self._child.send_to_group(TERMINATE if hand_over else INTERRUPT)
+        self._signal(TERMINATE if hand_over else INTERRUPT)
 
     def kill(self) -> None:
         """End the worker at once, with all processes that it may have started."""
-        self._child.send_to_group(KILL)
+        self._signal(KILL)
         self._child.wait(WORKER_STOP)
 
     def _on_error_line(self, line: str) -> None:
@@ -198,6 +219,8 @@ class WorkerProcess:
         self.on_event(RecordsReceived(self.assignment, records))
 
     def _on_end(self, code: int) -> None:
+        if self._inner is not None and code > SIGNALLED:  # as bubblewrap tells that a signal ended it
+            code = SIGNALLED - code
         self._records.join(OUTPUT_CLOSE)
         if code and self._excess is None:  # a write that the system refused ended it before the watch
             self._excess = self._job_excess(threads=0)
@@ -206,19 +229,22 @@ class WorkerProcess:
 
     def _watch(self) -> None:
         """Look at the worker now and then, and end it if it takes too much or too long."""
-        process = psutil.Process(self._child.pid)
+        try:
+            process = psutil.Process(self.pid)
+        except psutil.NoSuchProcess:  # it has ended already
+            return
         for sample in itertools.count():
             if self._child.wait(_SAMPLE_SECONDS):
                 return
             if self._kill_at is not None and time.monotonic() > self._kill_at:
-                self._child.send_to_group(KILL)
+                self._signal(KILL)
             reason = self._memory_excess(held_memory(process))
             found: _Excess | None = (reason, "machine") if reason else None
             if found is None and sample % _SAMPLES_PER_WALK == 0:
                 found = self._job_excess(thread_count(process))
             if found is not None and self._excess is None:
                 self._excess = found
-                self._child.send_to_group(KILL)
+                self._signal(KILL)
 
     def _memory_excess(self, held: int) -> str:
         if self._idle is None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+
+
+@runtime_checkable
+class EpochDependent(Protocol):
+    """Loader or sampler whose batches depend on the epoch."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
 
 
 class EpochBatches(Sampler[list[int]]):
@@ -53,6 +61,6 @@ class EpochBatches(Sampler[list[int]]):
 
 def begin_epoch(loader: Any, epoch: int) -> None:
     """Tell a loader whose batches depend on the epoch which one begins."""
-    sampler = getattr(loader, "batch_sampler", None)
-    if isinstance(sampler, EpochBatches):
-        sampler.begin_epoch(epoch)
+    for part in (loader, getattr(loader, "batch_sampler", None)):
+        if isinstance(part, EpochDependent):
+            part.begin_epoch(epoch)

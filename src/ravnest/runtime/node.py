@@ -6,7 +6,7 @@ import atexit
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +30,10 @@ from ravnest.runtime.module_setup import device_for, initialise
 from ravnest.runtime.random_state import RandomState, capture_random_state, restore_random_state
 from ravnest.runtime.settings import NodeSettings, codec_for, is_count
 from ravnest.runtime.stage.updates import OptimizerParams, UpdateRule
+from ravnest.runtime.stage.validation_metrics import ChosenMetric, with_needed
 from ravnest.split.graph import InputEntry
 from ravnest.split.module import StageModule
+from ravnest.store.best_model import BestModel, BestModelFolder
 from ravnest.store.bundle import load_module
 from ravnest.store.node_spec import read_node
 from ravnest.transport.base import Transport
@@ -100,8 +102,10 @@ class Node:
             )
         settings = NodeSettings.of(kwargs)
         self._folder = Path(settings.folder)
+        spec = read_node(self._folder, name)
+        settings.check_clusters(len(spec.roots))
         self._config = RuntimeConfig(
-            spec=read_node(self._folder, name),
+            spec=spec,
             rule=UpdateRule(
                 optimizer,
                 optimizer_params,
@@ -110,7 +114,10 @@ class Node:
                 lr_step_on_epoch_change,
                 settings.scheduler_steps,
                 settings.clip_grad_norm,
+                settings.clip_grad_value,
+                settings.plateau_metric,
                 settings.look_ahead,
+                settings.stop_on_nan,
             ),
             settings=settings,
             update_frequency=update_frequency,
@@ -214,6 +221,13 @@ class Node:
         atexit.unregister(self._close_at_exit)
         if runtime is not None:
             runtime.close(reason, recoverable=recoverable)
+
+    def exclude(self, node: int, generation: int) -> None:
+        """Close the links to the machine that has this generation of a node; it may not return.
+
+        May be called from any thread. Training goes on as after a loss of that node.
+        """
+        self._restarts.exclude(node, generation)
 
     def hand_over(self, timeout: float = LAST_CHECKPOINT) -> bool:
         """Have a checkpoint taken that outlives this node; call it before a node leaves on purpose.
@@ -359,6 +373,17 @@ class Node:
         rule = replace(self._config.rule, scheduler=scheduler, scheduler_params=params)
         self._config = replace(self._config, rule=rule)
 
+    def _use_metrics(self, names: Sequence[str]) -> tuple[ChosenMetric, ...]:
+        """Compute these metrics too; return all. Only before the start."""
+        settings = self._config.settings
+        metrics = with_needed(settings.chosen_metrics, names)
+        if self._runtime is None:
+            chosen = {each.label: each.given for each in metrics}
+            self._config = replace(self._config, settings=replace(settings, metrics=chosen))
+        elif len(metrics) > len(settings.chosen_metrics):
+            raise SettingsError("the node has already started: create the Trainer first")
+        return metrics
+
     def _use_resume(self) -> None:
         """Continue from a checkpoint; only before the start."""
         if self._runtime is not None:
@@ -441,6 +466,14 @@ class Node:
             self._ensure_started().telemetry.phase("average")
         random = capture_random_state(self._loaders())
         self._controller().end_training(self.epoch, random, self._calls)
+
+    def _keep_best(self, metric: str, value: float) -> None:
+        """Keep the current weights as the best ones so far, by this value of a metric (Root only)."""
+        controller = self._controller()
+        controller.save(best=True)
+        folder = BestModelFolder(Path(self._config.settings.trained_folder), self.cluster)
+        folder.replace(BestModel(controller.run, self.epoch, metric, value))
+        self._ensure_started().telemetry.best(metric, value, self.epoch)
 
     def _save(self) -> None:
         """Make every node write its trained stage, and collect the stages here (Root only)."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +11,16 @@ from typing import Any, Literal
 from ravnest.averaging.coordinator import Mode
 from ravnest.deadlines import NEIGHBOUR_CONNECT, NODE_RETURN, TRAINING_STALL
 from ravnest.errors import SettingsError
+from ravnest.keywords import unknown_keyword
+from ravnest.runtime.stage.validation_metrics import (
+    METRIC_NAMES,
+    ChosenMetric,
+    choose_metrics,
+    with_needed,
+)
 from ravnest.telemetry import RecordSink
 from ravnest.transport.base import Transport
-from ravnest.types import Schedule
+from ravnest.types import ROBUST_CLUSTERS, RobustMean, Schedule
 from ravnest.wire.codecs import CODECS, FP16, RAW
 
 RESUME_VARIABLE = "RAVNEST_RESUME"
@@ -38,11 +44,27 @@ class NodeSettings:
     are kept. ``False``: none. ``auto``: as many as the plan says, so that the node's memory suffices."""
     clip_grad_norm: float | None = None
     """Clip gradients to this norm, over the whole model."""
+    clip_grad_value: float | None = None
+    """Clip each element of the gradients to this value; not together with ``clip_grad_norm``."""
+    plateau_metric: str = ""
+    """Metric that the learning rate scheduler ``ReduceLROnPlateau`` gets after each validation; empty:
+    the first one. It is added to ``metrics`` if it is missing there."""
+    stop_on_nan: int | None = 1
+    """Number of updates in a row with a loss that is NaN or infinite at which training stops with an
+    error, before the last of them is made. Weights that are not finite stop it at the next checkpoint.
+    None: training goes on."""
+    metrics: Sequence[Any] | Mapping[str, Any] = ()
+    """Metrics of validations, computed at the Leaf: names such as ``"accuracy"``, mappings with a name
+    and parameters, or functions of the model's output and the labels. Empty: the accuracy if it is
+    defined, else the loss. See docs/trainer.md."""
     look_ahead: bool = True
     """In ``async``, run forwards on the weights that the optimizer's state predicts for the update of
     their gradient."""
     averaging: Mode = "background"
     """Averaging between clusters. ``background``: training continues. ``blocking``: training pauses."""
+    robust_mean: RobustMean | None = None
+    """Mean of three or more clusters that single ones cannot spoil. ``"trimmed"``: of each value, the
+    largest and the smallest are left out. It sends more bytes. None: the mean, weighted by samples."""
     scheduler_steps: float = 1.0
     """Steps of a learning rate scheduler per update, with ``lr_step_on_epoch_change=False``. If clusters
     share the data, each makes fewer updates than one process would: the ratio makes the schedule end
@@ -71,6 +93,9 @@ class NodeSettings:
     hands_over: bool = False
     """If this process ends for a reason of its machine, the others wait for one that takes its place.
     Set by the provider's worker process; a script that is interrupted ends the run on all nodes."""
+    spot_checks: float = 0.0
+    """Mean seconds between two outputs of the previous node that are checked; 0: none. Set by the
+    provider's worker process: the server computes such outputs again."""
     stall_timeout: float = TRAINING_STALL
     """Seconds without progress after which the Root ends the run."""
     seed: int | None = None
@@ -79,12 +104,16 @@ class NodeSettings:
     """Folder in which ``clusterize`` wrote its files."""
     trained_folder: str | Path = "trained"
     """Folder for trained stages."""
+    save_frozen: bool = True
+    """Save trained stages with their frozen weights, so that ``model_fusion`` needs nothing else. The
+    provider's worker process leaves them out: the server has them."""
     progress: bool = True
     """Show a progress line; validation results and waiting messages are always printed."""
     transport: Transport | Callable[[], Transport] | None = None
     """Transport to use instead of gRPC, or a function that makes one each time the node connects."""
     record_sink: RecordSink | None = None
-    """Receiver of telemetry records (``ravnest.telemetry``); set by the provider's worker process."""
+    """Receiver of the node's records: a ``RunLog``, ``Callbacks`` or another object with ``emit``.
+    Losses and validation results are those of the Root."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> NodeSettings:
@@ -92,14 +121,23 @@ class NodeSettings:
         known = [each.name for each in fields(cls)]
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, [*known, *_NAMED], n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known keywords are {', '.join(known)}"
-                raise SettingsError(f"Node has no keyword {name!r}: {hint}")
+                raise SettingsError(unknown_keyword("Node", name, [*known, *_NAMED]))
         settings = cls(**given)
         settings._check()
         return settings
 
+    @property
+    def chosen_metrics(self) -> tuple[ChosenMetric, ...]:
+        """Metrics of validations."""
+        return with_needed(choose_metrics(self.metrics), [self.plateau_metric])
+
     def _check(self) -> None:
+        labels = [metric.label for metric in self.chosen_metrics]
+        if self.plateau_metric and self.plateau_metric not in labels:
+            known = ", ".join(dict.fromkeys((*labels, *METRIC_NAMES)))
+            raise SettingsError(
+                f"plateau_metric names {self.plateau_metric!r}, which is not one of {known}"
+            )
         if self.schedule not in ("auto", "async", "sync"):
             raise SettingsError(f"schedule must be 'auto', 'sync' or 'async', not {self.schedule!r}")
         if self.micro_batches != "auto" and not is_count(self.micro_batches):
@@ -110,15 +148,26 @@ class NodeSettings:
             raise SettingsError(f"recompute must be True, False or 'auto', not {self.recompute!r}")
         if self.averaging not in ("background", "blocking"):
             raise SettingsError(f"averaging must be 'background' or 'blocking', not {self.averaging!r}")
+        if self.robust_mean not in (None, "trimmed"):
+            raise SettingsError(f"robust_mean must be None or 'trimmed', not {self.robust_mean!r}")
         self._check_numbers()
 
+    def check_clusters(self, clusters: int) -> None:
+        """Raise ``SettingsError`` if the settings do not fit a plan with so many clusters."""
+        if self.robust_mean is not None and clusters < ROBUST_CLUSTERS:
+            raise SettingsError(
+                f"robust_mean={self.robust_mean!r} needs {ROBUST_CLUSTERS} clusters or more, and the "
+                f"plan has {clusters}: of two, nobody can tell which one is wrong. Plan more, or leave "
+                "robust_mean out"
+            )
+
     def _check_numbers(self) -> None:
-        for name in ("in_flight", "checkpoint_updates"):
+        for name in ("in_flight", "checkpoint_updates", "stop_on_nan"):
             if (count := getattr(self, name)) is not None and not is_count(count):
                 raise SettingsError(f"{name} must be a whole number from 1, not {count!r}")
         if not self.scheduler_steps > 0:
             raise SettingsError(f"scheduler_steps must be positive, not {self.scheduler_steps!r}")
-        for name in ("outage", "rejoin_timeout"):
+        for name in ("outage", "rejoin_timeout", "spot_checks"):
             if (seconds := getattr(self, name)) is not None and not seconds >= 0:
                 raise SettingsError(f"{name} must be a number of seconds from 0, not {seconds!r}")
         for name in ("connect_timeout", "stall_timeout", "checkpoint_minutes"):

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ravnest.errors import RavnestError, RunInterruptedError, SettingsError
+from ravnest.keywords import refuses_unknown_keywords
 from ravnest.runtime.inputs import inputs_in
+from ravnest.runtime.model_selection import early_stopping_rule, keep_best_rule, needed_metrics
 from ravnest.runtime.node import Node
 from ravnest.runtime.random_state import capture_random_state, restore_random_state
 from ravnest.runtime.settings import is_count
@@ -75,6 +77,7 @@ def _shortened(error: BaseException) -> BaseException:
     return error
 
 
+@refuses_unknown_keywords(SettingsError)
 class Trainer:
     """Training loop of a node.
 
@@ -97,6 +100,9 @@ class Trainer:
         step_size: int = 1,
         inputs_dtype: torch.dtype | None = None,
         resume: bool = False,
+        *,
+        early_stopping: Mapping[str, Any] | None = None,
+        keep_best: str | Mapping[str, Any] | None = None,
     ) -> None:
         """Check the arguments and wrap the loaders.
 
@@ -104,6 +110,8 @@ class Trainer:
         ``batch_size`` must be equal to the loader's. ``step_size`` is passed to a scheduler that takes
         one. ``inputs_dtype``: convert inputs to this type; if some inputs are floating point, only
         those, otherwise all. ``resume``: continue from the newest checkpoint that all nodes have.
+        ``early_stopping``: stop after ``patience`` validations without a better ``metric``.
+        ``keep_best``: a metric; the weights with its best value are kept below ``trained/best``.
         """
         if node is None:
             raise SettingsError("Trainer needs the node: Trainer(node=Node(...), ...)")
@@ -122,9 +130,12 @@ class Trainer:
         self.n_forwards = 0
         self._call: Call | None = None
         self._ended = False
+        self._results: list[ValidationResult] = []
+        """Results of the validations of this training, at the Root."""
         if resume:
             node._use_resume()
         self._check_batch_size(train_loader)
+        self._select(early_stopping, keep_best)
         self._set_scheduler(lr_scheduler, lr_scheduler_params)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -156,13 +167,56 @@ class Trainer:
         if not self.node.is_root:
             return
         assert self.train_loader is not None
+        self._results = []
         for epoch in range(self.epochs):
             if self.node._skip("train") is False:
                 self._train_epoch()
             if self.val_loader is None or (epoch + 1) % self.val_freq:
                 continue
-            if self.node._skip("validate") is False:
-                self._report(self._validate(), f"epoch {epoch + 1}, validation ")
+            self._results.append(self._validate_epoch(epoch))
+            if self._stops(epoch):
+                break
+
+    def _validate_epoch(self, epoch: int) -> ValidationResult:
+        """Return the result of the validation after an epoch, or the one that a checkpoint has."""
+        stored = self.node._skip("validate")
+        if isinstance(stored, ValidationResult):
+            return stored
+        result = self._validate()
+        self._report(result, f"epoch {epoch + 1}, validation ")
+        self._keep_if_best(result)
+        return result
+
+    def _keep_if_best(self, result: ValidationResult) -> None:
+        """Keep the weights of a validation that is better than all before in this training."""
+        rule = self._best
+        if rule is None:
+            return
+        best = rule.best(each.metrics[rule.metric] for each in self._results)
+        if rule.improves(result.metrics[rule.metric], best):
+            self.node._keep_best(rule.metric, result.metrics[rule.metric])
+
+    def _stops(self, epoch: int) -> bool:
+        """Return whether training stops early, and report it."""
+        rule = self._stopping
+        if rule is None or epoch + 1 == self.epochs:
+            return False
+        reason = rule.reason([result.metrics[rule.rule.metric] for result in self._results])
+        if reason:
+            runtime = self.node._ensure_started()
+            words = f"training stops after epoch {epoch + 1} of {self.epochs}: {reason}"
+            runtime.progress.say(f"{self.node.role}: {words}")
+            runtime.telemetry.stopped(words)
+        return bool(reason)
+
+    def _select(self, early_stopping: object, keep_best: object) -> None:
+        """Check by which metrics training stops and the best model is kept."""
+        names = needed_metrics(early_stopping, keep_best)
+        metrics = self.node._use_metrics(names) if names else ()
+        self._stopping = early_stopping_rule(early_stopping, metrics)
+        self._best = keep_best_rule(keep_best, metrics)
+        if (self._stopping or self._best) and self.node.is_root and self.val_loader is None:
+            raise SettingsError("early_stopping and keep_best need validation data: val_loader=...")
 
     def _train_epoch(self) -> None:
         assert self.train_loader is not None
@@ -180,6 +234,7 @@ class Trainer:
             raise SettingsError("evaluate needs validation data: Trainer(val_loader=...)")
         result = self._validate()
         self._report(result, "")
+        self._keep_if_best(result)
         return result.value
 
     @_on_every_node("pred")
@@ -197,11 +252,16 @@ class Trainer:
         if self.train_loader is None:
             raise SettingsError("the Root needs data to train: Trainer(train_loader=...)")
         try:
-            batches = self.epochs * len(self.train_loader)
+            per_epoch = len(self.train_loader)
         except TypeError:
-            batches = None
+            per_epoch = None
         progress = self.node._ensure_started().progress
-        progress.state.expect(self.node.epoch + self.epochs, batches)
+        progress.state.expect(
+            self.node.epoch + self.epochs,
+            None if per_epoch is None else self.epochs * per_epoch,
+            per_epoch,
+            self.node._config.update_frequency,
+        )
         shared = isinstance(getattr(self.train_loader, "dataset", None), Shard)
         if self.node.clusters > 1 and self.node.cluster == 0 and not shared:
             progress.say(

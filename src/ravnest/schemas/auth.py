@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ravnest.schemas.base import Name, Schema
+from ravnest.schemas.base import Name, Schema, TolerantSchema
 
 _PREFIX = "rvn"
 
@@ -48,7 +48,7 @@ class JoinToken:
         if len(parts) != 3 or parts[0] != _PREFIX or not parts[2]:
             raise ValueError(
                 "a join token looks like rvn.<fingerprint>.<secret>; copy everything that "
-                "`ravnest token create` printed"
+                "`ravnest token create --role ROLE` printed"
             )
         return cls(parts[2], parts[1])
 
@@ -58,7 +58,7 @@ def hashed(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-class Health(Schema):
+class Health(TolerantSchema):
     """State of a server, for everybody."""
 
     status: Literal["ok", "trouble"]
@@ -67,7 +67,14 @@ class Health(Schema):
     version: str
 
 
-class MemberView(Schema):
+class PageLink(TolerantSchema):
+    """Link that logs a browser in as the member that asked for it, once."""
+
+    path: str
+    """Path and query at the server."""
+
+
+class MemberView(TolerantSchema):
     """A member, as the admin sees it."""
 
     id: str
@@ -86,7 +93,7 @@ class JoinRequest(Schema):
     name: Name
 
 
-class JoinReply(Schema):
+class JoinReply(TolerantSchema):
     """Identity of the new member."""
 
     id: str

@@ -55,6 +55,16 @@ class Schema(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class TolerantSchema(Schema):
+    """Immutable message that describes a machine or a state; unknown fields are ignored.
+
+    Its sender may have a later version of Ravnest. Orders, such as jobs and assignments, refuse unknown
+    fields: without them, something else would be done than was asked for.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class ErrorReply(Schema):
     """Answer to a request that the server refuses."""
 

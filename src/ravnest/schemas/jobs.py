@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ravnest.schemas.base import Artifact, Digest, Name, Reason, Schema
+from ravnest.schemas.base import Artifact, Digest, Name, Reason, Schema, TolerantSchema
 from ravnest.telemetry import (
     LossRecord,
     PhaseRecord,
@@ -17,10 +17,15 @@ from ravnest.telemetry import (
     TimingRecord,
     ValidationRecord,
 )
+from ravnest.types import ROBUST_CLUSTERS, RobustMean
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
-Setting = None | bool | int | float | str | list[float] | list[int] | list[str]
-"""Allowed types for a parameter of an optimizer, a scheduler or a loss."""
+MOST_METRICS = 20
+"""Largest number of metrics of a job."""
+WholeNumber = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Setting = None | bool | WholeNumber | float | str | list[float] | list[WholeNumber] | list[str]
+"""Allowed types for a parameter of an optimizer, a scheduler or a loss. Whole numbers have 64 bits, as
+in messages between processes; larger ones are taken as floats."""
 
 
 class NamedComponent(Schema):
@@ -30,11 +35,50 @@ class NamedComponent(Schema):
     params: dict[str, Setting] = Field(default_factory=dict)
 
 
+class ParameterGroup(Schema):
+    """Settings of the optimizer for the parameters whose names match."""
+
+    match: Annotated[str, Field(min_length=1, max_length=1000)]
+    """Patterns with ``*`` and ``?``, separated by ``|``. The first group that matches counts."""
+    params: dict[str, Setting]
+
+
 class GraphLoss(Schema):
     """A custom loss as a graph of allow-listed operators, in the format of a stage."""
 
     stage: Artifact
     weights: Artifact
+
+
+class MetricSpec(Schema):
+    """A metric of validations: one of the list by name, or the requester's own as a graph."""
+
+    label: Name
+    metric: NamedComponent | GraphLoss
+
+
+class AugmentationSpec(Schema):
+    """A function of the inputs of a training batch, as a graph."""
+
+    graph: GraphLoss
+    inputs: Annotated[tuple[Name, ...], Field(min_length=1, max_length=1000)]
+    """Names of the inputs, in the order in which it takes and returns them."""
+
+
+class BestRule(Schema):
+    """Metric by which the best model is kept."""
+
+    metric: Name
+    mode: Literal["min", "max"]
+    """``min``: small values are better; ``max``: large ones."""
+
+
+class StoppingRule(BestRule):
+    """Metric by which training stops early."""
+
+    patience: Count = 3
+    """Validations in a row without a better value."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
 
 
 class DataFile(Schema):
@@ -69,6 +113,7 @@ class TrainingSpec(Schema):
     epochs: Count = 1
     batch_size: Count = 64
     optimizer: NamedComponent
+    parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(max_length=100)] = ()
     scheduler: NamedComponent | None = None
     lr_step_on_epoch_change: bool = True
     loss: NamedComponent | GraphLoss
@@ -78,13 +123,27 @@ class TrainingSpec(Schema):
     compression: Literal["fp16", "bf16", "int8"] | None = None
     reduce_factor: Count | None = None
     average_optim: bool = False
+    robust_mean: RobustMean | None = None
     val_freq: Count = 1
+    augmentation: AugmentationSpec | None = None
+    early_stopping: StoppingRule | None = None
+    keep_best: BestRule | None = None
+    metrics: Annotated[tuple[MetricSpec, ...], Field(max_length=MOST_METRICS)] = ()
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    clip_grad_value: Annotated[float, Field(gt=0)] | None = None
+    plateau_metric: Annotated[str, Field(max_length=100)] = ""
+    stop_on_nan: Count | None = 1
     look_ahead: bool = True
     recompute: bool | Literal["auto"] = "auto"
     shuffle: bool = True
     drop_last: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+
+    @property
+    def graph_metrics(self) -> dict[int, GraphLoss]:
+        """The requester's own metrics, by their numbers among all metrics."""
+        found = enumerate(each.metric for each in self.metrics)
+        return {number: metric for number, metric in found if isinstance(metric, GraphLoss)}
 
     def updates_per_epoch(self, samples: int) -> int:
         """Return the number of updates that a cluster makes in an epoch of this many samples."""
@@ -105,6 +164,8 @@ class JobSpec(Schema):
     train: DatasetFiles
     validation: DatasetFiles | None = None
     training: TrainingSpec
+    adapter: Artifact | None = None
+    """Description of the adapter that the model trains, for the requester who fetches it."""
     clusters: Count | None = None
     min_providers: Count = 1
     max_providers: Count | None = None
@@ -113,6 +174,15 @@ class JobSpec(Schema):
     provider and no other one can take its place."""
     resume_from: Annotated[str, Field(pattern=r"^job-[0-9a-f]{1,32}$")] | None = None
     """Ended job of the same owner, whose newest checkpoint training starts from."""
+
+    @model_validator(mode="after")
+    def _has_enough_clusters(self) -> Self:
+        if self.training.robust_mean is not None and (self.clusters or 0) < ROBUST_CLUSTERS:
+            raise ValueError(
+                f"robust_mean needs clusters={ROBUST_CLUSTERS} or more: of two, nobody can tell which "
+                "one is wrong"
+            )
+        return self
 
 
 class JobState(StrEnum):
@@ -132,7 +202,7 @@ class JobState(StrEnum):
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
 
-class AssignmentView(Schema):
+class AssignmentView(TolerantSchema):
     """One provider's assignment, as its requester sees it."""
 
     provider: str
@@ -150,11 +220,15 @@ class AssignmentView(Schema):
     """Newest queue lengths of the node; not in lists of jobs."""
 
 
-class JobProgress(Schema):
+class JobProgress(TolerantSchema):
     """Progress of a job, as the Root of its leading cluster reports it."""
 
     updates: int = 0
     """Number of updates so far."""
+    total_updates: int | None = None
+    """Number of updates of the whole training, as far as it can be predicted."""
+    epoch: int = 0
+    """Number of the epoch in progress, from 1; 0 before training begins."""
     epochs: int
     """Number of epochs that the job asks for."""
     loss: float | None = None
@@ -163,13 +237,22 @@ class JobProgress(Schema):
     """True if the last loss is infinite or not a number."""
     validation: float | None = None
     """Result of the last validation: the accuracy, or the loss if the model has no accuracy."""
+    metric: str = ""
+    """Name of this result: that of the first of the job's metrics, or ``accuracy`` or ``loss``; empty
+    before the first validation."""
+    metrics: dict[str, float | None] = Field(default_factory=dict)
+    """Results of the last validation by the names of the job's metrics; empty if it has none."""
+    samples_per_second: float | None = None
+    """Training rate of the cluster."""
+    seconds_left: float | None = None
+    """Predicted time until the end of training; ``None`` if it is not known, or the job has ended."""
     schedule: ScheduleRecord | None = None
     """Schedule and micro-batches with the reason; ``None`` before training begins."""
     staleness: int = 0
     """Updates by which the gradients of the last update were late at the Root."""
 
 
-class ClusterProgress(Schema):
+class ClusterProgress(TolerantSchema):
     """Newest records of one cluster, as its Root reported them."""
 
     cluster: int
@@ -181,7 +264,7 @@ class ClusterProgress(Schema):
     """Newest timing of each stage, by stage."""
 
 
-class NodeWarning(Schema):
+class NodeWarning(TolerantSchema):
     """A warning that a worker process logged."""
 
     time: float
@@ -191,7 +274,7 @@ class NodeWarning(Schema):
     message: Reason
 
 
-class CheckpointView(Schema):
+class CheckpointView(TolerantSchema):
     """Newest checkpoint that all stages of a cluster have."""
 
     cluster: int
@@ -201,7 +284,7 @@ class CheckpointView(Schema):
     """Time at which the server learned that it is complete."""
 
 
-class JobView(Schema):
+class JobView(TolerantSchema):
     """A job, as its requester and the web page see it."""
 
     id: str
@@ -228,9 +311,13 @@ class JobView(Schema):
     saved_update: int | None = None
     """Updates of the newest complete checkpoint at the server, from which the job can be resumed; not in
     lists of jobs."""
+    degraded: str = ""
+    """Why the model of a job that is done lacks the training of some clusters; empty if all finished."""
+    best: BestView | None = None
+    """Best model at the server, by the metric of ``keep_best``; not in lists of jobs."""
 
 
-class LossHistory(Schema):
+class LossHistory(TolerantSchema):
     """Losses and validation results of a job, from its leading cluster."""
 
     first: int
@@ -250,12 +337,36 @@ class ResultFile(Schema):
     artifact: Artifact
 
 
+class BestFiles(Schema):
+    """Uploaded stages of the best model of a cluster so far."""
+
+    epoch: Annotated[int, Field(ge=0, le=2**31)]
+    """Epochs of training that it contains."""
+    metric: Name
+    value: Annotated[float, Field(allow_inf_nan=False)]
+    files: Annotated[tuple[ResultFile, ...], Field(max_length=20_000)]
+
+
+class BestView(Schema):
+    """Best model of a job so far."""
+
+    cluster: int
+    epoch: int
+    """Epochs of training that it contains."""
+    metric: str
+    value: float
+
+
 class JobResult(Schema):
     """The trained stages of one cluster; ``model_fusion`` merges them into a state_dict."""
 
     job: str
     cluster: int
     files: tuple[ResultFile, ...]
+    weights: Artifact | None = None
+    """All weights before training; the stages may have been saved without those that are frozen."""
+    adapter: Artifact | None = None
+    """Description of the adapter that the job trains; see ``JobSpec.adapter``."""
 
 
 EventKind = Literal["provider", "job", "server", "refusal", "warning", "round", "recovery"]
@@ -263,7 +374,7 @@ EventKind = Literal["provider", "job", "server", "refusal", "warning", "round", 
 node lost its provider, got another one, or continues to train."""
 
 
-class EventView(Schema):
+class EventView(TolerantSchema):
     """A change of state, a refusal or a report of a worker, with its reason."""
 
     sequence: int
@@ -275,7 +386,7 @@ class EventView(Schema):
     reason: Reason
 
 
-class JobCreated(Schema):
+class JobCreated(TolerantSchema):
     """Reply to a submission."""
 
     id: str
@@ -287,7 +398,7 @@ class MissingArtifacts(Schema):
     digests: tuple[Digest, ...]
 
 
-class UploadStatus(Schema):
+class UploadStatus(TolerantSchema):
     """Number of bytes that the server has of a member's upload."""
 
     received: int

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ravnest.schemas.base import Name, Reason, Schema
+from ravnest.schemas.base import Name, Reason, Schema, TolerantSchema
 from ravnest.schemas.reachability import HostAndPort
 from ravnest.store.node_spec import RelaySpec
 
@@ -46,7 +46,7 @@ class LinkTestResult(Schema):
     route: LinkRoute = "direct"
 
 
-class LinkView(Schema):
+class LinkView(TolerantSchema):
     """Newest figures of a link, as members see them."""
 
     one: str

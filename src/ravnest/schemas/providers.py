@@ -9,16 +9,26 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from ravnest.schemas.base import LARGEST_NUMBER, Artifact, Name, Reason, Schema, clipped, plain
+from ravnest.schemas.base import (
+    LARGEST_NUMBER,
+    Artifact,
+    Name,
+    Reason,
+    Schema,
+    TolerantSchema,
+    clipped,
+    plain,
+)
 from ravnest.schemas.checkpoints import (
     MOST_UPLOADED,
     CheckpointOrder,
     SeedCheckpoint,
     UploadedCheckpoint,
 )
-from ravnest.schemas.jobs import GraphLoss, ResultFile, TrainingSpec
+from ravnest.schemas.jobs import MOST_METRICS, BestFiles, GraphLoss, ResultFile, TrainingSpec
 from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.reachability import HostAndPort, ReachabilityKind, RelayTrip
+from ravnest.schemas.spot_checks import MOST_CHECKS, CheckEvidence
 from ravnest.store.node_spec import NodeSpec
 from ravnest.telemetry import RoundRecord, WarningRecord, WorkerRecord
 
@@ -49,7 +59,11 @@ class ProviderState(StrEnum):
     LOST = "lost"
 
 
-class ProviderOffer(Schema):
+SandboxKind = Literal["bwrap", "landlock", "off"]
+"""Sandbox of workers: bubblewrap with Landlock and seccomp inside, these two alone, or none."""
+
+
+class ProviderOffer(TolerantSchema):
     """A machine as it was measured, within the limits of its owner."""
 
     name: Name
@@ -73,6 +87,8 @@ class ProviderOffer(Schema):
     torch: VersionText
     trained: Annotated[tuple[AssignmentId, ...], Field(max_length=MOST_TRAINED)] = ()
     """Assignments that it has trained to the end, and whose results this server does not have."""
+    sandbox: SandboxKind | None = None
+    """Sandbox of its workers, ``off`` for none; ``None`` if it does not say."""
 
     @property
     def all_addresses(self) -> tuple[str, ...]:
@@ -83,8 +99,12 @@ class ProviderOffer(Schema):
         """Return the offer of a provider that keeps the results of these assignments."""
         return self.model_copy(update={"trained": tuple(assignments)[:MOST_TRAINED]})
 
+    def in_sandbox(self, sandbox: SandboxKind) -> ProviderOffer:
+        """Return the offer of a provider whose workers run in this sandbox."""
+        return self.model_copy(update={"sandbox": sandbox})
 
-class ProviderView(Schema):
+
+class ProviderView(TolerantSchema):
     """A provider, as the web page and ``ravnest nodes`` show it."""
 
     id: str
@@ -184,12 +204,19 @@ class Assignment(Schema):
     """Number of plans of the job before this one."""
     seed: SeedCheckpoint | None = None
     """Checkpoint to start from, made from those of an earlier plan or job."""
+    spot_checks: Annotated[float, Field(ge=0)] = 0.0
+    """Mean seconds between two outputs of the previous stage that are checked; 0: none."""
 
     @property
     def loss(self) -> GraphLoss | None:
         """The requester's custom loss, if there is one."""
         loss = self.training.loss
         return loss if isinstance(loss, GraphLoss) else None
+
+    @property
+    def graph_metrics(self) -> dict[int, GraphLoss]:
+        """The requester's own metrics, by their numbers among all metrics."""
+        return self.training.graph_metrics
 
 
 Phase = Literal["fetching", "fetched", "training", "uploading", "finished", "failed"]
@@ -218,6 +245,10 @@ def _checked(record: WorkerRecord) -> WorkerRecord:
             raise ValueError(f"{field.name} is out of range")
         if isinstance(value, str | tuple) and len(value) > _LONGEST:
             raise ValueError(f"{field.name} is too long")
+        if isinstance(value, dict) and (
+            len(value) > MOST_METRICS or any(len(name) > _LONGEST for name in value)
+        ):
+            raise ValueError(f"{field.name} is too long")
     return record
 
 
@@ -228,7 +259,7 @@ MOST_RECORDS = 4096
 """Largest number of records in one report."""
 
 
-class TlsRejections(Schema):
+class TlsRejections(TolerantSchema):
     """Connections that a node refused because of TLS, since its worker started."""
 
     foreign: Count = 0
@@ -239,7 +270,7 @@ class TlsRejections(Schema):
     """Connections without TLS."""
 
 
-class AssignmentReport(Schema):
+class AssignmentReport(TolerantSchema):
     """Progress of an assignment, as its provider reports it."""
 
     assignment: AssignmentId
@@ -257,11 +288,15 @@ class AssignmentReport(Schema):
     """Records of the worker; sent again until the server acknowledges them."""
     checkpoints: Annotated[tuple[UploadedCheckpoint, ...], Field(max_length=MOST_UPLOADED)] = ()
     """Newest checkpoints of this assignment that the provider has uploaded."""
+    best: BestFiles | None = None
+    """Best model of the cluster so far that the provider has uploaded; only in reports of a Root."""
     upload_done: CheckpointOrder | None = None
     """Last order of the server that was carried out."""
+    checks: Annotated[tuple[CheckEvidence, ...], Field(max_length=MOST_CHECKS)] = ()
+    """Newest files of spot checks that the provider has uploaded."""
 
 
-class Heartbeat(Schema):
+class Heartbeat(TolerantSchema):
     """Sign of life of a provider; the server may delay its reply until there is news."""
 
     report: AssignmentReport | None = None
@@ -279,7 +314,15 @@ class Heartbeat(Schema):
     """Seconds that the server may delay the reply."""
 
 
-class HeartbeatReply(Schema):
+class ExcludedNode(TolerantSchema):
+    """Machine that may not take part in a job any more: its provider's credential was revoked."""
+
+    node: Annotated[int, Field(ge=0)]
+    generation: Annotated[int, Field(ge=0)]
+    """Generation of the node on this machine; machines that have its place later are not meant."""
+
+
+class HeartbeatReply(TolerantSchema):
     """The assignment that a provider should work on, whatever it does now."""
 
     assignment: str | None
@@ -290,6 +333,8 @@ class HeartbeatReply(Schema):
     """Number of records of this assignment that the server has; the next report starts there."""
     link_test: LinkTestOrder | None = None
     """Link to measure while there is no assignment; a provider that measures another one stops."""
+    excluded: tuple[ExcludedNode, ...] = ()
+    """Nodes of the job to whose machines the worker closes its links; left out if there are none."""
     upload: CheckpointOrder | None = None
     """Checkpoints of this assignment to upload; an order that was carried out is not repeated."""
     may_leave: bool = False

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ravnest.schemas.base import Digest, Name, Reason, Schema
+from ravnest.schemas.base import Digest, Name, Reason, Schema, TolerantSchema
 
 CHALLENGE_BYTES = 32
 PROOF_BYTES = 32
@@ -32,7 +32,7 @@ def dial_back_proof(nonce: str, challenge: bytes) -> bytes:
     return hmac.digest(bytes.fromhex(nonce), _CONTEXT + challenge, hashlib.sha256)
 
 
-class DialBackRequest(Schema):
+class DialBackRequest(TolerantSchema):
     """Request of a provider, which listens already, to be dialled back."""
 
     addresses: Annotated[tuple[HostAndPort, ...], Field(max_length=MOST_DIALLED)]
@@ -44,7 +44,7 @@ class DialBackRequest(Schema):
     """Random secret of this request."""
 
 
-class AddressCheck(Schema):
+class AddressCheck(TolerantSchema):
     """Result of dialling one address."""
 
     address: HostAndPort
@@ -53,7 +53,7 @@ class AddressCheck(Schema):
     """Why it was not reached."""
 
 
-class RelayView(Schema):
+class RelayView(TolerantSchema):
     """A relay that providers may use."""
 
     id: str
@@ -67,7 +67,7 @@ class RelayView(Schema):
     """Bytes that it has forwarded."""
 
 
-class DialBackReply(Schema):
+class DialBackReply(TolerantSchema):
     """Results of all addresses, and the relays to measure."""
 
     checks: tuple[AddressCheck, ...]
@@ -77,14 +77,14 @@ class DialBackReply(Schema):
     relays: tuple[RelayView, ...]
 
 
-class RelayTrip(Schema):
+class RelayTrip(TolerantSchema):
     """Round trip of a provider to a relay."""
 
     relay: Annotated[str, Field(max_length=100)]
     seconds: Annotated[float, Field(ge=0)]
 
 
-class RelayHeartbeat(Schema):
+class RelayHeartbeat(TolerantSchema):
     """Registration of a relay, and its sign of life; the reply may be delayed until there is news."""
 
     name: Name
@@ -99,7 +99,7 @@ class RelayHeartbeat(Schema):
     """Seconds that the server may delay the reply."""
 
 
-class RelayReply(Schema):
+class RelayReply(TolerantSchema):
     """Knowledge of the server that a relay needs."""
 
     public_key: str

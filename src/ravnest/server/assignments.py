@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ravnest.schemas.base import Artifact
-from ravnest.schemas.jobs import GraphLoss, JobSpec
+from ravnest.schemas.jobs import GraphLoss, JobSpec, TrainingSpec
 from ravnest.schemas.providers import Assignment, ProviderOffer
 
 
@@ -11,10 +11,19 @@ def needed_files(spec: JobSpec) -> list[Artifact]:
     """Return every artifact that a job names."""
     data = [spec.train] + ([spec.validation] if spec.validation is not None else [])
     files = [spec.model.units, spec.model.weights]
+    files += [] if spec.adapter is None else [spec.adapter]
     files += [file.artifact for each in data for file in (*each.inputs, *each.labels)]
     if isinstance(spec.training.loss, GraphLoss):
         files += [spec.training.loss.stage, spec.training.loss.weights]
-    return files
+    return files + graph_files(spec.training)
+
+
+def graph_files(training: TrainingSpec) -> list[Artifact]:
+    """Return the files of the requester's own metrics and augmentation."""
+    graphs = list(training.graph_metrics.values())
+    if training.augmentation is not None:
+        graphs.append(training.augmentation.graph)
+    return [file for graph in graphs for file in (graph.stage, graph.weights)]
 
 
 def needed_by(assignment: Assignment) -> list[Artifact]:
@@ -24,6 +33,7 @@ def needed_by(assignment: Assignment) -> list[Artifact]:
     files += [file for share in shares for file in share.files]
     if assignment.loss is not None:
         files += [assignment.loss.stage, assignment.loss.weights]
+    files += graph_files(assignment.training)
     if assignment.seed is not None:
         files += [assignment.seed.tensors, assignment.seed.manifest]
     return files

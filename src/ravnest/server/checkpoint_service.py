@@ -22,6 +22,7 @@ from ravnest.server.complete_checkpoints import (
 )
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, StageCheckpointRecord
+from ravnest.server.job_snapshots import JobSnapshot, checkpoint_name
 from ravnest.server.job_status import holders
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
@@ -80,7 +81,9 @@ class CheckpointService:
 
     # Orders
 
-    def order_for(self, db: Transaction, assignment: AssignmentRecord) -> CheckpointOrder | None:
+    def order_for(
+        self, db: Transaction, assignment: AssignmentRecord, job: JobSnapshot
+    ) -> CheckpointOrder | None:
         """Return what the provider of an assignment should upload."""
         if assignment.phase not in ("fetched", "training"):
             return None
@@ -92,10 +95,9 @@ class CheckpointService:
             return self._rescue_order(rescue, db.assignments.body(assignment.id).node_spec)
         if assignment.phase != "training":
             return None
-        own = [each for each in db.checkpoints.of_job(assignment.job) if _is_of(each, assignment)]
-        newest = next(iter(complete_checkpoints(own)), None)
+        newest = job.newest_checkpoint(assignment.attempt, assignment.cluster)
         newest_id = BEGINNING if newest is None else newest.id
-        if issued is not None and not self._is_over(db, assignment, issued, newest_id):
+        if issued is not None and not self._is_over(job.holders, assignment, issued, newest_id):
             return issued.order
         if newest is not None and self._age(newest.time) < self._settings.checkpoint_upload:
             return None
@@ -120,7 +122,10 @@ class CheckpointService:
             self._awaited.add(first.job)
             issued = self._orders.get(key)
         if issued is not None and not self._is_over(
-            uow.db, first, issued, BEGINNING if newest is None else newest.id
+            holders(uow.db.assignments.of_job(first.job)),
+            first,
+            issued,
+            BEGINNING if newest is None else newest.id,
         ):
             return
         known = [
@@ -212,23 +217,20 @@ class CheckpointService:
 
     def _is_over(
         self,
-        db: Transaction,
+        held: Sequence[AssignmentRecord],
         assignment: AssignmentRecord,
         issued: _IssuedOrder,
         newest: CheckpointId,
     ) -> bool:
         """Return whether an order has led to a complete checkpoint, or cannot any more.
 
-        If a node took the order late, it has uploaded another checkpoint than the others.
+        ``held``: the assignments that stand for the nodes of the job. If a node took the order late, it
+        has uploaded another checkpoint than the others.
         """
         if newest.update >= issued.at_least and newest.phase >= issued.phases:
             return True
         order = issued.order
-        cluster = [
-            each
-            for each in holders(db.assignments.of_job(assignment.job))
-            if each.cluster == assignment.cluster and not each.has_ended
-        ]
+        cluster = [each for each in held if each.cluster == assignment.cluster and not each.has_ended]
         if all(self._done.get(each.id) == order for each in cluster):
             return True
         age = self._units.clock.steady() - issued.issued
@@ -243,6 +245,12 @@ class CheckpointService:
 
     # Reports
 
+    def knows(self, report: AssignmentReport, job: JobSnapshot) -> bool:
+        """Return whether a report tells nothing new about checkpoints."""
+        done = report.upload_done
+        is_known = done is None or self._done.get(report.assignment) == done
+        return is_known and all(checkpoint_name(each) in job.uploaded for each in report.checkpoints)
+
     def store(self, provider: str, report: AssignmentReport) -> None:
         """Store the checkpoints that a report names; an event tells about those that do not fit."""
         if report.upload_done is None and not report.checkpoints:
@@ -251,10 +259,10 @@ class CheckpointService:
             assignment = db.assignments.get(report.assignment)
             if assignment is None or assignment.provider != provider or assignment.has_ended:
                 return
-            known = {_name(each) for each in db.checkpoints.of_job(assignment.job)}
+            known = {checkpoint_name(each) for each in db.checkpoints.of_job(assignment.job)}
             own = db.assignments.body(assignment.id).node_spec
             weights = _weights(db, assignment)
-        new = [each for each in report.checkpoints if _name(each) not in known]
+        new = [each for each in report.checkpoints if checkpoint_name(each) not in known]
         usable = [each for each in new if self._is_usable(assignment, each, own, weights)]
         done = report.upload_done
         rescues = done is not None and done.rescue and self._done.get(assignment.id) != done
@@ -399,10 +407,6 @@ def _is_of(checkpoint: StageCheckpointRecord, assignment: AssignmentRecord) -> b
     """Return whether a checkpoint is one of an assignment's cluster."""
     found = (checkpoint.job, checkpoint.attempt, checkpoint.cluster)
     return found == _key(assignment)
-
-
-def _name(each: StageCheckpointRecord | UploadedCheckpoint) -> tuple[object, ...]:
-    return each.plan, each.run, each.taken, each.id, each.cluster, each.stage
 
 
 def _digests(checkpoint: StageCheckpointRecord) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ class ServerFolder:
         self.authority = path / "authority"
         self.job_authorities = path / "authorities"
         self.relay_key = self.authority / "relay.key"
+        self.page_key = self.authority / "page.key"
         self.scratch = path / "scratch"
         self.ballast = path / "ballast"
         self.admin = path / "admin.credential"
@@ -71,7 +73,7 @@ class ServerFolder:
         except FileNotFoundError:
             raise ServerError(
                 f"{self.path} is not the folder of a server: start one with `ravnest serve --folder "
-                f"{self.path}`, or pass the right folder"
+                f"{shlex.quote(str(self.path))}`, or pass the right folder"
             ) from None
         except ValidationError as error:
             raise ServerError(f"{self._address} is damaged: start the server again") from error

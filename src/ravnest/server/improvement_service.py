@@ -27,6 +27,7 @@ from ravnest.server.scheduling.improvement import (
 )
 from ravnest.server.scheduling.matching import LinkTests, Matching
 from ravnest.server.settings import ServerSettings
+from ravnest.server.speed_service import SpeedService
 from ravnest.server.straggler_service import StragglerService
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 
@@ -63,6 +64,7 @@ class ImprovementService:
         matching: Matching,
         checkpoints: CheckpointService,
         stragglers: StragglerService,
+        speeds: SpeedService,
         reviewer: PlanReviewer,
         link_tests: LinkTests,
         settings: ServerSettings,
@@ -73,6 +75,7 @@ class ImprovementService:
         self._matching = matching
         self._checkpoints = checkpoints
         self._stragglers = stragglers
+        self._speeds = speeds
         self._reviewer = reviewer
         self._link_tests = link_tests
         self._settings = settings
@@ -104,9 +107,11 @@ class ImprovementService:
         for known in (self._asked, self._moves, self._told):
             for job in set(known) - set(training):
                 del known[job]
+        self._speeds.keep(training)
         for job in training:
             try:
                 self._stragglers.measure(job)
+                self._speeds.check(job)
                 if not is_queued:
                     self._look(job)
             except Exception:  # a job's files may hold anything; other jobs must go on

@@ -58,6 +58,8 @@ def settings_misfit(new: JobSpec, old: JobSpec) -> str:
     one, other = new.training, old.training
     if one.optimizer.name != other.optimizer.name:
         return f"its optimizer is {other.optimizer.name}, not {one.optimizer.name}"
+    if [group.match for group in one.parameter_groups] != [g.match for g in other.parameter_groups]:
+        return "the parameter groups must match the same parameters"
     if one.scheduler != other.scheduler or one.lr_step_on_epoch_change != other.lr_step_on_epoch_change:
         return "the learning rate scheduler must be the same, with the same parameters"
     if one.scheduler is not None and one.optimizer != other.optimizer:

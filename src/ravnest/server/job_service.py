@@ -6,11 +6,11 @@ import secrets
 
 from ravnest.errors import ServerRefusedError
 from ravnest.jobs.model import UNITS_LIMIT
-from ravnest.schemas.jobs import JobSpec, JobState, JobView
+from ravnest.schemas.jobs import JobResult, JobSpec, JobState, JobView
 from ravnest.schemas.providers import ProviderState
 from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.assignments import FETCHING, fetch_limit, needed_files
-from ravnest.server.db.records import AssignmentRecord, MemberRecord
+from ravnest.server.db.records import AssignmentRecord, JobRecord, MemberRecord
 from ravnest.server.deadline_table import DeadlineTable
 from ravnest.server.job_resume import add_resumed, find_resumed
 from ravnest.server.job_status import failed_clusters, has_delivered, roots
@@ -18,6 +18,7 @@ from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.server.views import job_view
 
+_DAY = 86400.0
 _JOB_PAUSE = 60.0
 """Seconds after which a member with too many jobs may try again."""
 
@@ -83,6 +84,12 @@ class JobService:
             self._artifacts.touch(file.sha256)  # they stay for as long as those of a new upload
         return job
 
+    def unknown(self, job: str) -> ServerRefusedError:
+        """Return the refusal (404) of a request about a job that does not exist."""
+        days = self._settings.ended_jobs_kept / _DAY
+        kept = f"jobs are removed {days:.0f} days after their end, and earlier if there are many"
+        return ServerRefusedError(f"there is no job {job}; {kept}", 404)
+
     def _check_count(self, uow: UnitOfWork, member: MemberRecord) -> None:
         most = self._settings.unfinished_jobs
         states = [state for state in JobState if not state.is_final]
@@ -105,7 +112,7 @@ class JobService:
         with self._units.begin() as uow:
             record = uow.db.jobs.get(job)
             if record is None:
-                raise ServerRefusedError(f"there is no job {job}", 404)
+                raise self.unknown(job)
             if record.state in (JobState.DONE, JobState.FAILED):
                 raise ServerRefusedError(f"{job} is {record.state} already", 409)
             if record.state is not JobState.CANCELLED:
@@ -113,6 +120,22 @@ class JobService:
             found = uow.db.jobs.get(job)
             assert found is not None
             return job_view(uow.db, found)
+
+    def best_model(self, record: JobRecord) -> JobResult:
+        """Return the files of the best model so far, which the owner may read from now on."""
+        job = record.id
+        with self._units.begin() as uow:
+            models = uow.db.best_models.of_job(job)
+            if not models:
+                raise ServerRefusedError(
+                    f"{job} has no best model: it needs keep_best, and a validation that is over", 409
+                )
+            files = models[min(models)].files
+            digests = [file.artifact.sha256 for file in files]
+            if all(uow.db.artifact_grants.missing(owner, digests) for owner in (record.owner, job)):
+                raise ServerRefusedError(f"the best model of {job} was deleted: it is too old", 409)
+            uow.db.artifact_grants.grant(record.owner, [file.artifact for file in files])
+        return JobResult(job=job, cluster=min(models), files=files)
 
     def schedule_stops(self, uow: UnitOfWork, job: str) -> None:
         """Set a deadline for the remaining nodes of failed clusters.

@@ -152,6 +152,21 @@ def failed_clusters(assignments: Sequence[AssignmentRecord]) -> set[int]:
     return failed - _trained_clusters(assignments)
 
 
+def degraded(assignments: Sequence[AssignmentRecord], names: Mapping[str, str]) -> str:
+    """Return which clusters of a job that is done have no part in its model, and why; or nothing."""
+    held = holders(assignments)
+    clusters = {each.cluster for each in held}
+    untrained = clusters - _trained_clusters(assignments)
+    if not untrained:
+        return ""
+    own = [each for each in held if each.cluster in untrained]
+    why = _described(("failed", LOST), own, names) or _described(("stopped",), own, names)
+    return (
+        f"{len(untrained)} of {len(clusters)} clusters did not finish; the model has their training "
+        f"only up to their last averaging round: {why}"
+    )
+
+
 def is_trained(assignment: AssignmentRecord) -> bool:
     """Return whether a node has trained to the end, though its result may not be here yet."""
     return assignment.phase == "uploading" or has_delivered(assignment)
@@ -229,10 +244,21 @@ def _shipping(healthy: Sequence[AssignmentRecord], names: Mapping[str, str]) -> 
 def _described(
     phases: Sequence[str], assignments: Iterable[AssignmentRecord], names: Mapping[str, str]
 ) -> str:
-    """Return the nodes in ``phases`` and their reasons as a sentence."""
+    """Return the nodes in ``phases`` and their reasons as a sentence.
+
+    All nodes of a cluster fail for the reason of one of them: a reason that several have is told once.
+    """
+    by_reason: dict[str, list[AssignmentRecord]] = {}
+    for each in assignments:
+        if each.phase in phases:
+            by_reason.setdefault(each.reason or "it failed without a reason", []).append(each)
     return "; ".join(
-        f"node_{each.node} of cluster {each.cluster} ({names.get(each.provider, each.provider)}): "
-        f"{each.reason or 'it failed without a reason'}"
-        for each in assignments
-        if each.phase in phases
+        f"{', '.join(_provided_place(each, names) for each in nodes)}: {reason}"
+        for reason, nodes in by_reason.items()
     )
+
+
+def _provided_place(assignment: AssignmentRecord, names: Mapping[str, str]) -> str:
+    """Return the name of a node's place, with that of its provider."""
+    provider = names.get(assignment.provider, assignment.provider)
+    return f"node_{assignment.node} of cluster {assignment.cluster} ({provider})"

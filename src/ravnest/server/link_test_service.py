@@ -19,7 +19,7 @@ from ravnest.schemas.jobs import JobState
 from ravnest.schemas.link_tests import LinkTestOrder, LinkTestResult
 from ravnest.schemas.providers import ProviderOffer, ProviderState, SignedCertificate
 from ravnest.server.auth.tokens import AuthService
-from ravnest.server.db.records import MemberRecord, ProviderRecord
+from ravnest.server.db.records import MemberRecord, ProviderPresence, ProviderRecord
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.reachability.routes import nearest_relays
 from ravnest.server.reachability.status import reachability
@@ -146,9 +146,9 @@ class LinkTestService:
 
     # Called by providers
 
-    def order_for(self, provider: ProviderRecord | None) -> LinkTestOrder | None:
+    def order_for(self, provider: ProviderPresence) -> LinkTestOrder | None:
         """Return the test that a provider should carry out."""
-        if provider is None or provider.state is not ProviderState.RESERVED or provider.job is None:
+        if provider.state is not ProviderState.RESERVED or provider.job is None:
             return None
         with self._lock:
             tests = self._rounds[provider.job].active.values() if provider.job in self._rounds else ()

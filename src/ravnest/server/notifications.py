@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-Topic = tuple[Literal["provider", "job", "clock", "relays"], str]
+Topic = tuple[Literal["provider", "job", "clock", "relays", "page"], str]
+"""``page``: anything that the web page shows may have changed."""
 
 
 class Subscription:

@@ -142,14 +142,16 @@ class PlanReviewer:
         live = [each for each in assignments if not each.has_ended]
         if vacant(assignments) or live != held or any(each.phase != "training" for each in held):
             return None
+        paces = self._pace.read(db, record, assignments, now)
+        if paces is None:
+            return None
         began, shipped = (
             db.events.last_entry(job, state) for state in (JobState.TRAINING, JobState.SHIPPING)
         )
-        paces = self._pace.read(db, record, assignments, now)
         schedules = [db.telemetry.first_schedule(each.id) for each in roots(held)]
         present = {each.id: each for each in db.providers.present()}
         own = [present[each.provider] for each in held if each.provider in present]
-        if began is None or shipped is None or paces is None or len(own) < len(held):
+        if began is None or shipped is None or len(own) < len(held):
             return None
         return PlanReview(
             job=record,

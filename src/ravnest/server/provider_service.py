@@ -17,18 +17,15 @@ from ravnest.server.assignments import FETCHING
 from ravnest.server.checkpoint_service import CheckpointService
 from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Transaction
-from ravnest.server.db.records import LOST, AssignmentRecord, MemberRecord, ProviderRecord
+from ravnest.server.db.records import AssignmentRecord, LossCause, MemberRecord, ProviderRecord
+from ravnest.server.heartbeat_replies import HeartbeatReplies
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import (
-    has_delivered,
     is_trained,
     lineage,
-    may_train,
     place_name,
-    roots,
     vacant,
 )
-from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.liveness import Liveness
 from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
@@ -69,7 +66,7 @@ class ProviderService:
         settings: ServerSettings,
         dial_backs: DialBackService,
         relays: RelayService,
-        link_tests: LinkTestService,
+        replies: HeartbeatReplies,
     ) -> None:
         self.liveness = Liveness(settings.lost_after)
         self._units = units
@@ -81,9 +78,7 @@ class ProviderService:
         self._settings = settings
         self._dial_backs = dial_backs
         self._relays = relays
-        self._link_tests = link_tests
-        self._leaving: set[str] = set()
-        """Providers that want to leave; each heartbeat says so."""
+        self._replies = replies
         self._told_kept: set[tuple[str, bool]] = set()
         """Silent providers that are kept, and if neighbours report progress; each has an event."""
 
@@ -92,7 +87,7 @@ class ProviderService:
         present = uow.db.providers.present()
         grace = max(self._settings.restart_grace - self._settings.lost_after, 0.0)
         for provider in present:
-            self._see(provider.id, grace)
+            self.see(provider.id, grace)
             own = uow.db.assignments.current(provider.id)
             if own is not None:
                 phases = uow.db.telemetry.newest(own.id, PhaseRecord, _PHASES_READ)
@@ -115,9 +110,10 @@ class ProviderService:
                 uow.db.providers.update(member.id, offer)
                 uow.needs_matching |= uow.db.links.forget_failures(member.id)
                 self._resume_work(uow, replace(record, offer=offer))
-                uow.needs_matching = uow.needs_matching or offer != record.offer
+                before = record.offer.model_copy(update={"compute": record.stated})
+                uow.needs_matching = uow.needs_matching or offer != before
             self._store_checks(uow, member.id)
-            self._see(member.id)
+            self.see(member.id)
             found = uow.db.providers.get(member.id)
             assert found is not None
             return provider_view(found, self.liveness, self._relays.live())
@@ -132,11 +128,11 @@ class ProviderService:
     def heartbeat(self, provider: str, heartbeat: Heartbeat) -> None:
         """Process a heartbeat and its report; refuse (404) if the provider must send an offer first."""
         with self._units.db.read() as db:
-            record = db.providers.get(provider)
-        if record is None or record.left:
+            found = db.providers.presence(provider)
+        if found is None or found.left:
             raise ServerRefusedError("this provider has not sent an offer yet", 404)
-        self._see(provider)
-        if record.state is ProviderState.LOST:
+        self.see(provider)
+        if found.state is ProviderState.LOST:
             with self._units.begin() as uow:
                 record = uow.db.providers.get(provider)
                 if record is not None and record.state is ProviderState.LOST and not record.left:
@@ -145,9 +141,9 @@ class ProviderService:
             self._checkpoints.store(provider, heartbeat.report)
             self._reports.store(provider, heartbeat.report)
         if not heartbeat.leaving:
-            self._leaving.discard(provider)
+            self._replies.leaving.discard(provider)
         else:
-            self._leaving.add(provider)
+            self._replies.leaving.add(provider)
             self._takeovers.hand_over(provider, heartbeat.leaving)
 
     def answer(self, provider: str, heartbeat: Heartbeat) -> HeartbeatReply:
@@ -157,33 +153,25 @@ class ProviderService:
 
     def reply(self, provider: str) -> HeartbeatReply:
         """Return the assignment that a provider should work on."""
+        changes = self._replies.snapshots.changes
         with self._units.db.read() as db:
-            assignment = db.assignments.current(provider)
-            record = db.providers.get(provider)
-            job = [] if assignment is None else db.assignments.of_job(assignment.job)
-            keep = _kept(db, provider)
-            upload = None if assignment is None else self._checkpoints.order_for(db, assignment)
-        reason = "" if record is None else record.reason
-        leaves = provider in self._leaving
-        if assignment is None:
-            test = self._link_tests.order_for(record)
-            return HeartbeatReply(
-                assignment=None, link_test=test, may_leave=leaves, keep=keep, reason=reason
-            )
-        newest = lineage(job, assignment.node)[0]
-        return HeartbeatReply(
-            assignment=assignment.id,
-            may_train=assignment.id in may_train(job),
-            records_known=assignment.records,
-            upload=upload,
-            may_leave=leaves and (newest.id == assignment.id or newest.has_ended),
-            keep=keep,
-            reason=reason,
-        )
+            found, assignment = db.providers.presence(provider), db.assignments.current(provider)
+            return self._replies.compose(db, found, assignment, changes)
 
     def leave(self, provider: str, reason: str) -> None:
         """Remove a provider at its own request."""
         self._lose(provider, f"it left: {reason}" if reason else "it left", left=True)
+
+    def revoke(self, provider: str, reason: str) -> None:
+        """Remove a provider whose credential was revoked; the other nodes of its jobs exclude it."""
+        with self._units.begin() as uow:
+            for lost in uow.db.assignments.lost(provider):
+                uow.db.assignments.set_cause(lost, "revoked")
+        self._lose(provider, f"it left: {reason}", left=True, cause="revoked")
+        with self._units.db.read() as db:
+            jobs = {each.job for each in db.assignments.lost(provider)}
+            others = {each.provider for job in jobs for each in db.assignments.of_job(job)}
+        self._units.notify_providers(others)
 
     def run_due(self) -> float | None:
         """Remove overdue providers; return the next deadline (steady clock)."""
@@ -255,7 +243,8 @@ class ProviderService:
                 what = f"{what}: the server waits up to {seconds}, because its links may connect again"
             uow.db.events.add("warning", provider, what, job=own.job)
 
-    def _see(self, provider: str, grace: float = 0.0) -> None:
+    def see(self, provider: str, grace: float = 0.0) -> None:
+        """Store that a provider sent a request now; it may be silent for ``grace`` seconds more."""
         clock = self._units.clock
         self.liveness.see(provider, steady=clock.steady(), wall=clock.wall(), grace=grace)
         self._told_kept -= {(provider, True), (provider, False)}
@@ -297,18 +286,27 @@ class ProviderService:
         what = f"{record.offer.name} is back in the place of {place_name(lost)}"
         uow.db.events.add("recovery", lost.job, what)
 
-    def _vacate(self, uow: UnitOfWork, assignment: AssignmentRecord, reason: str) -> None:
+    def _vacate(
+        self,
+        uow: UnitOfWork,
+        assignment: AssignmentRecord,
+        reason: str,
+        cause: LossCause = "passing",
+    ) -> None:
         """End the assignment of a provider that is gone; a spare may fetch its files already."""
         newest = lineage(uow.db.assignments.of_job(assignment.job), assignment.node)[0]
         if newest.id != assignment.id and not newest.has_ended:
+            uow.db.assignments.set_cause(assignment, cause)
             uow.end_assignment(assignment, "stopped", reason)
         else:
-            uow.vacate(assignment, reason, "passing")
+            uow.vacate(assignment, reason, cause)
 
-    def _lose(self, provider: str, reason: str, *, left: bool = False) -> None:
+    def _lose(
+        self, provider: str, reason: str, *, left: bool = False, cause: LossCause = "passing"
+    ) -> None:
         """Mark a provider as lost; the place of its node becomes vacant."""
         self.liveness.forget(provider)
-        self._leaving.discard(provider)
+        self._replies.leaving.discard(provider)
         with self._units.begin() as uow:
             record = uow.db.providers.get(provider)
             if record is None or record.state is ProviderState.LOST:
@@ -328,7 +326,7 @@ class ProviderService:
                 return
             if assignment is not None:
                 self._activity.forget(assignment.id)
-                self._vacate(uow, assignment, f"the provider was lost: {reason}")
+                self._vacate(uow, assignment, f"the provider was lost: {reason}", cause)
                 uow.update_job_status(assignment.job)
                 self._jobs.schedule_stops(uow, assignment.job)
                 return
@@ -336,27 +334,6 @@ class ProviderService:
             if job is not None and job.state is JobState.PLANNED:
                 name = record.offer.name
                 uow.requeue(job, f"{name} was lost before it received its assignment: {reason}")
-
-
-def _kept(db: Transaction, provider: str) -> tuple[str, ...]:
-    """Return the ended assignments of a provider whose folders it may need again.
-
-    Those of finished nodes are needed until the Root of their cluster has sent the result.
-    """
-    found = []
-    left = db.assignments.left_by(provider)
-    for finished in (each for each in left if each.phase == "finished"):
-        job = db.assignments.of_job(finished.job)
-        delivered = {root.cluster for root in roots(job) if has_delivered(root)}
-        if finished in job and finished.cluster not in delivered:
-            found.append(finished.id)
-    for lost in (each for each in left if each.phase == LOST):
-        job = db.assignments.of_job(lost.job)
-        newest = lineage(job, lost.node)[0]
-        is_own = newest.provider == provider and newest.phase in FETCHING
-        if is_own or lost in vacant(job):
-            found.append(lost.id)
-    return tuple(found)
 
 
 def _vacated(db: Transaction, record: ProviderRecord) -> AssignmentRecord | None:
@@ -377,5 +354,6 @@ def _is_at(db: Transaction, assignment: AssignmentRecord, record: ProviderRecord
 
 def _summary(offer: ProviderOffer) -> str:
     return (
-        f"{offer.ram:g} GB, {offer.cores} cores, {offer.compute:g} GFLOP/s, {offer.bandwidth:g} Mbit/s"
+        f"{offer.ram:.3g} GB, {offer.cores} core{'' if offer.cores == 1 else 's'}, {offer.compute:.3g} "
+        f"GFLOP/s, {offer.bandwidth:.3g} Mbit/s"
     )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.base import clipped
-from ravnest.schemas.providers import AssignmentReport, ProviderState, TlsRejections
+from ravnest.schemas.jobs import BestFiles
+from ravnest.schemas.providers import Assignment, AssignmentReport, ProviderState, TlsRejections
 from ravnest.server.assignments import FETCHING
 from ravnest.server.auth.tokens import AuthService
 from ravnest.server.cluster_activity import ClusterActivity
+from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import holders, lineage
 from ravnest.server.result_check import ResultCheck
+from ravnest.server.spot_check_service import SpotCheckService
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
 from ravnest.telemetry import RecoveryRecord, RoundRecord, WarningRecord, WorkerRecord
 from ravnest.types import Role
@@ -38,8 +42,10 @@ class ReportService:
         jobs: JobService,
         activity: ClusterActivity,
         check_result: ResultCheck,
+        spot_checks: SpotCheckService,
     ) -> None:
         self._check_result = check_result
+        self._spot_checks = spot_checks
         self._units = units
         self._auth = auth
         self._jobs = jobs
@@ -48,14 +54,46 @@ class ReportService:
         """Assignments whose last report left a gap, and the position at which it started."""
 
     def store(self, provider: str, report: AssignmentReport) -> None:
-        """Store a report and update the states that follow from it, in one transaction."""
+        """Store a report and update the states that follow from it, in one transaction.
+
+        The files of spot checks that it names are taken first.
+        """
+        self._spot_checks.store(provider, report)
         if report.result:
             with self._units.db.read() as db:
                 assignment = db.assignments.get(report.assignment)
             if assignment is not None and assignment.provider == provider and not assignment.has_ended:
                 report = self._checked_result(assignment, report)
+        if report.best is not None:
+            self._store_best(provider, report.assignment, report.best)
         if not self._store(provider, report):
             raise self._auth.refused(provider, f"{provider} reported on another provider's assignment")
+
+    def store_records(
+        self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
+    ) -> AssignmentRecord | None:
+        """Store a report that only adds records; return the assignment with them.
+
+        Return ``None``, and store nothing, if the report tells more: ``store`` takes it.
+        """
+        same = (report.phase, report.tls_rejections) == (assignment.phase, assignment.tls_rejections)
+        explains = report.phase == "uploading" and report.reason != assignment.reason
+        has_gap = bool(report.records) and report.first_record > assignment.records
+        has_news = self._has_new_best(uow, report) or not self._spot_checks.knows(report)
+        if not same or explains or has_gap or report.result or has_news:
+            return None
+        self._store_records(uow, assignment, report)
+        known = max(assignment.records, report.first_record + len(report.records))
+        return replace(assignment, records=known) if report.records else assignment
+
+    @staticmethod
+    def _has_new_best(uow: UnitOfWork, report: AssignmentReport) -> bool:
+        if report.best is None:
+            return False
+        assignment = uow.db.assignments.get(report.assignment)
+        if assignment is None:
+            return False
+        return uow.db.best_models.of_job(assignment.job).get(assignment.cluster) != report.best
 
     def _store(self, provider: str, report: AssignmentReport) -> bool:
         """Store a report; return ``False`` if it is about the assignment of another provider."""
@@ -81,6 +119,27 @@ class ReportService:
                 self._explain_upload(uow, assignment, report.reason)
             return True
 
+    def _store_best(self, provider: str, assignment_id: str, best: BestFiles) -> None:
+        """Store the best model that a Root has uploaded, if it is new and one of its cluster."""
+        digests = [file.artifact.sha256 for file in best.files]
+        with self._units.db.read() as db:
+            assignment = db.assignments.get(assignment_id)
+            if assignment is None or assignment.provider != provider or assignment.has_ended:
+                return
+            if assignment.role != Role.ROOT:
+                return
+            known = db.best_models.of_job(assignment.job).get(assignment.cluster)
+            uploaded = not db.artifact_grants.missing(provider, digests)
+            bodies = _bodies(db, assignment)
+        if known == best or not uploaded:
+            return
+        if problem := self._check_result(best.files, bodies):
+            reason = f"its best model is not one of this job: {problem}"
+            self._auth.refused(provider, f"node_{assignment.node} of {assignment.job}: {reason}")
+            return
+        with self._units.begin() as uow:
+            uow.keep_best(assignment, known, best)
+
     def _checked_result(
         self, assignment: AssignmentRecord, report: AssignmentReport
     ) -> AssignmentReport:
@@ -96,12 +155,7 @@ class ReportService:
             digests = [file.artifact.sha256 for file in report.result]
             if db.artifact_grants.missing(assignment.provider, digests):
                 return report  # refused below
-            held = holders(db.assignments.of_job(assignment.job))
-            bodies = {
-                each.node: db.assignments.body(each.id)
-                for each in held
-                if each.cluster == assignment.cluster
-            }
+            bodies = _bodies(db, assignment)
         problem = self._check_result(report.result, bodies)
         if not problem:
             return report
@@ -214,6 +268,13 @@ class ReportService:
                 provider = uow.db.providers.get(each.provider)
                 assert provider is not None
                 uow.release(provider, f"is not needed any more for {root.job}")
+
+
+def _bodies(db: Transaction, assignment: AssignmentRecord) -> dict[int, Assignment]:
+    """Return what was shipped to the nodes of an assignment's cluster, by node."""
+    held = holders(db.assignments.of_job(assignment.job))
+    own = (each for each in held if each.cluster == assignment.cluster)
+    return {each.node: db.assignments.body(each.id) for each in own}
 
 
 def _event(record: WorkerRecord) -> tuple[Literal["warning", "round", "recovery"], str]:

@@ -15,6 +15,8 @@ from ravnest.errors import StageFormatError
 from ravnest.jobs.tensor_file import TensorFile
 from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.providers import Assignment
+from ravnest.split.encoding import stage_from_json
+from ravnest.split.written_state import changing_state
 from ravnest.store.trained import FORMAT, VERSION
 
 ResultCheck = Callable[[Sequence[ResultFile], Mapping[int, Assignment]], str]
@@ -56,14 +58,18 @@ class ShippedResultCheck:
         shipped.pop("weights", None)
         if _canonical(found.get("stage")) != _canonical(shipped):
             raise StageFormatError("it is another graph than the one that was shipped")
-        self._check_weights(assignment, weights)
+        self._check_weights(assignment, weights, _written_keys(found))
         return str(found.get("run"))
 
-    def _check_weights(self, assignment: Assignment, weights: ResultFile) -> None:
+    def _check_weights(
+        self, assignment: Assignment, weights: ResultFile, written: frozenset[str] | None
+    ) -> None:
         path = self._path_of(weights.artifact.sha256)
         if path.stat().st_size > assignment.weights.size + _SLACK:
             raise StageFormatError("its weights are larger than those that were shipped")
         before = TensorFile.read(self._path_of(assignment.weights.sha256)).tensors
+        if written is not None:
+            before = {key: tensor for key, tensor in before.items() if key in written}
         after = TensorFile.read(path).tensors
         if before.keys() != after.keys():
             other = sorted(before.keys() ^ after.keys())
@@ -87,6 +93,16 @@ class ShippedResultCheck:
         if not isinstance(found, dict):
             raise StageFormatError("its manifest is not an object")
         return found
+
+
+def _written_keys(manifest: dict[str, Any]) -> frozenset[str] | None:
+    """Return the keys of a result without frozen weights; None if it has all.
+
+    Its graph is the one that was shipped.
+    """
+    if manifest.get("changed_only") is not True:
+        return None
+    return frozenset(entry.key for entry in changing_state(stage_from_json(manifest["stage"])))
 
 
 def _canonical(value: object) -> str:

@@ -6,6 +6,7 @@ Files of jobs that have not ended, and of ended jobs that can be resumed, are ne
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from ravnest.schemas.jobs import JobState
@@ -62,7 +63,11 @@ class RetentionService:
         self._artifacts.sweep_partial(now - settings.kept_uploads)
         with self._units.db.read() as db:
             granted, needed = db.artifact_grants.all(), _needed(db)
-        files = self._artifacts.stored()
+            ended = _parts_of_results(db, now - settings.files_kept)
+        files = [
+            replace(file, modified=max(file.modified, ended.get(file.sha256, 0.0)))
+            for file in self._artifacts.stored()
+        ]
         self._delete_orphans([file.sha256 for file in files if file.sha256 not in granted])
         old = expired(
             [file for file in files if file.sha256 in granted],
@@ -116,6 +121,20 @@ def _needed(db: Transaction) -> set[str]:
     unfinished = db.jobs.in_state(*(state for state in JobState if not state.is_final))
     jobs = {job.id for job in unfinished} | set(db.checkpoints.jobs())
     return {file.sha256 for job in jobs for file in needed_files(db.jobs.spec(job))}
+
+
+def _parts_of_results(db: Transaction, since: float) -> dict[str, float]:
+    """Return files that results of jobs refer to, and when the newest of these jobs ended.
+
+    They age as the results do: frozen weights are not part of a result.
+    """
+    found: dict[str, float] = {}
+    for job in db.jobs.in_state(JobState.DONE):
+        if job.changed >= since:
+            spec = db.jobs.spec(job.id)
+            for file in (spec.model.weights, *([spec.adapter] if spec.adapter else [])):
+                found[file.sha256] = max(found.get(file.sha256, 0.0), job.changed)
+    return found
 
 
 def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:

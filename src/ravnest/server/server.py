@@ -15,11 +15,16 @@ from ravnest.server.checkpoint_service import CheckpointService
 from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Database
 from ravnest.server.db.records import JobRecord, MemberRecord
+from ravnest.server.db.removals import ALL, Removal
 from ravnest.server.disk_ballast import DiskBallast
+from ravnest.server.estimate_service import EstimateService, JobEstimator
 from ravnest.server.folder import ServerFolder
+from ravnest.server.heartbeat_queue import HeartbeatQueue
+from ravnest.server.heartbeat_replies import HeartbeatReplies
 from ravnest.server.improvement_service import ImprovementService
 from ravnest.server.job_pace import PaceReader
 from ravnest.server.job_service import JobService
+from ravnest.server.job_snapshots import JobSnapshots
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.notifications import Notifications
 from ravnest.server.plan_review import PlanReviewer
@@ -31,10 +36,15 @@ from ravnest.server.replanning_service import ReplanningService
 from ravnest.server.report_service import ReportService
 from ravnest.server.result_check import ResultCheck, ShippedResultCheck
 from ravnest.server.retention_service import RetentionService
+from ravnest.server.routine_heartbeats import RoutineHeartbeats
+from ravnest.server.row_retention import RowRetention
+from ravnest.server.scheduling.check_process import ForwardChecker, SandboxedChecker
 from ravnest.server.scheduling.matching import Matching, MatchingThread
-from ravnest.server.scheduling.planner_process import ProcessPlanner
+from ravnest.server.scheduling.planner_process import EstimatingProcess, ProcessPlanner
 from ravnest.server.scheduling.planning import JobPlanner
 from ravnest.server.settings import Clock, ServerSettings
+from ravnest.server.speed_service import SpeedService
+from ravnest.server.spot_check_service import SpotCheckService
 from ravnest.server.straggler_service import StragglerService
 from ravnest.server.takeover_service import TakeoverService
 from ravnest.server.unit_of_work import UnitOfWorkFactory
@@ -53,16 +63,19 @@ class Server:
         folder: Path,
         *,
         planner: JobPlanner | None = None,
+        estimator: JobEstimator | None = None,
         settings: ServerSettings | None = None,
         clock: Clock | None = None,
         tls: bool = False,
         check_result: ResultCheck | None = None,
+        checker: ForwardChecker | None = None,
     ) -> None:
         self.settings = settings or ServerSettings()
         self.clock = clock or Clock()
         self.tls = tls
         self.folder = ServerFolder(folder)
-        self.db = Database(self.folder.database)
+        snapshots = JobSnapshots()
+        self.db = Database(self.folder.database, snapshots.forget)
         self.auth = AuthService(self.db, self.folder, self.clock)
         self.artifacts = ArtifactFolder(
             self.folder.artifacts,
@@ -88,16 +101,26 @@ class Server:
             self._units, self.job_service, self.relay_service, self.link_test_service
         )
         self.checkpoint_service = CheckpointService(self._units, self.artifacts, self.settings)
+        self.spot_check_service = SpotCheckService(
+            self._units,
+            self.artifacts,
+            self.job_service,
+            checker or SandboxedChecker(self.settings.spot_check_seconds),
+            self.settings,
+        )
         activity = ClusterActivity()
+        reports = ReportService(
+            self._units,
+            self.auth,
+            self.job_service,
+            activity,
+            check_result or ShippedResultCheck(self.artifacts.path),
+            self.spot_check_service,
+        )
+        replies = HeartbeatReplies(self.checkpoint_service, self.link_test_service, snapshots)
         self.provider_service = ProviderService(
             self._units,
-            ReportService(
-                self._units,
-                self.auth,
-                self.job_service,
-                activity,
-                check_result or ShippedResultCheck(self.artifacts.path),
-            ),
+            reports,
             self.takeover_service,
             self.checkpoint_service,
             activity,
@@ -105,20 +128,35 @@ class Server:
             self.settings,
             self.dial_backs,
             self.relay_service,
-            self.link_test_service,
+            replies,
         )
+        routine = RoutineHeartbeats(
+            self._units, reports, self.checkpoint_service, replies, self.provider_service.see
+        )
+        self.heartbeats = HeartbeatQueue(routine.answer, self.provider_service.answer)
         self.retention_service = RetentionService(self._units, self.artifacts, self.settings)
+        self.row_retention = RowRetention(self._units, self.settings)
         self.straggler_service = StragglerService(self._units)
         self.matching = Matching(
             self._units,
             planner
             or ProcessPlanner(
-                self.folder.artifacts, self.folder.scratch, self.settings.planning, self.relay_service
+                self.folder.artifacts,
+                self.folder.scratch,
+                self.settings.planning,
+                self.relay_service,
+                check_interval=self.spot_check_service.interval,
             ),
             self.relay_service.live,
             self.link_test_service,
             self.job_service,
             self.straggler_service.slowdowns,
+        )
+        self.estimate_service = EstimateService(
+            self.db,
+            estimator or EstimatingProcess(self.settings.planning),
+            self.relay_service.live,
+            self.link_test_service.links_between,
         )
         self.replanning_service = ReplanningService(
             self._units,
@@ -133,6 +171,7 @@ class Server:
             self.matching,
             self.checkpoint_service,
             self.straggler_service,
+            SpeedService(self._units),
             PlanReviewer(PaceReader(self.artifacts.path)),
             self.link_test_service,
             self.settings,
@@ -173,8 +212,9 @@ class Server:
         self.matching.run_once()
 
     def clean_up(self) -> None:
-        """Delete files that nobody needs any more; takes seconds if there are many."""
+        """Delete rows and files that nobody needs any more; takes seconds if there are many."""
         self.ballast.restore()
+        self.row_retention.run_once()
         self.retention_service.run_once()
 
     def run_due(self) -> float:
@@ -185,6 +225,7 @@ class Server:
             self.takeover_service,
             self.link_test_service,
             self.checkpoint_service,
+            self.spot_check_service,
             self.replanning_service,
             self.improvement_service,
         )
@@ -214,9 +255,10 @@ class Server:
     def revoke(self, member: str) -> None:
         """End the credential of a member; requests that wait are answered, and its offers end."""
         found = self.auth.revoke(member)
+        self.notifications.notify(("page", ""))
         reason = "its credential was revoked"
         if found.role is ApiRole.PROVIDER:
-            self.provider_service.leave(member, reason)
+            self.provider_service.revoke(member, reason)
             self.notifications.notify(("provider", member))
         elif found.role is ApiRole.RELAY:
             self.relay_service.leave(member, f"the relay {found.name} left: {reason}")
@@ -230,7 +272,7 @@ class Server:
         with self.db.read() as db:
             record = db.jobs.get(job)
         if record is None:
-            raise ServerRefusedError(f"there is no job {job}", 404)
+            raise self.job_service.unknown(job)
         if member.role is ApiRole.REQUESTER and record.owner != member.id:
             raise self.auth.refused(member.id, f"{member.name} requested {job} of another requester")
         return record
@@ -242,6 +284,13 @@ class Server:
         owner = member.id if member.role is ApiRole.REQUESTER else None
         with self.db.read() as db:
             return [job_view(db, job, with_records=False) for job in db.jobs.listed(owner, limit)]
+
+    def removed_jobs(self, member: MemberRecord) -> Removal | None:
+        """Return how many jobs were removed that the member could see; ``None`` if none was."""
+        if member.role in (ApiRole.PROVIDER, ApiRole.RELAY):
+            return None
+        with self.db.read() as db:
+            return db.removals.get("jobs", member.id if member.role is ApiRole.REQUESTER else ALL)
 
     def _complete_files(self, owner: str) -> FileTotals:
         """Return the size and number of the files that a member has uploaded."""

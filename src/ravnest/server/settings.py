@@ -20,6 +20,10 @@ class ConnectionLimits:
     """The same, of each address."""
     per_member: int = 64
     """Connections of each member."""
+    pages: int = 256
+    """Browser pages that watch the server at the same time."""
+    pages_per_address: int = 32
+    """The same, of each address."""
     header_seconds: float = 10.0
     """Time for the header of a request, and for a TLS handshake."""
     linger_seconds: float = 5.0
@@ -34,7 +38,7 @@ class PlanningLimits:
 
     memory: int = 3 << 30
     """Bytes that a model may take there; Linux only."""
-    plan_seconds: float = 120.0
+    plan_seconds: float = deadlines.PLANNING
     """Time for one plan."""
     ship_seconds: float = 3600.0
     """Time to write the stages of a job."""
@@ -81,6 +85,12 @@ class ServerSettings:
     """Time for which the newest checkpoint of an ended job is kept."""
     unused_files_kept: float = 60.0
     """Least age of a file of a dropped checkpoint that is deleted before the next start."""
+    spot_checks: float = deadlines.SPOT_CHECKS
+    """Mean time between two outputs of a stage that are computed again; 0: none are."""
+    spot_check_answer: float = deadlines.SPOT_CHECK_ANSWER
+    """Least time in which a provider states what such an output was computed from."""
+    spot_check_seconds: float = deadlines.SPOT_CHECK_SECONDS
+    """Time that the computation may take."""
     link_test: float = deadlines.LINK_TEST
     """Time after which a test of a link between two providers is given up."""
     link_figures_kept: float = deadlines.LINK_FIGURES_KEPT
@@ -124,6 +134,14 @@ class ServerSettings:
     probe_bytes: int = 16 << 20
     page_login: float = 30 * 86400.0
     """Lifetime of a browser login."""
+    ended_jobs_kept: float = 90 * 86400.0
+    """Time after its end for which a job is kept, with its records and events."""
+    most_ended_jobs: int = 1000
+    """Ended jobs of each requester that are kept, the newest ones."""
+    events_kept: float = 90 * 86400.0
+    """Age at which events are removed; those of jobs that have not ended stay."""
+    most_events: int = 200_000
+    """Newest events that are kept; those of jobs that have not ended stay, too."""
     kept_events: int = 10_000
     """Events kept of each kind that members and strangers can cause: they must not fill the disk."""
 

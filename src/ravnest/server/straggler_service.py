@@ -6,7 +6,7 @@ What is measured is in the database, so that a restarted server knows it, and a 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, StageTimesRecord
@@ -31,10 +31,11 @@ class StragglerService:
             before = db.stage_times.of_job(job)
             held = holders(db.assignments.of_job(job))
             known = {(each.attempt, each.cluster, each.stage): each for each in before}
+            numbers = {each: stage.number for each, stage in db.assignments.stages(job).items()}
             found = [
                 each
                 for root in roots(held)
-                for each in self._measured(db, root, _stages(db, held, root, known, now), now)
+                for each in self._measured(db, root, _stages(numbers, held, root, known, now), now)
             ]
         changed = set(found) - set(before)
         if changed:
@@ -62,18 +63,21 @@ class StragglerService:
 
 
 def _stages(
-    db: Transaction,
+    numbers: Mapping[str, int],
     held: Sequence[AssignmentRecord],
     root: AssignmentRecord,
     known: dict[tuple[int, int, int], StageTimesRecord],
     now: float,
 ) -> list[StageTimesRecord]:
-    """Return the stages of a cluster in order; one with another provider than before begins anew."""
+    """Return the stages of a cluster in order; one with another provider than before begins anew.
+
+    ``numbers``: those of the stages, by assignment.
+    """
     found = []
     for each in held:
         if each.cluster != root.cluster:
             continue
-        stage = db.assignments.body(each.id).node_spec.stage
+        stage = numbers[each.id]
         record = known.get((each.attempt, each.cluster, stage))
         if record is None or record.provider != each.provider:
             record = StageTimesRecord(each.job, each.attempt, each.cluster, stage, each.provider, now)

@@ -260,7 +260,9 @@ class TakeoverService:
                 uow.release(provider, f"it begins again in {found.record.name}: {state}")
 
     def _spares(self, uow: UnitOfWork, found: RunningJob) -> list[SpareProvider]:
-        idle = [each for each in uow.db.providers.present() if each.state is ProviderState.OFFERED]
+        barred = uow.db.assignments.barred(found.record.id)
+        present = [each for each in uow.db.providers.present() if each.id not in barred]
+        idle = [each for each in present if each.state is ProviderState.OFFERED]
         relays = self._relays.live()
         offers = dict(found.offers) | {each.id: each.offer for each in idle}
         failing = [each for each in self._link_tests.links_between(offers).records if each.failure]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from ravnest.schemas.jobs import JobResult, JobState
-from ravnest.schemas.providers import FailureCause, ProviderState
+from ravnest.schemas.jobs import BestFiles, JobResult, JobState
+from ravnest.schemas.providers import ProviderState
 from ravnest.server.auth.tokens import AuthService
 from ravnest.server.db.database import Database, Transaction
-from ravnest.server.db.records import LOST, AssignmentRecord, JobRecord, ProviderRecord
+from ravnest.server.db.records import LOST, AssignmentRecord, JobRecord, LossCause, ProviderRecord
 from ravnest.server.job_status import (
     PlaceNeeds,
     can_continue,
@@ -59,7 +59,7 @@ class UnitOfWork:
             why = "it has finished, and repeats the end with a node that takes the place of a lost one"
             self.db.assignments.lose(replace(assignment, phase="finished"), why, None)
 
-    def vacate(self, assignment: AssignmentRecord, reason: str, cause: FailureCause) -> None:
+    def vacate(self, assignment: AssignmentRecord, reason: str, cause: LossCause) -> None:
         """End an assignment whose provider is gone; its cluster waits for another one if it can.
 
         The files stay granted, because the next provider of the place needs them. Nodes of the cluster
@@ -80,6 +80,24 @@ class UnitOfWork:
         what = f"{place_name(assignment)} has lost its provider {name}: {reason}"
         self.db.events.add("recovery", assignment.job, what)
 
+    def keep_best(self, root: AssignmentRecord, before: BestFiles | None, best: BestFiles) -> None:
+        """Store the best model of a Root's cluster, in place of the one before.
+
+        Its files belong to the job until that ends; those of the model before are free.
+        """
+        self.db.best_models.set(root.job, root.cluster, best)
+        files = [file.artifact for file in best.files]
+        kept = {file.sha256 for file in files}
+        others = self.db.best_models.of_job(root.job).values()
+        kept |= {file.artifact.sha256 for each in others for file in each.files}
+        old = [] if before is None else [file.artifact.sha256 for file in before.files]
+        grants = self.db.artifact_grants
+        grants.grant(root.job, files)
+        grants.revoke_files(root.job, [each for each in old if each not in kept])
+        grants.revoke_files(root.provider, [*kept, *old])
+        self.db.jobs.touch(root.job)
+        self.topics.add(("job", root.job))
+
     def end_job(
         self, job: JobRecord, state: JobState, reason: str, root: AssignmentRecord | None = None
     ) -> None:
@@ -91,6 +109,10 @@ class UnitOfWork:
                 self.db.artifact_grants.revoke(assignment.id)
         for provider in self.db.providers.of_job(job.id):
             self.release(provider, f"job {job.name} is {state}")
+        for best in self.db.best_models.of_job(job.id).values():
+            files = [file.artifact for file in best.files]
+            self.db.artifact_grants.grant(job.owner, files)
+            self.db.artifact_grants.revoke_files(job.id, [file.sha256 for file in files])
         result = None if root is None else self._result(job, root)
         self.db.jobs.move(job, state, reason, result=result)
         self.topics |= {("job", job.id), ("relays", "")}
@@ -186,6 +208,11 @@ class UnitOfWorkFactory:
         """Have the timers look at the deadlines: there is a new one."""
         self._notifications.notify(("clock", ""))
 
+    def notify_providers(self, providers: Iterable[str]) -> None:
+        """Wake the heartbeats of providers that wait."""
+        for provider in providers:
+            self._notifications.notify(("provider", provider))
+
     @contextmanager
     def begin(self) -> Iterator[UnitOfWork]:
         """Open a unit of work; its follow-up actions run after the commit."""
@@ -196,5 +223,6 @@ class UnitOfWorkFactory:
             self._auth.forget_job(job)
         for topic in uow.topics:
             self._notifications.notify(topic)
+        self._notifications.notify(("page", ""))
         if uow.needs_matching:
             self._request_matching()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import (
     AssignmentView,
+    BestView,
     CheckpointView,
     ClusterProgress,
     JobProgress,
+    JobState,
     JobView,
     LossHistory,
     NodeWarning,
@@ -22,11 +23,12 @@ from ravnest.server.complete_checkpoints import complete_checkpoints
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, MemberRecord, ProviderRecord
 from ravnest.server.db.telemetry import Stored
-from ravnest.server.job_status import holders, leading_root, lineage, roots
+from ravnest.server.job_status import degraded, holders, leading_root, lineage, roots
 from ravnest.server.liveness import Liveness
 from ravnest.server.reachability.status import reachability
 from ravnest.telemetry import (
     LossRecord,
+    PaceRecord,
     PhaseRecord,
     QueueRecord,
     RecoveryRecord,
@@ -121,7 +123,7 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
         reason=record.reason,
         created=record.created,
         changed=record.changed,
-        progress=_progress(db, record, _history(db, record.id, assignments)),
+        progress=_progress(db, record, history(db, record.id, assignments)),
         assignments=tuple(
             _assignment_view(db, each, names, with_records=with_records) for each in holders(assignments)
         ),
@@ -131,6 +133,8 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
         recoveries=db.telemetry.count((each.id for each in assignments), RecoveryRecord),
         checkpoint=_checkpoint(db, assignments, root) if with_records else None,
         saved_update=_saved_update(db, record.id) if with_records else None,
+        best=_best(db, record.id) if with_records else None,
+        degraded=degraded(assignments, names) if record.state is JobState.DONE else "",
     )
 
 
@@ -140,7 +144,7 @@ def job_losses(db: Transaction, job: str, first: int) -> LossHistory:
     Updates and validations that a later Root repeats replace those of an earlier one.
     """
     assignments = db.assignments.of_job(job)
-    oldest_first = _history(db, job, assignments)[::-1]
+    oldest_first = history(db, job, assignments)[::-1]
     found = {loss.update: loss for each in oldest_first for loss in db.telemetry.losses(each.id, first)}
     results = {test.number: test for each in oldest_first for test in db.telemetry.validations(each.id)}
     return LossHistory(
@@ -151,18 +155,7 @@ def job_losses(db: Transaction, job: str, first: int) -> LossHistory:
     )
 
 
-def loss_curve(db: Transaction, job: str, points: int) -> list[tuple[int, float]]:
-    """Return about ``points`` losses of a job, evenly spread, with the numbers of their updates."""
-    assignments = db.assignments.of_job(job)
-    found: dict[int, float] = {}
-    for each in _history(db, job, assignments)[::-1]:
-        curve = db.telemetry.sampled_losses(each, points)
-        start = curve[0][0] if curve else math.inf
-        found = {update: loss for update, loss in found.items() if update < start} | dict(curve)
-    return sorted(found.items())
-
-
-def _history(
+def history(
     db: Transaction, job: str, assignments: Sequence[AssignmentRecord]
 ) -> list[AssignmentRecord]:
     """Return the assignments of the leading Root, newest first, then those of the plans before.
@@ -207,11 +200,28 @@ def _saved_update(db: Transaction, job: str) -> int | None:
     return complete[0].id.update if complete else None
 
 
+def _best(db: Transaction, job: str) -> BestView | None:
+    """Return the best model of the lowest cluster that has one."""
+    models = db.best_models.of_job(job)
+    if not models:
+        return None
+    cluster = min(models)
+    best = models[cluster]
+    return BestView(cluster=cluster, epoch=best.epoch, metric=best.metric, value=best.value)
+
+
 def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentRecord]) -> JobProgress:
     last = _last_loss(db, chain)
     validation = _newest(db, chain, ValidationRecord)
+    pace = _newest(db, chain, PaceRecord) or PaceRecord(0, None, None, None)
     return JobProgress(
         updates=0 if last is None else last.update + 1,
+        total_updates=pace.updates,
+        epoch=0 if last is None else last.epoch + 1,
+        samples_per_second=pace.samples_per_second,
+        seconds_left=None if record.state.is_final else pace.seconds_left,
+        metric="" if validation is None else validation.name,
+        metrics={} if validation is None else validation.metrics,
         epochs=record.epochs,
         loss=None if last is None else last.loss,
         diverged=last is not None and last.loss is None,

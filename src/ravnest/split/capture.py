@@ -14,22 +14,38 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 
 from ravnest.errors import CaptureError, SplitError
+from ravnest.split.aliases import find_aliases
 from ravnest.split.checkpointing import noted_checkpoints
+from ravnest.split.ctc_shapes import ctc_loss_captured
 from ravnest.split.example import Example, bind_example
 from ravnest.split.graph import MODES, Mode
+from ravnest.split.kept_model import model_kept
+from ravnest.split.model_inspection import inspect_model, warn_of_resting_dropout
+from ravnest.split.outside_randomness import refuse_outside_randomness
+from ravnest.split.recurrent_shapes import lengths_vary
+from ravnest.split.size_conditions import SizeCondition, noted_conditions
 from ravnest.split.state import ModelState, read_state
 from ravnest.split.static_conditions import StaticConditions
 from ravnest.split.structure import LEAF, Structure, flatten
 from ravnest.split.torchscript import from_torchscript
-from ravnest.split.unsupported import RefusePacking, refuse_custom_autograd, translate
+from ravnest.split.unsupported import (
+    RefusedFunctions,
+    refuse_custom_autograd,
+    refuse_inference_mode,
+    translate,
+    values_not_read,
+)
+from ravnest.split.varying import FixedLines, Varying, noted_fixed_sizes, refuse_fixed
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +67,14 @@ class ModeCapture:
     """Nesting of the model's output, whose leaves are the graph's outputs."""
     fixed_batch: tuple[str, ...]
     """Inputs whose batch size could not be captured as a symbol."""
+    checkpointed: bool = False
+    """True if forward checkpoints blocks, which the unsplit model runs twice."""
+    reassigned: frozenset[str] = frozenset()
+    """Keys of buffers that forward replaces by new tensors."""
+    conditions: tuple[SizeCondition, ...] = ()
+    """Conditions on sizes that forward evaluated; they hold in the graph."""
+    batch_symbols: frozenset[sympy.Basic] = frozenset()
+    """Symbols in the batch dimension of inputs. Others have at most the example's size."""
 
 
 @dataclass
@@ -68,6 +92,18 @@ class Capture:
         names = dict.fromkeys(name for mode in self.modes.values() for name in mode.fixed_batch)
         return tuple(names)
 
+    @cached_property
+    def written_parameters(self) -> tuple[torch.Tensor, ...]:
+        """Parameters of the model that forward writes to in at least one mode."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        found: dict[str, torch.Tensor] = {}
+        for mode in self.modes.values():
+            for root in find_aliases(mode.graph).written():
+                entry = self.state.tensors.get(mode.state_of.get(root.name, ""))
+                if entry is not None and entry.kind == "parameter":
+                    found[entry.model_names[0]] = own[entry.model_names[0]]
+        return tuple(found.values())
+
 
 def capture(
     model: nn.Module,
@@ -75,8 +111,11 @@ def capture(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     batch_dim: int = 0,
+    varying: Varying | None = None,
 ) -> Capture:
     """Capture ``model`` in both modes, without changing it.
+
+    ``varying`` are dimensions besides the batch whose sizes vary up to those of the example.
 
     Raises ``CaptureError``, which names the line of the user's code that cannot be captured.
     """
@@ -85,7 +124,9 @@ def capture(
     if not isinstance(model, nn.Module):
         raise SplitError(f"expected a torch.nn.Module to split, got {type(model).__name__}")
     args = (example_args,) if isinstance(example_args, torch.Tensor) else tuple(example_args)
-    example = bind_example(model, args, dict(example_kwargs or {}), batch_dim)
+    example = bind_example(model, args, dict(example_kwargs or {}), batch_dim, varying)
+    inspect_model(model)
+    warn_of_resting_dropout(model)
     state = read_state(model)
     modes = {mode: _capture_mode(model, example, state, mode) for mode in MODES}
     result = Capture(model, example, state, modes)
@@ -109,6 +150,8 @@ class _TracedOutput:
 
     structure: Structure = LEAF
     opaque: dict[str, str] = field(default_factory=dict)
+    reassigned: set[str] = field(default_factory=set)
+    """Names of buffers that forward replaces."""
 
     def note_opaque(self, path: str, value: object) -> None:
         self.opaque[path] = type(value).__name__
@@ -125,28 +168,42 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         args, kwargs = self._example.rebuild(tensors)
-        before = [(m, dict(m._buffers)) for m in self.model.modules()]
+        before = [(path, m, dict(m._buffers)) for path, m in self.model.named_modules()]
         output = self.model(*args, **kwargs)
-        _write_reassigned_buffers(before)
+        self._traced.reassigned.update(_write_reassigned_buffers(before))
         leaves, self._traced.structure = flatten(output, "output", self._traced.note_opaque)
         return tuple(leaves)
 
 
-def _write_reassigned_buffers(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Turn ``self.mean = new`` into a write to the buffer: export drops it below the top module."""
-    for module, buffers in before:
+def _write_reassigned_buffers(before: list[tuple[str, nn.Module, dict[str, Any]]]) -> list[str]:
+    """Turn ``self.mean = new`` into a write to the buffer: export drops it below the top module.
+
+    Returns the names of these buffers.
+    """
+    found = []
+    for path, module, buffers in before:
         for name, old in buffers.items():
             new = module._buffers.get(name)
             if new is not old and old is not None and new is not None:
                 old.copy_(new.detach())
                 module._buffers[name] = old
+                found.append(f"{path}.{name}" if path else name)
+    return found
 
 
 def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: Mode) -> ModeCapture:
     traced = _TracedOutput()
     flat = _Flat(model, example, traced)
-    with mode_of(model, mode), noted_checkpoints(model):
-        program, fixed = _export(flat, example)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(refuse_outside_randomness())
+        stack.enter_context(model_kept(model))
+        stack.enter_context(mode_of(model, mode))
+        checkpoints = stack.enter_context(noted_checkpoints(model))
+        exported = _export(flat, example)
+    program = exported.program
+    for (position, dim), line in exported.fixed_sizes.items():
+        path, tensor = example.leaf_paths()[position], example.tensors[position]
+        raise refuse_fixed(path, dim, tensor.shape[dim], line)
     for path, kind in traced.opaque.items():
         logger.info("%s is a %s, which stages cannot return: it is omitted from the output", path, kind)
     if not any(node.op == "call_function" for node in program.graph.nodes):
@@ -166,7 +223,11 @@ def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: M
         state_of=state_of,
         inputs={name: position for position, name in enumerate(inputs)},
         structure=traced.structure,
-        fixed_batch=fixed,
+        fixed_batch=exported.fixed_batch,
+        checkpointed=bool(checkpoints),
+        reassigned=frozenset(state.key_of(name, "BUFFER", program, mode) for name in traced.reassigned),
+        conditions=_in_final_symbols(program, exported.conditions),
+        batch_symbols=_batch_symbols(program, example),
     )
 
 
@@ -182,32 +243,88 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _export(flat: _Flat, example: Example) -> tuple[ExportedProgram, tuple[str, ...]]:
+@dataclass(frozen=True)
+class _Exported:
+    """A program, with what became of the sizes that vary."""
+
+    program: ExportedProgram
+    fixed_batch: tuple[str, ...]
+    """Inputs with a fixed batch size."""
+    fixed_sizes: FixedLines
+    """Other dimensions that are to vary and are fixed, with the lines that fix them."""
+    conditions: Sequence[SizeCondition]
+    """Conditions on sizes that the program relies on."""
+
+    @property
+    def fixed(self) -> int:
+        """Number of dimensions that are not symbols."""
+        return len(self.fixed_batch) + len(self.fixed_sizes)
+
+
+def _export(flat: _Flat, example: Example) -> _Exported:
     """Export with the first tracing option that keeps the batch size symbolic, else with the best one.
 
     Libraries can have a separate code path for export. The path outside of export comes first, because
     it is the model's own; then the path for export; then the strict tracer, which keeps
     ``int(x.shape[0])`` symbolic.
     """
-    best: tuple[ExportedProgram, tuple[str, ...]] | None = None
+    best: _Exported | None = None
     first_error: CaptureError | None = None
     for option in (_TraceOption(hidden=True), _TraceOption(), _TraceOption(strict=True)):
         if option.strict and best is None:
             break
         try:
-            program = _try_export(flat, example, option)
+            with noted_conditions() as noted, noted_fixed_sizes() as lines:
+                program = _try_export(flat, example, option)
         except CaptureError as error:
             first_error = first_error or error
             continue
-        fixed = _fixed_batch(program, example)
-        if best is None or len(fixed) < len(best[1]):
-            best = program, fixed
-        if not fixed:
+        found = _Exported(
+            program,
+            _fixed_batch(program, example),
+            _fixed_sizes(program, example, lines),
+            _guards(program) if option.strict else noted,
+        )
+        if best is None or found.fixed < best.fixed:
+            best = found
+        if not found.fixed:
             break
     if best is None:
         assert first_error is not None
         raise first_error
     return best
+
+
+def _symbolic_sizes(program: ExportedProgram) -> list[torch.SymInt]:
+    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+
+def _guards(program: ExportedProgram) -> list[SizeCondition]:
+    """Return the conditions that the strict tracer relies on.
+
+    It interprets forward, so that conditions are not seen while they are evaluated. It assumes sizes of
+    at least 2 without a guard.
+    """
+    sizes = _symbolic_sizes(program)
+    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    guards = [guard.expr for guard in sizes[0].node.shape_env.guards] if sizes else []
+    at_least_2 = [sympy.Ge(symbol, 2) for symbol in sorted(symbols, key=str)]
+    return [SizeCondition(expression, "") for expression in (*guards, *at_least_2)]
+
+
+def _in_final_symbols(
+    program: ExportedProgram, conditions: Sequence[SizeCondition]
+) -> tuple[SizeCondition, ...]:
+    """Return conditions in the symbols that the tracer ended with; it may have replaced some."""
+    sizes = _symbolic_sizes(program)
+    if not sizes:
+        return ()
+    environment = sizes[0].node.shape_env
+    replaced = (replace(c, expression=environment.replace(c.expression)) for c in conditions)
+    return tuple(condition for condition in replaced if condition.expression.free_symbols)
 
 
 @dataclass(frozen=True)
@@ -221,15 +338,21 @@ class _TraceOption:
 
 def _try_export(flat: _Flat, example: Example, option: _TraceOption) -> ExportedProgram:
     dims = tuple(
-        {example.batch_dim: Dim.AUTO} if example.has_batch(t) else None for t in example.tensors
+        dict.fromkeys(sorted(example.dynamic_dims(position)), Dim.AUTO) or None
+        for position in range(len(example.tensors))
     )
+    refused = RefusedFunctions()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(_quiet_torch())
             stack.enter_context(refuse_custom_autograd())
             stack.enter_context(StaticConditions())
-            stack.enter_context(RefusePacking())
+            stack.enter_context(refuse_inference_mode())
+            stack.enter_context(values_not_read())
+            stack.enter_context(lengths_vary(any(example.varying)))
+            stack.enter_context(ctc_loss_captured())
+            stack.enter_context(refused)
             if option.hidden:
                 stack.enter_context(_hidden_export())
             warnings.simplefilter("ignore")
@@ -239,7 +362,7 @@ def _try_export(flat: _Flat, example: Example, option: _TraceOption) -> Exported
     except CaptureError:
         raise
     except Exception as error:  # the user's forward or the tracer may raise anything
-        raise translate(error, flat.model) from error
+        raise translate(error, flat.model, refused.data_line) from error
 
 
 @contextlib.contextmanager
@@ -262,17 +385,34 @@ def _hidden_export() -> Iterator[None]:
         torch.compiler.is_exporting = original
 
 
-def _fixed_batch(program: ExportedProgram, example: Example) -> tuple[str, ...]:
+def _input_sizes(program: ExportedProgram) -> list[torch.Size]:
+    """Return the captured shape of each tensor of the example."""
     user_inputs = set(program.graph_signature.user_inputs)
     nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
-    fixed = []
-    for node, tensor, path in zip(nodes, example.tensors, example.leaf_paths(), strict=True):
-        if not example.has_batch(tensor):
-            continue
-        size = node.meta["val"].shape[example.batch_dim]
-        if not isinstance(size, torch.SymInt) or size.node.maybe_as_int() is not None:
-            fixed.append(path)
-    return tuple(fixed)
+    return [node.meta["val"].shape for node in nodes]
+
+
+def _is_fixed(size: int | torch.SymInt) -> bool:
+    return not isinstance(size, torch.SymInt) or size.node.maybe_as_int() is not None
+
+
+def _fixed_batch(program: ExportedProgram, example: Example) -> tuple[str, ...]:
+    found = zip(_input_sizes(program), example.tensors, example.leaf_paths(), strict=True)
+    dim = example.batch_dim
+    return tuple(path for shape, t, path in found if example.has_batch(t) and _is_fixed(shape[dim]))
+
+
+def _fixed_sizes(program: ExportedProgram, example: Example, lines: FixedLines) -> FixedLines:
+    """Return the dimensions besides the batch that are to vary and are fixed."""
+    places = ((k, dim) for k, dims in enumerate(example.varying) for dim in sorted(dims))
+    shapes = _input_sizes(program)
+    return {place: lines.get(place, "") for place in places if _is_fixed(shapes[place[0]][place[1]])}
+
+
+def _batch_symbols(program: ExportedProgram, example: Example) -> frozenset[sympy.Basic]:
+    pairs = zip(_input_sizes(program), example.tensors, strict=True)
+    sizes: list[Any] = [shape[example.batch_dim] for shape, t in pairs if example.has_batch(t)]
+    return frozenset(s for size in sizes if not _is_fixed(size) for s in size.node.expr.free_symbols)
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def noted_checkpoints(model: nn.Module) -> Iterator[None]:
-    """Warn after a training forward that uses both checkpointing and batch norm.
+def noted_checkpoints(model: nn.Module) -> Iterator[dict[str, None]]:
+    """Yield the lines that checkpoint, as they are found; warn of batch norm in such a model.
 
     Replaces the function of torch that every non-reentrant checkpoint calls: torch has no hook for it.
     """
@@ -36,7 +36,7 @@ def noted_checkpoints(model: nn.Module) -> Iterator[None]:
 
     checkpoint._checkpoint_without_reentrant_generator = note
     try:
-        yield
+        yield lines
     finally:
         checkpoint._checkpoint_without_reentrant_generator = original
     if lines and any(_has_statistics(module) for module in model.modules()):

@@ -14,6 +14,7 @@ from torch import nn
 
 from ravnest.errors import SplitError
 from ravnest.split.structure import Structure, flatten, map_tensors
+from ravnest.split.varying import Varying, find_varying
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class Example:
     """Number of inputs that are passed by position; the others are passed by keyword."""
     batch_size: int | None
     batch_dim: int
+    varying: tuple[frozenset[int], ...] = ()
+    """Other dimensions whose sizes vary, for each tensor, or nothing if there are none."""
 
     def leaf_paths(self) -> list[str]:
         """Return the dotted name of each tensor."""
@@ -49,6 +52,22 @@ class Example:
         )
         return replace(self, tensors=tensors, batch_size=batch_size)
 
+    def resized(self, batch_size: int) -> Example:
+        """Return the example with ``batch_size`` samples, repeated if it has fewer."""
+        if self.batch_size is None or batch_size <= self.batch_size:
+            return self.narrowed(batch_size)
+        index = torch.arange(batch_size) % self.batch_size
+        tensors = tuple(
+            t.index_select(self.batch_dim, index.to(t.device)) if self.has_batch(t) else t
+            for t in self.tensors
+        )
+        return replace(self, tensors=tensors, batch_size=batch_size)
+
+    def dynamic_dims(self, position: int) -> frozenset[int]:
+        """Return the dimensions of a tensor that are captured as symbols."""
+        batch = {self.batch_dim} if self.has_batch(self.tensors[position]) else set()
+        return (self.varying[position] if self.varying else frozenset()) | batch
+
     def has_batch(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor's batch dimension has the batch's size."""
         dim = self.batch_dim
@@ -56,7 +75,11 @@ class Example:
 
 
 def bind_example(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int = 0
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_dim: int = 0,
+    varying: Varying | None = None,
 ) -> Example:
     """Bind the example inputs to the parameter names of forward."""
     names, values, positional = _bind(model, args, kwargs)
@@ -85,7 +108,12 @@ def bind_example(
     if batch == 1:
         leaves = [_doubled(t, batch_dim) for t in leaves]
         batch = 2
-    return Example(tuple(names), tuple(structures), tuple(leaves), positional, batch, batch_dim)
+    example = Example(tuple(names), tuple(structures), tuple(leaves), positional, batch, batch_dim)
+    if not varying:
+        return example
+    return replace(
+        example, varying=find_varying(varying, example.leaf_paths(), example.tensors, batch_dim)
+    )
 
 
 def _doubled(tensor: torch.Tensor, dim: int) -> torch.Tensor:

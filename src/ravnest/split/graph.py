@@ -117,12 +117,37 @@ class StateUse(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     key: str
 
 
-class SymbolRange(Struct, frozen=True, forbid_unknown_fields=True):
-    """A size that may vary between micro-batches, with the bounds that the capture found."""
+class SymbolRange(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A size that may vary between micro-batches, with the sizes that the graph was captured for."""
 
     name: str
     minimum: int
     maximum: int | None
+    modulus: Annotated[int, Meta(ge=1, le=2**48)] = 1
+    """Divisor of the sizes that leaves ``remainder``."""
+    remainder: Size = 0
+    excluded: tuple[Size, ...] = ()
+    """Single sizes for which forward takes another branch."""
+    length: bool = False
+    """True for a dimension besides the batch, such as the length of the samples."""
+
+    def accepts(self, size: int) -> bool:
+        """Return True if the graph computes what the model computes for this size."""
+        return (
+            size >= self.minimum
+            and (self.maximum is None or size <= self.maximum)
+            and size % self.modulus == self.remainder
+            and size not in self.excluded
+        )
+
+    def __str__(self) -> str:
+        upper = "any" if self.maximum is None else self.maximum
+        text = f"{self.minimum} to {upper}"
+        if self.modulus > 1:
+            text += f", with remainder {self.remainder} when divided by {self.modulus}"
+        if self.excluded:
+            text += f", but not {', '.join(map(str, self.excluded))}"
+        return text
 
 
 class StageGraph(Struct, frozen=True):
@@ -216,6 +241,13 @@ class StageSpec(Struct, frozen=True):
     """The model's inputs in the order of forward's signature; the same in every stage."""
     module_versions: dict[str, ModuleVersion] = field(default_factory=dict)
     """Version of each module by path, from the ``state_dict``'s metadata; first stage only."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """False if the stage trains nothing and sends no gradient back: it has no backward pass."""
+        return any(entry.trainable for entry in self.state) or any(
+            value.gradient for value in self.graphs["train"].inputs
+        )
 
     def check(self) -> None:
         """Raise ``StageFormatError`` if the stage is inconsistent. Nothing of it has run yet."""
@@ -356,6 +388,9 @@ def _check_inputs(graph: StageGraph) -> None:
     for symbol in graph.symbols:
         if symbol.minimum < 0 or (symbol.maximum is not None and symbol.maximum < symbol.minimum):
             raise StageFormatError(f"the bounds of the symbol {symbol.name!r} leave no size")
+        if symbol.remainder >= symbol.modulus:
+            raise StageFormatError(f"the remainder of the symbol {symbol.name!r} leaves no size")
+        _check_count(f"excluded sizes of {symbol.name!r}", len(symbol.excluded), MAX_DIMENSIONS)
 
 
 def _check_names(graph: StageGraph, keys: set[str]) -> None:

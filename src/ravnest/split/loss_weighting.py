@@ -367,6 +367,11 @@ class _Hints(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads_unchecked = False
         """A label out of range would be read from foreign memory instead of being refused."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch's compiler would be imported to be told to leave this class alone."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if name in ("nll_loss_forward", "nll_loss2d_forward"):

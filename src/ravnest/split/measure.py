@@ -69,6 +69,8 @@ class OperationCost:
     included; 0 if it is at most that of the largest parameter."""
     differentiated: bool = False
     """True if a gradient flows through it."""
+    frozen: bool = False
+    """True if it has weights and trains none of them: backward computes the input's gradient only."""
     seconds: float = 0.0
     """Measured time; 0 with fake tensors."""
 
@@ -120,6 +122,8 @@ class _Run:
         self._counted: set[int] = set()
         self._kept: list[Any] = []
         self._views = {n for n, root in find_aliases(self._mode.graph).root.items() if n is not root}
+        self._of_state: set[fx.Node] = set()
+        """State, and values that are computed from state only, such as a transposed weight."""
 
     def measure(self) -> Measurement:
         with contextlib.ExitStack() as stack:
@@ -165,6 +169,7 @@ class _Run:
         key = self._mode.state_of.get(node.name)
         if key is None:
             return self._own(self._capture.example.tensors[self._mode.inputs[node.name]])
+        self._of_state.add(node)
         entry = self._capture.state.tensors[key]
         value = self._own(entry.tensor.detach()).requires_grad_(entry.tensor.requires_grad)
         self._counted.add(_storage(value))
@@ -176,6 +181,8 @@ class _Run:
 
     def _call(self, node: fx.Node, position: int | None, flops: Callable[[], int]) -> OperationCost:
         """Compute a node's value and return its cost; ``position`` is None for sizes."""
+        if node.all_input_nodes and self._of_state.issuperset(node.all_input_nodes):
+            self._of_state.add(node)
         args = fx.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
         self._position, self._saved_bytes = position, 0
@@ -196,9 +203,16 @@ class _Run:
             gradient_bytes=self._gradient_bytes(node) if differentiated else 0,
             scratch_bytes=input_bytes + output_bytes if convolution else 0,  # copies in oneDNN's layout
             differentiated=differentiated,
+            frozen=differentiated and self._is_frozen(node),
             seconds=seconds,
         )
         return _with_recurrent_cost(node, args, cost) if node.target in STATES else cost
+
+    def _is_frozen(self, node: fx.Node) -> bool:
+        """Return whether an operation has matrices as weights, and trains none of them."""
+        weights = [self._values[source] for source in node.all_input_nodes if source in self._of_state]
+        matrices = [t for value in weights for t in _tensors(value) if t.dim() > 1]
+        return bool(matrices) and not any(matrix.requires_grad for matrix in matrices)
 
     def _gradient_bytes(self, node: fx.Node) -> int:
         """Return the size of the input gradients.

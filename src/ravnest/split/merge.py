@@ -11,13 +11,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from msgspec.structs import replace
-from torch import fx
 
 from ravnest.errors import SplitError, StageFormatError
-from ravnest.split.aliases import find_aliases
 from ravnest.split.graph import (
     MODES,
     Argument,
@@ -31,7 +28,7 @@ from ravnest.split.graph import (
     StateUse,
     SymbolRange,
 )
-from ravnest.split.operators import resolve
+from ravnest.split.written_state import written_values
 
 _CLONE = "aten::clone.default"
 _OWN = "__own"
@@ -192,21 +189,12 @@ class _GraphMerger:
 
     def _written_inputs(self) -> list[str]:
         """Return the received tensors that the stage writes to, directly or through a view."""
-        graph = fx.Graph()
-        received = {value.name: graph.placeholder(value.name) for value in self._graphs[0].inputs}
-        nodes = dict(received)
-        nodes |= {name: graph.placeholder(name) for name in self._state}
+        received = [value.name for value in self._graphs[0].inputs]
         try:
-            for operation in self._operations:
-                nodes[operation.name] = graph.call_function(
-                    resolve(operation.target),
-                    tuple(_with_nodes(argument, nodes) for argument in operation.args),
-                    {name: _with_nodes(argument, nodes) for name, argument in operation.kwargs},
-                )
-            written = find_aliases(graph).written()
+            written = written_values([*received, *self._state], self._operations)
         except (KeyError, IndexError, TypeError) as error:
             raise StageFormatError(f"an operation of a unit has invalid arguments: {error}") from error
-        return [name for name, node in received.items() if node in written]
+        return [name for name in received if name in written]
 
 
 def _copied(operation: Operation) -> str | None:
@@ -236,15 +224,6 @@ def _substitute(argument: Argument, values: Mapping[str, Argument]) -> Argument:
         return values.get(argument.name, argument)
     if isinstance(argument, tuple):
         return tuple(_substitute(item, values) for item in argument)
-    return argument
-
-
-def _with_nodes(argument: Argument, nodes: Mapping[str, fx.Node]) -> Any:
-    """Return an argument with fx nodes in place of references."""
-    if isinstance(argument, Ref):
-        return nodes[argument.name]
-    if isinstance(argument, tuple):
-        return tuple(_with_nodes(item, nodes) for item in argument)
     return argument
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from ravnest.errors import StageInputError
 from ravnest.split.deferred import DeferredGradients
-from ravnest.split.graph import Mode, StageGraph, StageSpec, StateSpec, ValueSpec
+from ravnest.split.graph import InputEntry, Mode, StageGraph, StageSpec, StateSpec, ValueSpec
 from ravnest.split.program import Program
 
 
@@ -72,7 +72,7 @@ class StageModule(nn.Module):
         mode = self._mode
         kinds = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in inputs]
         if kinds != self._accepted.get(mode):
-            check_inputs(self.spec.graphs[mode], inputs)
+            check_inputs(self.spec.graphs[mode], inputs, shown_names(self.spec.signature))
             self._accepted[mode] = kinds
         if parameters is None and buffers is None:
             state = [table[leaf] for table, leaf in self._state_places[mode]]
@@ -103,36 +103,84 @@ class StageModule(nn.Module):
         return {key: table[leaf] for key, (table, leaf) in self._parameter_places.items()}
 
 
-def check_inputs(graph: StageGraph, inputs: Sequence[Any]) -> None:
+def shown_names(signature: Sequence[InputEntry]) -> dict[str, str]:
+    """Return the names of the model's inputs, as its forward has them, by their names in graphs."""
+    return {
+        value: path
+        for entry in signature
+        for value, path in zip(entry.values, entry.structure.leaf_paths(entry.name), strict=True)
+    }
+
+
+def check_inputs(
+    graph: StageGraph, inputs: Sequence[Any], names: Mapping[str, str] | None = None
+) -> None:
     """Raise ``StageInputError`` for inputs that do not fit the graph, before anything runs.
 
     The result depends only on the types of the inputs and on the shapes and dtypes of tensors.
+    ``names`` are those that messages use for values of the graph.
     """
+
+    def shown(name: str) -> str:
+        return (names or {}).get(name, name)
+
     if len(inputs) != len(graph.inputs):
         raise StageInputError(f"the stage takes {len(graph.inputs)} inputs, got {len(inputs)}")
     sizes: dict[str, int] = {}
     for spec, value in zip(graph.inputs, inputs, strict=True):
         if spec.dtype is None:
             if not isinstance(value, int | float):
-                raise StageInputError(f"input {spec.name} is a number, got {type(value).__name__}")
+                raise StageInputError(
+                    f"input {shown(spec.name)} is a number, got {type(value).__name__}"
+                )
             continue
         if not isinstance(value, torch.Tensor):
-            raise StageInputError(f"input {spec.name} is a tensor, got {type(value).__name__}")
+            raise StageInputError(f"input {shown(spec.name)} is a tensor, got {type(value).__name__}")
         if value.dtype != spec.dtype:
-            raise StageInputError(f"input {spec.name} has dtype {value.dtype}, expected {spec.dtype}")
+            raise StageInputError(
+                f"input {shown(spec.name)} has dtype {value.dtype}, expected {spec.dtype}"
+            )
         if not _fits(spec, value, sizes):
             raise StageInputError(
-                f"input {spec.name} has shape {list(value.shape)}, expected "
-                f"[{', '.join(map(str, spec.shape))}]" + _explain_sizes(sizes)
+                f"input {shown(spec.name)} has shape {list(value.shape)}, expected "
+                f"[{', '.join(map(str, spec.shape))}]"
+                + _explain_sizes(sizes)
+                + _explain_fixed(spec, value, shown(spec.name))
             )
+    _check_sizes(graph, inputs, sizes, shown)
+
+
+def _check_sizes(
+    graph: StageGraph, inputs: Sequence[Any], sizes: Mapping[str, int], shown: Callable[[str], str]
+) -> None:
+    """Raise ``StageInputError`` for sizes that the graph was not captured for."""
     for bound in graph.symbols:
         size = sizes.get(bound.name)
-        upper = bound.maximum
-        if size is not None and (size < bound.minimum or (upper is not None and size > upper)):
+        if size is not None and not bound.accepts(size):
+            spec, value = next(_of_symbol(graph, inputs, bound.name))
+            where = f"the input {shown(spec.name)} has shape {list(value.shape)}: "
+            if bound.length:
+                dim = next(k for k, each in enumerate(spec.shape) if each.symbol == bound.name)
+                raise StageInputError(
+                    f"{where}the size {size} of dimension {dim} is not one that the model was captured "
+                    f"for ({bound}). The example inputs have the largest size that stages take: give a "
+                    "larger example, or crop the samples"
+                )
             raise StageInputError(
-                f"the batch size {size} is outside the range that the model was captured for: "
-                f"{bound.minimum} to {'any' if upper is None else upper}"
+                f"{where}the batch size {size} is "
+                f"not one that the model was captured for ({bound}). Its forward takes another path for "
+                "other sizes: use drop_last=True in the DataLoader, another batch size, or a forward "
+                "without conditions on the batch size"
             )
+
+
+def _of_symbol(
+    graph: StageGraph, inputs: Sequence[Any], symbol: str
+) -> Iterator[tuple[ValueSpec, torch.Tensor]]:
+    """Yield the inputs with a dimension of this symbol."""
+    for spec, value in zip(graph.inputs, inputs, strict=True):
+        if any(dimension.symbol == symbol for dimension in spec.shape):
+            yield spec, value
 
 
 def _fits(spec: ValueSpec, value: torch.Tensor, sizes: dict[str, int]) -> bool:
@@ -152,6 +200,17 @@ def _fits(spec: ValueSpec, value: torch.Tensor, sizes: dict[str, int]) -> bool:
 def _explain_sizes(sizes: Mapping[str, int]) -> str:
     known = ", ".join(f"{name} is {size}" for name, size in sizes.items())
     return f", where {known}" if known else ""
+
+
+def _explain_fixed(spec: ValueSpec, value: torch.Tensor, name: str) -> str:
+    """Say that a size besides the batch is fixed, if this is the reason why a tensor does not fit."""
+    for dim, (dimension, size) in enumerate(zip(spec.shape, value.shape, strict=False)):
+        if dim and len(spec.shape) == value.dim() and not dimension.symbol and size != dimension.factor:
+            return (
+                f". The size of dimension {dim} is fixed at {dimension.factor}, as in the example "
+                f"inputs: name it in varying={{{name!r}: [{dim}]}} when the model is split, or pad to it"
+            )
+    return ""
 
 
 def _checked(entry: StateSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

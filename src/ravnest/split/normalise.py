@@ -197,12 +197,31 @@ def _settle_buffer_writes(graph: fx.Graph, capture: ModeCapture) -> None:
         if isinstance(source, fx.Node) and aliases.root[source] is target:
             graph.erase_node(node)
             continue
+        if capture.state_of[target.name] in capture.reassigned:
+            _read_copy(graph, target, node)
+            aliases = find_aliases(graph)
         sharing = set(aliases.sharing(target))
         order = {n: position for position, n in enumerate(graph.nodes)}
         waits = [n for n in graph.nodes if sharing & set(n.all_input_nodes) and n is not node]
         waits += [source] if isinstance(source, fx.Node) else []
         if waits:
             max(waits, key=order.__getitem__).append(node)
+
+
+def _read_copy(graph: fx.Graph, buffer: fx.Node, write: fx.Node) -> None:
+    """Let operations read a copy of a buffer that is written later.
+
+    The model replaces the buffer, so that what autograd has saved of the old one stays as it is.
+    """
+    readers = {user for user in buffer.users if user is not write}
+    first = next((node for node in graph.nodes if node in readers), None)
+    if first is None:
+        return
+    with graph.inserting_before(first):
+        copy = graph.call_function(aten.clone.default, (buffer,))
+    copy.meta = {name: value for name, value in buffer.meta.items() if name != "stack_trace"}
+    for reader in readers:
+        reader.replace_input_with(buffer, copy)
 
 
 def _own_written_inputs(graph: fx.Graph, capture: ModeCapture) -> None:

@@ -8,6 +8,7 @@ they read values only of integer tensors (lengths, offsets, targets) that the ke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,7 @@ from ravnest.split.refused_calls import Guard, RefusedCallError, numbers, requir
 
 Tensor = torch.Tensor
 
+_LARGEST_WHOLE = 2**53
 _DIVIDING = (torch.int32, torch.int64)
 """Types whose division by -1 overflows in the processor; smaller ones are widened."""
 
@@ -176,8 +178,9 @@ def _embedding_bag(
     require(indices.dim() == 1 and offsets.dim() == 1, "indices and offsets are not vectors")
     require(mode in (0, 1, 2), "the mode is not sum, mean or max")
     starts = numbers(offsets, "offsets")
+    require(bool(starts), "there are no offsets")
     ascending = all(a <= b for a, b in pairwise(starts))
-    inside = not starts or (starts[0] == 0 and starts[-1] <= indices.numel())
+    inside = starts[0] == 0 and starts[-1] <= indices.numel()
     require(ascending and inside, "the offsets do not ascend from 0 within the indices")
     if include_last_offset:
         complete = len(starts) > 1 and starts[-1] == indices.numel()
@@ -239,6 +242,33 @@ def _finite(self: Tensor, *_: Any, **__: Any) -> None:
     require(bool(torch.isfinite(self.detach()).all()), "the matrix has values that are not finite")
 
 
+def _power(self: Tensor, n: int) -> None:
+    """Bound the exponent: the lowest integer has no absolute value, and its power does not end."""
+    require(abs(n) <= _LARGEST_EXPONENT, f"the exponent is not within {_LARGEST_EXPONENT}")
+
+
+def _polygamma(*args: Any, **kwargs: Any) -> None:
+    """Refuse values far below 0, from which the kernel counts up in steps of one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            _steps_to_zero(value)
+
+
+def _polygamma_in_place(self: Tensor, n: int) -> None:
+    """Refuse a tensor with overlapping elements too, which become any value while it is computed."""
+    _polygamma(self)
+    require(torch._debug_has_internal_overlap(self) == 0, "the elements of the tensor may overlap")
+
+
+def _zeta(self: Any, other: Any) -> None:
+    _steps_to_zero(torch.as_tensor(other))
+
+
+def _steps_to_zero(values: Tensor) -> None:
+    low = not values.is_complex() and bool((values.detach() < -_MOST_STEPS).any())
+    require(not low, f"there are values below {-_MOST_STEPS}")
+
+
 def _binomial(count: Tensor, prob: Tensor, generator: None = None) -> None:
     """Refuse parameters that are not those of a distribution, with which drawing does not end."""
     for values, most, name in ((count, _MOST_REPETITIONS, "count"), (prob, 1, "prob")):
@@ -274,8 +304,12 @@ def _repeat(
 
 
 def _wrapped_diagonal(self: Tensor, fill_value: Any, wrap: bool = False) -> None:
-    """Refuse to wrap the diagonal of a tensor whose rows are not in order: it leaves the tensor."""
-    require(not wrap or self.is_contiguous(), "the diagonal of a strided tensor cannot be wrapped")
+    """Refuse to wrap the diagonal of a tensor whose rows are not in order: it leaves the tensor.
+
+    The kernel also adds up strides of dimensions of size 1, which ``is_contiguous`` ignores.
+    """
+    strides = tuple(math.prod(self.shape[at + 1 :]) for at in range(self.dim()))
+    require(not wrap or self.stride() == strides, "the diagonal of a strided tensor cannot be wrapped")
 
 
 def _samples(self: Tensor, *_: Any, **__: Any) -> None:
@@ -292,8 +326,18 @@ def _windows(*args: Any, **kwargs: Any) -> None:
                 require(abs(number) <= _LARGEST_WINDOW, f"{number} is too large for a window")
 
 
+def _convolution(
+    input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, *rest: Any, **named: Any
+) -> None:
+    """Bound the stride, for which the library of convolutions generates code, and the other numbers."""
+    for number in stride if isinstance(stride, list | tuple) else (stride,):
+        require(abs(number) <= _LARGEST_STRIDE, f"the stride {number} is more than {_LARGEST_STRIDE}")
+    _windows(*rest, **named)
+
+
 def _sizes_only(self: Tensor, output_size: Sequence[int], *options: Any, **named: Any) -> None:
     """Refuse scales beside the output size, with which the kernel computes places in its input."""
+    _float_image(self)
     scales = [*options, *(value for name, value in named.items() if name.startswith("scales"))]
     require(
         all(value is None or isinstance(value, bool) for value in scales),
@@ -304,13 +348,72 @@ def _sizes_only(self: Tensor, output_size: Sequence[int], *options: Any, **named
 _LARGEST_WINDOW = 1 << 24
 """Largest size, step or margin of a window; those of models are below a thousand."""
 
+_LARGEST_STRIDE = 1 << 12
+"""Largest stride of a convolution: its gradient takes seconds at 2^14 and ends the process at 2^16."""
+
+_LARGEST_EXPONENT = 1 << 31
+
+_MOST_STEPS = 10_000
+"""Steps that the zeta function may take for an element."""
+
 _MOST_REPETITIONS = 1 << 31
 """Bound of the repetitions of one item; their sum over all items of a tensor fits into 64 bits."""
 
+
+def _float_image(self: Tensor, *_: Any, **__: Any) -> None:
+    """Refuse bytes: their kernel leaves some elements of the result unwritten."""
+    require(self.dtype != torch.uint8, "images of bytes are not resized")
+
+
+def _least_squares(self: Tensor, b: Tensor, *_: Any, **__: Any) -> None:
+    """Refuse systems without elements, whose rank the kernel leaves unwritten."""
+    require(self.numel() > 0 and b.numel() > 0, "the system has no elements")
+
+
+def _random_from(self: Tensor, first: int = 0, *_: Any, **rest: Any) -> None:
+    """Bound the first number: from the largest one, the search for the next float does not end."""
+    first = rest.get("from", first)
+    require(abs(first) <= _LARGEST_WHOLE, f"the numbers do not begin within {_LARGEST_WHOLE}")
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return whether elements share memory in another way than by repetition (stride 0)."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride:
+            if stride < extent:
+                return True
+            extent += stride * (size - 1)
+    return False
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *_: Any, enable_gqa: bool = False, **__: Any
+) -> None:
+    """The kernel divides the heads of the query by those of key and value.
+
+    It also gives its result the strides of the query, and leaves elements unwritten if these overlap.
+    """
+    require(not any(map(_overlaps, (query, key, value))), "elements of an argument share memory")
+    heads = [each.size(-3) for each in (key, value) if each.dim() > 2]
+    require(not enable_gqa or all(heads), "key or value has no heads for the groups of the query")
+
+
 GUARDS: dict[str, Guard] = {
+    "random_.from": _random_from,
+    "linalg_lstsq": _least_squares,
+    "upsample_bicubic2d": _float_image,
+    "upsample_bilinear2d": _float_image,
+    "scaled_dot_product_attention": _attention,
     "addbmm_": _sum_of_products,
     "linalg_eigvals": _finite,
     "binomial": _binomial,
+    "polygamma": _polygamma,
+    "special_polygamma": _polygamma,
+    "polygamma_": _polygamma_in_place,
+    "special_zeta": _zeta,
+    "matrix_power": _power,
+    "linalg_matrix_power": _power,
     "repeat_interleave": _repeat,
     "repeat_interleave.Tensor": _repetitions,
     "multi_margin_loss": _samples,
@@ -328,6 +431,14 @@ GUARDS: dict[str, Guard] = {
     "gru_cell": cell(3),
     "rnn_tanh_cell": cell(1),
     "rnn_relu_cell": cell(1),
+    **dict.fromkeys(
+        (
+            *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
+            *("convolution", "_convolution"),
+        ),
+        _convolution,
+    ),
+    "conv_tbc": _windows,
     **dict.fromkeys(("im2col", "col2im", "unfold"), _windows),
     **{
         f"{kind}_pool{n}d": _windows

@@ -29,32 +29,8 @@ aten = torch.ops.aten
 _CONTEXT = ("stack_trace", "nn_module_stack", "ravnest_no_grad")
 """Entries of a node's meta that the nodes in its place keep."""
 
-_ELEMENT_WISE = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-
 Blocks = Mapping[str, Sequence[RowBlock]]
 """Row ranges by state key."""
-
-
-def element_wise(optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Return True for an optimizer that updates each element of a tensor on its own.
-
-    Only such an optimizer gives blocks of rows the updates of the whole tensor.
-    """
-    return optimizer in _ELEMENT_WISE
 
 
 def block_ranges(rows: int, count: int) -> tuple[RowBlock, ...]:

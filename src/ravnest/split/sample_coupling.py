@@ -8,18 +8,19 @@ say so themselves; then the outputs of a batch are compared with those of its pa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
 from torch import fx
 
 from ravnest.split.aliases import find_aliases
 from ravnest.split.capture import Capture, ModeCapture
 from ravnest.split.deterministic import without_randomness
-from ravnest.split.dimensions import Dimensions
-from ravnest.split.graph import Dimension, StageGraph
+from ravnest.split.dimensions import Dimensions, expression_of
+from ravnest.split.graph import Dimension, StageGraph, SymbolRange
 from ravnest.split.program import Program
 from ravnest.split.rows import cut_rows, repeat_rows, shuffle_rows, vary_floats
 from ravnest.split.source import line_of_trace_text
@@ -71,7 +72,8 @@ def row_split(prepared: PreparedModel) -> RowSplit:
     training = capture.modes["train"]
     stage = prepared.cut(()).stages[0]
     graph = stage.spec.graphs["train"]
-    smallest = max((symbol.minimum for symbol in graph.symbols), default=1)
+    batches = _batch_ranges(graph)
+    smallest = max((symbol.minimum for symbol in batches), default=1)
     reason = next(_structural_reasons(capture, training, graph), None)
     if reason is not None:
         return RowSplit(False, reason, smallest)
@@ -85,6 +87,11 @@ def row_split(prepared: PreparedModel) -> RowSplit:
     if reason is not None and smallest == 1 and comparison.run(2) is None:
         return RowSplit(True, _INDEPENDENT, 2)
     return RowSplit(reason is None, reason or _INDEPENDENT, smallest)
+
+
+def _batch_ranges(graph: StageGraph) -> list[SymbolRange]:
+    """Return the sizes of batches; others are lengths of samples."""
+    return [symbol for symbol in graph.symbols if not symbol.length]
 
 
 _INDEPENDENT = "each row of the outputs depends on the same row of the inputs only"
@@ -104,6 +111,9 @@ def _about_inputs(capture: Capture, training: ModeCapture, graph: StageGraph) ->
         yield f"the batch is dimension {example.batch_dim} of the inputs, not dimension 0"
     if training.fixed_batch:
         yield f"the batch size is fixed at {example.batch_size} by the model"
+    for symbol in _batch_ranges(graph):
+        if symbol.modulus > 1 or symbol.excluded:
+            yield f"the model does not take batches of every size ({symbol})"
     paths = example.leaf_paths()
     for value in graph.inputs:
         path = paths[training.inputs[value.name]]
@@ -165,13 +175,25 @@ def _about_outputs(training: ModeCapture) -> Iterator[str]:
         elif not value.dim():
             yield f"{name} has no batch dimension"
         else:
-            first, *others = dimensions.of(value.shape)
+            first = dimensions.of(value.shape)[0]
             if not first.symbol:
                 yield f"{name} has no batch dimension"
-            elif first.symbol == "?":
+            elif first.symbol == "?" and not _is_multiple(value.shape[0], training.batch_symbols):
                 yield f"the number of rows of {name} is not a multiple of the batch size"
-            elif any(other.symbol for other in others):
+            elif any(_has_symbol(other, training.batch_symbols) for other in value.shape[1:]):
                 yield f"{name} has the batch in two dimensions: it compares samples with each other"
+
+
+def _is_multiple(size: Any, batch: Collection[sympy.Basic]) -> bool:
+    """Return True for a size that is the batch size times a length of the samples."""
+    expression = expression_of(size)
+    found = [symbol for symbol in expression.free_symbols if symbol in batch]
+    return len(found) == 1 and not (expression / found[0]).has(found[0])
+
+
+def _has_symbol(size: Any, symbols: Collection[sympy.Basic]) -> bool:
+    expression = expression_of(size)
+    return expression is not None and any(symbol in symbols for symbol in expression.free_symbols)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -231,7 +253,8 @@ class _Comparison:
         least = 2 * smallest + 1
         rest = min(batch, _ROWS) - least
         sizes = (smallest, smallest + 1, rest) if rest >= smallest else (smallest, smallest + 1)
-        bounds = [symbol.maximum for symbol in self._graph.symbols if symbol.maximum is not None]
+        ranges = _batch_ranges(self._graph)
+        bounds = [symbol.maximum for symbol in ranges if symbol.maximum is not None]
         return sizes if sum(sizes) <= min(bounds, default=sum(sizes)) else None
 
     def _variations(self, rows: int) -> Iterator[list[torch.Tensor]]:

@@ -18,7 +18,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 def line_of_traceback(trace: TracebackType | None) -> str:
     """Return the innermost line outside torch and Ravnest as ``file:line: code``; empty if none."""
-    frames = [f for f in traceback.extract_tb(trace) if _is_user_code(f.filename)]
+    frames = [f for f in traceback.extract_tb(trace) if is_user_code(f.filename)]
     return _describe(frames[-1]) if frames else ""
 
 
@@ -37,13 +37,13 @@ def modules_of_traceback(trace: TracebackType | None) -> Iterator[nn.Module]:
 
 def line_of_stack() -> str:
     """Return the innermost line outside torch and Ravnest of the current stack."""
-    frames = [f for f in traceback.extract_stack() if _is_user_code(f.filename)]
+    frames = [f for f in traceback.extract_stack() if is_user_code(f.filename)]
     return _describe(frames[-1]) if frames else ""
 
 
 def line_of_trace_text(text: str | None) -> str:
     """Return the innermost user line from the stack trace that export stores with each operation."""
-    frames = [m for m in _FRAME.finditer(text or "") if _is_user_code(m["file"])]
+    frames = [m for m in _FRAME.finditer(text or "") if is_user_code(m["file"])]
     if not frames:
         return ""
     last = frames[-1]
@@ -54,7 +54,8 @@ def _describe(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
 
 
-def _is_user_code(filename: str) -> bool:
+def is_user_code(filename: str) -> bool:
+    """Return True for a file that belongs neither to torch nor to Ravnest."""
     path = Path(filename)
     return not (_is_torch_code(filename) or path.is_relative_to(_OURS) or filename.startswith("<"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ravnest.split.aliases import find_aliases
 from ravnest.split.assembly import assemble, check_operators
 from ravnest.split.capture import Capture, ModeCapture, capture
 from ravnest.split.cuts import CutLayout, lay_out
+from ravnest.split.dimensions import Dimensions
 from ravnest.split.eval_cuts import follow_training, state_keys
 from ravnest.split.graph import (
     MODES,
@@ -23,20 +25,18 @@ from ravnest.split.graph import (
     StageGraph,
     StageSpec,
     StateSpec,
+    SymbolRange,
 )
 from ravnest.split.measure import Measurement, measure
 from ravnest.split.normalise import normalise
+from ravnest.split.recurrent_shapes import lengths_vary
 from ravnest.split.row_blocks import cut_into_blocks
 from ravnest.split.self_check import verify
+from ravnest.split.split_stage import SplitStage
+from ravnest.split.varying import Varying, refuse_condition
 from ravnest.types import is_dense
 
-
-@dataclass(frozen=True)
-class SplitStage:
-    """A stage and its weights, which share memory with the model."""
-
-    spec: StageSpec
-    tensors: Mapping[str, torch.Tensor]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,60 @@ def prepare(
     *,
     batch_dim: int = 0,
     pass_data: bool = False,
+    varying: Varying | None = None,
 ) -> PreparedModel:
-    """Capture and measure a model. ``pass_data`` measures times with a real run on the example."""
-    captured = capture(model, example_args, example_kwargs, batch_dim=batch_dim)
-    for mode in MODES:
-        normalise(captured.modes[mode])
+    """Capture and measure a model. ``pass_data`` measures times with a real run on the example.
+
+    ``varying`` are dimensions besides the batch whose sizes vary up to those of the example.
+    """
+    captured = capture(model, example_args, example_kwargs, batch_dim=batch_dim, varying=varying)
+    with lengths_vary(any(captured.example.varying)):
+        for mode in MODES:
+            normalise(captured.modes[mode])
+    _warn_of_conditions(captured)
     return _measured(captured, pass_data=pass_data)
+
+
+def _warn_of_conditions(captured: Capture) -> None:
+    """Log the lines that decide by the batch size: batches for which they decide otherwise fail.
+
+    Raises ``CaptureError`` for a line because of which a size that is to vary cannot.
+    """
+    warned: set[str] = set()
+    for mode in captured.modes.values():
+        dimensions = Dimensions(mode)
+        for symbol, bounds in zip(dimensions.symbols, dimensions.ranges(), strict=True):
+            accepted = dimensions.accepted(symbol)
+            if symbol in dimensions.varying:
+                position, dim = dimensions.place(symbol)
+                path = captured.example.leaf_paths()[position]
+                if bounds.minimum == bounds.maximum:
+                    raise refuse_condition(path, dim, accepted.lines)
+                _warn_of_sizes(path, dim, set(accepted.lines) - warned, bounds)
+                warned.update(accepted.lines)
+                continue
+            for line in accepted.lines:
+                if line not in warned:
+                    warned.add(line)
+                    logger.warning(
+                        "%s\nforward decides by the batch size here, and stages have the branch of the "
+                        "example only: batches of other sizes than %s are rejected (use drop_last=True "
+                        "for a smaller last batch)",
+                        line,
+                        bounds,
+                    )
+
+
+def _warn_of_sizes(path: str, dim: int, lines: set[str], bounds: SymbolRange) -> None:
+    for line in sorted(lines):
+        logger.warning(
+            "%s\nforward decides by the size of dimension %d of %s here, and stages have the branch of "
+            "the example only: batches of other sizes than %s are rejected",
+            line,
+            dim,
+            path,
+            bounds,
+        )
 
 
 def _measured(captured: Capture, *, pass_data: bool) -> PreparedModel:
@@ -175,18 +223,35 @@ def split(
     stages: int | Sequence[float] = 2,
     batch_dim: int = 0,
     check: bool = True,
+    varying: Varying | None = None,
 ) -> Split:
     """Split a model into stages of about equal work, or in the given proportions.
+
+    ``varying``, such as ``{"input_ids": [1]}``, are dimensions besides the batch whose sizes vary
+    between batches, up to those of the example.
 
     ``ravnest.clusterize`` plans stages for given machines. With ``check`` the stages are compared with
     the model on the example; ``ExactnessError`` is raised if they differ.
     """
-    prepared = prepare(model, example_args, example_kwargs, batch_dim=batch_dim)
-    shares = [1.0] * stages if isinstance(stages, int) else list(stages)
+    shares = _shares(stages)
+    prepared = prepare(model, example_args, example_kwargs, batch_dim=batch_dim, varying=varying)
     result = prepared.cut(balanced_cuts(prepared, shares))
     if check:
         verify(prepared.capture, [result.stages], operation_bytes=prepared.operation_bytes)
     return result
+
+
+def _shares(stages: object) -> list[float]:
+    """Return the share of the work of each stage."""
+    if isinstance(stages, int) and not isinstance(stages, bool):
+        return [1.0] * stages
+    numbers = list(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else [None]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise SplitError(
+            "stages must be a number of stages, such as 2, or a list with a share for each, such as "
+            f"[1.0, 2.0]; got {stages!r}"
+        )
+    return [float(number) for number in numbers if number is not None]
 
 
 def balanced_cuts(prepared: PreparedModel, shares: Sequence[float]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import StageSpec
 from ravnest.split.limits import MAX_STAGE_BYTES
 from ravnest.split.module import StageModule
-from ravnest.split.splitter import SplitStage
+from ravnest.split.split_stage import SplitStage
 from ravnest.store.files import convert, read_json, sha256_of, write_json
 from ravnest.store.weights import load_weights, save_weights
 

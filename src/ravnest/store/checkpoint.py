@@ -128,14 +128,7 @@ class CheckpointFolder:
         # A name of its own: the file of an attempt that has ended may still be read.
         temporary = self.path / f".{name_of(checkpoint)}.{uuid.uuid4().hex[:8]}.partial"
         try:
-            with temporary.open("wb") as file:
-                file.write(_header(tensors))
-                for tensor in tensors.values():
-                    loaded = tensor.load() if isinstance(tensor, LazyTensor) else tensor
-                    assert (loaded.dtype, loaded.nbytes) == (tensor.dtype, tensor.nbytes)
-                    plain = loaded.detach().cpu().contiguous()
-                    if plain.numel():
-                        file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+            write_tensor_file(temporary, tensors)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -262,9 +255,27 @@ def name_of(checkpoint: CheckpointId) -> str:
     return f"update_{checkpoint.update}_phase_{checkpoint.phase}"
 
 
-def _header(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> bytes:
+def write_tensor_file(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor | LazyTensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file from the tensors' own memory; texts can be added to its header."""
+    with path.open("wb") as file:
+        file.write(_header(tensors, metadata))
+        for tensor in tensors.values():
+            loaded = tensor.load() if isinstance(tensor, LazyTensor) else tensor
+            assert (loaded.dtype, loaded.nbytes) == (tensor.dtype, tensor.nbytes)
+            plain = loaded.detach().cpu().contiguous()
+            if plain.numel():
+                file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _header(
+    tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Mapping[str, str] | None
+) -> bytes:
     """Return the header of a safetensors file."""
-    listing: dict[str, Any] = {}
+    listing: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:

@@ -49,6 +49,8 @@ class Mean:
     sets: tuple[WeightedSet, ...]
     optimizer: bool
     """Average the optimizer's state too."""
+    robust: bool = False
+    """Take the trimmed mean."""
 
 
 def convert_checkpoints(
@@ -79,6 +81,7 @@ def convert_checkpoints(
                     own,
                     [(_contents_of(each, stage.spec), weight) for each, weight in states],
                     optimizer=mean.optimizer,
+                    robust=mean.robust,
                 )
                 for own, stage in zip(contents, stages, strict=True)
             ]

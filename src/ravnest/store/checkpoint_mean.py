@@ -12,6 +12,7 @@ import torch
 from ravnest.errors import StageFormatError
 from ravnest.store.checkpoint import OPTIMIZER, STATE, LazyTensor
 from ravnest.store.checkpoint_sets import CheckpointSet
+from ravnest.store.robust_mean import trim_of, trimmed_mean
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,14 @@ class StageContents:
     """Plain values of the optimizer, by key; None if nothing trains."""
 
 
-def sample_weights(samples: Sequence[int]) -> list[float]:
+def sample_weights(samples: Sequence[int], *, robust: bool = False) -> list[float]:
     """Return the weights of clusters with so many samples since their last average.
 
-    They are those of an averaging round: shares of the samples, or equal ones if nobody has any.
+    They are those of an averaging round: shares of the samples, or equal ones if nobody has any. With a
+    robust mean, those that have samples have equal weights: the samples are their own words.
     """
+    if robust:
+        samples = [min(each, 1) for each in samples]
     total = sum(samples)
     if not total:
         return [1 / len(samples)] * len(samples)
@@ -44,12 +48,17 @@ def sample_weights(samples: Sequence[int]) -> list[float]:
 
 
 def mean_contents(
-    own: StageContents, averaged: Sequence[tuple[StageContents, float]], *, optimizer: bool
+    own: StageContents,
+    averaged: Sequence[tuple[StageContents, float]],
+    *,
+    optimizer: bool,
+    robust: bool = False,
 ) -> StageContents:
     """Return ``own`` with the mean of the weights and buffers of several clusters.
 
     Integers stay, like in an averaging round. ``optimizer``: optimizer state in the shape of its weight
-    is averaged too. ``StageFormatError`` if the mean is not finite.
+    is averaged too. ``robust``: from three clusters on, the trimmed mean is taken, for which a tensor of
+    all of them is in memory at once. ``StageFormatError`` if the mean is not finite.
     """
     tensors = dict(own.tensors)
     for name, tensor in own.tensors.items():
@@ -59,7 +68,7 @@ def mean_contents(
         )
         if tensor.dtype.is_floating_point and is_alike and _is_averaged(name, own, optimizer):
             used = [(each, weight) for each, weight in found if weight]
-            tensors[name] = LazyTensor(tensor.dtype, tensor.shape, partial(_mean, name, used))
+            tensors[name] = LazyTensor(tensor.dtype, tensor.shape, partial(_mean, name, used, robust))
     return StageContents(tensors, own.fields)
 
 
@@ -70,14 +79,19 @@ def _is_averaged(name: str, own: StageContents, optimizer: bool) -> bool:
     return optimizer and weight in own.tensors and own.tensors[weight].shape == own.tensors[name].shape
 
 
-def _mean(name: str, tensors: Sequence[tuple[LazyTensor, float]]) -> torch.Tensor:
-    """Load the tensors one after the other and return their weighted mean."""
+def _mean(name: str, tensors: Sequence[tuple[LazyTensor, float]], robust: bool) -> torch.Tensor:
+    """Load the tensors and return their weighted mean, or the trimmed one."""
     if len(tensors) == 1:
         return tensors[0][0].load()
     wide = torch.promote_types(tensors[0][0].dtype, torch.float32)
-    total = torch.zeros(tensors[0][0].shape, dtype=wide)
-    for tensor, weight in tensors:
-        total.add_(tensor.load().to(wide), alpha=weight)
+    trim = trim_of(len(tensors)) if robust else 0
+    if trim:
+        values = [tensor.load().to(wide).flatten().numpy() for tensor, _ in tensors]
+        total = torch.from_numpy(trimmed_mean(values, trim)).reshape(tensors[0][0].shape)
+    else:
+        total = torch.zeros(tensors[0][0].shape, dtype=wide)
+        for tensor, weight in tensors:
+            total.add_(tensor.load().to(wide), alpha=weight)
     if not bool(total.isfinite().all()):
         raise StageFormatError(f"the mean of {name} over the clusters is not finite")
     return total.to(tensors[0][0].dtype)

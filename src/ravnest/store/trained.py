@@ -15,11 +15,12 @@ import torch
 from ravnest.errors import FusionError, RavnestError, StageFormatError
 from ravnest.split.chain import fuse
 from ravnest.split.encoding import stage_from_json, stage_to_json
-from ravnest.split.graph import StageSpec
+from ravnest.split.graph import StageSpec, StateSpec
 from ravnest.split.module import StageModule
+from ravnest.split.written_state import changing_state
 from ravnest.store.files import convert, has_format, read_json, sha256_of, write_atomically, write_json
 from ravnest.store.node_spec import NodeSpec
-from ravnest.store.weights import load_weights, save_weights
+from ravnest.store.weights import load_model_weights, load_weights, save_weights
 
 FORMAT = "ravnest-trained-stage"
 VERSION = 1
@@ -39,6 +40,8 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """JSON of the stage, which ``stage_from_json`` reads."""
     sha256: str = ""
     """Digest of the weights file."""
+    changed_only: bool = False
+    """The file has only the state that training may change (``changing_state``)."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,39 @@ class _TrainedStage:
     spec: StageSpec
 
 
-def save_trained(folder: Path, node: NodeSpec, module: StageModule, run: str) -> str:
+def save_trained(
+    folder: Path, node: NodeSpec, module: StageModule, run: str, *, changed_only: bool = False
+) -> tuple[str, dict[str, torch.Tensor]]:
     """Write a trained stage to ``folder/cluster_<c>/node_<i>.safetensors`` with its manifest.
 
-    ``run`` names the training run, because stages of different runs do not form one model. Returns
-    the manifest as JSON, with which ``receive_trained`` writes the same files elsewhere.
+    ``run`` names the training run, because stages of different runs do not form one model.
+    ``changed_only`` leaves out frozen weights, for a reader that has them. Returns the manifest as JSON
+    and the tensors, with which ``receive_trained`` writes the same files elsewhere.
     """
-    manifest = _Manifest(FORMAT, VERSION, node.plan, run, node.node, stage_to_json(module.spec))
-    _write(_weights_path(folder, node.cluster, node.node), module.state_tensors(), manifest)
-    return json.dumps(msgspec.to_builtins(manifest))
+    manifest = _manifest(node, module, run, changed_only=changed_only)
+    tensors = _written_tensors(manifest, module)
+    _write(_weights_path(folder, node.cluster, node.node), tensors, manifest)
+    return json.dumps(msgspec.to_builtins(manifest)), tensors
+
+
+def _written_state(manifest: _Manifest, spec: StageSpec) -> tuple[StateSpec, ...]:
+    """Return the state whose tensors are in the file of a trained stage."""
+    return changing_state(spec) if manifest.changed_only else spec.state
+
+
+def _written_tensors(manifest: _Manifest, module: StageModule) -> dict[str, torch.Tensor]:
+    own = module.state_tensors()
+    return {entry.key: own[entry.key] for entry in _written_state(manifest, module.spec)}
+
+
+def trained_manifest(node: NodeSpec, module: StageModule, run: str) -> str:
+    """Return the manifest of a trained stage as JSON, without writing anything."""
+    return json.dumps(msgspec.to_builtins(_manifest(node, module, run)))
+
+
+def _manifest(node: NodeSpec, module: StageModule, run: str, *, changed_only: bool = False) -> _Manifest:
+    stage = stage_to_json(module.spec)
+    return _Manifest(FORMAT, VERSION, node.plan, run, node.node, stage, changed_only=changed_only)
 
 
 def receive_trained(
@@ -75,13 +102,14 @@ def receive_trained(
         raise FusionError(f"the manifest of node_{node} is not usable: {error}") from error
     if (sent.format, sent.version, sent.plan, sent.node) != (FORMAT, VERSION, root.plan, node):
         raise FusionError(f"node_{node} sent something else than a trained stage of this plan")
+    state = _written_state(sent, spec)
     wrong = [
         entry.key
-        for entry in spec.state
+        for entry in state
         if entry.key not in tensors
         or (tuple(tensors[entry.key].shape), tensors[entry.key].dtype) != (entry.shape, entry.dtype)
     ]
-    if wrong or len(tensors) != len(spec.state):
+    if wrong or len(tensors) != len(state):
         raise FusionError(
             f"the tensors of node_{node}'s trained stage are not the ones that its manifest lists"
         )
@@ -106,31 +134,84 @@ def model_fusion(cluster_id: int = 0, *, folder: str | Path = "trained") -> Path
     ``FusionError`` says which stages are missing or do not belong together.
     """
     top = Path(folder)
-    source = top / f"cluster_{cluster_id}"
-    saved = _read_all(source, cluster_id)
-    _check_complete(source, saved)
-    stages = []
-    for stage in sorted(saved, key=lambda s: s.spec.index):
-        weights = stage.path.with_suffix(".safetensors")
-        try:
-            tensors = load_weights(weights, stage.spec.state)
-        except StageFormatError as error:
-            raise FusionError(str(error)) from error
-        if sha256_of(weights) != stage.manifest.sha256:
-            raise FusionError(f"{weights} is not the file that {stage.path.name} describes")
-        stages.append((stage.spec, tensors))
-    state_dict = fuse(stages)
+    state_dict = fuse_trained(top / f"cluster_{cluster_id}", None)
     target = top / FUSED_FILE
     write_atomically(target, lambda path: torch.save(state_dict, path))
     return target
 
 
-def _read_all(source: Path, cluster_id: int) -> list[_TrainedStage]:
+def fuse_trained(source: Path, weights: Path | None) -> dict[str, torch.Tensor]:
+    """Return the state_dict of the trained stages in a folder.
+
+    ``weights`` is a file with all tensors of the model before training, for stages that were saved
+    without their frozen weights. Raises ``FusionError``.
+    """
+    saved = _read_all(source)
+    _check_complete(source, saved)
+    try:
+        return fuse(
+            (stage.spec, _all_tensors(stage, weights))
+            for stage in sorted(saved, key=lambda s: s.spec.index)
+        )
+    except StageFormatError as error:
+        raise FusionError(str(error)) from error
+
+
+def trained_tensors(source: Path) -> dict[str, torch.Tensor]:
+    """Return the trained parameters and the buffers of the stages in a folder, by name in the model."""
+    found: dict[str, torch.Tensor] = {}
+    blocks: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for stage in _read_all(source):
+        tensors = _own_tensors(stage)
+        for entry in changing_state(stage.spec):
+            if entry.stages[0] != stage.spec.index:
+                continue
+            for name in entry.model_names:
+                if entry.rows is None:
+                    found[name] = tensors[entry.key]
+                else:
+                    blocks.setdefault(name, []).append((entry.rows.first, tensors[entry.key]))
+    for name, parts in blocks.items():
+        found[name] = torch.cat([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
+    return found
+
+
+def lacks_frozen_weights(source: Path) -> bool:
+    """Return whether stages in a folder were saved without frozen weights that the model has."""
+    return any(stage.manifest.changed_only and _frozen_state(stage.spec) for stage in _read_all(source))
+
+
+def _frozen_state(spec: StageSpec) -> list[StateSpec]:
+    changing = {entry.key for entry in changing_state(spec)}
+    return [entry for entry in spec.state if entry.persistent and entry.key not in changing]
+
+
+def _own_tensors(stage: _TrainedStage) -> dict[str, torch.Tensor]:
+    path = stage.path.with_suffix(".safetensors")
+    tensors = load_weights(path, _written_state(stage.manifest, stage.spec))
+    if sha256_of(path) != stage.manifest.sha256:
+        raise FusionError(f"{path} is not the file that {stage.path.name} describes")
+    return tensors
+
+
+def _all_tensors(stage: _TrainedStage, weights: Path | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a stage; frozen ones that its file lacks come from ``weights``."""
+    tensors = _own_tensors(stage)
+    missing = [entry for entry in _frozen_state(stage.spec) if entry.key not in tensors]
+    if missing and weights is None:
+        raise FusionError(
+            f"{stage.path.name} has no frozen weights, such as {missing[0].key}: they are those of the "
+            "model before training"
+        )
+    return tensors if weights is None else tensors | load_model_weights(weights, missing)
+
+
+def _read_all(source: Path) -> list[_TrainedStage]:
     paths = [p for p in source.glob("node_*.json") if re.fullmatch(r"node_\d+", p.stem)]
     if not paths:
         raise FusionError(
-            f"{source} holds no trained stage of cluster {cluster_id}: train with Trainer(save=True), "
-            "or name the folder of the trained files with folder="
+            f"{source} holds no trained stage of {source.name.replace('_', ' ')}: train with "
+            "Trainer(save=True), or name the folder of the trained files with folder="
         )
     return [_read(path) for path in sorted(paths)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -48,6 +48,23 @@ def load_weights(path: Path, state: tuple[StateSpec, ...]) -> dict[str, torch.Te
                 found
             )
     return tensors
+
+
+def load_model_weights(path: Path, state: Iterable[StateSpec]) -> dict[str, torch.Tensor]:
+    """Read tensors by key from a file with all tensors of a model, by their first names in the model."""
+    found: dict[str, torch.Tensor] = {}
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            for entry in state:
+                whole = file.get_slice(entry.model_names[0])
+                rows = slice(None) if entry.rows is None else slice(entry.rows.first, entry.rows.stop)
+                tensor = whole[rows] if entry.shape else file.get_tensor(entry.model_names[0])
+                if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+                    raise StageFormatError(f"{path}: {entry.key} differs from the stage's tensor")
+                found[entry.key] = tensor.clone()
+    except SafetensorError as error:
+        raise StageFormatError(f"{path} is damaged, or of another model: {error}") from error
+    return found
 
 
 def _with_own_storage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -146,6 +146,9 @@ class Transport(Protocol):
         ``UnreachableError`` names the address and the last reason; ``RefusedError`` is raised at once.
         """
 
+    def drop(self, node: int, generation: int, reason: str) -> None:
+        """End the links to a node that has this generation, or an earlier one; they count as lost."""
+
     def close(self) -> None:
         """Close all links and stop listening; may be called repeatedly."""
 

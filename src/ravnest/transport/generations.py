@@ -11,6 +11,11 @@ from ravnest.wire.messages import Hello
 logger = logging.getLogger(__name__)
 
 
+def excluded_reason(node: int) -> str:
+    """Return why a machine that the server has excluded is refused."""
+    return f"node_{node} was excluded by the server: the credential of its provider was revoked"
+
+
 class Generations:
     """The newest process seen of each node; all methods may be called from any thread.
 
@@ -24,6 +29,13 @@ class Generations:
         self._newest: dict[int, Hello] = {}
         self._past: dict[int, set[str]] = {}
         """Incarnations that were followed by another one of the same generation."""
+        self._excluded: dict[int, int] = {}
+        """Highest generation of each node whose machine may not take part any more."""
+
+    def exclude(self, node: int, generation: int) -> None:
+        """Refuse the machine that has this generation of a node, and those before it."""
+        with self._lock:
+            self._excluded[node] = max(generation, self._excluded.get(node, generation))
 
     def admit(self, hello: Hello) -> str | None:
         """Take the process that sent ``hello`` as its node; return the reason if it is not any more."""
@@ -62,6 +74,8 @@ class Generations:
         return planned
 
     def _refusal(self, hello: Hello) -> str | None:
+        if hello.generation <= self._excluded.get(hello.node, -1):
+            return excluded_reason(hello.node)
         known = self._newest.get(hello.node)
         if known is None or hello.generation > known.generation:
             return None

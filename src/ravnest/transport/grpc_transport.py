@@ -136,6 +136,10 @@ class GrpcTransport:
                 raise UnreachableError(f"gave up on {address}: this node is closing")
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def drop(self, node: int, generation: int, reason: str) -> None:
+        """End the links to a node that has this generation, or an earlier one."""
+        self._links.drop(node, generation, reason)
+
     def close(self) -> None:
         """Close all links in parallel and stop listening."""
         self._links.close()

@@ -154,6 +154,14 @@ class LinkKeeper:
             target=self._reconnect, args=(link, detail), name=f"reconnect {link!r}", daemon=True
         ).start()
 
+    def drop(self, node: int, generation: int, reason: str) -> None:
+        """End the links to a node that has this generation, or an earlier one, as lost ones."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            if link.peer.node == node and link.peer.generation <= generation:
+                link.fail(reason)
+
     def close(self) -> None:
         """Close all links in parallel."""
         self._closed.set()

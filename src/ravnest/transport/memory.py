@@ -208,6 +208,10 @@ class MemoryTransport:
                 waiting(reason)
             pause = min(left, _WAITING_SECONDS)
 
+    def drop(self, node: int, generation: int, reason: str) -> None:
+        """End the links to a node that has this generation, or an earlier one."""
+        self._links.drop(node, generation, reason)
+
     def close(self) -> None:
         """Close all links and stop listening."""
         self._network.forget(self)

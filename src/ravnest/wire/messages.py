@@ -14,7 +14,7 @@ import torch
 
 from ravnest.types import CheckpointId, MicrobatchId
 
-PROTOCOL = 7
+PROTOCOL = 9
 """Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
@@ -217,14 +217,19 @@ class ValidationResult(Head, frozen=True):
     run: str
     phase: int
     name: str
+    """Label of the first metric."""
     value: float
     samples: int
+    metrics: dict[str, float] = {}
+    """Values of all chosen metrics by label; empty without any."""
 
 
 class SaveStage(Head, frozen=True):
     """Request to write the trained stage and send it to the Root."""
 
     run: str
+    best: bool = False
+    """It is the best model so far, which only the Root writes."""
 
 
 class StageSaved(Head, frozen=True):
@@ -233,6 +238,8 @@ class StageSaved(Head, frozen=True):
     run: str
     node: int
     manifest: str
+    best: bool = False
+    """It is a stage of the best model so far."""
 
 
 class TakeCheckpoint(Head, frozen=True):
@@ -307,6 +314,8 @@ class Prepared(Head, frozen=True):
     """Last average that the sender applied and kept; compressed rounds send the change since then."""
     scales: dict[int, float] = {}
     """Root mean square of the copy, by ring."""
+    behind: bool = False
+    """The cluster went back to a checkpoint before the last average; set by the Root."""
 
 
 class Start(Head, frozen=True):
@@ -476,6 +485,15 @@ class CheckpointWanted(Head, frozen=True):
     node: int
 
 
+class ForwardChallenge(Head, frozen=True):
+    """Request to state how an output was computed that has arrived; for a check by the server."""
+
+    run: str
+    microbatch: MicrobatchId
+    check: str
+    """Random name of the check."""
+
+
 AnyHead = (
     Hello
     | HelloChallenge
@@ -515,6 +533,7 @@ AnyHead = (
     | CheckpointStored
     | CheckpointComplete
     | CheckpointWanted
+    | ForwardChallenge
 )
 
 LOSSY = (Forward, Backward, SharedGradients, RingChunk)

@@ -1,1 +1,1 @@
-"""Sandbox of worker processes: Landlock for files, seccomp for system calls, a broker for sockets."""
+"""Sandbox of worker processes: Landlock, seccomp and a broker for sockets, within bubblewrap or not."""

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import functools
 import platform
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from ravnest.errors import SettingsError
-from ravnest.provider.sandbox import kernel, landlock
+from ravnest.errors import LaunchError, SettingsError
+from ravnest.provider.sandbox import bubblewrap, kernel, landlock
 from ravnest.provider.sandbox.entry import entry_order
 from ravnest.provider.sandbox.network_policy import NetworkPolicy, dialled
 from ravnest.provider.sandbox.policy import FilePolicy
 from ravnest.provider.sandbox.socket_broker import SocketBroker
 from ravnest.provider.sandbox.system_calls import PROCESSORS, Processor
+from ravnest.schemas.providers import SandboxKind
 from ravnest.types import Address
 
-SandboxChoice = Literal["auto", "landlock", "off"]
+SandboxChoice = Literal["auto", "bwrap", "landlock", "off"]
 CHOICES: tuple[SandboxChoice, ...] = get_args(SandboxChoice)
 
 _TRIAL_SECONDS = 30.0
@@ -33,7 +36,7 @@ _TRIAL = (
     "socket.create_connection(('127.0.0.1', int(sys.argv[4])), 10).close()\n"
     "try:\n"
     "    open(sys.argv[5])\n"
-    "except PermissionError:\n"
+    "except (PermissionError, FileNotFoundError):\n"
     "    sys.exit(0)\n"
     "sys.exit('a file outside its folders could be read')\n"
 )
@@ -42,14 +45,38 @@ _TRIAL = (
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Sandbox of this system: Landlock, seccomp and a broker for sockets."""
+    """Sandbox of this system: Landlock, seccomp and a broker for sockets, within bubblewrap or not."""
 
     processor: Processor
     version: int
     """Version of Landlock to use."""
+    wrapper: str | None = None
+    """Path of bubblewrap; ``None`` if it is not used."""
+    without: str = ""
+    """Reason why bubblewrap is not used."""
+
+    @property
+    def kind(self) -> SandboxKind:
+        """Its name in offers and on the command line."""
+        return "landlock" if self.wrapper is None else "bwrap"
 
     def __str__(self) -> str:
-        return f"Landlock {self.version} and seccomp"
+        if self.wrapper is not None:
+            return f"bubblewrap, Landlock {self.version} and seccomp"
+        reason = f"; without bubblewrap: {self.without}" if self.without else ""
+        return f"Landlock {self.version} and seccomp{reason}"
+
+    def launch(
+        self, policy: FilePolicy, folder: str, argv: Sequence[str], start: bubblewrap.Start
+    ) -> int:
+        """Start a process that will enter the sandbox; return its process id, as it is outside.
+
+        With bubblewrap, ``start`` starts that program, and the process is its child.
+        """
+        if self.wrapper is None:
+            return start(list(argv), ())
+        home = str(Path.home())
+        return bubblewrap.launched(self.wrapper, policy, home, folder, argv, start)
 
 
 def find_sandbox() -> Sandbox | str:
@@ -68,16 +95,33 @@ def find_sandbox() -> Sandbox | str:
 
 
 @functools.cache
-def usable_sandbox() -> Sandbox | str:
-    """Return the sandbox of this system after a trial, or the reason why it has none."""
+def usable_sandbox(choice: SandboxChoice = "auto") -> Sandbox | str:
+    """Return the sandbox of this system after a trial, or the reason why it has none.
+
+    Bubblewrap is used if it is installed and works; containers often forbid its namespaces.
+    """
     found = find_sandbox()
     if isinstance(found, str):
         return found
+    if choice != "landlock":
+        inside = _in_bubblewrap(found)
+        if isinstance(inside, Sandbox) or choice == "bwrap":
+            return inside
+        found = replace(found, without=inside)
     failure = tried(found)
     return f"its trial failed: {failure}" if failure else found
 
 
-def choose_sandbox(choice: str) -> Sandbox | None:
+def _in_bubblewrap(sandbox: Sandbox) -> Sandbox | str:
+    program = shutil.which(bubblewrap.PROGRAM)
+    if program is None:
+        return "it is not installed"
+    inside = replace(sandbox, wrapper=str(Path(program).absolute()))
+    failure = tried(inside)
+    return f"its trial failed: {failure}" if failure else inside
+
+
+def choose_sandbox(choice: SandboxChoice) -> Sandbox | None:
     """Return the sandbox that the owner wants; ``None`` for ``off``.
 
     ``SettingsError`` if this system has none: workers do not run without one unless the owner says so.
@@ -86,7 +130,12 @@ def choose_sandbox(choice: str) -> Sandbox | None:
         raise SettingsError(f"the sandbox can be {', '.join(CHOICES)}, not {choice!r}")
     if choice == "off":
         return None
-    found = usable_sandbox()
+    found = usable_sandbox(choice)
+    if isinstance(found, str) and choice == "bwrap":
+        raise SettingsError(
+            f"workers cannot run in bubblewrap: {found}. Install the package bubblewrap and permit user "
+            "namespaces, or use the default, `--sandbox auto`"
+        )
     if isinstance(found, str):
         raise SettingsError(
             f"this machine has no sandbox for workers: {found}. Jobs of others would run with all "
@@ -108,22 +157,37 @@ def tried(sandbox: Sandbox) -> str:
         secret.touch()
         inner = Path(folder) / "inner"
         inner.mkdir()
+        policy = FilePolicy((), (str(inner),))
+        order = entry_order(policy, str(Path.home()), sandbox.version)
         ours, theirs = socket.socketpair()
-        order = entry_order(FilePolicy((source,), (str(inner),)), str(Path.home()), sandbox.version)
-        with theirs:
+        started: list[subprocess.Popen[str]] = []
+
+        def start(argv: list[str], descriptors: tuple[int, ...]) -> int:
             process = subprocess.Popen(  # noqa: S603 - our own program
-                [
-                    *(sys.executable, "-I", "-S", "-c", _TRIAL, source, order, str(theirs.fileno())),
-                    *(str(port), str(secret)),
-                ],
-                pass_fds=(theirs.fileno(),),
+                argv,
+                pass_fds=(theirs.fileno(), *descriptors),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
             )
+            started.append(process)
+            return process.pid
+
+        argv = [
+            *(sys.executable, "-I", "-S", "-c", _TRIAL, source, order, str(theirs.fileno())),
+            *(str(port), str(secret)),
+        ]
         peers = dialled([Address("127.0.0.1", port)])
-        SocketBroker(process.pid, ours, sandbox.processor, NetworkPolicy(peers)).start()
+        try:
+            with theirs:
+                pid = sandbox.launch(policy, str(inner), argv, start)
+            SocketBroker(pid, ours, sandbox.processor, NetworkPolicy(peers)).start()
+        except (OSError, LaunchError, subprocess.SubprocessError) as error:
+            ours.close()
+            if not started:
+                return str(error)
+        (process,) = started
         try:
             _, errors = process.communicate(timeout=_TRIAL_SECONDS)
         except subprocess.TimeoutExpired:

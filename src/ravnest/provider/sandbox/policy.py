@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_SYSTEM_FOLDERS = (
+SYSTEM_FOLDERS = (
     "/lib",
     "/lib32",
     "/lib64",
@@ -76,4 +76,4 @@ def complete(policy: FilePolicy, owners_home: str) -> FilePolicy:
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
     libraries = os.environ.get("LD_LIBRARY_PATH", "")
     python = python_folders(sys.path, prefixes, owners_home, libraries)
-    return FilePolicy((*policy.readable, *python, *_SYSTEM_FOLDERS), policy.writable)
+    return FilePolicy((*policy.readable, *python, *SYSTEM_FOLDERS), policy.writable)

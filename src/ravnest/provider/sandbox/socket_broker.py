@@ -42,7 +42,7 @@ class SocketBroker:
     """Thread that answers one process until it ends."""
 
     pid: int
-    """A child process that was not waited for yet."""
+    """A process that this one started, or the child of such a one."""
     channel: socket.socket
     """Socket over which the process sends the listener of its filter."""
     processor: Processor

@@ -95,7 +95,9 @@ class Checkpoints:
         self._replicas = {
             stage: CheckpointFolder(self._own.path / f"replica_of_stage_{stage}") for stage in neighbours
         }
-        self._writers: dict[int, BlockWriter] = {}
+        self._writers: dict[int, BlockWriter] | None = {}
+        """Files that arrive, by the stage that sends them; None: closed."""
+        self._receiving = threading.Lock()
         self._links = Links()
         self._acknowledged: SentFile | None = None
         """Newest checkpoint of which the neighbour has a replica."""
@@ -124,6 +126,11 @@ class Checkpoints:
             target=self._work, name=f"ravnest-checkpoints-{spec.name}", daemon=True
         )
 
+    @property
+    def complete(self) -> CheckpointId | None:
+        """Newest checkpoint that all stages have, as far as known here."""
+        return self._complete
+
     def connect(self, links: Links) -> None:
         """Use these links to the neighbours; before messages arrive."""
         self._links = links
@@ -142,8 +149,10 @@ class Checkpoints:
             self._thread.join(LINK_CLOSE)
         with self._adding:
             self._abandoned = True
-        for writer in self._writers.values():
-            writer.abandon()
+        with self._receiving:
+            writers, self._writers = self._writers or {}, None
+            for writer in writers.values():
+                writer.abandon()
 
     # Before training
 
@@ -312,16 +321,11 @@ class Checkpoints:
         if head.stage != stage or sender not in self._replicas:
             logger.warning("node_%d sent the state of stage %d; ignored", link.peer.node, head.stage)
             return None
-        folder = self._own if head.restore else self._replicas[sender]
-        # A neighbour restores before it sends replicas, so that one writer per neighbour suffices.
-        writer = self._writers.get(sender)
-        if writer is None or head.offset == 0:
-            if writer is not None:
-                writer.abandon()
-            expected = ExpectedFile(spec.plan, spec.cluster, stage, spec.stages)
-            writer = self._writers[sender] = BlockWriter(folder, expected, lambda: self._complete)
         try:
-            manifest = writer.take(message)
+            with self._receiving:
+                if self._writers is None:
+                    return None
+                manifest = self._writer(self._writers, sender, head).take(message)
         except (StageFormatError, OSError) as error:
             if head.restore:
                 raise
@@ -330,6 +334,20 @@ class Checkpoints:
         if manifest is not None and not head.restore:
             try_send(link, ReplicaStored(head.stage, head.checkpoint))
         return manifest
+
+    def _writer(self, writers: dict[int, BlockWriter], sender: int, head: StateBlock) -> BlockWriter:
+        """Return the writer of a block.
+
+        A neighbour restores before it sends replicas, so that one writer per neighbour suffices.
+        """
+        writer = writers.get(sender)
+        if writer is None or head.offset == 0:
+            if writer is not None:
+                writer.abandon()
+            spec, folder = self._spec, self._own if head.restore else self._replicas[sender]
+            expected = ExpectedFile(spec.plan, spec.cluster, head.stage, spec.stages)
+            writer = writers[sender] = BlockWriter(folder, expected, lambda: self._complete)
+        return writer
 
     def _replica_settled(self, checkpoint: CheckpointId, problem: str = "") -> None:
         """Note that a neighbour has a replica, or why not; the checkpoint is as safe as it can be."""

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
 from ravnest.deadlines import LINK_CLOSE, ROOTS_RETURN
-from ravnest.errors import RunError, RunInterruptedError, StageInputError
+from ravnest.errors import RunError, RunInterruptedError, SettingsError, StageInputError
 from ravnest.runtime.batch_parts import BatchSplit
 from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.ended_training import EndedTraining
@@ -35,7 +36,7 @@ from ravnest.runtime.control.root_controller import (
 )
 from ravnest.runtime.control.run_status import RunStatus
 from ravnest.runtime.control.runtime_config import RuntimeConfig
-from ravnest.runtime.control.telemetry_reporter import TelemetryReporter
+from ravnest.runtime.control.telemetry_reporter import TelemetryReporter, Traffic
 from ravnest.runtime.control.trained_stages import TrainedStages
 from ravnest.runtime.random_state import RandomState
 from ravnest.runtime.schedule.machine import ScheduleMachine
@@ -45,6 +46,8 @@ from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf, start_chunks
 from ravnest.runtime.stage.microbatches import RootCut
+from ravnest.runtime.stage.spot_checks import ForwardChecks
+from ravnest.runtime.stage.validation_metrics import LOSS
 from ravnest.runtime.stage.worker import Worker
 from ravnest.split.module import StageModule
 from ravnest.store.checkpoint import SEED
@@ -124,7 +127,7 @@ class NodeRuntime:
                 activation_limit=None if config.tunes_split else window,
             ),
         )
-        leaf = Leaf(config.criterion, config.labels, config.test_labels) if last else None
+        leaf = self._make_leaf() if last else None
         self._leaf = leaf
         self._checkpoints: Checkpoints | None = None
         if settings.checkpoints:
@@ -147,10 +150,21 @@ class NodeRuntime:
             self.status,
             inbox,
             leaf=leaf,
-            keeper=TrainedStages(Path(settings.trained_folder), spec, self.execution),
+            keeper=TrainedStages(
+                Path(settings.trained_folder),
+                spec,
+                self.execution,
+                changed_only=not settings.save_frozen,
+            ),
             observer=self._observer(),
             averaging=self._averaging,
             recovery=Recovery(self._checkpoints, self._exchange, rejoins, settings.hands_over),
+            checks=ForwardChecks(
+                Path(settings.checkpoint_folder) / spec.name,
+                self.execution,
+                settings.spot_checks if spec.stage > 0 else 0.0,
+                self.telemetry.check,
+            ),
         )
         self.resumed: ResumedState | None = None
         """Point at which training continues; set by ``open``."""
@@ -173,6 +187,13 @@ class NodeRuntime:
         """Most recent outcomes, newest last."""
         self._last_problem: tuple[object, ...] = ()
         """Problem of the last round; not logged as a warning again while it persists."""
+
+    def _make_leaf(self) -> Leaf:
+        config = self._config
+        metrics = config.settings.chosen_metrics
+        if config.criterion is None and any(metric.name == LOSS for metric in metrics):
+            raise SettingsError("the metric 'loss' is the criterion: Node(criterion=...)")
+        return Leaf(config.criterion, config.labels, config.test_labels, metrics)
 
     def open(self) -> None:
         """Connect to the neighbours and start the threads; close everything if that fails."""
@@ -231,8 +252,8 @@ class NodeRuntime:
         status.calls_ended = resumed.calls
         if progress is not None:
             status.validations = {
-                phase: ValidationResult(resumed.run, phase, name, value, samples)
-                for phase, (name, value, samples) in progress["validations"].items()
+                phase: ValidationResult(resumed.run, phase, *stored)
+                for phase, stored in progress["validations"].items()
             }
             if self._leaf is not None:
                 self._leaf.resume(progress["leaf"])
@@ -240,8 +261,9 @@ class NodeRuntime:
             return
         if self._averaging is not None:
             samples = 0 if progress is None else progress["averaging_samples"]
+            newest = -1 if progress is None else progress.get("averaging_round", -1)
             after_loss = progress is not None or bool(resumed.lost)
-            self._averaging.continue_from(checkpoint.update, samples, after_loss=after_loss)
+            self._averaging.continue_from(checkpoint.update, samples, newest, after_loss=after_loss)
         cut = RootCut(**progress["root"]) if progress is not None else NOTHING_DONE
         self.controller.resume(ResumePoint(resumed.run, checkpoint.phase, checkpoint.update, cut))
         if progress is not None or resumed.lost:
@@ -312,7 +334,9 @@ class NodeRuntime:
     def report_validation(self, result: ValidationResult, epoch: int, title: str) -> None:
         """Show, record and report the result of a validation after ``epoch`` epochs of training."""
         role = self._config.spec.role
-        self.progress.say(f"{role}: {title}{result.name} {result.value:.4f} on {result.samples} samples")
+        values = result.metrics or {result.name: result.value}
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.progress.say(f"{role}: {title}{figures} on {result.samples} samples")
         self._accuracies.append(result.value)
         self.telemetry.validation(result, epoch)
 
@@ -369,9 +393,16 @@ class NodeRuntime:
         if self._config.spec.stages > 1:
             self.progress.state.schedule = self._config.schedule
         if self._config.spec.stage != 0:
-            return MetricsObserver(self.progress, self.telemetry)
+            return MetricsObserver(self.progress, self.telemetry, traffic=self._traffic)
         self.progress.state.window = self._config.window
-        return MetricsObserver(self.progress, self.telemetry, self._losses, self._tuner)
+        return MetricsObserver(self.progress, self.telemetry, self._losses, self._tuner, self._traffic)
+
+    def _traffic(self) -> Traffic:
+        """Return the bytes received and sent on links to neighbours and to other clusters."""
+        received, sent = (0, 0) if self._averaging is None else self._averaging.traffic
+        for link in self._neighbours():
+            received, sent = received + link.received_bytes, sent + link.sent_bytes
+        return received, sent
 
     def _check_loss(self, leaf: Leaf) -> LossSplit:
         """Find out at the Leaf whether batches can be split without a change of the loss."""
@@ -429,9 +460,12 @@ class NodeRuntime:
             self._transport,
             config=rounds,
             failed=lambda reason: inbox.post(lambda: self._worker.fail(reason)),
-            outage=settings.outage,
-            rejoin=settings.rejoin_timeout if settings.checkpoints else 0.0,
+            deadlines=Deadlines.outlasting(
+                spec.outage if settings.outage is None else settings.outage,
+                settings.rejoin_timeout if settings.checkpoints else 0.0,
+            ),
             generations=self._generations,
+            robust_mean=settings.robust_mean,
         )
 
     def _blocking_averages(self) -> BlockingAverages | None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ravnest.telemetry import PaceRecord
 from ravnest.types import Role, Schedule
 
 _LIVE_SECONDS = 0.2
@@ -40,22 +41,59 @@ class RunState:
     started: float | None = None
     """Time at which training began, after the neighbours were connected."""
     updated: float = 0.0
+    samples: int = 0
+    """Samples of the updates so far, in this process."""
+    updates: int = 0
+    """Updates in this process."""
+    epoch_batches: int | None = None
+    """Batches of an epoch; None if unknown."""
+    update_frequency: int = 1
+    epoch_done: int = 0
+    """Batches of this epoch that are done."""
 
-    def begin(self, epoch: int, now: float) -> None:
-        """Begin an epoch."""
+    def begin(self, epoch: int, now: float, done: int = 0) -> None:
+        """Begin an epoch; ``done``: batches of it that are part of the checkpoint."""
         self.epoch = epoch
+        self.epoch_done = done
         if self.started is None:
             self.started = now
 
-    def expect(self, epochs: int, batches: int | None) -> None:
+    def expect(
+        self,
+        epochs: int,
+        batches: int | None,
+        epoch_batches: int | None = None,
+        update_frequency: int = 1,
+    ) -> None:
         """Set the total number of epochs and the number of micro-batches still to come."""
         self.epochs = epochs
+        self.epoch_batches, self.update_frequency = epoch_batches, update_frequency
         self.batches = None if batches is None else self.done + batches
 
-    def add(self, batches: int, now: float) -> None:
-        """Count finished micro-batches."""
+    def add(self, batches: int, now: float, samples: int = 0) -> None:
+        """Count an update of some micro-batches."""
         self.done += batches
+        self.epoch_done += batches
+        self.samples += samples
+        self.updates += 1
         self.updated = now
+
+    def pace(self, made: int) -> PaceRecord:
+        """Return the pace after ``made`` updates of the whole training."""
+        elapsed, left = self._elapsed(), self._updates_left()
+        total = None if left is None else made + left
+        if elapsed <= 0 or not self.updates:
+            return PaceRecord(self.epoch, total, None, None)
+        seconds = None if left is None else elapsed / self.updates * left
+        return PaceRecord(self.epoch, total, self.samples / elapsed, seconds)
+
+    def _updates_left(self) -> int | None:
+        size = self.epoch_batches
+        if size is None or self.epochs is None:
+            return None
+        whole = max(self.epochs - 1 - self.epoch, 0)
+        rest = max(size - self.epoch_done, 0)
+        return whole * -(-size // self.update_frequency) + -(-rest // self.update_frequency)
 
     def add_loss(self, loss: float) -> None:
         """Add a loss to the running mean."""

@@ -447,10 +447,13 @@ class RootController:
         self._wait(lambda: microbatch in self._status.results, "the Leaf's result")
         return self._status.results.pop(microbatch)
 
-    def save(self) -> None:
-        """Make every node write its trained stage, and wait until all of them have arrived."""
+    def save(self, *, best: bool = False) -> None:
+        """Make every node write its trained stage, and wait until all of them have arrived.
+
+        ``best``: it is the best model so far, which only the Root writes.
+        """
         self._status.check()
-        self._worker.post(functools.partial(self._worker.announce, SaveStage(self.run)))
+        self._worker.post(functools.partial(self._worker.announce, SaveStage(self.run, best)))
         self._wait(lambda: len(self._status.saved_stages) == self._stages, "the trained stages")
         with self._status.writing():
             self._status.saved_stages.clear()

@@ -154,8 +154,10 @@ class RuntimeConfig:
             "micro_batches": str(self.settings.micro_batches),
             "update_frequency": str(self.update_frequency),
             "clip_grad_norm": str(self.rule.clip),
+            "clip_grad_value": str(self.rule.clip_value),
             "seed": str(self.seed),
             "averaging": self.settings.averaging,
+            "robust_mean": str(self.settings.robust_mean),
             "average_optim": str(self.average_optim),
         }
         return Hello(

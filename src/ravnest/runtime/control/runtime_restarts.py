@@ -15,7 +15,7 @@ from ravnest.runtime.control.resume_exchange import ResumeWish
 from ravnest.runtime.control.runtime_config import RuntimeConfig
 from ravnest.split.module import StageModule
 from ravnest.transport.base import Transport
-from ravnest.transport.generations import Generations
+from ravnest.transport.generations import Generations, excluded_reason
 from ravnest.wire.messages import Abort
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,16 @@ class RuntimeRestarts:
     load_stage: Callable[[], StageModule]
     make_transport: Callable[[], Transport]
     _generations: Generations = field(default_factory=Generations)
+    _transport: Transport | None = None
+    """That of the newest runtime."""
     _recoveries: int = 0
     """Recoveries in a row from the same checkpoint."""
+
+    def exclude(self, node: int, generation: int) -> None:
+        """Close the links to a machine that may not take part any more, and refuse it from now on."""
+        self._generations.exclude(node, generation)
+        if self._transport is not None:
+            self._transport.drop(node, generation, excluded_reason(node))
 
     def start(self, config: RuntimeConfig) -> NodeRuntime:
         """Return a runtime that is connected to the other nodes of its cluster."""
@@ -104,6 +112,7 @@ class RuntimeRestarts:
         while True:
             left = max(ends - time.monotonic(), 1.0)
             module, transport = self.load_stage(), self.make_transport()
+            self._transport = transport
             runtime = NodeRuntime(config, module, transport, self._generations, wish, left)
             try:
                 runtime.open()

@@ -7,12 +7,16 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.runtime.control.checkpoints import CheckpointReport
+from ravnest.runtime.control.progress import RunState
 from ravnest.runtime.stage.observer import UpdateReport
 from ravnest.telemetry import (
+    BestRecord,
     CheckpointRecord,
+    CheckRecord,
     LossRecord,
     PhaseName,
     PhaseRecord,
@@ -24,13 +28,26 @@ from ravnest.telemetry import (
     TimingRecord,
     ValidationRecord,
     WarningRecord,
+    WorkRecord,
     finite,
 )
 from ravnest.types import Schedule
 from ravnest.wire.messages import StageTiming, ValidationResult
 
 _INTERVAL = 1.0
-"""Seconds between two reports of timings, and between two of queue lengths."""
+"""Seconds between two reports of timings, of queue lengths and of work."""
+Traffic = tuple[int, int]
+"""Bytes received from other nodes and sent to them."""
+
+
+class _Work(NamedTuple):
+    """Work that is not reported yet, as in ``WorkRecord``."""
+
+    updates: int
+    epoch: int
+    samples: int
+    busy: float
+    traffic: Callable[[], Traffic]
 
 
 class TelemetryReporter:
@@ -45,6 +62,10 @@ class TelemetryReporter:
         self._timings: list[tuple[StageTiming, ...]] = []
         self._next_timings = 0.0
         self._next_queues = 0.0
+        self._next_work = 0.0
+        self._samples = 0
+        self._work: _Work | None = None
+        self._next_pace = 0.0
         self._warnings = None if sink is None else _WarningHandler(sink)
 
     def start(self) -> None:
@@ -53,7 +74,8 @@ class TelemetryReporter:
             logging.getLogger("ravnest").addHandler(self._warnings)
 
     def close(self) -> None:
-        """Report the end, and no warnings from now on."""
+        """Report the last work and the end, and no warnings from now on."""
+        self._report_work()
         self.phase("end")
         self.stop_warnings()
 
@@ -73,6 +95,11 @@ class TelemetryReporter:
             self._sink.emit(
                 CheckpointRecord(identifier.update, identifier.phase, report.bytes, report.seconds)
             )
+
+    def check(self, record: CheckRecord) -> None:
+        """Report a file for a spot check."""
+        if self._sink is not None:
+            self._sink.emit(record)
 
     def recovery(self, record: RecoveryRecord) -> None:
         """Report that training continues after a loss."""
@@ -105,6 +132,12 @@ class TelemetryReporter:
                 )
             )
 
+    def pace(self, state: RunState, made: int) -> None:
+        """Report the pace after ``made`` updates, at most once per interval."""
+        if self._sink is not None and (now := self._clock()) >= self._next_pace:
+            self._next_pace = now + _INTERVAL
+            self._sink.emit(state.pace(made))
+
     def schedule(self, schedule: Schedule, microbatches: int, reason: str) -> None:
         """Report the schedule of the run."""
         if self._sink is not None:
@@ -115,6 +148,25 @@ class TelemetryReporter:
         if self._sink is not None and (now := self._clock()) >= self._next_queues:
             self._next_queues = now + _INTERVAL
             self._sink.emit(QueueRecord(in_flight, window, inbox))
+
+    def work(self, update: UpdateReport, traffic: Callable[[], Traffic]) -> None:
+        """Count an update and report the node's work; in the compute thread, whose time counts."""
+        self._samples += update.samples
+        if self._sink is None:
+            return
+        made, busy = update.number + 1, time.thread_time()
+        self._work = _Work(made, update.epoch, self._samples, busy, traffic)
+        if (now := self._clock()) >= self._next_work:
+            self._next_work = now + _INTERVAL
+            self._report_work()
+
+    def _report_work(self) -> None:
+        """Report the work up to the last update, if that was not reported."""
+        work, self._work = self._work, None
+        if self._sink is not None and work is not None:
+            received, sent = work.traffic()
+            record = WorkRecord(work.updates, work.epoch, work.samples, work.busy, received, sent)
+            self._sink.emit(record)
 
     def timings(self, timings: tuple[StageTiming, ...]) -> None:
         """Collect the costs of a micro-batch by stage; report their means once per interval."""
@@ -133,7 +185,18 @@ class TelemetryReporter:
         if self._sink is not None:
             number, self._validations = self._validations, self._validations + 1
             value = finite(result.value)
-            self._sink.emit(ValidationRecord(number, epoch, result.name, value, result.samples))
+            metrics = {name: finite(each) for name, each in result.metrics.items()}
+            self._sink.emit(ValidationRecord(number, epoch, result.name, value, result.samples, metrics))
+
+    def best(self, metric: str, value: float, epoch: int) -> None:
+        """Report that the weights after ``epoch`` epochs are kept as the best ones."""
+        if self._sink is not None:
+            self._sink.emit(BestRecord(epoch, metric, value))
+
+    def stopped(self, reason: str) -> None:
+        """Report that training stops before its last epoch."""
+        if self._sink is not None:
+            self._sink.emit(WarningRecord(reason))
 
     def round(self, outcome: RoundOutcome) -> None:
         """Report the outcome of an averaging round."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from ravnest.runtime.stage.execution import StageExecution
+from ravnest.store.best_model import BestModelFolder
 from ravnest.store.node_spec import NodeSpec
-from ravnest.store.trained import receive_trained, save_trained
+from ravnest.store.trained import receive_trained, save_trained, trained_manifest
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,33 @@ class TrainedStages:
     folder: Path
     spec: NodeSpec
     execution: StageExecution
+    changed_only: bool = False
+    """Leave out frozen weights."""
 
-    def save(self, run: str) -> tuple[str, dict[str, torch.Tensor]]:
-        """Write this node's stage and return its manifest and tensors for the Root."""
+    def save(self, run: str, *, best: bool) -> tuple[str, dict[str, torch.Tensor]]:
+        """Write this node's stage and return its manifest and tensors for the Root.
+
+        ``best``: it is a stage of the best model so far, with frozen weights; only the Root writes it.
+        """
         self.execution.write_replicas()
         module = self.execution.module
-        manifest = save_trained(self.folder, self.spec, module, run)
-        return manifest, {k: t.detach().clone() for k, t in module.state_tensors().items()}
+        if best and self.spec.stage > 0:
+            manifest, tensors = trained_manifest(self.spec, module, run), module.state_tensors()
+        else:
+            manifest, tensors = save_trained(
+                self._folder(best=best),
+                self.spec,
+                module,
+                run,
+                changed_only=self.changed_only and not best,
+            )
+        return manifest, {k: t.detach().clone() for k, t in tensors.items()}
 
-    def receive(self, node: int, manifest: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    def receive(
+        self, node: int, manifest: str, tensors: Mapping[str, torch.Tensor], *, best: bool
+    ) -> int:
         """Write another node's stage and return its stage number."""
-        return receive_trained(self.folder, self.spec, node, manifest, tensors)
+        return receive_trained(self._folder(best=best), self.spec, node, manifest, tensors)
+
+    def _folder(self, *, best: bool) -> Path:
+        return BestModelFolder(self.folder, self.spec.cluster).incoming if best else self.folder

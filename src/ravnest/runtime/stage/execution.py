@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ravnest.errors import StageInputError
+from ravnest.errors import SettingsError, StageInputError
 from ravnest.host import return_freed_memory
 from ravnest.runtime.stage.forward_passes import ForwardPasses, LossPart, SavedForward
 from ravnest.runtime.stage.look_ahead import LookAhead
@@ -21,6 +21,7 @@ from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
 from ravnest.split.gradients import sum_gradients
 from ravnest.split.module import StageModule
+from ravnest.split.written_state import written_weights
 from ravnest.types import MicrobatchId
 
 __all__ = ["LossPart", "StageExecution"]
@@ -52,11 +53,19 @@ class StageExecution:
         the system before an update.
         """
         spec = module.spec
+        if stash and (written := written_weights(spec)):
+            raise SettingsError(
+                f"forward writes to the weight {written[0]}, as Embedding(max_norm=1) or a clamp does: "
+                'with schedule="async" an update can overtake the write and lose it. Use schedule="sync"'
+            )
         self.module = module
         self._stash = stash
         self._frugal = frugal
         self._kept = kept
-        self.defers = defer and bool(deferrable_keys(spec.graphs["train"]))
+        self._differentiates = spec.has_gradients
+        """False if a forward pass leaves nothing for a backward pass."""
+        deferrable = deferrable_keys(spec.graphs["train"])
+        self.defers = defer and any(e.trainable and e.key in deferrable for e in spec.state)
         """True if ``weight_gradients`` must be called for each micro-batch."""
         self._captures = _few_others(module)
         """True if the weight gradients that are not deferred take little memory."""
@@ -135,6 +144,10 @@ class StageExecution:
         """
         parameters = {**self._versions.at(version, late=late), **self._replicas}
         inputs = self._receive(values, gradients=True)
+        if not self._differentiates and loss_part is None:
+            return self._forward_frozen(
+                microbatch, SavedForward(version, inputs, parameters, None, None)
+            )
         deferred = self._new_deferred()
         saved = SavedForward(version, inputs, parameters, deferred, loss_part)
         if self._make_room():
@@ -145,6 +158,28 @@ class StageExecution:
             outputs, loss = self.passes.run_without_gradients(microbatch, saved, self._accumulated)
         self._saved[microbatch] = saved
         return (self._send(outputs), None) if loss is None else ({}, float(loss.detach()))
+
+    def _forward_frozen(
+        self, microbatch: MicrobatchId, saved: SavedForward
+    ) -> tuple[Values, float | None]:
+        """Return the outputs of a stage that trains nothing; keep only that the micro-batch is here."""
+        with torch.no_grad():
+            outputs, _ = self.passes.run(microbatch, saved, self._accumulated)
+        self._saved[microbatch] = SavedForward(saved.version, (), {}, None, None)
+        return self._send(outputs), None
+
+    def computed_from(self, microbatch: MicrobatchId) -> tuple[Values, dict[str, torch.Tensor]] | None:
+        """Return the inputs by name and the state by key that the output was computed from.
+
+        None if the micro-batch does not wait for its backward pass: the weights may be other ones then.
+        A stage that trains nothing does not keep its inputs.
+        """
+        saved = self._saved.get(microbatch)
+        if saved is None or len(saved.inputs) < len(self.module.graph.inputs):
+            return None
+        names = (spec.name for spec in self.module.graph.inputs)
+        state = {**self.module.state_tensors(), **saved.buffers, **saved.parameters}
+        return dict(zip(names, saved.inputs, strict=True)), state
 
     def _new_deferred(self) -> DeferredGradients | None:
         """Return the place for weight gradients that the backward pass leaves; None if there are none.
@@ -164,6 +199,8 @@ class StageExecution:
         loss). If the stage defers, ``weight_gradients`` accumulates the others later.
         """
         saved = self._saved.pop(microbatch)
+        if not self._differentiates and saved.loss_part is None:
+            return {}
         stage_pass, loss = saved.stage_pass, saved.loss
         if saved.loss_part is not None and saved.loss_part.weight == 0.0:
             return self._without_loss(microbatch, saved)

@@ -133,13 +133,14 @@ class ForwardPasses:
         structure = self._module.graph.structure
         return None if structure is None else structure.build(iter(outputs))
 
-    def example_output(self, rows: int) -> Any:
+    def example_output(self, rows: int, length: int | None = None) -> Any:
         """Return the model's output for made-up inputs of the last stage; only its shape means anything.
 
-        ``rows`` is the number of samples.
+        ``rows`` is the number of samples, ``length`` their size in dimensions that vary, the largest by
+        default.
         """
         with torch.no_grad(), seeded(self._seed, self._device):
-            inputs, buffers = self._example(rows)
+            inputs, buffers = self._example(rows, length)
             return self.output(self._module(*inputs, buffers=buffers))
 
     def example_logits_shape(
@@ -151,14 +152,22 @@ class ForwardPasses:
             x = chunked.train.trunk(inputs, buffers=buffers)
             return chunked.logits_shape(x), x.dtype
 
-    def _example(self, rows: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def _example(
+        self, rows: int, length: int | None = None
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Return made-up inputs of this number of samples, and copies of the buffers."""
         buffers = {
             e.key: self._module.state_tensors()[e.key].clone()
             for e in self._module.spec.state
             if e.kind == "buffer"
         }
-        return [self._placed(_made_up(spec, rows)) for spec in self._module.graph.inputs], buffers
+        graph = self._module.graph
+        sizes = {
+            bounds.name: min(length or bounds.maximum or rows, bounds.maximum or rows)
+            for bounds in graph.symbols
+            if bounds.length
+        }
+        return [self._placed(_made_up(spec, rows, sizes)) for spec in graph.inputs], buffers
 
     def _placed(self, value: Any) -> Any:
         return value.to(self._device) if isinstance(value, torch.Tensor) else value
@@ -176,11 +185,14 @@ def _statistics(graph: StageGraph) -> set[str]:
     }
 
 
-def _made_up(spec: ValueSpec, rows: int) -> torch.Tensor | int:
-    """Return an input of a stage with arbitrary contents: noise, or zeros for whole numbers."""
+def _made_up(spec: ValueSpec, rows: int, sizes: Mapping[str, int]) -> torch.Tensor | int:
+    """Return an input of a stage with arbitrary contents: noise, or zeros for whole numbers.
+
+    ``sizes`` are those of symbols that do not count samples.
+    """
     if spec.dtype is None:
         return rows
-    shape = [d.factor * rows if d.symbol else d.factor for d in spec.shape]
+    shape = [d.factor * sizes.get(d.symbol, rows) if d.symbol else d.factor for d in spec.shape]
     if spec.dtype.is_floating_point:
         return torch.randn(shape, dtype=spec.dtype)
     return torch.zeros(shape, dtype=spec.dtype)

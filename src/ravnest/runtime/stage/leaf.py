@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ravnest.runtime.data import Criterion, Targets, count_correct, size_of
 from ravnest.runtime.random_state import RandomState, capture_random_state, restore_random_state
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.loss_chunks import ChunkedLoss
+from ravnest.runtime.stage.validation_metrics import LOSS, ChosenMetric, Metric
 from ravnest.split.loss_head import cut_positions, few_positions, find_chunking, made_up_logits
 from ravnest.split.loss_weighting import (
     LossWeighting,
@@ -23,6 +24,7 @@ from ravnest.split.loss_weighting import (
     peek_item,
 )
 from ravnest.split.rows import cut_rows, repeat_rows
+from ravnest.split.structure import tensors_in
 from ravnest.wire.messages import LossSplit, PhaseKind
 
 FEW_ROWS = 3
@@ -44,6 +46,12 @@ class _Tally:
     loss: float = 0.0
     """Sum of the losses, weighted by samples."""
     samples: int = 0
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """Chosen metrics by label, except for the loss."""
+
+    def mean_loss(self) -> float:
+        """Return the loss, as a mean over samples."""
+        return self.loss / max(self.samples, 1)
 
 
 @dataclass(frozen=True)
@@ -51,9 +59,11 @@ class ValidationScore:
     """Result of a validation."""
 
     name: str
-    """``accuracy`` or ``loss``."""
+    """Label of the first of the chosen metrics; without any, ``accuracy`` or ``loss``."""
     value: float
     samples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Values of all chosen metrics by label."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +106,43 @@ class _Chunking:
     logits: HeadOutput
 
 
+ExampleOutput = Callable[[int, int | None], Any]
+"""Function from a number of samples, and their length if it varies, to an output of the model."""
+
+
+def _weighting_of_lengths(
+    criterion: Criterion, example_output: ExampleOutput, item: Any, rows: int
+) -> LossWeighting | NotDecomposable:
+    """Return the weights of the parts of a batch, with outputs as long as the labels if lengths vary."""
+    lengths = dict.fromkeys(size for tensor in tensors_in(item) for size in tensor.shape[1:])
+    tried: list[list[torch.Size]] = []
+    first: NotDecomposable | None = None
+    for length in (None, *lengths):
+        output = example_output(rows, length)
+        shapes = [tensor.shape for tensor in tensors_in(output)]
+        if shapes in tried:
+            continue
+        tried.append(shapes)
+        found = find_weighting(criterion, output, item, rows)
+        if isinstance(found, LossWeighting):
+            return found
+        first = first or found
+    assert first is not None
+    return first
+
+
 class Leaf:
     """Labels and criterion of the Leaf, in step with the Root."""
 
-    def __init__(self, criterion: Criterion | None, labels: Any, test_labels: Any) -> None:
+    def __init__(
+        self,
+        criterion: Criterion | None,
+        labels: Any,
+        test_labels: Any,
+        metrics: Sequence[ChosenMetric] = (),
+    ) -> None:
         self._criterion = criterion
+        self._metrics = metrics
         self._targets = {
             "train": Targets(labels, "labels"),
             "validate": Targets(test_labels, "test_labels"),
@@ -108,18 +150,19 @@ class Leaf:
         self._labels = labels
         self._weighting: LossWeighting | None = None
         self._chunking: _Chunking | None = None
-        self._tally = _Tally()
+        self._tally = self._new_tally()
         self._loaders = (labels, test_labels)
         self._random: RandomState | None = None
         """State of the generators when the labels' iteration in progress began."""
         self._resumed: RandomState | None = None
         """State of the generators for the next iteration of labels, after a checkpoint was loaded."""
 
-    def find_weighting(self, example_output: Callable[[int], Any], rows: int) -> LossSplit:
+    def find_weighting(self, example_output: ExampleOutput, rows: int) -> LossSplit:
         """Find out how the loss of a batch follows from the losses of its parts.
 
-        ``example_output`` returns an output of the model for a number of samples; only its shape
-        matters. Fewer than ``rows`` are used if outputs are large, and only a few positions of them.
+        ``example_output`` returns an output of the model for a number of samples and a length of them;
+        only its shape matters. Fewer than ``rows`` are used if outputs are large, and only a few
+        positions of them.
         """
         if self._criterion is None:
             return LossSplit(False, "the Leaf has no criterion")
@@ -132,7 +175,7 @@ class Leaf:
         return LossSplit(True, found.kind, found.smallest)
 
     def _find_weighting(
-        self, criterion: Criterion, example_output: Callable[[int], Any], rows: int
+        self, criterion: Criterion, example_output: ExampleOutput, rows: int
     ) -> LossWeighting | NotDecomposable | None:
         """Return the result of the check; None if there are no labels to check it with."""
         if self._chunking is not None:
@@ -140,10 +183,10 @@ class Leaf:
             output = logits.tail(made_up_logits(logits.shape, rows, logits.dtype))
             item = few_positions(self._example(rows), logits.shape[1])
             return find_weighting(criterion.of_any_length(), output, item, rows)
-        output = example_output(FEW_ROWS)
+        output = example_output(FEW_ROWS, None)
         if not is_large(output, FEW_ROWS):
             item = self._example(rows)
-            return None if item is None else find_weighting(criterion, example_output(rows), item, rows)
+            return None if item is None else _weighting_of_lengths(criterion, example_output, item, rows)
         item = self._example(FEW_ROWS)
         if item is None:
             return None
@@ -153,7 +196,7 @@ class Leaf:
             found = find_weighting(criterion.of_any_length(), noise, few, FEW_ROWS)
             if isinstance(found, LossWeighting):
                 return found
-        return find_weighting(criterion, output, item, FEW_ROWS)
+        return _weighting_of_lengths(criterion, example_output, item, FEW_ROWS)
 
     def find_chunking(self, logits: HeadOutput, count: int) -> str:
         """Divide the positions of the logits into ``count`` chunks; return why not, or nothing."""
@@ -186,10 +229,11 @@ class Leaf:
     def validation_chunks(self, item: Any) -> list[LabelChunk]:
         """Return the labels of chunks for a validation; one chunk if it is computed as a whole.
 
-        With fewer classes than positions, accuracy could take positions for classes.
+        With fewer classes than positions, accuracy could take positions for classes. Metrics that are
+        functions need the whole output.
         """
         whole = [LabelChunk(item, 0, 1.0)]
-        if self._chunking is None:
+        if self._chunking is None or any(metric.function is not None for metric in self._metrics):
             return whole
         _, positions, *_, classes = self._chunking.logits.shape
         cut = cut_positions(item, positions, (positions,))
@@ -216,13 +260,17 @@ class Leaf:
 
         ``loads``: the labels are iterated here; in a cluster of one node the Root's batches have them.
         """
-        self._tally = _Tally()
+        self._tally = self._new_tally()
         if loads and kind != "predict":
             if self._resumed is not None:
                 restore_random_state(self._resumed, self._loaders)
                 self._resumed = None
             self._random = capture_random_state(self._loaders)
             self._targets[kind].begin(epoch)
+
+    def _new_tally(self) -> _Tally:
+        made = {metric.label: metric.make() for metric in self._metrics if metric.name != LOSS}
+        return _Tally(metrics=made)
 
     def skip(self, kind: PhaseKind, batches: int, samples: int) -> None:
         """Leave out the labels of batches that are part of a checkpoint."""
@@ -266,32 +314,42 @@ class Leaf:
         """
         correct, answers, loss = 0, 0, 0.0
         accurate = False
+        needs_loss = any(metric.name == LOSS for metric in self._metrics)
         for output, part in zip(outputs, parts, strict=True):
             counts = count_correct(output, part.item)
             if counts is not None:
                 accurate = True
                 correct, answers = correct + counts[0], answers + counts[1]
-            elif self._criterion is not None and part.weight:
+            if (counts is None or needs_loss) and self._criterion is not None and part.weight:
                 criterion = self._criterion.of_any_length() if len(parts) > 1 else self._criterion
                 with torch.no_grad():
                     loss += part.weight * float(criterion(output, part.item))
+            for metric in self._tally.metrics.values():
+                metric.add(output, part.item)
         samples = size_of(parts[0].item)
         self._tally.samples += samples
+        self._tally.loss += loss * samples
         if accurate:
             self._tally.correct += correct
             self._tally.answers += answers
             return correct / max(answers, 1)
-        if self._criterion is None:
-            return None
-        self._tally.loss += loss * samples
-        return loss
+        return None if self._criterion is None else loss
 
     def score(self) -> ValidationScore:
         """Return the result of the phase."""
         tally = self._tally
+        if self._metrics:
+            values = {
+                metric.label: tally.mean_loss()
+                if metric.name == LOSS
+                else tally.metrics[metric.label].value()
+                for metric in self._metrics
+            }
+            first = self._metrics[0].label
+            return ValidationScore(first, values[first], tally.samples, values)
         if tally.answers:
             return ValidationScore("accuracy", tally.correct / tally.answers, tally.samples)
-        return ValidationScore("loss", tally.loss / max(tally.samples, 1), tally.samples)
+        return ValidationScore(LOSS, tally.mean_loss(), tally.samples)
 
 
 def start_chunks(execution: StageExecution, leaf: Leaf, count: int) -> str:

@@ -298,7 +298,9 @@ class MicrobatchStore:
         if begin.kind != "validate":
             return None
         score = self._leaf.score()
-        return ValidationResult(begin.run, number, score.name, score.value, score.samples)
+        return ValidationResult(
+            begin.run, number, score.name, score.value, score.samples, dict(score.metrics)
+        )
 
     def _item(self, kind: PhaseKind, microbatch: Microbatch) -> LabelPart:
         """Return the labels for the loss: the Leaf's, or the Root's batch in a cluster of one node.

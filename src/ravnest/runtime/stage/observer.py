@@ -27,6 +27,8 @@ class UpdateReport:
     """Micro-batches in the last of these batches."""
     in_flight: int
     """Micro-batches that this stage has started and not finished."""
+    samples: int = 0
+    """Samples whose gradients are in the update."""
     inbox: int = 0
     """Calls that wait for the compute thread."""
 
@@ -63,8 +65,13 @@ class WorkerObserver(Protocol):
 class StageKeeper(Protocol):
     """Storage of trained stages."""
 
-    def save(self, run: str) -> tuple[str, dict[str, torch.Tensor]]:
-        """Write this node's stage and return its manifest and tensors for the Root."""
+    def save(self, run: str, *, best: bool) -> tuple[str, dict[str, torch.Tensor]]:
+        """Write this node's stage and return its manifest and tensors for the Root.
 
-    def receive(self, node: int, manifest: str, tensors: Mapping[str, torch.Tensor]) -> int:
+        ``best``: it is a stage of the best model so far, which only the Root writes.
+        """
+
+    def receive(
+        self, node: int, manifest: str, tensors: Mapping[str, torch.Tensor], *, best: bool
+    ) -> int:
         """Write another node's stage and return its stage number."""

@@ -43,6 +43,7 @@ from ravnest.runtime.schedule.events import (
     SendShared,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
+from ravnest.runtime.stage.divergence import Divergence
 from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore, RootCut
 from ravnest.runtime.stage.observer import MicrobatchReport, UpdateReport, WorkerObserver
@@ -88,6 +89,7 @@ class PipelineStage:
         self._observer = observer
         self._averaging = averaging
         self._checkpoints = checkpoints
+        self._divergence = Divergence(store.execution.updates.stop_on_nan)
         self._report_validation = report_validation
         self._run: Run | None = None
         self._clip: float | None = None
@@ -184,6 +186,9 @@ class PipelineStage:
             case RunForward(microbatch_id, version, trains, update):
                 late = update > version
                 microbatch = self._store.forward(microbatch_id, version, trains=trains, late=late)
+                if microbatch.loss is not None:  # at the Leaf
+                    epoch = self._store.phase_begin(microbatch_id.phase).epoch
+                    self._divergence.check_loss(microbatch.loss, version, epoch)
                 microbatch.forward_seconds = self._lap()
             case RunBackward(microbatch_id):
                 microbatch = self._store.backward(microbatch_id)
@@ -213,6 +218,7 @@ class PipelineStage:
     def _step(self, update: int, batches: int) -> None:
         loss = self._store.step(batches, self._clip)
         self._clip = None
+        self._divergence.updated(loss)
         last = self._store.last
         assert last is not None
         epoch = self._store.phase_begin(last.id.phase).epoch
@@ -223,7 +229,7 @@ class PipelineStage:
             self._averaging.updated(samples)
         waiting = self._inbox.calls.qsize()
         self._observer.updated(
-            UpdateReport(update, epoch, loss, stale, batches, last.parts, in_flight, waiting)
+            UpdateReport(update, epoch, loss, stale, batches, last.parts, in_flight, samples, waiting)
         )
         self._step_seconds = self._lap()
         with self._status.writing():
@@ -234,15 +240,17 @@ class PipelineStage:
 
     def _save(self, checkpoint: CheckpointId, progress: dict[str, Any]) -> None:
         """Write a checkpoint; its time does not count as part of a computation."""
+        self._divergence.check_weights(self._store.execution.updates.weights, checkpoint.update)
         if self._checkpoints is not None:
             with self._status.writing():
                 validations = {
-                    phase: (result.name, result.value, result.samples)
+                    phase: (result.name, result.value, result.samples, result.metrics)
                     for phase, result in self._status.validations.items()
                 }
             progress["validations"] = validations
             averaging = self._averaging
             progress["averaging_samples"] = 0 if averaging is None else averaging.samples
+            progress["averaging_round"] = -1 if averaging is None else averaging.newest_round
             self._checkpoints.save(self._store.run, checkpoint, progress)
         self.wake()
 

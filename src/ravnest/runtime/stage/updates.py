@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ravnest.errors import SettingsError, StageFormatError
+from ravnest.split.element_wise import element_wise
 from ravnest.split.gradients import add_gradient
 from ravnest.split.graph import StateSpec
-from ravnest.split.row_blocks import element_wise
 
 _ROUNDING = 1e-6
 
@@ -34,8 +34,15 @@ class UpdateRule:
     scheduler_steps: float = 1.0
     """Steps of the scheduler per update, if it is not stepped each epoch."""
     clip: float | None = None
+    """Largest norm of the gradients of the whole model."""
+    clip_value: float | None = None
+    """Largest absolute value of an element of a gradient."""
+    plateau_metric: str = ""
+    """Metric that a ``ReduceLROnPlateau`` scheduler gets; empty: the first one."""
     look_ahead: bool = False
     """Run forwards whose gradients are late on predicted weights (``LookAhead``)."""
+    stop_on_nan: int | None = 1
+    """Updates in a row with a loss that is not finite after which training stops; None: never."""
 
     def check(self) -> None:
         """Raise ``SettingsError`` if no stage could use the settings; it says what to pass instead."""
@@ -58,8 +65,11 @@ class UpdateRule:
                 f"{optimizer.__name__} evaluates the loss several times per step (a closure), which a "
                 "pipeline cannot do; use another optimizer, such as torch.optim.AdamW"
             )
-        if self.clip is not None and not self.clip > 0:
-            raise SettingsError(f"clip_grad_norm must be a positive number, not {self.clip!r}")
+        for name, limit in (("clip_grad_norm", self.clip), ("clip_grad_value", self.clip_value)):
+            if limit is not None and not limit > 0:
+                raise SettingsError(f"{name} must be a positive number, not {limit!r}")
+        if self.clip is not None and self.clip_value is not None:
+            raise SettingsError("give clip_grad_norm or clip_grad_value, not both")
 
     def check_row_blocks(self, state: Iterable[StateSpec]) -> None:
         """Raise ``SettingsError`` if the optimizer would not update blocks of rows as a whole tensor."""
@@ -87,6 +97,7 @@ class Updates:
         """
         self._rule = rule
         self._parameters = dict(parameters)
+        self._names = names or {}
         self._optimizer: Optimizer | None = None
         self._scheduler: Any = None
         self._scheduler_steps = 0
@@ -97,6 +108,16 @@ class Updates:
             self._optimizer = _make_optimizer(rule, self._parameters, names or {})
             if rule.scheduler is not None:
                 self._scheduler = _make_scheduler(rule, self._optimizer)
+
+    @property
+    def stop_on_nan(self) -> int | None:
+        """Updates in a row with a loss that is not finite after which training stops; None: never."""
+        return self._rule.stop_on_nan
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Weights that this stage trains, by their names in the model."""
+        return {self._names.get(key, key): weight for key, weight in self._parameters.items()}
 
     @property
     def learning_rates(self) -> list[float]:
@@ -164,10 +185,10 @@ class Updates:
         if self._rule.scheduler_each_epoch and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._step_scheduler()
 
-    def validated(self, value: float) -> None:
+    def validated(self, value: float, metrics: Mapping[str, float]) -> None:
         """Pass the result of a validation to a ``ReduceLROnPlateau`` scheduler."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(value)
+            self._scheduler.step(metrics.get(self._rule.plateau_metric, value))
 
     def capture(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return the optimizer's tensors, by ``key/field``, and everything else as plain values.
@@ -227,6 +248,8 @@ class Updates:
 
     def _clip(self, total_norm: float | None) -> None:
         clip = self._rule.clip
+        if self._rule.clip_value is not None:
+            nn.utils.clip_grad_value_(self._parameters.values(), self._rule.clip_value)
         if clip is None:
             return
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]

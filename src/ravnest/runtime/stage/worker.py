@@ -33,6 +33,7 @@ from ravnest.runtime.schedule.events import (
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.stage.directions import may_send
+from ravnest.runtime.stage.divergence import DivergedError
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.leaf import Leaf
@@ -42,6 +43,7 @@ from ravnest.runtime.stage.observer import (
     WorkerObserver,
 )
 from ravnest.runtime.stage.pipeline_stage import PipelineStage
+from ravnest.runtime.stage.spot_checks import ForwardChecks
 from ravnest.transport.base import Link, try_send
 from ravnest.wire.messages import (
     Abort,
@@ -54,6 +56,7 @@ from ravnest.wire.messages import (
     ClipNorm,
     Decision,
     Forward,
+    ForwardChallenge,
     ForwardResult,
     Goodbye,
     GradientNorms,
@@ -97,6 +100,7 @@ class Worker:
         observer: WorkerObserver,
         averaging: AveragingPort | None,
         recovery: Recovery,
+        checks: ForwardChecks,
     ) -> None:
         """``leaf`` is given at the last stage, ``averaging`` if there are other clusters."""
         node = recovery.exchange.spec.node
@@ -113,6 +117,7 @@ class Worker:
             checkpoints=recovery.checkpoints,
             report_validation=self._send_validation,
         )
+        self._checks = checks
         self._checkpoints = recovery.checkpoints
         self._exchange = recovery.exchange
         self._rejoins = recovery.rejoins
@@ -234,15 +239,17 @@ class Worker:
     def announce(self, head: AnyHead, cut: RootCut | None = None) -> None:
         """Act on a message of the Root to all nodes, and pass it on to the next node.
 
-        ``cut`` is the position of the data, for a checkpoint at the Root.
+        ``cut`` is the position of the data, for a checkpoint at the Root. A failed run does nothing.
         """
+        if self._status.failure is not None:
+            return
         match head:
             case ValidationResult():
-                self._store.execution.updates.validated(head.value)
+                self._store.execution.updates.validated(head.value, head.metrics)
                 with self._status.writing():
                     self._status.validations[head.phase] = head
-            case SaveStage(run):
-                self._when_over.append(lambda: self._save(run))
+            case SaveStage(run, best):
+                self._when_over.append(lambda: self._save(run, best=best))
             case TakeCheckpoint(phases=phases):
                 self._when_over.append(lambda: self._stage.end_training(phases, cut))
             case CallEnd(number=number):
@@ -293,12 +300,21 @@ class Worker:
             call()
         except LinkClosedError as error:
             self._cannot_send(error)
+        except DivergedError as error:
+            self.fail(f"node_{self._node}: {error}{self._kept_checkpoint()}")
         except RavnestError as error:
             self.fail(f"node_{self._node}: {error}")
         except Exception as error:  # top of the thread: no error may end it silently
             logger.exception("node_%d failed", self._node)
             reason = f"node_{self._node}: {type(error).__name__}: {error}"
             self.fail(reason, passing_elsewhere=self._hands_over and is_machine_failure(error))
+
+    def _kept_checkpoint(self) -> str:
+        """Return how to continue from the last checkpoint; empty if there is none or others say it."""
+        kept = None if self._checkpoints is None else self._checkpoints.complete
+        if kept is None or self._hands_over:
+            return ""
+        return f". The checkpoint of update {kept.update} is kept: resume=True continues from it"
 
     def _cannot_send(self, error: LinkClosedError) -> None:
         """Interrupt the run because a neighbour is gone, after what it has said about its end.
@@ -358,6 +374,7 @@ class Worker:
                         checkpoint=head.checkpoint,
                     )
                 )
+                self._challenge(head, message.values)
             case Backward() as head:
                 self._store.check_run(head.run)
                 self._stage.handle(BackwardArrived(self._store.add_gradients(head, message.values)))
@@ -387,12 +404,22 @@ class Worker:
                 self._stage_saved(head, message.values)
             case CheckpointWanted() as head:
                 self.want_checkpoint(head)
+            case ForwardChallenge() as head:
+                self._checks.answer(head)
             case Abort() as head:
                 self.fail(head.reason, link, head.node, recoverable=head.recoverable)
             case Goodbye(node):
                 self._when_idle.append(lambda: self._neighbour_left(link, node))
             case head:
                 self.announce(head)
+
+    def _challenge(self, head: Forward, values: Mapping[str, Any]) -> None:
+        """Have an output of the previous node checked, if it is one of training and a check is due."""
+        if self._store.phase_begin(head.microbatch.phase).kind != "train":
+            return
+        challenge = self._checks.arrived(head.run, head.microbatch, values)
+        if challenge is not None:
+            self._stage.to_previous(Message(challenge))
 
     def _shared_arrived(self, head: SharedGradients, values: Mapping[str, Any]) -> None:
         """Keep gradients of weights held here, and pass the others on to the previous node."""
@@ -454,11 +481,11 @@ class Worker:
 
     # Trained stages
 
-    def _save(self, run: str) -> None:
+    def _save(self, run: str, *, best: bool) -> None:
         self._observer.saving()
-        manifest, tensors = self._keeper.save(run)
+        manifest, tensors = self._keeper.save(run, best=best)
         if self._links.previous is not None:
-            self._stage.to_previous(Message(StageSaved(run, self._node, manifest), tensors))
+            self._stage.to_previous(Message(StageSaved(run, self._node, manifest, best), tensors))
         else:
             with self._status.writing():
                 self._status.saved_stages.add(0)
@@ -467,6 +494,6 @@ class Worker:
         if self._links.previous is not None:
             self._stage.to_previous(Message(head, values))
             return
-        stage = self._keeper.receive(head.node, head.manifest, values)
+        stage = self._keeper.receive(head.node, head.manifest, values, best=head.best)
         with self._status.writing():
             self._status.saved_stages.add(stage)

@@ -42,25 +42,26 @@ class Allow:
         known = request.scope.get(_MEMBER)
         if isinstance(known, MemberRecord):
             return known
-        member = await run_in_threadpool(self._checked, request)
+        server, credential = server_of(request), self.credential(request)
+        member = server.auth.known_member(credential)
+        if member is None:
+            member = await run_in_threadpool(server.auth.member, credential, source_of(request))
+        if member.role not in self.roles:
+            # The template of the path: the path itself may hold secrets of others.
+            path = getattr(request.scope.get("route"), "path", "this")
+            reason = f"{member.name} is a {member.role} and may not {request.method} {path}"
+            raise await run_in_threadpool(server.auth.refused, member.id, reason)
         request.scope[_MEMBER] = member
         return member
 
-    def _checked(self, request: Request) -> MemberRecord:
-        server = server_of(request)
+    def credential(self, request: Request) -> str:
+        """Return the credential of a request; refuse (401) one without."""
         scheme, _, credential = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not credential:
             raise ServerRefusedError(
                 "this request needs a credential: join the server with a token first", 401
             )
-        found = server.auth.member(credential.strip(), source_of(request))
-        if found.role not in self.roles:
-            # The template of the path: the path itself may hold secrets of others.
-            path = getattr(request.scope.get("route"), "path", "this")
-            raise server.auth.refused(
-                found.id, f"{found.name} is a {found.role} and may not {request.method} {path}"
-            )
-        return found
+        return credential.strip()
 
 
 async def current_server(request: Request) -> Server:

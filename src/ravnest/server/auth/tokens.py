@@ -14,15 +14,17 @@ from collections.abc import Iterable
 from sqlalchemy.exc import OperationalError
 
 from ravnest.errors import ServerRefusedError
-from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken, MemberView
+from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken, MemberView, hashed
 from ravnest.schemas.providers import SignedCertificate
 from ravnest.server.auth.ca import CertificateAuthorities
+from ravnest.server.auth.page_logins import PREFIX, PageLogins
 from ravnest.server.db.database import Database
-from ravnest.server.db.members import StoredToken
+from ravnest.server.db.members import FoundMember, StoredToken
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.folder import ServerFolder, write_private
 from ravnest.server.rate_limits import Rate, RateLimits
 from ravnest.server.settings import Clock
+from ravnest.server.versioned_cache import VersionedCache
 from ravnest.transport.certificates import Authority, Identity
 
 ADMIN = MemberRecord("admin", ApiRole.ADMIN, "admin")
@@ -36,6 +38,8 @@ _WRONG_TOKENS = Rate(burst=30, per_second=0.5)
 _WRONG_CREDENTIALS = Rate(burst=30, per_second=0.1)
 """Requests with an unknown credential, from one address, that become events."""
 _DAY = 24 * _HOUR
+_KNOWN_CREDENTIALS = 20_000
+"""Credentials that need not be looked up in the database."""
 
 
 class AuthService:
@@ -46,6 +50,9 @@ class AuthService:
         self._folder = folder
         self._clock = clock or Clock()
         self._authorities = CertificateAuthorities(folder)
+        self._known: VersionedCache[FoundMember] = VersionedCache(_KNOWN_CREDENTIALS)
+        """Members by the hash of their credential. Only this process changes credentials."""
+        self.page_logins = PageLogins(folder, self._clock)
         self._wrong_tokens = RateLimits(_WRONG_TOKENS)
         self._wrong_credentials = RateLimits(_WRONG_CREDENTIALS)
 
@@ -56,7 +63,7 @@ class AuthService:
         with self._db.write(self._clock.wall()) as db:
             if db.members.get(ADMIN.id) is None:
                 db.members.add(ADMIN, credential)
-            elif db.members.by_credential(credential, db.now) is None:
+            elif db.members.by_hash(hashed(credential), db.now) is None:
                 db.members.renew(ADMIN.id, credential)
         if credential != self._saved_admin():  # a start needs no space on the disk
             write_private(self._folder.admin, credential.encode())
@@ -91,6 +98,19 @@ class AuthService:
             )
         return token
 
+    def tokens(self) -> list[StoredToken]:
+        """Return the tokens that can still be used, newest first."""
+        with self._db.read() as db:
+            return db.members.tokens(self._clock.wall())
+
+    def revoke_token(self, hashed_secret: str) -> None:
+        """Delete a token, so that nobody joins with it any more; refuse (404) if there is none."""
+        with self._db.write(self._clock.wall()) as db:
+            found = db.members.remove_token(hashed_secret)
+            if found is None:
+                raise ServerRefusedError("there is no such token; it may have been used or expired", 404)
+            db.events.add("server", "token", f"a token for the role {found.role} was revoked")
+
     def join(self, secret: str, name: str, source: str, *, expires: float | None = None) -> JoinReply:
         """Exchange a token's secret for a credential; refuse (401) if the token is not valid.
 
@@ -116,19 +136,36 @@ class AuthService:
                 return JoinReply(id=member.id, role=member.role, credential=credential)
             self._wrong_tokens.take(source, self._clock.steady())
             db.events.add("refusal", "token", f"{name} tried to join from {source}: {problem}")
-        raise ServerRefusedError(f"{problem}; ask for a new one: `ravnest token create`", 401)
+            role = ApiRole.PROVIDER if token is None else token.role
+        raise ServerRefusedError(
+            f"{problem}; ask for a new one: `ravnest token create --role {role}`", 401
+        )
 
     def member(self, credential: str, source: str) -> MemberRecord:
         """Return the member with this credential; refuse (401) if there is none."""
-        now = self._clock.wall()
+        known = self.known_member(credential)
+        if known is not None:
+            return known
+        key, changes = hashed(credential), self._known.changes
         with self._db.read() as db:
-            member = db.members.by_credential(credential, now)
-        if member is None:
+            if credential.startswith(PREFIX):
+                own = self.page_logins.member_of(credential)
+                member = None if own is None else db.members.get(own)
+                if member is not None and db.members.is_active(member.id, self._clock.wall()):
+                    return member
+            found = db.members.by_hash(key, self._clock.wall())
+        if found is None:
             reason = f"a request from {source} had a credential that is unknown, expired or revoked"
             if self._wrong_credentials.take(source, self._clock.steady()) > 0:
                 raise ServerRefusedError(reason, 401)  # there are enough events about this address
             raise self.refused("credential", reason, 401)
-        return member
+        self._known.put(key, found, changes)
+        return found.member
+
+    def known_member(self, credential: str) -> MemberRecord | None:
+        """Return the member with this credential if that is known without the database."""
+        found = self._known.get(hashed(credential))
+        return found.member if found is not None and found.is_active(self._clock.wall()) else None
 
     def check_active(self, member: MemberRecord) -> None:
         """Refuse (401) a member whose credential was revoked, or has expired, while it waited."""
@@ -157,6 +194,8 @@ class AuthService:
             if db.members.is_active(member, db.now):
                 db.members.end(member)
                 db.events.add("server", member, f"the credential of {found.name} was revoked")
+            key = db.members.hash_of(member)
+        self._known.forget([key])
         return found
 
     def refused(self, subject: str, reason: str, status: int = 403) -> ServerRefusedError:

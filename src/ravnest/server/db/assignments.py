@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import Connection, Row, bindparam, case, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    bindparam,
+    case,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 
 from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobState, ResultFile
-from ravnest.schemas.providers import Assignment, FailureCause, TlsRejections
-from ravnest.server.db.records import ENDED, LOST, AssignmentRecord
+from ravnest.schemas.providers import Assignment, TlsRejections
+from ravnest.server.db.records import ENDED, LOST, AssignmentRecord, LossCause
 from ravnest.server.db.tables import assignments, jobs
 
 _PLAIN = (
@@ -39,6 +51,11 @@ _OF_JOB = (
     .where(assignments.c.job == bindparam("job"), assignments.c.attempt == _CURRENT_PLAN)
     .order_by(assignments.c.attempt, assignments.c.node, assignments.c.generation)
 )
+_STAGES_OF_JOB = select(
+    assignments.c.id,
+    func.json_extract(assignments.c.body, "$.node_spec.stage").label("stage"),
+    func.coalesce(func.json_extract(assignments.c.body, "$.needs.work"), 0.0).label("work"),
+).where(assignments.c.job == bindparam("job"), assignments.c.attempt == _CURRENT_PLAN)
 _RUNNING = select(jobs.c.id).where(jobs.c.state.in_(_SHIPPED))
 _LEFT_BY = (
     select(*_SHORT)
@@ -48,18 +65,31 @@ _LEFT_BY = (
 )
 
 
+@dataclass(frozen=True)
+class AssignedStage:
+    """Stage of an assignment."""
+
+    number: int
+    work: float
+    """GFLOP per batch; 0: not known."""
+
+
 class AssignmentRepository:
     """All assignments, including those of jobs that have ended."""
 
-    def __init__(self, connection: Connection, *, only_reads: bool = False) -> None:
+    def __init__(
+        self, connection: Connection, changed_jobs: set[str], *, only_reads: bool = False
+    ) -> None:
         """``only_reads``: nothing changes within the transaction, so that a job is read once."""
         self._connection = connection
+        self._changed_jobs = changed_jobs
         self._jobs: dict[str, list[AssignmentRecord]] | None = {} if only_reads else None
 
     def add(
         self, assignment: Assignment, provider: str, *, refills: int = 0, checkpoint: int = 0
     ) -> None:
         """Add an assignment that its provider has yet to fetch."""
+        self._changed_jobs.add(assignment.job)
         self._connection.execute(
             insert(assignments).values(
                 id=assignment.id,
@@ -96,6 +126,14 @@ class AssignmentRepository:
                 self._jobs[job] = known
         return list(known)
 
+    def stages(self, job: str) -> dict[str, AssignedStage]:
+        """Return the stages of a job's current plan, by assignment.
+
+        SQLite reads them from the bodies, which takes a fraction of the time that ``body`` takes.
+        """
+        found = self._connection.execute(_STAGES_OF_JOB, {"job": job})
+        return {row.id: AssignedStage(row.stage, row.work) for row in found}
+
     def of_earlier_plans(self, job: str) -> list[AssignmentRecord]:
         """Return the assignments of a job's plans that were given up, by plan, node and generation."""
         order = (assignments.c.attempt, assignments.c.node, assignments.c.generation)
@@ -112,7 +150,7 @@ class AssignmentRepository:
         """Set the phase of an assignment."""
         self._update(assignment, phase=phase, reason=clipped(reason))
 
-    def lose(self, assignment: AssignmentRecord, reason: str, cause: FailureCause | None) -> None:
+    def lose(self, assignment: AssignmentRecord, reason: str, cause: LossCause | None) -> None:
         """Store that the provider of an assignment is gone, while another one may take its place.
 
         ``cause``: None if nothing is wrong with the provider, whose node must repeat its end.
@@ -132,6 +170,12 @@ class AssignmentRepository:
             query = query.where(assignments.c.provider == provider)
         return [_record(row) for row in self._connection.execute(query.order_by("job", "node"))]
 
+    def of_provider(self, provider: str) -> list[AssignmentRecord]:
+        """Return all assignments that a provider has or had, newest first."""
+        query = select(*_SHORT).where(assignments.c.provider == provider)
+        order: ColumnElement[int] = literal_column("assignments.rowid").desc()
+        return [_record(row) for row in self._connection.execute(query.order_by(order))]
+
     def left_by(self, provider: str) -> list[AssignmentRecord]:
         """Return the finished and lost assignments of a provider in running jobs, by job and node."""
         return [_record(row) for row in self._connection.execute(_LEFT_BY, {"provider": provider})]
@@ -141,14 +185,20 @@ class AssignmentRepository:
 
         A place failed if its provider could not do the work; one that was only lost does not count.
         """
-        failed = case((assignments.c.cause == "machine", 1), else_=0)
+        failed = case((assignments.c.cause.in_(("machine", "check")), 1), else_=0)
         finished = case((assignments.c.phase == "finished", 1), else_=0)
         own = assignments.c.provider.in_(tuple(providers))
         query = select(assignments.c.provider).where(own).group_by(assignments.c.provider)
         query = query.having(func.sum(failed) > func.sum(finished))
         return frozenset(self._connection.execute(query).scalars())
 
-    def set_cause(self, assignment: AssignmentRecord, cause: FailureCause) -> None:
+    def barred(self, job: str) -> frozenset[str]:
+        """Return the providers that spot checks have excluded from a job, under any of its plans."""
+        query = select(assignments.c.provider)
+        query = query.where(assignments.c.job == job, assignments.c.cause == "check")
+        return frozenset(self._connection.execute(query).scalars())
+
+    def set_cause(self, assignment: AssignmentRecord, cause: LossCause) -> None:
         """Store why an assignment failed."""
         self._update(assignment, cause=cause)
 
@@ -171,6 +221,7 @@ class AssignmentRepository:
         self._update(assignment, tls_rejections=rejections.model_dump_json())
 
     def _update(self, assignment: AssignmentRecord, **columns: Any) -> None:
+        self._changed_jobs.add(assignment.job)
         self._connection.execute(
             update(assignments).where(assignments.c.id == assignment.id).values(**columns)
         )

@@ -23,11 +23,13 @@ _OF_JOB = (
 class CheckpointRepository:
     """Uploaded checkpoints of all jobs."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, changed_jobs: set[str]) -> None:
         self._connection = connection
+        self._changed_jobs = changed_jobs
 
     def add(self, checkpoint: StageCheckpointRecord) -> None:
         """Add a checkpoint; one of the same stage and update stays as it is."""
+        self._changed_jobs.add(checkpoint.job)
         values = {**_key(checkpoint), **_files(checkpoint)}
         self._connection.execute(insert(checkpoints).values(**values).on_conflict_do_nothing())
 
@@ -42,6 +44,7 @@ class CheckpointRepository:
     def remove(self, unneeded: Iterable[StageCheckpointRecord]) -> None:
         """Remove checkpoints."""
         for checkpoint in unneeded:
+            self._changed_jobs.add(checkpoint.job)
             same = [checkpoints.c[name] == value for name, value in _key(checkpoint).items()]
             self._connection.execute(delete(checkpoints).where(*same))
 

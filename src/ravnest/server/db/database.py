@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,18 @@ from sqlalchemy.exc import OperationalError
 
 from ravnest.deadlines import DATABASE_BUSY
 from ravnest.errors import ServerError
+from ravnest.schemas.jobs import EventView
 from ravnest.server.db import tables
 from ravnest.server.db.artifact_grants import ArtifactGrantRepository
 from ravnest.server.db.assignments import AssignmentRepository
+from ravnest.server.db.best_models import BestModelRepository
 from ravnest.server.db.checkpoints import CheckpointRepository
 from ravnest.server.db.events import EventRepository
 from ravnest.server.db.jobs import JobRepository
 from ravnest.server.db.links import LinkRepository
 from ravnest.server.db.members import MemberRepository
 from ravnest.server.db.providers import ProviderRepository
+from ravnest.server.db.removals import RemovalRepository
 from ravnest.server.db.stage_times import StageTimesRepository
 from ravnest.server.db.telemetry import TelemetryRepository
 
@@ -39,13 +42,17 @@ class Transaction:
 
     def __init__(self, connection: Connection, now: float, *, only_reads: bool = False) -> None:
         self.now = now
-        self.events = EventRepository(connection, now)
+        self.changed_jobs: set[str] = set()
+        """Jobs whose plan, assignments or checkpoints this transaction changes."""
+        self.removals = RemovalRepository(connection)
+        self.events = EventRepository(connection, now, self.removals)
         self.members = MemberRepository(connection, now)
         self.providers = ProviderRepository(connection, self.events, now)
-        self.jobs = JobRepository(connection, self.events, now)
+        self.jobs = JobRepository(connection, self.events, now, self.changed_jobs)
         self.links = LinkRepository(connection)
-        self.assignments = AssignmentRepository(connection, only_reads=only_reads)
-        self.checkpoints = CheckpointRepository(connection)
+        self.assignments = AssignmentRepository(connection, self.changed_jobs, only_reads=only_reads)
+        self.checkpoints = CheckpointRepository(connection, self.changed_jobs)
+        self.best_models = BestModelRepository(connection)
         self.telemetry = TelemetryRepository(connection, now)
         self.stage_times = StageTimesRepository(connection)
         self.artifact_grants = ArtifactGrantRepository(connection)
@@ -54,8 +61,14 @@ class Transaction:
 class Database:
     """Database of a server; safe for several threads and processes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, jobs_changed: Callable[[Iterable[str]], None] = lambda _jobs: None
+    ) -> None:
+        """``jobs_changed`` is called after each commit that changed a plan, assignment or checkpoint."""
         self._path = path
+        self._jobs_changed = jobs_changed
+        self.on_events: Callable[[Sequence[EventView]], None] = lambda _events: None
+        """Called with the events of each transaction after its commit; must return at once."""
         self._engine = _engine(path)
         self._writing = threading.RLock()
         """Held by the thread that writes. SQLite lets waiting threads sleep and try again, so that one
@@ -75,6 +88,8 @@ class Database:
                     f"version knows {tables.VERSION}); use that version, or another folder"
                 )
             tables.metadata.create_all(connection)
+            for index in (each for table in tables.metadata.sorted_tables for each in table.indexes):
+                index.create(connection, checkfirst=True)  # of a table that existed already
             for version in range(found, tables.VERSION) if found else ():
                 for statement in tables.UPGRADES[version]:
                     connection.exec_driver_sql(statement)
@@ -93,10 +108,15 @@ class Database:
                 self._engine.connect().execution_options(writes=True) as connection,
                 connection.begin(),
             ):
-                yield Transaction(connection, now)
+                transaction = Transaction(connection, now)
+                yield transaction
         except OperationalError as error:
             self._problem, self._failed = f"a change could not be stored: {error.orig}", now
             raise
+        if transaction.changed_jobs:
+            self._jobs_changed(transaction.changed_jobs)
+        if transaction.events.added:
+            self.on_events(transaction.events.added)
 
     def check(self, now: float) -> str:
         """Return why the database cannot be used now, or could not a short time ago; else nothing."""

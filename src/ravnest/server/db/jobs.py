@@ -9,6 +9,7 @@ from sqlalchemy import (
     Connection,
     Row,
     bindparam,
+    delete,
     func,
     insert,
     literal_column,
@@ -20,7 +21,7 @@ from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobResult, JobSpec, JobState
 from ravnest.server.db.events import EventRepository
 from ravnest.server.db.records import JobRecord
-from ravnest.server.db.tables import jobs
+from ravnest.server.db.tables import assignments, jobs, stage_times
 from ravnest.server.lifecycle import NEW, check_transition
 
 _SHORT = [column for column in jobs.c if column.name not in ("spec", "result")]
@@ -41,8 +42,11 @@ RUNNING = (JobState.PLANNED, JobState.SHIPPING, JobState.TRAINING)
 class JobRepository:
     """All jobs, including those that have ended."""
 
-    def __init__(self, connection: Connection, events: EventRepository, now: float) -> None:
+    def __init__(
+        self, connection: Connection, events: EventRepository, now: float, changed_jobs: set[str]
+    ) -> None:
         self._connection = connection
+        self._changed_jobs = changed_jobs
         self._events = events
         self._now = now
 
@@ -69,6 +73,7 @@ class JobRepository:
     def move(self, record: JobRecord, after: JobState, reason: str, **columns: Any) -> None:
         """Set a job's state and other columns; raise ``TransitionError`` if this is not allowed."""
         check_transition("job", record.state, after)
+        self._changed_jobs.add(record.id)
         self._set(record.id, state=after, reason=clipped(reason), **columns)
         self._events.add("job", record.id, reason, before=record.state, after=after)
 
@@ -85,6 +90,13 @@ class JobRepository:
     def set_passed_over(self, job: str, times: int) -> None:
         """Store the number of later jobs that started before this one."""
         self._connection.execute(update(jobs).where(jobs.c.id == job).values(passed_over=times))
+
+    def remove(self, job: str) -> None:
+        """Remove a job, its assignments and the times of its stages; records and losses are gone."""
+        self._changed_jobs.add(job)
+        for table in (stage_times, assignments):
+            self._connection.execute(delete(table).where(table.c.job == job))
+        self._connection.execute(delete(jobs).where(jobs.c.id == job))
 
     def get(self, job: str) -> JobRecord | None:
         """Return a job by id."""

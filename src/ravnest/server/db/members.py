@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from ravnest.schemas.auth import ApiRole, MemberView, hashed
 from ravnest.server.db.records import MemberRecord
@@ -21,6 +21,18 @@ class StoredToken:
     role: ApiRole
     uses_left: int | None
     expires: float | None
+
+
+@dataclass(frozen=True)
+class FoundMember:
+    """A member, and when its credential ends."""
+
+    member: MemberRecord
+    expires: float | None
+
+    def is_active(self, now: float) -> bool:
+        """Return whether the credential is valid."""
+        return self.expires is None or self.expires > now
 
 
 class MemberRepository:
@@ -43,6 +55,25 @@ class MemberRepository:
         row = self._connection.execute(select(tokens).where(tokens.c.hash == hashed(secret))).first()
         if row is None:
             return None
+        return StoredToken(row.hash, ApiRole(row.role), row.uses_left, row.expires)
+
+    def tokens(self, now: float) -> list[StoredToken]:
+        """Return the tokens that can still be used, newest first."""
+        usable = or_(tokens.c.uses_left.is_(None), tokens.c.uses_left > 0)
+        alive = or_(tokens.c.expires.is_(None), tokens.c.expires > now)
+        query = select(tokens).where(usable, alive).order_by(tokens.c.created.desc())
+        return [
+            StoredToken(row.hash, ApiRole(row.role), row.uses_left, row.expires)
+            for row in self._connection.execute(query)
+        ]
+
+    def remove_token(self, hashed_secret: str) -> StoredToken | None:
+        """Delete a token; return it, or ``None`` if there is none."""
+        chosen = tokens.c.hash == hashed_secret
+        row = self._connection.execute(select(tokens).where(chosen)).first()
+        if row is None:
+            return None
+        self._connection.execute(delete(tokens).where(chosen))
         return StoredToken(row.hash, ApiRole(row.role), row.uses_left, row.expires)
 
     def use_token(self, token: StoredToken) -> None:
@@ -69,17 +100,23 @@ class MemberRepository:
         chosen = update(credentials).where(credentials.c.member == member)
         self._connection.execute(chosen.values(hash=hashed(credential)))
 
-    def by_credential(self, credential: str, now: float) -> MemberRecord | None:
-        """Return the member with this credential, unless it has expired."""
-        row = self._connection.execute(_BY_HASH, {"hashed": hashed(credential)}).first()
-        if row is None or (row.expires is not None and row.expires <= now):
+    def by_hash(self, hashed_credential: str, now: float) -> FoundMember | None:
+        """Return the member whose credential has this hash, unless it has expired."""
+        row = self._connection.execute(_BY_HASH, {"hashed": hashed_credential}).first()
+        if row is None:
             return None
-        return MemberRecord(row.member, ApiRole(row.role), row.name)
+        found = FoundMember(MemberRecord(row.member, ApiRole(row.role), row.name), row.expires)
+        return found if found.is_active(now) else None
 
     def get(self, member: str) -> MemberRecord | None:
         """Return a member by id."""
         row = self._connection.execute(select(credentials).where(credentials.c.member == member)).first()
         return None if row is None else MemberRecord(row.member, ApiRole(row.role), row.name)
+
+    def hash_of(self, member: str) -> str:
+        """Return the hash of a member's credential."""
+        query = select(credentials.c.hash).where(credentials.c.member == member)
+        return str(self._connection.execute(query).scalar_one())
 
     def listed(self, now: float) -> list[MemberView]:
         """Return all members, oldest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,12 +13,16 @@ from ravnest.schemas.base import clipped
 from ravnest.schemas.providers import ProviderOffer, ProviderState
 from ravnest.schemas.reachability import AddressCheck
 from ravnest.server.db.events import EventRepository
-from ravnest.server.db.records import ProviderRecord
-from ravnest.server.db.tables import providers
+from ravnest.server.db.records import ProviderPresence, ProviderRecord
+from ravnest.server.db.tables import provider_rates, providers
 from ravnest.server.lifecycle import NEW, check_transition
 
 _CHECKS = TypeAdapter(tuple[AddressCheck, ...])
-_BY_ID = select(providers).where(providers.c.id == bindparam("provider"))
+_PRESENCE = select(*(providers.c[name] for name in ("id", "state", "reason", "job", "left"))).where(
+    providers.c.id == bindparam("provider")
+)
+_ALL = select(providers, provider_rates.c.rate).join(provider_rates, isouter=True)
+_BY_ID = _ALL.where(providers.c.id == bindparam("provider"))
 
 
 class ProviderRepository:
@@ -52,6 +57,11 @@ class ProviderRepository:
         chosen = update(providers).where(providers.c.id == provider)
         self._connection.execute(chosen.values(checks=_CHECKS.dump_json(tuple(checks)).decode()))
 
+    def set_rate(self, provider: str, rate: float, job: str) -> None:
+        """Store the GFLOP/s that the work of a provider in a job has shown; it replaces earlier ones."""
+        values = {"provider": provider, "rate": rate, "job": job, "time": self._now}
+        self._connection.execute(insert(provider_rates).prefix_with("OR REPLACE").values(**values))
+
     def move(
         self,
         record: ProviderRecord,
@@ -77,10 +87,23 @@ class ProviderRepository:
         row = self._connection.execute(_BY_ID, {"provider": provider}).first()
         return None if row is None else _record(row)
 
+    def presence(self, provider: str) -> ProviderPresence | None:
+        """Return the state of a provider by id."""
+        row = self._connection.execute(_PRESENCE, {"provider": provider}).first()
+        if row is None:
+            return None
+        name, state, reason, job, left = row
+        return ProviderPresence(name, ProviderState(state), reason, job, left)
+
+    def chosen(self, ids: Iterable[str]) -> list[ProviderRecord]:
+        """Return providers by their ids, in the order of the ids."""
+        query = _ALL.where(providers.c.id.in_(list(ids))).order_by(providers.c.id)
+        return [_record(row) for row in self._connection.execute(query)]
+
     def present(self, lost_since: float = float("inf")) -> list[ProviderRecord]:
         """Return providers that are not lost, or were lost at ``lost_since`` or later, ordered by id."""
         listed = or_(providers.c.state != ProviderState.LOST, providers.c.changed >= lost_since)
-        query = select(providers).where(listed).order_by(providers.c.id)
+        query = _ALL.where(listed).order_by(providers.c.id)
         return [_record(row) for row in self._connection.execute(query)]
 
     def names(self, ids: Iterable[str]) -> dict[str, str]:
@@ -91,18 +114,33 @@ class ProviderRepository:
 
     def of_job(self, job: str) -> list[ProviderRecord]:
         """Return the providers that are reserved for a job or train it."""
-        query = select(providers).where(providers.c.job == job).order_by("id")
+        query = _ALL.where(providers.c.job == job).order_by(providers.c.id)
         return [_record(row) for row in self._connection.execute(query)]
 
 
+@functools.lru_cache(maxsize=4096)
+def _parsed_offer(text: str) -> ProviderOffer:
+    return ProviderOffer.model_validate_json(text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_checks(text: str) -> tuple[AddressCheck, ...]:
+    return _CHECKS.validate_json(text)
+
+
 def _record(row: Row[Any]) -> ProviderRecord:
+    offer = _parsed_offer(row.offer)
+    stated = offer.compute
+    if row.rate is not None and row.rate < stated:
+        offer = offer.model_copy(update={"compute": row.rate})
     return ProviderRecord(
         id=row.id,
-        offer=ProviderOffer.model_validate_json(row.offer),
+        offer=offer,
+        stated=stated,
         state=ProviderState(row.state),
         reason=row.reason,
         job=row.job,
         changed=row.changed,
         left=row.left,
-        checks=_CHECKS.validate_json(row.checks),
+        checks=_parsed_checks(row.checks),
     )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.link_tests import LinkRoute
-from ravnest.schemas.providers import ProviderOffer, ProviderState, TlsRejections
+from ravnest.schemas.providers import FailureCause, ProviderOffer, ProviderState, TlsRejections
 from ravnest.schemas.reachability import AddressCheck
 from ravnest.types import CheckpointId
 
+LossCause = FailureCause | Literal["check", "revoked"]
+"""Cause of the loss of a provider. ``check``: a spot check has found wrong values, and the provider gets
+no place in the job again. ``revoked``: its credential was revoked, and it may not return."""
+EXCLUDED: tuple[LossCause, ...] = ("check", "revoked")
+"""Causes after which the other nodes of the job close their links to the provider."""
 LOST = "lost"
 """Phase of an assignment whose provider is gone, while another one may take its place."""
 ENDED = ("finished", "failed", "stopped", LOST)
@@ -28,6 +34,18 @@ class MemberRecord:
 
 
 @dataclass(frozen=True)
+class ProviderPresence:
+    """State of a provider without its offer, which takes longer to read."""
+
+    id: str
+    state: ProviderState
+    reason: str
+    job: str | None
+    left: bool
+    """True if it left by itself; it comes back with a new offer, not with a late heartbeat."""
+
+
+@dataclass(frozen=True)
 class ProviderRecord:
     """A provider and its state."""
 
@@ -41,6 +59,8 @@ class ProviderRecord:
     """True if it left by itself; it comes back with a new offer, not with a late heartbeat."""
     checks: tuple[AddressCheck, ...] = ()
     """Results of dialling its addresses back; empty if that was never done."""
+    stated: float = 0.0
+    """Its GFLOP/s by its own words; ``offer`` has less if its work has shown less."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +175,7 @@ class AssignmentRecord:
     generation: int = 0
     """Number of assignments of the same node before this one."""
     cause: str = ""
-    """Cause of its failure or loss, a ``FailureCause``; empty while it works."""
+    """Cause of its failure or loss, a ``LossCause``; empty while it works."""
     phase_before: str = ""
     """Phase before it was lost."""
     refills: int = 0

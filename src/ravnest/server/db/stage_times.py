@@ -19,9 +19,9 @@ class StageTimesRepository:
 
     def put(self, times: Iterable[StageTimesRecord]) -> None:
         """Store the times of stages instead of earlier ones."""
-        for each in times:
-            statement = insert(stage_times).values(**vars(each))
-            self._connection.execute(statement.prefix_with("OR REPLACE"))
+        rows = [vars(each) for each in times]
+        if rows:
+            self._connection.execute(insert(stage_times).prefix_with("OR REPLACE"), rows)
 
     def of_job(self, job: str) -> list[StageTimesRecord]:
         """Return the times of a job's stages under all its plans, by plan, cluster and stage."""

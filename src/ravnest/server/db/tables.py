@@ -99,6 +99,15 @@ providers = Table(
     Column("checks", Text, nullable=False, server_default="[]"),  # of its addresses, by dialling back
 )
 
+provider_rates = Table(
+    "provider_rates",
+    metadata,
+    Column("provider", ForeignKey("providers.id"), primary_key=True),
+    Column("rate", Float, nullable=False),  # GFLOP/s, as its work in a job has shown
+    Column("job", String, nullable=False),
+    Column("time", Float, nullable=False),
+)
+
 assignments = Table(
     "assignments",
     metadata,
@@ -141,6 +150,15 @@ checkpoints = Table(
     Column("tensors_size", Integer, nullable=False),
     Column("manifest", String, nullable=False),  # sha256
     Column("manifest_size", Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+best_models = Table(
+    "best_models",
+    metadata,
+    Column("job", ForeignKey("jobs.id"), primary_key=True),
+    Column("cluster", Integer, primary_key=True),
+    Column("body", Text, nullable=False),
     sqlite_with_rowid=False,
 )
 
@@ -211,7 +229,20 @@ events = Table(
     Column("after", String, nullable=False),
     Column("reason", Text, nullable=False),
     Index("events_of_job", "job", "sequence"),
+    Index("events_of_subject", "subject", "sequence"),
+    Index("events_of_kind", "kind", "sequence"),
     sqlite_autoincrement=True,
+)
+
+removals = Table(
+    "removals",
+    metadata,
+    Column("kind", String, primary_key=True),  # of the rows that were removed
+    Column("subject", String, primary_key=True),
+    Column("count", Integer, nullable=False),
+    Column("last", Integer, nullable=False),  # highest sequence of events
+    Column("time", Float, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 artifact_grants = Table(

@@ -16,15 +16,20 @@ from ravnest.server.http.routes import (
     artifacts,
     assignments,
     auth,
+    estimates,
     jobs,
     links,
     members,
+    metrics,
     probe,
     providers,
     relays,
 )
 from ravnest.server.server import Server
-from ravnest.server.web import page
+from ravnest.server.web import assets, page
+from ravnest.server.web import routes as page_routes
+from ravnest.server.web.feed import PageFeed
+from ravnest.server.web.stream import StreamPlaces
 from ravnest.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -54,11 +59,28 @@ def create_app(server: Server) -> FastAPI:
         openapi_url=None,  # members get it from a route of ours; FastAPI's page loads scripts from a CDN
     )
     app.state.server = server
+    limits = server.settings.connections
+    app.state.page_feed = PageFeed(server)
+    app.state.page_streams = StreamPlaces(limits.pages, limits.pages_per_address)
     explain_errors(app)
     app.add_middleware(AccessLog)
-    for module in (auth, members, providers, relays, links, assignments, artifacts, jobs, probe):
+    app.include_router(providers.heartbeats)  # first: most requests are heartbeats
+    for module in (
+        auth,
+        members,
+        providers,
+        relays,
+        links,
+        assignments,
+        artifacts,
+        jobs,
+        probe,
+        estimates,
+        metrics,
+    ):
         app.include_router(module.router)
-    app.include_router(page.router)
+    for module in (page, assets, page_routes):
+        app.include_router(module.router)
     return app
 
 

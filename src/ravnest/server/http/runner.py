@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from ravnest.relay.process import RelayProcess
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.auth.tokens import DEFAULT_HOURS, AuthService
 from ravnest.server.db.database import Database
+from ravnest.server.event_log import EventLog
 from ravnest.server.folder import ServerAddress, ServerFolder, write_private
 from ravnest.server.http.app import create_app
 from ravnest.server.http.connections import limited_protocol
@@ -44,6 +47,13 @@ DEFAULT_FOLDER = "ravnest_server"
 _START_SECONDS = 60.0
 _LAST_PORT = 65535
 _LONGEST_HEADER = 16 << 10
+_COLLECTED_AFTER = (10_000, 10, 100)
+"""Objects after which the garbage collector looks at the newest ones, and how many such looks precede
+one at older ones, and at all. With 1000 providers, a look at all objects but those of modules takes
+0.1 s of CPU time, and came about every ten seconds by Python's default; one at the newest takes 5 to
+20 ms, once in some seconds."""
+_SWITCH_SECONDS = 0.0005
+"""Time for which a thread may compute while others wait; Python's default is ten times as long."""
 _log = logging.getLogger(__name__)
 
 
@@ -117,20 +127,39 @@ def serve_in_foreground(
     relay: bool | None = None,
     relay_port: int | None = None,
     settings: ServerSettings | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> None:
     """Run a server until Ctrl-C or SIGTERM; ``announce`` is called once it listens.
 
-    Return after an orderly stop; raise ``ServerError`` if the server cannot start.
+    ``log`` is called with a line for each thing that happens, from a thread of its own. Return after
+    an orderly stop; raise ``ServerError`` if the server cannot start.
     """
     prepared = _prepared(folder, host, port, public_names, tls, settings, announce)
     with (
         prepared as (running, loop, listener),
+        nullcontext() if log is None else EventLog(running.server.db, log).running(),
         _with_relay(running, host, public_names, relay, relay_port),
         suppress(KeyboardInterrupt),  # raised after an orderly stop
     ):
         raise_file_limit()
+        avoid_pauses()
         asyncio.run(loop.serve(sockets=[listener]))
         loop.check_start()
+
+
+def avoid_pauses() -> None:
+    """Keep the requests of this process from waiting; for a process that only runs a server.
+
+    The garbage collector looks at all objects from time to time, while everything else stands still.
+    Most of them belong to imported modules and stay until the end, so that it leaves out those that
+    exist now; and it looks at those of connections and caches rarely. A thread that computes lets others
+    run after a shorter time than usual: a heartbeat hands over to SQLite many times, and waits for its
+    turn each time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTED_AFTER)
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 def create_token(

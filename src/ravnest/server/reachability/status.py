@@ -39,7 +39,7 @@ def reachability(
     return Reachability(
         kind="unreachable",
         reason=f"{failed}, and {lacking}. It is used only for jobs that fit on it alone: {direct}, or "
-        "run a relay (`ravnest serve --relay`, `ravnest relay`)",
+        "run a relay (`ravnest serve --relay`, `ravnest relay --server URL`)",
     )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ravnest.errors import RavnestError, StageFormatError
+from ravnest.plan.explain import idle_nodes
 from ravnest.plan.infeasible import Infeasible
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, ProviderOffer, ProviderState
@@ -25,7 +26,7 @@ from ravnest.server.job_service import JobService
 from ravnest.server.reachability.status import reachability
 from ravnest.server.resume_state import newest_checkpoint, starts_of
 from ravnest.server.scheduling.link_tests import ProviderLinks, ProviderPair
-from ravnest.server.scheduling.planning import JobPlanner, PlannedJob
+from ravnest.server.scheduling.planning import JobPlanner, PlannedJob, plan_reachable
 from ravnest.server.scheduling.queue import IdleProvider, QueueDecision, Refusal, WaitingJob, decide
 from ravnest.server.scheduling.remainder import RemainderError
 from ravnest.server.scheduling.replanning import safe_checkpoint
@@ -55,6 +56,27 @@ class _Snapshot:
     """Names of the providers that others cannot reach, by id: they can only train alone."""
     unreliable: frozenset[str] = frozenset()
     """Providers that failed more often than they finished: they are chosen last."""
+
+
+def unreachable_of(
+    providers: Iterable[ProviderRecord], relays: Mapping[str, RelayView]
+) -> dict[str, str]:
+    """Return the names of the providers that others cannot reach, by id."""
+    return {
+        each.id: each.offer.name
+        for each in providers
+        if reachability(each.offer, each.checks, relays).kind == "unreachable"
+    }
+
+
+def strongest_first(
+    providers: Iterable[ProviderRecord], unreachable: Mapping[str, str]
+) -> list[ProviderRecord]:
+    """Return providers by strength, those that others cannot reach last."""
+    return sorted(
+        providers,
+        key=lambda each: (each.id in unreachable, -each.offer.compute * each.offer.ram, each.id),
+    )
 
 
 class LinkTests(Protocol):
@@ -120,12 +142,7 @@ class Matching:
         ]
         idle = [provider for provider in present if provider.state is ProviderState.OFFERED]
         busy = [provider for provider in present if provider.state is not ProviderState.OFFERED]
-        relays = self._live_relays()
-        unreachable = {
-            each.id: each.offer.name
-            for each in present
-            if reachability(each.offer, each.checks, relays).kind == "unreachable"
-        }
+        unreachable = unreachable_of(present, self._live_relays())
         return _Snapshot(waiting, queue, running, idle, busy, unreachable, unreliable)
 
     def _pass(self, snapshot: _Snapshot) -> bool:
@@ -138,7 +155,9 @@ class Matching:
 
         def fit(job: WaitingJob, providers: tuple[str, ...]) -> tuple[str, ...] | Refusal:
             try:
-                chosen = tuple((name, offers[name]) for name in providers)
+                with self._units.db.read() as db:
+                    barred = db.assignments.barred(job.id)
+                chosen = tuple((name, offers[name]) for name in providers if name not in barred)
                 plan = self._plan_reachable(job, chosen, snapshot.unreachable)
                 if isinstance(plan, PlannedJob):
                     plans[job.id] = plan
@@ -166,22 +185,8 @@ class Matching:
         self, job: WaitingJob, chosen: _Chosen, unreachable: Mapping[str, str]
     ) -> PlannedJob | Infeasible:
         """Plan with the providers that others reach, or with one alone if it is large enough."""
-        alone = [each for each in chosen if each[0] in unreachable]
-        if not alone:
-            return self._plan(job, chosen)
-        together = tuple(each for each in chosen if each[0] not in unreachable)
-        plan = self._plan(job, together) if together else Infeasible("no provider is left")
-        if isinstance(plan, PlannedJob):
-            return plan
-        if job.min_providers <= 1:
-            single = self._plan(job, (max(alone, key=lambda each: each[1].ram),))
-            if isinstance(single, PlannedJob):
-                return single
-            plan = plan if together else single
-        names = ", ".join(unreachable[name] for name, _ in alone)
-        return Infeasible(
-            f"{plan.reason}. Others cannot reach {names}, which can therefore only train alone: "
-            "`ravnest nodes` says why"
+        return plan_reachable(
+            lambda some: self._plan(job, tuple(some)), chosen, unreachable, job.min_providers
         )
 
     def _plan(self, job: WaitingJob, chosen: _Chosen) -> PlannedJob | Infeasible:
@@ -201,31 +206,19 @@ class Matching:
         """Return whether even all connected providers together, idle and busy, cannot hold the job."""
         if not snapshot.busy:
             return True
-        everybody = sorted(
-            (*snapshot.idle, *snapshot.busy),
-            key=lambda each: (
-                each.id in snapshot.unreachable,
-                -each.offer.compute * each.offer.ram,
-                each.id,
-            ),
-        )
+        everybody = strongest_first((*snapshot.idle, *snapshot.busy), snapshot.unreachable)
         chosen = tuple((each.id, each.offer) for each in everybody[: job.max_providers])
         return isinstance(self._plan_reachable(job, chosen, snapshot.unreachable), Infeasible)
 
     def plan_with(self, job: JobRecord, providers: Sequence[ProviderRecord]) -> PlannedJob | Infeasible:
         """Plan a job for given providers, idle or not; nothing is reserved."""
-        relays = self._live_relays()
-        unreachable = {
-            each.id: each.offer.name
-            for each in providers
-            if reachability(each.offer, each.checks, relays).kind == "unreachable"
-        }
+        with self._units.db.read() as db:
+            barred = db.assignments.barred(job.id)
+        providers = [each for each in providers if each.id not in barred]
+        unreachable = unreachable_of(providers, self._live_relays())
         most = job.max_providers
         waiting = WaitingJob(job.id, job.owner, 0.0, 1, most, 0)
-        ordered = sorted(
-            providers,
-            key=lambda each: (each.id in unreachable, -each.offer.compute * each.offer.ram, each.id),
-        )
+        ordered = strongest_first(providers, unreachable)
         chosen = tuple((each.id, each.offer) for each in ordered[:most])
         return self._plan_reachable(waiting, chosen, unreachable)
 
@@ -312,7 +305,9 @@ class Matching:
             for provider in free:
                 reason = f"reserved for {record.name}"
                 uow.db.providers.move(provider, ProviderState.RESERVED, reason, job=record.id)
-            uow.db.jobs.move(record, JobState.PLANNED, decision.reason, plan=plan.explanation)
+            idle = idle_nodes(plan.plan)
+            reason = f"{decision.reason}. {idle}" if idle else decision.reason
+            uow.db.jobs.move(record, JobState.PLANNED, reason, plan=plan.explanation)
             uow.topics |= {("job", record.id), ("relays", "")}
         return True
 
@@ -325,7 +320,12 @@ class Matching:
                 uow.db.assignments.add(assignment, provider)
                 uow.db.artifact_grants.grant(assignment.id, needed_by(assignment))
                 uow.topics.add(("provider", provider))
-            reason = f"{len(assignments)} providers fetch their assignments"
+            count = len(assignments)
+            reason = (
+                "1 provider fetches its assignment"
+                if count == 1
+                else f"{count} providers fetch their assignments"
+            )
             uow.db.jobs.move(record, JobState.SHIPPING, reason)
             uow.topics |= {("job", job), ("clock", "")}  # the deadline of the fetches begins
 

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from ravnest.plan.infeasible import Infeasible
+from ravnest.schemas.estimates import JobEstimate
 from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.scheduling.link_tests import ProviderLinks
@@ -40,6 +41,18 @@ class ShipRequest(msgspec.Struct, frozen=True, tag="ship"):
     planned: PlannedJob
 
 
+class EstimateQuestion(msgspec.Struct, frozen=True, tag="estimate"):
+    """Request for an estimate of a job whose files are not uploaded."""
+
+    spec: JobSpec
+    profiles: str
+    """Profiles of the model as JSON, as a requester sent them."""
+    providers: tuple[tuple[str, ProviderOffer], ...]
+    unreachable: dict[str, str]
+    """Names of the providers that others cannot reach, by id."""
+    links: ProviderLinks
+
+
 class PlannerReady(msgspec.Struct, frozen=True, tag="ready"):
     """First message of the process: it has started."""
 
@@ -62,6 +75,12 @@ class JobShipped(msgspec.Struct, frozen=True, tag="shipped"):
     assignments: tuple[Assignment, ...]
 
 
+class JobEstimated(msgspec.Struct, frozen=True, tag="estimated"):
+    """Reply: the estimate, also of a job that has no plan."""
+
+    estimate: JobEstimate
+
+
 class PlannerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Reply: an error."""
 
@@ -72,8 +91,8 @@ class PlannerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Number of an error of the system, such as that of a full disk."""
 
 
-PlannerRequest = PlanRequest | ShipRequest
-PlannerReply = PlannerReady | JobPlanned | JobInfeasible | JobShipped | PlannerFailed
+PlannerRequest = PlanRequest | ShipRequest | EstimateQuestion
+PlannerReply = PlannerReady | JobPlanned | JobInfeasible | JobShipped | JobEstimated | PlannerFailed
 
 
 def write_message(stream: IO[bytes], message: PlannerRequest | PlannerReply) -> None:
@@ -106,7 +125,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, range):
         return value.start, value.stop, value.step
-    raise NotImplementedError(type(value).__name__)
+    raise TypeError(f"a {type(value).__name__} is not part of a message to the planner")
 
 
 def _model(kind: type, value: Any) -> Any:

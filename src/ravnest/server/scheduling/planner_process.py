@@ -15,11 +15,14 @@ from typing import IO
 from ravnest import errors, host
 from ravnest.errors import JobError, RavnestError
 from ravnest.plan.infeasible import Infeasible
+from ravnest.schemas.estimates import JobEstimate
 from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.scheduling.link_tests import ProviderLinks
 from ravnest.server.scheduling.planner_messages import (
+    EstimateQuestion,
+    JobEstimated,
     JobInfeasible,
     JobPlanned,
     JobShipped,
@@ -169,12 +172,15 @@ class ProcessPlanner:
         limits: PlanningLimits,
         relays: RelayService | None = None,
         process: PlannerProcess | None = None,
+        check_interval: Callable[[float], float] = lambda _: 0.0,
     ) -> None:
+        """``check_interval`` returns the mean time between spot checks, of the least that they cost."""
         self._artifacts = str(artifacts.absolute())
         self._scratch = str(scratch.absolute())
         self._limits = limits
         self._relays = relays
         self._process = process or shared_process(limits.memory)
+        self._check_interval = check_interval
 
     def plan(
         self, spec: JobSpec, providers: Candidates, links: ProviderLinks
@@ -194,13 +200,37 @@ class ProcessPlanner:
         reply = self._process.ask(request, self._limits.ship_seconds)
         if not isinstance(reply, JobShipped):
             raise _error_of(reply)
-        found = reply.assignments
+        found = tuple(
+            each.model_copy(update={"spot_checks": self._check_interval(each.spot_checks)})
+            for each in reply.assignments
+        )
         if self._relays is None or not any(each.tls for each in found):
             return found
         specs = self._relays.add_tickets(job, [each.node_spec for each in found], planned.offers)
         return tuple(
             each.model_copy(update={"node_spec": spec}) for each, spec in zip(found, specs, strict=True)
         )
+
+
+class EstimatingProcess:
+    """Estimates of jobs in a child process of their own, so that they never delay a job."""
+
+    def __init__(self, limits: PlanningLimits, process: PlannerProcess | None = None) -> None:
+        self._seconds = limits.plan_seconds
+        self._process = process or _shared_estimating_process(limits.memory)
+
+    def estimate(self, question: EstimateQuestion) -> JobEstimate:
+        """Return the estimate; raise the error that prevents it."""
+        reply = self._process.ask(question, self._seconds)
+        if isinstance(reply, JobEstimated):
+            return reply.estimate
+        raise _error_of(reply)
+
+
+@functools.cache
+def _shared_estimating_process(memory: int) -> PlannerProcess:
+    """Return the process of the estimates of all servers in this program."""
+    return PlannerProcess(memory)
 
 
 def _error_of(reply: PlannerReply) -> Exception:

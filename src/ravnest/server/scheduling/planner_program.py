@@ -22,7 +22,10 @@ from ravnest import host
 from ravnest.errors import RavnestError
 from ravnest.plan.infeasible import Infeasible
 from ravnest.server.artifacts import ArtifactFolder
+from ravnest.server.scheduling.estimates import estimate_job
 from ravnest.server.scheduling.planner_messages import (
+    EstimateQuestion,
+    JobEstimated,
     JobInfeasible,
     JobPlanned,
     JobShipped,
@@ -31,6 +34,7 @@ from ravnest.server.scheduling.planner_messages import (
     PlannerReply,
     PlannerRequest,
     PlanRequest,
+    ShipRequest,
     read_message,
     write_message,
 )
@@ -49,8 +53,10 @@ class PlannerProgram:
         self._folders: tuple[str, str] | None = None
 
     def answer(self, request: PlannerRequest) -> PlannerReply:
-        """Return the plan or the assignments, or the error that prevents them."""
+        """Return the plan, the assignments or the estimate, or the error that prevents them."""
         try:
+            if isinstance(request, EstimateQuestion):
+                return JobEstimated(estimate_job(request))
             planner = self._planner_of(request)
             if isinstance(request, PlanRequest):
                 found = planner.plan(request.spec, request.providers, request.links)
@@ -64,7 +70,7 @@ class PlannerProgram:
             _log.exception("the planner failed")
             return PlannerFailed(type(error).__name__, str(error))
 
-    def _planner_of(self, request: PlannerRequest) -> ArtifactPlanner:
+    def _planner_of(self, request: PlanRequest | ShipRequest) -> ArtifactPlanner:
         """Return the planner of a server's folder; it remembers the last model."""
         folders = (request.artifacts, request.scratch)
         if self._planner is None or self._folders != folders:

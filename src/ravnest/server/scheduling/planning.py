@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -85,6 +85,35 @@ def plan_variants(
         if isinstance(found, PlannedJob):
             return replace(found, variant=variant)
     return planned
+
+
+def plan_reachable(
+    plan: Callable[[Candidates], PlannedJob | Infeasible],
+    chosen: Candidates,
+    unreachable: Mapping[str, str],
+    min_providers: int,
+) -> PlannedJob | Infeasible:
+    """Plan with the providers that others reach, or with one alone if it is large enough.
+
+    ``unreachable`` has the names of the others, by id.
+    """
+    alone = [each for each in chosen if each[0] in unreachable]
+    if not alone:
+        return plan(chosen)
+    together = tuple(each for each in chosen if each[0] not in unreachable)
+    planned = plan(together) if together else Infeasible("no provider is left")
+    if isinstance(planned, PlannedJob):
+        return planned
+    if min_providers <= 1:
+        single = plan((max(alone, key=lambda each: each[1].ram),))
+        if isinstance(single, PlannedJob):
+            return single
+        planned = planned if together else single
+    names = ", ".join(unreachable[name] for name, _ in alone)
+    return Infeasible(
+        f"{planned.reason}. Others cannot reach {names}, which can therefore only train alone: "
+        "`ravnest nodes` says why"
+    )
 
 
 def plan_job(

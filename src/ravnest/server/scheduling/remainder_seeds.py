@@ -61,7 +61,8 @@ def state_before(
         for old, found, each in zip(before, sets, progress, strict=True)
         if old.is_current
     ]
-    weights = sample_weights([samples for _, samples in current])
+    robust = training.robust_mean is not None
+    weights = sample_weights([samples for _, samples in current], robust=robust)
     averaged = [
         WeightedSet(found, weight) for (found, _), weight in zip(current, weights, strict=True) if weight
     ]
@@ -72,7 +73,8 @@ def state_before(
     )
     is_same = remainder.parts is None and remainder.epoch == newest.epoch
     start = EpochStart() if is_same else EpochStart(remainder.epoch, remainder.phase)
-    return StateBefore(Mean(tuple(averaged), training.average_optim), remainder, start)
+    mean = Mean(tuple(averaged), training.average_optim, robust)
+    return StateBefore(mean, remainder, start)
 
 
 def with_remainder(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ravnest.jobs.model import UnitModel, read_units, write_stage
 from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.plan import Plan, StagePlan
+from ravnest.runtime.stage.forward_check import uncovered
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobSpec
 from ravnest.schemas.providers import Assignment, ProviderOffer, StageNeeds
@@ -22,6 +23,7 @@ from ravnest.server.scheduling.data_shares import rows_of, share, whole
 from ravnest.server.scheduling.link_tests import ProviderLinks
 from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_variants
 from ravnest.server.scheduling.seeds import stage_starts, with_seeds
+from ravnest.server.scheduling.spot_checks import least_interval
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE
 from ravnest.store.node_spec import NodeSpec, bundle_path, make_node_spec, plan_digest
 from ravnest.transport.link_secret import new_secret
@@ -69,6 +71,8 @@ class ArtifactPlanner:
 class _StageArtifacts:
     stage: Artifact
     weights: Artifact
+    is_covered: bool
+    """Outputs of the stage can be computed again elsewhere (``runtime/stage/forward_check.py``)."""
 
 
 def ship(
@@ -112,9 +116,22 @@ def ship(
             tls=tls,
             needs=stage_needs(plan, stage),
             attempt=planned.attempt,
+            spot_checks=_least_check_interval(plan, stage, artifacts),
         )
         for stage, node_spec in zip(plan.stages, specs, strict=True)
     )
+
+
+def _least_check_interval(
+    plan: Plan, stage: StagePlan, artifacts: Mapping[int, _StageArtifacts]
+) -> float:
+    """Return the least time between two checks of the previous stage's output; 0: none are possible."""
+    before = plan.previous(stage.node.id)
+    if before is None or not artifacts[before.node.id].is_covered:
+        return 0.0
+    values = stage_needs(plan, before).traffic * 1e6 / 8
+    size = artifacts[before.node.id].weights.size + round(values)
+    return least_interval(size, min(before.node.bandwidth, stage.node.bandwidth))
 
 
 def stage_needs(plan: Plan, stage: StagePlan) -> StageNeeds:
@@ -169,4 +186,5 @@ def _write_stages(
     """Write one stage at a time, so that the disk holds only one stage twice."""
     for spec in model.stages(starts):
         write_stage(folder, spec, weights)
-        yield _StageArtifacts(add(folder / STAGE_FILE), add(folder / WEIGHTS_FILE))
+        files = add(folder / STAGE_FILE), add(folder / WEIGHTS_FILE)
+        yield _StageArtifacts(*files, is_covered=not uncovered(spec))

@@ -1,11 +1,12 @@
-"""The web page: providers, jobs and their losses, as HTML without scripts.
+"""The web page: its shell, and the login of a browser.
 
-Jinja2 escapes every value: names and reasons come from other people.
+The shell has no content: scripts of this server fill it with what ``/page/stream`` sends. They create
+text nodes only, because names and reasons come from other people. Jinja2 escapes every value of the
+login page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -17,19 +18,14 @@ from ravnest.schemas.auth import JoinToken
 from ravnest.server.auth.dependencies import CurrentServer, server_of, source_of
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.server import Server
-from ravnest.server.views import loss_curve, provider_views
+from ravnest.server.web.browser_auth import cookie_name
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
-COOKIE = "ravnest"
-SECURE_COOKIE = "__Host-ravnest"
-"""The cookie with TLS: browsers accept it only from this host, for all its paths, over HTTPS."""
-_JOBS = 30
-_POINTS = 300
-_WIDTH, _HEIGHT = 220, 44
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
@@ -38,23 +34,11 @@ _HEADERS = {
 
 @router.get("/")
 def page(request: Request) -> HTMLResponse:
-    """Show everything that this browser's member may see."""
+    """Return the shell of the page, or how to log in."""
     server = server_of(request)
-    member = _visitor(server, request)
-    if member is None:
+    if _visitor(server, request) is None:
         return _rendered("login.html", 401, problem="")
-    now = server.clock.wall()
-    jobs = server.visible_jobs(member, _JOBS)
-    curves = {}
-    with server.db.read() as db:
-        lost_since = now - server.settings.shown_after_loss
-        relays = server.relay_service.live()
-        providers = provider_views(db, server.provider_service.liveness, lost_since, relays, member)
-        for job in jobs:
-            curves[job.id] = loss_curve(db, job.id, _POINTS)
-    return _rendered(
-        "overview.html", member=member, providers=providers, jobs=jobs, curves=curves, now=now
-    )
+    return _rendered("app.html")
 
 
 @router.get("/login")
@@ -63,6 +47,7 @@ def login(
 ) -> HTMLResponse:
     """Exchange the token of a login link for a cookie that only this server receives.
 
+    The token is one for joining, or that of a link that a member made for itself (``ravnest page``).
     The reply is a page that loads ``/``, not a redirect: after a redirect, a browser that follows a
     link from another site would not send a cookie with ``SameSite=Strict``.
     """
@@ -70,13 +55,18 @@ def login(
     try:
         secret = JoinToken.parse(token).secret
         expires = server.clock.wall() + lifetime
-        joined = server.auth.join(secret, "browser", source_of(request), expires=expires)
+        member = server.auth.page_logins.redeem(secret)
+        if member is not None:
+            credential = server.auth.page_logins.cookie(member, expires)
+        else:
+            source = source_of(request)
+            credential = server.auth.join(secret, "browser", source, expires=expires).credential
     except (ValueError, ServerRefusedError) as error:
         return _rendered("login.html", 401, problem=str(error))
     answer = _rendered("welcome.html")
     answer.set_cookie(
-        _cookie(server),
-        joined.credential,
+        cookie_name(tls=server.tls),
+        credential,
         max_age=int(lifetime),
         httponly=True,
         samesite="strict",
@@ -85,12 +75,8 @@ def login(
     return answer
 
 
-def _cookie(server: Server) -> str:
-    return SECURE_COOKIE if server.tls else COOKIE
-
-
 def _visitor(server: Server, request: Request) -> MemberRecord | None:
-    credential = request.cookies.get(_cookie(server))
+    credential = request.cookies.get(cookie_name(tls=server.tls))
     if not credential:
         return None
     try:
@@ -105,28 +91,6 @@ def _rendered(template: str, status: int = 200, **values: object) -> HTMLRespons
     return HTMLResponse(_templates.get_template(template).render(values), status, headers=_HEADERS)
 
 
-def _points(curve: Sequence[tuple[int, float]]) -> str:
-    """Return the points of an SVG polyline: updates from left to right, losses from bottom to top."""
-    first, last = curve[0][0], curve[-1][0]
-    low = min(loss for _, loss in curve)
-    span = max(loss for _, loss in curve) - low or 1.0
-    return " ".join(
-        f"{(update - first) / (last - first) * _WIDTH:.1f},{(1 - (loss - low) / span) * _HEIGHT:.1f}"
-        for update, loss in curve
-    )
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _ago(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(seconds, 0):.0f} s ago"
-
-
 _templates = Environment(
     loader=PackageLoader("ravnest.server.web"),
     autoescape=True,
@@ -134,5 +98,3 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_templates.filters.update(points=_points, number=_number, ago=_ago)
-_templates.globals.update(width=_WIDTH, height=_HEIGHT)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from ravnest.schemas.auth import Health, JoinReply, JoinRequest
+from ravnest.schemas.auth import Health, JoinReply, JoinRequest, JoinToken, PageLink
 from ravnest.schemas.jobs import EventView
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer, EventReader, source_of
 from ravnest.server.http.guarded_route import GuardedRoute, Position
@@ -34,6 +34,13 @@ def authority(server: CurrentServer) -> str:
 def join(body: JoinRequest, request: Request, server: CurrentServer) -> JoinReply:
     """Exchange a token for a credential."""
     return server.auth.join(body.secret, body.name, source_of(request))
+
+
+@router.post("/page-link", status_code=201)
+def page_link(member: AnyMember, server: CurrentServer) -> PageLink:
+    """Return a link that logs a browser in as this member, once, within ten minutes."""
+    token = JoinToken(server.auth.page_logins.new_link(member.id))
+    return PageLink(path=f"/login?token={token}")
 
 
 @router.get("/events")

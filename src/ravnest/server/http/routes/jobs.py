@@ -94,11 +94,18 @@ def result(job: str, member: RequesterMember, server: CurrentServer) -> JobResul
         found = db.jobs.result(job)
         digests = [] if found is None else [file.artifact.sha256 for file in found.files]
         lost = db.artifact_grants.missing(record.owner, digests)
+        spec = db.jobs.spec(job)
     if lost:
         raise ServerRefusedError(f"the result of {job} was deleted: it is too old", 409)
     if found is None:
         raise ServerRefusedError(f"{job} has no result: it is {record.state}. {record.reason}", 409)
-    return found
+    return found.model_copy(update={"weights": spec.model.weights, "adapter": spec.adapter})
+
+
+@router.get("/{job}/best")
+def best(job: str, member: RequesterMember, server: CurrentServer) -> JobResult:
+    """Return the list of files of the best model so far; 409 if there is none."""
+    return server.job_service.best_model(server.visible_job(member, job))
 
 
 def _view(server: Server, member: MemberRecord, job: str) -> JobView:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -19,12 +20,15 @@ from ravnest.server.auth.dependencies import (
     require_self,
     source_of,
 )
-from ravnest.server.http.guarded_route import GuardedRoute, large_body
+from ravnest.server.db.records import MemberRecord
+from ravnest.server.http.guarded_route import DirectRoute, GuardedRoute, large_body
 from ravnest.server.notifications import Subscription
 from ravnest.server.reachability.policy import parse_ip
+from ravnest.server.server import Server
 from ravnest.server.views import provider_views
 
 router = APIRouter(prefix="/api/providers", tags=["providers"], route_class=GuardedRoute)
+heartbeats = APIRouter(prefix="/api/providers", tags=["providers"], route_class=DirectRoute)
 
 
 @router.get("")
@@ -54,36 +58,60 @@ async def dial_back(
     return DialBackReply(checks=tuple(checks), observed=observed, relays=relays)
 
 
-@router.post("/{provider}/heartbeat", response_model=HeartbeatReply)
+@heartbeats.post("/{provider}/heartbeat", response_model=HeartbeatReply)
 @large_body
 async def heartbeat(
     provider: str, body: Heartbeat, request: Request, member: ProviderMember, server: CurrentServer
 ) -> Response:
     """Report progress; the reply names the assignment that the provider should work on."""
-    clock = asyncio.get_running_loop().time
-    with (
-        server.notifications.subscribe(("provider", provider)) as news,
-        _disconnection(request, news) as disconnected,
-    ):
-        if member.id != provider:
-            await run_in_threadpool(require_self, server, member, provider, "send a heartbeat of")
-        deadline = clock() + min(body.wait, server.settings.heartbeat_wait)
-        known = (body.known, body.may_train, body.link_test, body.upload)
-        service = server.provider_service
-        try:
-            with service.liveness.polling(provider, server.clock.steady):
-                reply = await run_in_threadpool(service.answer, provider, body)
-                while True:
-                    test = None if reply.link_test is None else reply.link_test.id
-                    news_of_reply = (reply.assignment, reply.may_train, test, reply.upload)
-                    is_new = news_of_reply != known or reply.may_leave
-                    if is_new or disconnected.is_set() or not await news.wait(deadline - clock()):
-                        return Response(reply.model_dump_json(), media_type="application/json")
-                    await run_in_threadpool(server.auth.check_active, member)
-                    reply = await run_in_threadpool(service.reply, provider)
-        finally:
-            if server.provider_service.liveness.is_limited(provider):
-                server.notifications.notify(("clock", ""))  # its silence begins now
+    if member.id != provider:
+        await run_in_threadpool(require_self, server, member, provider, "send a heartbeat of")
+    service = server.provider_service
+    deadline = asyncio.get_running_loop().time() + min(body.wait, server.settings.heartbeat_wait)
+    try:
+        with (
+            server.notifications.subscribe(("provider", provider)) as news,
+            service.liveness.polling(provider, server.clock.steady),
+        ):
+            reply = await server.heartbeats.answer(provider, body)
+            if body.wait > 0 and not _is_new(reply, body):
+                reply = await _news(server, member, body, reply, _Poll(request, news, deadline))
+    finally:
+        if service.liveness.is_limited(provider):
+            server.notifications.notify(("clock", ""))  # its silence begins now
+    left_out = None if reply.excluded else {"excluded"}  # earlier versions do not know it
+    return Response(reply.model_dump_json(exclude=left_out), media_type="application/json")
+
+
+@dataclass(frozen=True)
+class _Poll:
+    """A request whose reply waits for news."""
+
+    request: Request
+    news: Subscription
+    deadline: float
+    """Time of the event loop until which it waits."""
+
+
+async def _news(
+    server: Server, member: MemberRecord, body: Heartbeat, reply: HeartbeatReply, poll: _Poll
+) -> HeartbeatReply:
+    """Return the first reply that tells something new, or the last one before the deadline."""
+    clock, excluded = asyncio.get_running_loop().time, reply.excluded
+    with _disconnection(poll.request, poll.news) as disconnected:
+        while not (_is_new(reply, body) or reply.excluded != excluded or disconnected.is_set()):
+            if not await poll.news.wait(poll.deadline - clock()):
+                break
+            await run_in_threadpool(server.auth.check_active, member)
+            reply = await run_in_threadpool(server.provider_service.reply, member.id)
+    return reply
+
+
+def _is_new(reply: HeartbeatReply, body: Heartbeat) -> bool:
+    """Return whether a reply tells a provider something that it does not know yet."""
+    test = None if reply.link_test is None else reply.link_test.id
+    told = (reply.assignment, reply.may_train, test, reply.upload)
+    return reply.may_leave or told != (body.known, body.may_train, body.link_test, body.upload)
 
 
 @contextmanager

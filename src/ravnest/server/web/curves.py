@@ -1,0 +1,176 @@
+"""Curves of a job for the page, with a bounded number of points however long the training is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ravnest.server.db.database import Transaction
+from ravnest.server.db.records import AssignmentRecord
+from ravnest.server.db.telemetry import LossBucket
+from ravnest.server.views import history
+from ravnest.telemetry import PaceRecord, TimingRecord, ValidationRecord
+
+MOST_BUCKETS = 2000
+"""Points of a loss curve that a browser may ask for."""
+_MOST_PACES = 600
+_MOST_TIMINGS = 200
+"""Points of each stage."""
+_READ_TIMINGS = 4000
+_LAST = 2**53
+Each = TypeVar("Each")
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """Losses of a range of updates."""
+
+    step: int
+    """Updates in a bucket."""
+    buckets: tuple[LossBucket, ...]
+    first: int = 0
+    """First and last update of the whole training that are stored."""
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class ValidationPoint:
+    """Result of a validation, at the update after which it was made."""
+
+    update: int
+    epoch: int
+    name: str
+    value: float | None
+
+
+@dataclass(frozen=True)
+class StageTimeCurve:
+    """Seconds that a stage computes for a micro-batch, over time."""
+
+    cluster: int
+    stage: int
+    times: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class JobCurves:
+    """All curves of a job."""
+
+    loss: LossCurve
+    validations: tuple[ValidationPoint, ...]
+    paces: tuple[tuple[float, float], ...]
+    """Times and samples per second."""
+    stages: tuple[StageTimeCurve, ...]
+
+
+def job_curves(db: Transaction, job: str, points: int, first: int, last: int) -> JobCurves:
+    """Return the curves of a job; losses of updates ``first`` to ``last`` in at most ``points``."""
+    chain = history(db, job, db.assignments.of_job(job))
+    ends: dict[int, int] = {}
+    results: dict[int, ValidationRecord] = {}
+    for each in reversed(chain):
+        ends |= db.telemetry.epoch_ends(each.id)
+        results |= {test.number: test for test in db.telemetry.validations(each.id)}
+    validations = tuple(
+        ValidationPoint(ends.get(test.epoch - 1, 0), test.epoch, test.name, test.value)
+        for _, test in sorted(results.items())
+    )
+    return JobCurves(
+        loss=loss_buckets(db, job, points, first, last),
+        validations=thinned(validations, MOST_BUCKETS),
+        paces=_paces(db, chain),
+        stages=_stage_times(db, chain),
+    )
+
+
+def loss_buckets(db: Transaction, job: str, points: int, first: int = 0, last: int = _LAST) -> LossCurve:
+    """Return a loss curve in at most ``points`` buckets.
+
+    Updates that a later Root repeats replace those of an earlier one, as in ``job_losses``.
+    """
+    chain = history(db, job, db.assignments.of_job(job))
+    spans = [(each, span) for each in chain if (span := db.telemetry.loss_range(each.id)) is not None]
+    if not spans:
+        return LossCurve(1, ())
+    whole = min(span[0] for _, span in spans), max(span[1] for _, span in spans)
+    begin, end = max(first, whole[0]), min(last, whole[1])
+    step = bucket_size(begin, end, points)
+    found: list[LossBucket] = []
+    for each, span in spans:  # newest first: each one holds the updates before those after it
+        if begin <= end:
+            found += db.telemetry.loss_buckets(each.id, begin, end, step)
+            end = min(end, span[0] - 1)
+    return LossCurve(step, tuple(merged(found, step)), *whole)
+
+
+def bucket_size(first: int, last: int, points: int) -> int:
+    """Return the smallest size of buckets, aligned to multiples of it, of which ``points`` suffice."""
+    step = max(1, -(-(last - first + 1) // max(points, 1)))
+    while last // step - first // step + 1 > points > 0:
+        step += 1
+    return step
+
+
+def merged(buckets: Iterable[LossBucket], step: int) -> list[LossBucket]:
+    """Return buckets in order of their updates; parts of the same bucket become one."""
+    found: dict[int, LossBucket] = {}
+    for bucket in sorted(buckets, key=lambda each: each.first):
+        key = bucket.first // step
+        known = found.get(key)
+        found[key] = bucket if known is None else _joined(known, bucket)
+    return list(found.values())
+
+
+def _joined(one: LossBucket, other: LossBucket) -> LossBucket:
+    count = one.count + other.count
+    finite = [each for each in (one, other) if each.mean is not None]
+    weight = sum(each.count for each in finite)
+    return LossBucket(
+        first=one.first,
+        last=other.last,
+        count=count,
+        mean=sum((each.mean or 0.0) * each.count for each in finite) / weight if finite else None,
+        low=min((each.low for each in finite if each.low is not None), default=None),
+        high=max((each.high for each in finite if each.high is not None), default=None),
+        staleness=(one.staleness * one.count + other.staleness * other.count) / count,
+        epoch=max(one.epoch, other.epoch),
+    )
+
+
+def thinned(values: Sequence[Each], most: int) -> tuple[Each, ...]:
+    """Return at most ``most`` values, evenly spread, with the last one."""
+    if len(values) <= most:
+        return tuple(values)
+    step = -(-len(values) // most)
+    return tuple(values[(len(values) - 1) % step :: step])
+
+
+def _paces(db: Transaction, chain: Sequence[AssignmentRecord]) -> tuple[tuple[float, float], ...]:
+    found = [
+        (time, pace.samples_per_second)
+        for each in chain
+        for time, pace in db.telemetry.timed(each.id, PaceRecord, 2000)
+        if pace.samples_per_second is not None
+    ]
+    return thinned(sorted(found), _MOST_PACES)
+
+
+def _stage_times(db: Transaction, chain: Sequence[AssignmentRecord]) -> tuple[StageTimeCurve, ...]:
+    """Return the times of the stages of the leading cluster; older plans had other stages."""
+    by_stage: dict[int, list[tuple[float, float]]] = {}
+    for each in chain[:1]:
+        for time, timing in db.telemetry.timed(each.id, TimingRecord, _READ_TIMINGS):
+            seconds = timing.forward + timing.backward + timing.step
+            by_stage.setdefault(timing.stage, []).append((time, seconds))
+    return tuple(
+        StageTimeCurve(
+            cluster=chain[0].cluster,
+            stage=stage,
+            times=tuple(time for time, _ in points),
+            seconds=tuple(seconds for _, seconds in points),
+        )
+        for stage, newest_first in sorted(by_stage.items())
+        for points in [thinned(newest_first[::-1], _MOST_TIMINGS)]
+    )

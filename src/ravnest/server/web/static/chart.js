@@ -1,0 +1,160 @@
+// A curve with axes, zoom, hover and marks, drawn by uPlot.
+import uPlot from "./vendor/uplot.js";
+import { html, useEffect, useLayoutEffect, useRef } from "./html.js";
+import { clock, count, figure } from "./format.js";
+
+const HEIGHT = 220;
+const NEAR = 7; // pixels from a mark
+
+function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+// `series` have a label, a colour and values; `band` fills between two of them. `range` is the part of the
+// x axis that is shown, `onRange` asks for another one.
+export function Chart({ title, unit, x, series, band, isTime, isLog, marks, range, extent, onRange, label, theme }) {
+  const place = useRef(null), readout = useRef(null), plot = useRef(null);
+  const latest = useRef({});
+  latest.current = { marks: marks ?? [], range: range ?? extent, onRange, series, unit, isTime };
+  const data = [x, ...series.map((each) => (isLog ? each.values.map((v) => (v > 0 ? v : null)) : each.values))];
+  const shape = `${series.map((each) => each.label + each.colour).join()}|${isLog}|${isTime}|${theme}`;
+
+  useLayoutEffect(() => {
+    const made = new uPlot(options(latest, place.current.clientWidth, { isLog, isTime, band, show }), data, place.current);
+    plot.current = made;
+    const resized = new ResizeObserver(() => made.setSize({ width: place.current.clientWidth, height: HEIGHT }));
+    resized.observe(place.current);
+    return () => {
+      resized.disconnect();
+      made.destroy();
+      plot.current = null;
+    };
+  }, [shape]);
+  useEffect(() => plot.current?.setData(data), [x, series, range?.[0], range?.[1], extent?.[1], marks]);
+
+  function show(index) {
+    if (!readout.current) return;
+    const { series: shown, isTime: timed, marks: known } = latest.current;
+    const made = plot.current;
+    if (index == null || !made) {
+      readout.current.textContent = "";
+      return;
+    }
+    const at = made.data[0][index];
+    const words = shown.filter((each) => !each.isHidden).map((each) => `${each.label} ${figure(each.values[index])}`);
+    const near = known.find((mark) => Math.abs(made.valToPos(mark.update, "x") - made.cursor.left) < NEAR);
+    readout.current.textContent = [timed ? clock(at) : `update ${count(at)}`, ...words, near?.words].filter(Boolean).join(" · ");
+  }
+
+  function move(event) {
+    const made = plot.current;
+    const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }[event.key];
+    if (step && made && x.length) {
+      event.preventDefault();
+      const index = Math.max(0, Math.min(x.length - 1, (made.cursor.idx ?? 0) + step));
+      made.setCursor({ left: made.valToPos(x[index], "x"), top: 20 });
+    } else if (event.key === "+" || event.key === "-") {
+      event.preventDefault();
+      zoom(event.key === "+" ? 0.5 : 2);
+    } else if (event.key === "Escape" || event.key === "0") {
+      onRange(null);
+    }
+  }
+
+  function zoom(factor) {
+    const made = plot.current;
+    if (!made || x.length < 2) return;
+    const { min, max } = made.scales.x;
+    const middle = made.cursor.idx == null ? (min + max) / 2 : x[made.cursor.idx];
+    const half = ((max - min) / 2) * factor;
+    onRange(factor > 1 && half * 2 >= x[x.length - 1] - x[0] && !range ? null : [middle - half, middle + half]);
+  }
+
+  return html`<figure class="chart">
+    <figcaption>
+      <span class="title">${title}${unit && html` <span class="unit">${unit}</span>`}</span>
+      <output ref=${readout}></output>
+      <span class="tools">
+        <button type="button" class="tool" aria-label=${`Zoom in: ${title}`} title="Zoom in" onClick=${() => zoom(0.5)}>+</button>
+        <button type="button" class="tool" aria-label=${`Zoom out: ${title}`} title="Zoom out" onClick=${() => zoom(2)}>−</button>
+        <button type="button" class="tool" aria-label=${`Show all: ${title}`} title="Show all" disabled=${!range} onClick=${() => onRange(null)}>⟲</button>
+      </span>
+    </figcaption>
+    <div class="plot" ref=${place} role="img" tabIndex="0" aria-label=${`${label}. Arrow keys move along the curve, + and − zoom, 0 shows all.`} onKeyDown=${move}></div>
+  </figure>`;
+}
+
+function options(latest, width, { isLog, isTime, band, show }) {
+  const ink = css("--quiet"), lines = css("--line"), font = `12px ${css("--font")}`;
+  const axis = { stroke: ink, font, grid: { stroke: lines, width: 1 }, ticks: { stroke: lines, width: 1, size: 5 } };
+  const clocks = (_, values) => values.map((value) => clock(value).slice(0, 8));
+  return {
+    width,
+    height: HEIGHT,
+    padding: [10, 12, 0, 0],
+    legend: { show: false },
+    scales: {
+      x: { time: false, range: (_, low, high) => latest.current.range ?? (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
+      y: { distr: isLog ? 3 : 1 },
+    },
+    axes: [
+      { ...axis, size: 34, space: isTime ? 90 : 70, values: isTime ? clocks : (_, values) => values.map((v) => (Number.isInteger(v) ? count(v) : "")) },
+      { ...axis, size: 62, values: (_, values) => values.map((v) => (v == null ? "" : figure(v))) },
+    ],
+    series: [{}, ...latest.current.series.map((each) => ({
+      label: each.label,
+      stroke: css(each.colour),
+      width: each.isHidden ? 0 : 2,
+      dash: each.dash,
+      points: { show: each.hasPoints ? true : undefined, size: 6 },
+      spanGaps: true,
+    }))],
+    bands: band ? [{ series: band.series, fill: `${css(band.colour)}2e` }] : [],
+    cursor: {
+      drag: { x: true, y: false, setScale: false },
+      points: { size: 7 },
+      bind: { dblclick: () => () => latest.current.onRange(null) },
+    },
+    hooks: {
+      setCursor: [(made) => show(made.cursor.idx)],
+      setSelect: [(made) => {
+        if (made.select.width < 4) return;
+        latest.current.onRange([made.posToVal(made.select.left, "x"), made.posToVal(made.select.left + made.select.width, "x")]);
+        made.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+      }],
+      draw: [(made) => drawMarks(made, latest.current.marks)],
+    },
+  };
+}
+
+function drawMarks(made, marks) {
+  const { ctx, bbox } = made;
+  const colours = { checkpoint: css("--mark"), takeover: css("--warn") };
+  const ratio = devicePixelRatio;
+  ctx.save();
+  for (const mark of marks) {
+    const at = Math.round(made.valToPos(mark.update, "x", true));
+    if (at < bbox.left || at > bbox.left + bbox.width) continue;
+    ctx.strokeStyle = ctx.fillStyle = colours[mark.kind];
+    ctx.lineWidth = (mark.kind === "takeover" ? 1.5 : 1) * ratio;
+    ctx.setLineDash(mark.kind === "takeover" ? [] : [2 * ratio, 4 * ratio]);
+    ctx.beginPath();
+    ctx.moveTo(at, bbox.top);
+    ctx.lineTo(at, bbox.top + bbox.height);
+    ctx.stroke();
+    const size = 4.5 * ratio, y = bbox.top + size;
+    ctx.beginPath();
+    if (mark.kind === "takeover") {
+      ctx.moveTo(at - size, y - size);
+      ctx.lineTo(at + size, y - size);
+      ctx.lineTo(at, y + size);
+    } else {
+      ctx.moveTo(at, y - size);
+      ctx.lineTo(at + size, y);
+      ctx.lineTo(at, y + size);
+      ctx.lineTo(at - size, y);
+    }
+    ctx.fill();
+  }
+  ctx.restore();
+}

@@ -1,0 +1,109 @@
+// Numbers, durations and reasons as text. Pure.
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+
+export function count(value) {
+  return value == null ? "–" : whole.format(value);
+}
+
+export function plural(value, one, many = `${one}s`) {
+  return `${count(value)} ${value === 1 ? one : many}`;
+}
+
+// Returns a number with four significant digits, as short as possible.
+export function figure(value) {
+  if (value == null || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(2);
+  if (size >= 1000) return whole.format(value);
+  return String(Number(value.toPrecision(4)));
+}
+
+export function percent(share, digits = 0) {
+  return share == null ? "–" : `${(100 * share).toFixed(digits)}%`;
+}
+
+export function gigabytes(value) {
+  return value >= 100 ? `${value.toFixed(0)} GB` : value >= 1 ? `${value.toFixed(1)} GB` : `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} MB`;
+}
+
+export function bytes(value) {
+  for (const [size, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
+    if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
+  }
+  return `${value} B`;
+}
+
+export function compute(gflops) {
+  return gflops >= 1000 ? `${(gflops / 1000).toFixed(1)} TFLOP/s` : `${gflops.toFixed(0)} GFLOP/s`;
+}
+
+export function bandwidth(mbits) {
+  return mbits >= 1000 ? `${(mbits / 1000).toFixed(1)} Gbit/s` : `${mbits.toFixed(mbits < 10 ? 1 : 0)} Mbit/s`;
+}
+
+export function milliseconds(seconds) {
+  if (seconds >= 1) return `${seconds.toFixed(1)} s`;
+  return `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
+}
+
+export function duration(seconds) {
+  if (seconds == null) return "–";
+  const s = Math.max(0, seconds);
+  if (s < 60) return `${s.toFixed(0)} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`.replace(" 60 s", " 59 s");
+  if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
+  return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
+}
+
+export function ago(seconds) {
+  if (seconds < 2) return "now";
+  if (seconds < 60) return `${Math.floor(seconds)} s ago`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ago`;
+  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ago`;
+  return `${Math.floor(seconds / 86400)} d ago`;
+}
+
+export function clock(time) {
+  return new Date(1000 * time).toLocaleTimeString("en-GB");
+}
+
+export function moment(time) {
+  return new Date(1000 * time).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+}
+
+// Splits a reason into sentences; those that are repeated, also for other nodes, come once with their number.
+export function folded(reason) {
+  const parts = reason.split(/;\s+|\n+/).map((part) => part.trim()).filter(Boolean);
+  const keys = parts.map(likeness);
+  const period = parts.findIndex((_, i) => i > 0 && parts.length % i === 0 && keys.every((key, j) => key === keys[j % i]));
+  if (period > 0) return [{ text: parts.slice(0, period).join("; "), times: parts.length / period }];
+  const found = new Map();
+  parts.forEach((text, i) => {
+    const known = found.get(keys[i]);
+    found.set(keys[i], known ? { text: known.text, times: known.times + 1 } : { text, times: 1 });
+  });
+  return [...found.values()];
+}
+
+// Joins neighbouring events that say the same, also of other nodes, newest first.
+export function foldedEvents(events) {
+  const found = [];
+  for (const event of events) {
+    const key = `${event.kind}|${event.before}|${event.after}|${likeness(event.reason)}`;
+    const last = found[found.length - 1];
+    if (last && last.key === key) {
+      last.times += 1;
+      last.since = event.time;
+    } else {
+      found.push({ ...event, key, times: 1, since: event.time });
+    }
+  }
+  return found;
+}
+
+// Returns a text without what differs between nodes: names of machines in brackets, and numbers.
+function likeness(text) {
+  return text.replace(/\([^)]*\)/g, "()").replace(/\d+/g, "#");
+}

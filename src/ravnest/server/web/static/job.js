@@ -1,0 +1,116 @@
+// One job: pipelines, curves, rounds, events, plan and what can be done with it.
+import { html, useState } from "./html.js";
+import { bytes, clock, count, duration, figure, foldedEvents, milliseconds, moment, percent, plural } from "./format.js";
+import { Ago, Bar, Confirm, Copy, Empty, Loading, Problem, Reason, State, useSecond, useStore } from "./parts.js";
+import { Curves } from "./curves.js";
+import { Silence } from "./overview.js";
+import { Topology } from "./topology.js";
+import { useLatest } from "./latest.js";
+import { call, now } from "./store.js";
+
+const PAUSE = 900;
+const LIT = 4; // seconds for which the rings light up after a round
+const FINAL = new Set(["done", "failed", "cancelled"]);
+const SHOWN = 25;
+
+export function Job({ id, theme }) {
+  const { jobs, me, status } = useStore();
+  const card = jobs.get(id);
+  const { data, error, again } = useLatest(() => call("GET", `/jobs/${id}`), `${card?.changed}|${card?.state}|${status}`, PAUSE);
+  if (!data) return error ? html`<${Problem} error=${error} again=${again} />` : html`<${Loading} what="the job" />`;
+  const job = card ?? cardOf(data.view);
+  const mayCancel = !FINAL.has(job.state) && (me.role === "admin" || (me.role === "requester" && job.owner === me.id));
+  return html`<nav class="crumbs" aria-label="Path"><a href="#/">Overview</a> <span aria-hidden="true">/</span> ${job.name}</nav>
+    <header class="head"><h1>${job.name}</h1><${State} state=${job.state} />
+      ${mayCancel && html`<${Confirm} label="Cancel job" question="Stop this training?" sure="Yes, cancel" act=${() => call("POST", `/jobs/${id}/cancel`)} />`}
+    </header>
+    <p class="quiet"><code>${id}</code> · submitted ${moment(data.view.created)} · last report <${Ago} time=${job.changed} /></p>
+    ${error && html`<p class="notice warn" role="status">What you see is old: ${error}</p>`}
+    <${Silence} job=${job} />
+    <${Reason} text=${job.reason} />
+    ${data.view.degraded && html`<p class="notice warn">${data.view.degraded}</p>`}
+    <${Figures} job=${job} detail=${data} />
+    <section aria-labelledby="pipelines"><h2 id="pipelines">Pipelines</h2>
+      ${data.nodes.length ? html`<${LitTopology} detail=${data} job=${job} /><${Legend} detail=${data} />` : html`<${Empty} title="No pipelines yet"><p>${job.state === "submitted" ? "The job waits until there is a plan for it." : "The job ended before it was shipped."}</p><//>`}
+    </section>
+    <section aria-labelledby="curves"><h2 id="curves">Curves</h2>
+      ${job.updates ? html`<${Curves} job=${job} marks=${data.marks} theme=${theme} />` : html`<${Empty} title="No losses yet"><p>Curves begin with the first update.</p><//>`}
+    </section>
+    <div class="columns">
+      <section aria-labelledby="events"><h2 id="events">Events</h2><${Events} events=${data.events} /></section>
+      <div>
+        <${Rounds} rounds=${data.rounds} clusters=${data.view.clusters.length} />
+        <${Commands} id=${id} job=${job} detail=${data} />
+      </div>
+    </div>
+    <div class="columns">
+      <section aria-labelledby="plan"><h2 id="plan">Plan</h2>${data.view.plan ? html`<pre class="plan" tabIndex="0">${data.view.plan}</pre>` : html`<p class="quiet">There is no plan yet.</p>`}</section>
+      <section aria-labelledby="settings"><h2 id="settings">Settings</h2><dl class="settings">${data.settings.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl></section>
+    </div>`;
+}
+
+// A job that is too old for the overview.
+function cardOf(view) {
+  const { progress } = view;
+  return { ...view, ...progress, total: progress.total_updates, rate: progress.samples_per_second, left: progress.seconds_left };
+}
+
+function Figures({ job, detail }) {
+  const share = job.total ? job.updates / job.total : 0;
+  const saved = detail.view.saved_update;
+  return html`<dl class="tiles">
+    <div><dt>Progress</dt><dd><b>${job.total ? percent(share) : count(job.updates)}</b> ${job.total ? `${count(job.updates)} of ${count(job.total)} updates` : "updates"}</dd><dd>${job.total ? html`<${Bar} share=${share} label="updates done" />` : null}</dd><dd class="quiet">Epoch ${job.epoch} of ${job.epochs}${job.left == null ? "" : ` · ${duration(job.left)} left`}</dd></div>
+    <div><dt>Loss</dt><dd><b>${job.diverged ? html`<span class="bad">diverged</span>` : figure(job.loss)}</b></dd><dd class="quiet">${job.metric ? `${job.metric} ${figure(job.validation)}` : "no validation yet"}</dd></div>
+    <div><dt>Throughput</dt><dd><b>${figure(job.rate)}</b> samples/s</dd><dd class="quiet">staleness ${job.staleness} at the Root</dd></div>
+    <div><dt>Safety</dt><dd><b>${saved == null ? "–" : count(saved)}</b> ${saved == null ? "no checkpoint at the server" : "updates saved at the server"}</dd><dd class="quiet">${plural(job.recoveries, "recovery", "recoveries")}${detail.view.checkpoint ? `, all stages have update ${count(detail.view.checkpoint.update)}` : ""}</dd></div>
+  </dl>
+  ${detail.view.progress.schedule && html`<p class="quiet">Schedule ${detail.view.progress.schedule.schedule}, ${plural(detail.view.progress.schedule.microbatches, "micro-batch", "micro-batches")} per batch: ${detail.view.progress.schedule.reason}</p>`}`;
+}
+
+function LitTopology({ detail, job }) {
+  useSecond();
+  const last = detail.rounds[0];
+  const isLit = !FINAL.has(job.state) && (detail.nodes.some((each) => each.worker_phase === "average") || (last && now() - last.time < LIT));
+  return html`<${Topology} detail=${detail} isAveraging=${Boolean(isLit)} />`;
+}
+
+function Legend({ detail }) {
+  return html`<p class="legend"><span><i class="swatch computing"></i> computing</span><span><i class="swatch sending"></i> sending</span><span><i class="swatch waiting"></i> waiting</span>
+    <span><i class="swatch memory"></i> memory that the plan needs, of what is offered</span>${detail.rings.length > 0 && html`<span><i class="swatch ring"></i> averaging ring, bright during a round</span>`}</p>`;
+}
+
+function Rounds({ rounds, clusters }) {
+  if (clusters < 2 && !rounds.length) return null;
+  return html`<section aria-labelledby="rounds"><h2 id="rounds">Averaging rounds</h2>
+    ${rounds.length === 0 ? html`<p class="quiet">No round so far.</p>` : html`<div class="scroll" role="region" aria-label="Averaging rounds" tabIndex="0"><table class="grid compact">
+      <thead><tr><th scope="col" class="n">Round</th><th scope="col">When</th><th scope="col">Clusters</th><th scope="col" class="n">Took</th><th scope="col" class="n">Sent</th><th scope="col">Outcome</th></tr></thead>
+      <tbody>${rounds.slice(0, 12).map((each) => html`<tr key=${each.time}><th scope="row" class="n">${each.round}</th><td>${clock(each.time)}</td><td>${each.clusters.join(", ") || "–"}</td><td class="n">${milliseconds(each.seconds)}</td><td class="n">${bytes(each.sent_bytes)}</td><td>${each.committed ? html`<span class="good">averaged</span>` : html`<span class="bad">given up</span>`}${each.reason ? html`<div class="quiet">${each.reason}</div>` : null}</td></tr>`)}</tbody>
+    </table></div>`}
+  </section>`;
+}
+
+export function Events({ events }) {
+  const [all, setAll] = useState(false);
+  const found = foldedEvents(events);
+  const shown = all ? found : found.slice(0, SHOWN);
+  if (!found.length) return html`<p class="quiet">No events so far.</p>`;
+  return html`<ol class="events">${shown.map((each) => html`<li key=${each.sequence} class=${each.kind}>
+      <time dateTime=${new Date(1000 * each.time).toISOString()} title=${moment(each.time)}>${clock(each.time)}</time>
+      <div><span class="kind">${each.before && each.before !== each.after ? `${each.before} → ${each.after}` : each.kind}</span>${each.times > 1 && html` <span class="times" title=${`since ${moment(each.since)}`}>×${each.times}</span>`}<${Reason} text=${each.reason} /></div>
+    </li>`)}</ol>
+    ${found.length > SHOWN && html`<button type="button" class="link" onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${found.length}`}</button>`}`;
+}
+
+function Commands({ id, job, detail }) {
+  const server = `--server ${location.origin}`;
+  const isFinal = FINAL.has(job.state);
+  return html`<section aria-labelledby="commands"><h2 id="commands">Commands</h2>
+    ${!isFinal && html`<p>Watch it in a terminal, and download the model at the end:</p>`}
+    ${job.state === "done" && html`<p>Download the trained model:</p>`}
+    ${(!isFinal || job.state === "done") && html`<${Copy} label="command to fetch the model" text=${`ravnest fetch ${id} ${server}`} />`}
+    ${isFinal && html`<p>Submit it again with the same model, data and settings${detail.view.saved_update == null ? "; this needs a checkpoint, and the server has none of this job" : `, from update ${count(detail.view.saved_update)}`}:</p>
+      <${Copy} label="command to submit it again" text=${`ravnest submit --resume ${id} ${server}`} />`}
+    <p>Submit another job like this, with changes in your code:</p>
+    <${Copy} label="command to submit a job like this" text=${`ravnest submit MODULE:FUNCTION ${server}`} />
+  </section>`;
+}

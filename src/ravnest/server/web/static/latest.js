@@ -1,0 +1,43 @@
+// Loads something again whenever `version` changes, not more often than every `pause` milliseconds.
+import { useEffect, useRef, useState } from "./html.js";
+
+export function useLatest(load, version, pause) {
+  const [found, setFound] = useState({ data: null, error: "" });
+  const state = useRef({ isBusy: false, isDue: false, last: -Infinity, timer: 0, isGone: false });
+  const current = useRef(load);
+  current.current = load;
+
+  async function run() {
+    const own = state.current;
+    own.isBusy = true;
+    own.isDue = false;
+    own.last = performance.now();
+    const asked = current.current;
+    try {
+      const data = await asked();
+      if (!own.isGone) setFound({ data, error: "" });
+    } catch (error) {
+      if (!own.isGone) setFound((known) => ({ data: known.data, error: error.message }));
+    }
+    own.isBusy = false;
+    if (own.isDue) request();
+  }
+
+  function request() {
+    const own = state.current;
+    if (own.isGone) return;
+    own.isDue = true;
+    if (own.isBusy) return;
+    clearTimeout(own.timer);
+    const wait = own.last + pause - performance.now();
+    if (wait <= 0) run();
+    else own.timer = setTimeout(run, wait);
+  }
+
+  useEffect(request, [version]);
+  useEffect(() => () => {
+    state.current.isGone = true;
+    clearTimeout(state.current.timer);
+  }, []);
+  return { ...found, again: request };
+}

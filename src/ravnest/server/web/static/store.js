@@ -1,0 +1,181 @@
+// What the server has said: the whole state once, then its changes, over server-sent events.
+
+const MOST_POINTS = 120;
+const STALE_AFTER = 12_000; // the server says something every five seconds
+const LONGEST_PAUSE = 10_000;
+
+export const store = {
+  status: "loading", // loading, live, stale, down, ended
+  problem: "",
+  me: null,
+  version: "",
+  removed: null, // jobs that were deleted: their number, and when the last one ended
+  jobs: new Map(),
+  providers: new Map(),
+  skew: 0, // seconds that the server's clock is ahead
+  heard: 0, // time of the last message, of performance.now
+  heardAt: 0, // the same of Date.now
+};
+
+const listeners = new Set();
+let scheduled = false;
+let source = null;
+let timer = 0;
+let failures = 0;
+
+export function subscribe(listener) {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+export function now() {
+  return Date.now() / 1000 + store.skew;
+}
+
+function changed() {
+  if (scheduled) return;
+  scheduled = true;
+  queueMicrotask(() => {
+    scheduled = false;
+    for (const each of listeners) each();
+  });
+}
+
+// Returns a map with the changes; items that are the same stay the same objects.
+function applied(items, changes, onItem = (item) => item) {
+  if (!changes) return items;
+  const found = new Map(items);
+  for (const id of changes.removed) found.delete(id);
+  const isNew = [];
+  for (const [id, fields] of Object.entries(changes.changed)) {
+    const known = found.get(id);
+    const item = onItem({ ...known, ...fields }, known);
+    if (known) found.set(id, item);
+    else isNew.push([id, item]);
+  }
+  return isNew.length ? new Map([...isNew, ...found]) : found;
+}
+
+function extended(card, known) {
+  const update = card.updates - 1;
+  if (!known || card.loss == null || update < 0) return card;
+  const curve = card.curve.filter(([each]) => each < update);
+  curve.push([update, card.loss]);
+  if (curve.length > MOST_POINTS) {
+    const last = curve[curve.length - 1];
+    card.curve = [...curve.filter((_, i) => i % 2 === 0 && i < curve.length - 1), last];
+  } else {
+    card.curve = curve;
+  }
+  return card;
+}
+
+function take(message, isWhole) {
+  performance.mark("message");
+  const data = JSON.parse(message.data);
+  if (isWhole) {
+    store.me = data.me;
+    store.version = data.version;
+    store.removed = data.removed;
+    store.jobs = new Map();
+    store.providers = new Map();
+  }
+  store.jobs = applied(store.jobs, data.jobs, extended);
+  store.providers = applied(store.providers, data.providers);
+  store.skew = data.time - Date.now() / 1000;
+  store.heard = performance.now();
+  store.heardAt = Date.now();
+  store.status = "live";
+  store.problem = "";
+  failures = 0;
+  changed();
+}
+
+export function connect() {
+  clearTimeout(timer);
+  source?.close();
+  const opened = new EventSource("/page/stream");
+  source = opened;
+  opened.addEventListener("state", (message) => take(message, true));
+  opened.addEventListener("change", (message) => take(message, false));
+  opened.addEventListener("end", (message) => end(JSON.parse(message.data).reason));
+  opened.addEventListener("error", () => {
+    opened.close();
+    if (source === opened && store.status !== "ended") lost();
+  });
+}
+
+function end(reason) {
+  source?.close();
+  source = null;
+  store.status = "ended";
+  store.problem = reason;
+  changed();
+}
+
+// The server was stopped, or refuses: ask why, and try again after a pause that grows.
+async function lost() {
+  store.status = store.me ? "down" : "loading";
+  changed();
+  try {
+    const answer = await fetch("/page/whoami", { cache: "no-store" });
+    if (answer.status === 401) return end("this login has ended");
+    if (!answer.ok) store.problem = (await answer.json()).detail ?? "";
+  } catch {
+    store.problem = "the server does not answer";
+    store.status = "down";
+  }
+  const pause = Math.min(LONGEST_PAUSE, 500 * 2 ** failures) * (0.75 + Math.random() / 2);
+  failures += 1;
+  timer = setTimeout(connect, pause);
+  changed();
+  return undefined;
+}
+
+// A page that nobody sees needs no stream: browsers open six connections to a server at most.
+function rest() {
+  if (document.hidden) {
+    timer = setTimeout(() => {
+      if (!document.hidden || store.status === "ended") return;
+      source?.close();
+      source = null;
+    }, 30_000);
+  } else if (store.status !== "ended") {
+    clearTimeout(timer);
+    if (!source || source.readyState === EventSource.CLOSED) connect();
+  }
+}
+
+export function start() {
+  connect();
+  document.addEventListener("visibilitychange", rest);
+  setInterval(() => {
+    const silent = performance.now() - store.heard;
+    if (store.status === "live" && silent > STALE_AFTER) {
+      store.status = "stale";
+      changed();
+      lost();
+    }
+  }, 1000);
+}
+
+// Returns the answer of a route of the page; throws an error with the server's words.
+export async function call(method, path, body) {
+  const options = { method, cache: "no-store", headers: {} };
+  if (method !== "GET") options.headers["X-Ravnest-Page"] = "1";
+  if (body !== undefined) {
+    options.headers["Content-Type"] = "application/json";
+    options.body = JSON.stringify(body);
+  }
+  let answer;
+  try {
+    answer = await fetch(`/page${path}`, options);
+  } catch {
+    throw new Error("the server does not answer");
+  }
+  if (!answer.ok) {
+    const words = await answer.json().catch(() => ({}));
+    throw new Error(words.detail ?? `the server answered with ${answer.status}`);
+  }
+  return answer.json();
+}

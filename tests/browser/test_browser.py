@@ -1,0 +1,182 @@
+"""The page in a real browser, with a real server."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from loopback_server import loopback_server, small_job
+from running_providers import providers
+from scene import NAMES, Scene, busy_scene, running, training_records
+from watched import Watched
+
+import ravnest
+from ravnest.schemas.auth import ApiRole
+
+OpenPage = Callable[..., Watched]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scene")
+
+
+@pytest.fixture(scope="module")
+def busy(folder: Path) -> Iterator[tuple[Scene, str]]:
+    with running(folder) as scene:
+        yield scene, busy_scene(scene, updates=600)
+
+
+def root_of(scene: Scene, job: str) -> str:
+    with scene.server.db.read() as db:
+        (root, *_) = (each for each in db.assignments.of_job(job) if each.node == 0)
+    return next(name for name, caller in scene.providers.items() if caller.id == root.provider)
+
+
+def test_every_view_loads_without_errors_or_findings(
+    busy: tuple[Scene, str], open_page: OpenPage
+) -> None:
+    scene, job = busy
+    watched = open_page()
+    watched.page.goto(scene.link(ApiRole.ADMIN))
+    watched.sees("gpt-small on wiki", ".card")
+    for name in NAMES:
+        watched.sees(name, "tbody")
+    found = watched.serious_findings()
+    views = {
+        f"jobs/{job}": ".chart canvas",
+        f"providers/{scene.providers['attic'].id}": ".events li",
+        "join": "#members",
+    }
+    for path, ready in views.items():
+        watched.page.goto(f"{scene.url}/#/{path}")
+        watched.page.locator(ready).first.wait_for()
+        found += watched.serious_findings()
+    assert found == []
+    assert watched.problems == []
+    assert watched.hosts == {urlsplit(scene.url).netloc}
+
+
+def test_a_phone_in_the_dark_shows_the_same(busy: tuple[Scene, str], open_page: OpenPage) -> None:
+    scene, job = busy
+    watched = open_page(viewport={"width": 390, "height": 800}, color_scheme="dark", has_touch=True)
+    watched.page.goto(scene.link())
+    watched.sees("gpt-small on wiki", ".card")
+    watched.page.goto(f"{scene.url}/#/jobs/{job}")
+    watched.page.locator(".chart canvas").first.wait_for()
+    assert watched.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert watched.serious_findings() == []
+    assert watched.problems == []
+
+
+def test_an_update_is_shown_without_a_reload(busy: tuple[Scene, str], open_page: OpenPage) -> None:
+    scene, job = busy
+    watched = open_page()
+    watched.page.goto(scene.link())
+    watched.sees("Update 600 of", ".card")
+    scene.report(root_of(scene, job), training_records(600, 7))
+    watched.sees("Update 607 of", ".card")
+    watched.page.goto(f"{scene.url}/#/jobs/{job}")
+    watched.sees("607 of")
+    assert watched.problems == []
+
+
+def test_a_curve_is_zoomed_smoothed_and_scaled(busy: tuple[Scene, str], open_page: OpenPage) -> None:
+    scene, job = busy
+    watched = open_page()
+    page = watched.page
+    page.goto(scene.link())
+    watched.sees("gpt-small on wiki", ".card")
+    page.goto(f"{scene.url}/#/jobs/{job}")
+    over = page.locator(".chart .u-over").first
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    with page.expect_request(lambda request: "first=" in request.url and "curves" in request.url):
+        page.mouse.move(box["x"] + 60, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 160, box["y"] + 60, steps=4)
+        page.mouse.up()
+    page.get_by_label("Show all: Loss").click()
+    page.get_by_label("Logarithmic").check()
+    page.get_by_label("Smoothing").fill("0.6")
+    plot = page.locator(".plot").first
+    plot.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    watched.sees("smoothed", ".chart output")
+    assert watched.problems == []
+
+
+def test_a_requester_without_jobs_and_a_viewer_cannot_cancel(
+    busy: tuple[Scene, str], open_page: OpenPage
+) -> None:
+    scene, job = busy
+    viewer, requester = open_page(), open_page()
+    viewer.page.goto(scene.link())
+    viewer.sees("gpt-small on wiki", ".card")
+    viewer.page.goto(f"{scene.url}/#/jobs/{job}")
+    viewer.page.locator(".topology").wait_for()
+    assert viewer.page.get_by_role("button", name="Cancel job").count() == 0
+    viewer.page.goto(f"{scene.url}/#/join")
+    viewer.sees("Tokens come from the admin")
+    requester.page.goto(scene.link(ApiRole.REQUESTER))
+    requester.sees("No jobs yet")
+    requester.sees("for another requester", "tbody")
+    assert viewer.problems == []
+    assert requester.problems == []
+
+
+def test_an_admin_creates_a_token_and_cancels_a_job(
+    busy: tuple[Scene, str], open_page: OpenPage
+) -> None:
+    scene, job = busy
+    watched = open_page()
+    page = watched.page
+    page.goto(scene.link(ApiRole.ADMIN))
+    watched.sees("gpt-small on wiki", ".card")
+    page.goto(f"{scene.url}/#/join")
+    page.get_by_role("button", name="Create token").click()
+    watched.sees(f"ravnest provide --server {scene.url} --token rvn.", ".notice")
+    page.goto(f"{scene.url}/#/jobs/{job}")
+    page.get_by_role("button", name="Cancel job").click()
+    page.get_by_role("button", name="Yes, cancel").click()
+    watched.sees("cancelled", ".head")
+    page.goto(f"{scene.url}/#/")
+    watched.sees("gpt-small on wiki", ".rows")
+    assert watched.problems == []
+
+
+def test_it_survives_a_restart_of_the_server(tmp_path: Path, open_page: OpenPage) -> None:
+    watched = open_page()
+    page = watched.page
+    with running(tmp_path) as scene:
+        scene.join("attic")
+        page.goto(scene.link())
+        watched.sees("attic", "tbody")
+        port = int(urlsplit(scene.url).port or 0)
+    watched.sees("Disconnected", "[role=alert]")
+    assert "old" in page.locator("main").get_attribute("class")
+    with running(tmp_path, port) as scene:
+        watched.sees("Live", ".connection")
+        scene.join("cellar")
+        watched.sees("cellar", "tbody")
+        (admin,) = (each.id for each in scene.server.auth.members() if each.name == "browser")
+        scene.server.revoke(admin)
+        page.get_by_text("You are logged out").wait_for()
+
+
+def test_a_real_run_is_shown(tmp_path: Path, open_page: OpenPage) -> None:
+    watched = open_page()
+    with loopback_server(tmp_path) as server, providers(server, tmp_path, "attic"):
+        token = server.running.token(ApiRole.VIEWER)
+        watched.page.goto(f"{server.url}/login?token={token}")
+        watched.sees("attic", "tbody")
+        handle = ravnest.submit(
+            **small_job(name="real"), server=server.url, token=server.running.token(ApiRole.REQUESTER)
+        )
+        handle.wait(120.0)
+        watched.page.goto(f"{server.url}/#/jobs/{handle.id}")
+        watched.sees("done", ".head")
+        watched.page.locator(".chart canvas").first.wait_for()
+        watched.page.locator(".topology .box").first.wait_for()
+        assert watched.problems == []

@@ -1,0 +1,178 @@
+"""Heartbeats that are processed together: none is lost, and one does not affect another."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+from server_cases import Caller, Case, losses
+
+from ravnest.schemas.providers import Heartbeat, HeartbeatReply
+from ravnest.server.heartbeat_queue import HeartbeatQueue
+from ravnest.server.versioned_cache import VersionedCache
+from ravnest.telemetry import WarningRecord
+
+LONG = 60.0
+COUNT = 12
+
+
+def training(case: Case, count: int) -> list[Caller]:
+    providers = [case.provider(f"p{number}") for number in range(count)]
+    case.submit(case.requester(), min_providers=count, max_providers=count)
+    case.match()
+    for phase in ("fetching", "fetched", "training"):
+        for each in providers:
+            each.report(phase)
+    return providers
+
+
+def beat(case: Case, provider: Caller, **fields: Any) -> tuple[str, Heartbeat]:
+    assignment = provider.heartbeat()["assignment"]
+    report = {"assignment": assignment, "phase": "training", **fields}
+    return provider.id, Heartbeat.model_validate({"report": report, "known": assignment, "wait": 0})
+
+
+def test_heartbeats_that_wait_are_processed_together() -> None:
+    batches: list[list[str]] = []
+    is_first, go_on = threading.Event(), threading.Event()
+
+    def together(found: Sequence[tuple[str, Heartbeat]]) -> list[HeartbeatReply | None]:
+        batches.append([provider for provider, _ in found])
+        is_first.set()
+        assert go_on.wait(LONG)
+        return [HeartbeatReply(assignment=provider) for provider, _ in found]
+
+    async def scene() -> list[HeartbeatReply]:
+        queue = HeartbeatQueue(together, lambda *_: HeartbeatReply(assignment="alone"))
+        first = asyncio.ensure_future(queue.answer("0", Heartbeat()))
+        await asyncio.to_thread(is_first.wait, LONG)
+        others = [asyncio.ensure_future(queue.answer(str(n), Heartbeat())) for n in range(1, 5)]
+        await asyncio.sleep(0)
+        go_on.set()
+        return await asyncio.gather(first, *others)
+
+    replies = asyncio.run(scene())
+    assert [each.assignment for each in replies] == ["0", "1", "2", "3", "4"]
+    assert batches == [["0"], ["1", "2", "3", "4"]]
+
+
+def test_heartbeats_are_processed_alone_if_they_cannot_be_together() -> None:
+    def together(found: Sequence[tuple[str, Heartbeat]]) -> list[HeartbeatReply | None]:
+        if len(found) == 1 and found[0][0] == "routine":
+            return [HeartbeatReply(assignment="together")]
+        if found[0][0] == "broken":
+            raise RuntimeError
+        return [None]
+
+    queue = HeartbeatQueue(together, lambda name, _: HeartbeatReply(assignment=f"{name}, alone"))
+
+    async def answer(name: str) -> str | None:
+        return (await queue.answer(name, Heartbeat())).assignment
+
+    found = [asyncio.run(answer(name)) for name in ("routine", "another", "broken", "routine")]
+    assert found == ["together", "another, alone", "broken, alone", "together"]
+
+
+def test_only_routine_heartbeats_are_processed_together(case: Case) -> None:
+    alice, bob, carol, dora = training(case, 4)
+    answer = case.server.heartbeats._answer_routine
+    same = beat(case, alice, records=losses(1.0, 2.0))
+    later = beat(case, bob, phase="uploading", records=losses(1.0))
+    foreign = beat(case, carol)[0], same[1]
+    gap = beat(case, dora, records=losses(1.0), first_record=7)
+    stranger = "provider-unknown", Heartbeat()
+    idle = alice.id, Heartbeat()
+    replies = answer([same, later, foreign, gap, stranger, idle])
+    assert [reply is not None for reply in replies] == [True, False, False, False, False, True]
+    assert replies[0] is not None
+    assert replies[0].records_known == 2
+    assert replies[0].may_train
+    known = [each.heartbeat()["records_known"] for each in (alice, bob, carol, dora)]
+    assert known == [2, 0, 0, 0], "what is not routine has no effect here"
+    again = answer([same])
+    assert again[0] is not None
+    assert again[0].records_known == 2, "a report that is sent again is stored once"
+
+
+def test_no_event_is_lost_when_many_heartbeats_arrive_at_once(case: Case) -> None:
+    providers = training(case, COUNT)
+    assignments = [each.heartbeat()["assignment"] for each in providers]
+
+    async def send(client: httpx.AsyncClient, number: int, position: int) -> int:
+        provider, assignment = providers[number], assignments[number]
+        report = {
+            "assignment": assignment,
+            "phase": "training",
+            "first_record": position,
+            "records": [asdict(WarningRecord(f"warning {position}"))],
+        }
+        body = {"report": report, "known": assignment, "may_train": True, "wait": 0}
+        answer = await client.post(
+            f"/api/providers/{provider.id}/heartbeat",
+            json=body,
+            headers={"Authorization": f"Bearer {provider.credential}"},
+        )
+        known: int = answer.json()["records_known"]
+        return known
+
+    async def scene() -> None:
+        transport = httpx.ASGITransport(case.client.app)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            for position in range(4):
+                known = await asyncio.gather(*(send(client, n, position) for n in range(COUNT)))
+                assert known == [position + 1] * COUNT
+
+    asyncio.run(scene())
+    warnings = [event["reason"] for event in case.events() if event["kind"] == "warning"]
+    assert sorted(warnings) == sorted(
+        f"node_{node}: warning {position}" for node in range(COUNT) for position in range(4)
+    )
+
+
+def test_a_change_of_a_job_is_in_the_next_reply(case: Case) -> None:
+    """Replies are composed from what was read before, as long as nothing changes."""
+    alice, bob = case.provider("alice"), case.provider("bob")
+    case.submit(case.requester(), min_providers=2)
+    case.match()
+    alice.report("fetched")
+    assert not alice.heartbeat()["may_train"], "bob has not fetched yet"
+    bob.report("fetched")
+    assert alice.heartbeat()["may_train"]
+
+
+def test_a_heartbeat_that_is_not_valid_is_refused_as_on_other_routes(case: Case) -> None:
+    alice = case.provider()
+    path, headers = f"/api/providers/{alice.id}/heartbeat", {"Content-Type": "application/json"}
+    long = b" " * (100 << 10)
+    for content in (
+        b"",
+        b"[",
+        b"[" * 60_000,
+        b'"\\ud800"',
+        b'{"wait": NaN}',
+        b'{"wait": "soon"}',
+        b"[]" + long,
+    ):
+        detail = alice.call("POST", path, 422, content=content, headers=headers)["detail"]
+        assert detail.startswith("the request is not valid: body")
+    alice.call("POST", path, 200, content=json.dumps({"wait": 0}).encode() + long, headers=headers)
+    alice.call("POST", path, 413, content=b" " * (5 << 20), headers=headers)
+    alice.call("PUT", path, 405, content=b"{}", headers=headers)
+
+
+def test_a_cache_keeps_nothing_that_was_read_before_a_change() -> None:
+    cache: VersionedCache[str] = VersionedCache(2)
+    before = cache.changes
+    cache.forget(["a"])
+    cache.put("a", "old", before)
+    assert cache.get("a") is None
+    for key in ("a", "b"):
+        cache.put(key, key, cache.changes)
+    assert cache.get("a") == "a"
+    cache.put("c", "c", cache.changes)
+    assert [cache.get(key) for key in ("a", "b", "c")] == ["a", None, "c"], "b was not used for longest"
+    cache.forget(["a"])
+    assert [cache.get(key) for key in ("a", "c")] == [None, "c"]
