@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full system-tools check format vendor zoo bench chaos soak fuzz clean
+.PHONY: help demo test test-full test-failed system-tools check format vendor zoo bench chaos soak fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -33,7 +33,7 @@ else
 endif
 
 # Two cores run many child processes at once.
-test test-full: export OMP_NUM_THREADS = 1
+test test-full test-failed: export OMP_NUM_THREADS = 1
 
 # Tests of routers with NAT, of bubblewrap, and of the page in a browser are skipped without these; only root
 # can install them.
@@ -50,6 +50,9 @@ test: $(VENV)/.dev system-tools ## set up, then run the tests that CI runs
 
 test-full: $(VENV)/.dev system-tools ## all tests, including the longest combinations
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
+
+test-failed: $(VENV)/.dev ## run the tests that failed last time again, one after the other
+	$(BIN)/python -m pytest --verbose --last-failed --last-failed-no-failures none $(ARGS)
 
 check: $(VENV)/.dev ## formatting, lint, types, layers, names
 	$(BIN)/ruff format --check .
