@@ -86,10 +86,11 @@ def test_limits_of_zero_are_refused(options: dict[str, float]) -> None:
         provide(URL, **options)  # type: ignore[arg-type]
 
 
-def test_two_providers_of_one_name_do_not_run_at_once(server: LoopbackServer) -> None:
+def test_two_providers_of_one_name_do_not_run_at_once(server: LoopbackServer, tmp_path: Path) -> None:
     def say(_line: str) -> None:
-        with pytest.raises(SettingsError, match=r"attic .*another --name"):
-            provide(server.url, name="attic")
+        for folder in (None, tmp_path / "another"):
+            with pytest.raises(SettingsError, match=r"attic .*another --name"):
+                provide(server.url, name="attic", folder=folder)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -86,12 +86,15 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     target = home() / "providers" / _slug(own_name) if folder is None else Path(folder)
     announced = [address] if isinstance(address, str) else list(address or ())
     with ExitStack() as stack:
-        stack.enter_context(_locked(target, own_name))
+        stack.enter_context(_locked(target / "lock", f"a provider named {own_name} uses {target}"))
         low_disk = describe_disk(shutil.disk_usage(target).free, disk, target)
         found = stack.enter_context(addresses(server, listen, announced))
         if map_port:
             found = stack.enter_context(_mapped(found, server, show))
         member = machine_membership(server, token, own_name, ApiRole.PROVIDER)
+        # Two processes with one credential would take each other's assignments, whatever their folders.
+        running = f"a provider named {own_name} already works for {member.url}"
+        stack.enter_context(_locked(home() / "providers" / f"{_slug(member.id)}.lock", running))
         with member.api() as api:
             routes = RouteFinder(api, found)
             jobs_dir = JobsDir(target.absolute() / _JOBS)
@@ -201,17 +204,17 @@ def describe_disk(free: int, wanted: float | None, folder: Path) -> str | None:
 
 
 @contextmanager
-def _locked(folder: Path, name: str) -> Iterator[None]:
-    """Hold the folder for this provider; the system releases the lock if the process ends."""
-    make_private(folder)
-    lock = FileLock(folder / "lock", timeout=0)
+def _locked(path: Path, held: str) -> Iterator[None]:
+    """Hold a lock file while the block runs; the system releases it if the process ends.
+
+    ``held``: sentence for the error if another process has it.
+    """
+    make_private(path.parent)
+    lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
-        raise SettingsError(
-            f"a provider named {name} already runs here and uses {folder}: stop it, or give this one "
-            "another --name"
-        ) from error
+        raise SettingsError(f"{held}: stop it, or give this one another --name") from error
     try:
         yield
     finally:
