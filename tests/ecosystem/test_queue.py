@@ -56,7 +56,9 @@ def test_a_provider_that_leaves_while_idle_is_gone_from_the_list_and_the_plans(w
     world.serve()
     leaving, staying = world.provide("leaving"), world.provide("staying")
     api = world.requester()
-    eventually(lambda: providers(api), lambda found: len(found) == 2)
+    offered = eventually(lambda: providers(api), lambda found: len(found) == 2)["leaving"].seen
+    # After a heartbeat, it waits for jobs; before, an interrupt ends it at once.
+    eventually(lambda: providers(api), lambda found: found["leaving"].seen > offered)
     assert leaving.end(signal.SIGINT) == 0
     found = eventually(lambda: providers(api), lambda found: found["leaving"].state == "lost")
     assert "left" in found["leaving"].reason

@@ -35,6 +35,13 @@ def job():
 
 
 @pytest.fixture(scope="module")
+def shared_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A world whose commands are started as a shell does."""
+    with World(tmp_path_factory.mktemp("world"), starter=None) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def crew(shared_world: World) -> Iterator[list[Process]]:
     """A server and two providers; interrupted at the end, they exit with 0."""
     server = shared_world.serve()
