@@ -8,6 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Without bytecode, each of the many processes of the tests compiles all modules of Ravnest, for a second.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full system-tools check format vendor zoo bench chaos soak fuzz clean
 
