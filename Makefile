@@ -4,6 +4,7 @@ CLUSTERS ?= 1
 KILLS ?= 300
 MINUTES ?= 30
 CALLS ?= 1000000
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -49,10 +50,10 @@ system-tools:
 	fi
 
 test: $(VENV)/.dev system-tools ## set up, then run the tests that CI runs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-full: $(VENV)/.dev system-tools ## all tests, including the longest combinations
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
 
 check: $(VENV)/.dev ## formatting, lint, types, layers, names
 	$(BIN)/ruff format --check .

@@ -88,6 +88,7 @@ def assert_same(folder: Path, expected: tuple[str, Any]) -> None:
 
 
 # The chaos test kills a Stem too.
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_killed_node_that_is_started_again_rejoins(
     splits: Splits, tmp_path: Path, start: Start, expected: tuple[str, Any], stage: int
