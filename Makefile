@@ -4,9 +4,13 @@ CLUSTERS ?= 1
 KILLS ?= 300
 MINUTES ?= 30
 CALLS ?= 1000000
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# Without bytecode, each of the many processes of the tests compiles all modules of Ravnest, for a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full test-failed system-tools check format vendor zoo bench chaos soak fuzz clean
@@ -46,10 +50,10 @@ system-tools:
 	fi
 
 test: $(VENV)/.dev system-tools ## set up, then run the tests that CI runs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-full: $(VENV)/.dev system-tools ## all tests, including the longest combinations
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
 
 test-failed: $(VENV)/.dev ## run the tests that failed last time again, one after the other
 	$(BIN)/python -m pytest --verbose --last-failed --last-failed-no-failures none $(ARGS)

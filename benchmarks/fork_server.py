@@ -41,14 +41,14 @@ class ChildEnded:
 class ForkServer:
     """The parent, from outside; ``with`` ends it and its children."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        """``modules`` are imported before the first fork."""
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """``modules`` are imported before the first fork, with further variables of ``environment``."""
         path = os.pathsep.join(each for each in sys.path if each)
         self._process = subprocess.Popen(
             [sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | dict(environment or {}),
         )
         assert self._process.stdout is not None
         self.fileno = self._process.stdout.fileno()
@@ -90,6 +90,10 @@ class ForkServer:
         """Wait for the end of a process, and return those that have ended."""
         if not self._ended:
             self._read(seconds)
+        return self.ended()
+
+    def ended(self) -> list[ChildEnded]:
+        """Return the processes whose end was read already, while another one was started."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -5,11 +5,27 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from job_server import JobServer, job_server
 
 # torch logs every capture in detail when log records are captured, which pytest does.
 logging.getLogger("torch.__trace").disabled = True
 torch.set_num_threads(1)
+
+settings.register_profile("short", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("full", deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the same examples in every run of ``make test``; ``make test-full`` has more, at random."""
+    settings.load_profile("short" if config.option.markexpr else "full")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with slow tests first, so that all workers end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")

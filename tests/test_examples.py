@@ -42,6 +42,7 @@ def test_the_digits_demo_reaches_95_percent(tmp_path: Path) -> None:
     assert "node_0 | Root: epoch 5, validation accuracy" in shown
 
 
+@pytest.mark.slow
 def test_two_unequal_clusters_end_with_one_model(tmp_path: Path) -> None:
     shown = run_demo(tmp_path, "2")
     assert "Cluster 0 : Node(0) -> Node(1) -> Node(2)\nCluster 1 : Node(3) -> Node(4)\n" in shown

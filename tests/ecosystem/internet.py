@@ -14,7 +14,6 @@ Both homes use the same private addresses, like most homes.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import shutil
@@ -25,16 +24,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from forked_command import enter_namespace
 
 from ravnest.types import Address
 
 DEVICE = "net0"
 """Network device of every host."""
 _PROGRAMS = ("ip", "tc", "nft", "conntrack", "unshare")
-_CLONE_NEWNET = 0x40000000
 _GATEWAYS = ("198.51.100.1", "2001:db8::1")
 _LAN_GATEWAY = "192.168.1.1"
 _LAN_HOST = "192.168.1.10"
@@ -90,7 +89,7 @@ class Host:
 
     def thread(self) -> ThreadPoolExecutor:
         """Return one thread of this process whose sockets are on this host."""
-        return ThreadPoolExecutor(1, initializer=_enter, initargs=(self.namespace,))
+        return ThreadPoolExecutor(1, initializer=enter_namespace, initargs=(self.namespace,))
 
     @contextmanager
     def offline(self) -> Iterator[None]:
@@ -259,12 +258,6 @@ def _end_processes(namespace: str) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(int(pid), 9)
-
-
-def _enter(namespace: str) -> None:
-    with Path("/run/netns", namespace).open() as opened:
-        failed = ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), _CLONE_NEWNET)
-    assert not failed, os.strerror(ctypes.get_errno())
 
 
 def _run(*command: str, text: str | None = None) -> str:

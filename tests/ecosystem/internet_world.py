@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from forked_command import CommandStarter
 from internet import Host, Internet
 from running_providers import sandbox_option
 from world import DEADLINE, Process, World, eventually
@@ -52,9 +53,9 @@ _ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 class InternetWorld:
     """Processes of a test, each on a host of the internet."""
 
-    def __init__(self, folder: Path, internet: Internet) -> None:
+    def __init__(self, folder: Path, internet: Internet, starter: CommandStarter) -> None:
         self.internet = internet
-        self.world = World(folder)
+        self.world = World(folder, starter)
         self._requester = internet.open.thread()
         self._api: ApiClient | None = None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_command import CommandStarter
 from internet import Internet, missing
 from internet_world import PATIENCE, InternetWorld
 from world import eventually
@@ -32,8 +33,8 @@ LONG = 1_000_000
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[InternetWorld]:
-    with Internet() as internet, InternetWorld(tmp_path, internet) as made:
+def world(tmp_path: Path, starter: CommandStarter) -> Iterator[InternetWorld]:
+    with Internet() as internet, InternetWorld(tmp_path, internet, starter) as made:
         yield made
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lan import Lan, possible
 from test_three_commands import MODULE
-from world import LONG, World, eventually, small_model
+from world import DEADLINE, LONG, World, eventually, small_model
 
 from ravnest.schemas.auth import ApiRole, JoinToken
 from ravnest.schemas.jobs import EventView, JobState, JobView
@@ -39,7 +39,7 @@ class LanWorld:
     def run(self, *arguments: str) -> str:
         """Run a command on machine 0 and return its output."""
         command = self.world.command(*arguments, before=self.lan.inside(0))
-        assert command.process.wait(120) == 0, [*command.lines, *self.server.lines]
+        assert command.process.wait(DEADLINE) == 0, [*command.lines, *self.server.lines]
         eventually(lambda: command.lines, lambda lines: "" in lines)
         return "\n".join(command.lines)
 
@@ -71,7 +71,7 @@ def test_a_token_for_another_server_is_not_sent(lan_world: LanWorld) -> None:
     forged = JoinToken(JoinToken.parse(world.token(ApiRole.REQUESTER)).secret, "0" * 64)
     arguments = ("status", f"--server={world.url}", f"--token={forged}")
     untrusting = world.command(*arguments, before=lan_world.lan.inside(1), home="another")
-    assert untrusting.process.wait(60) == 4
+    assert untrusting.process.wait(DEADLINE) == 4
     untrusting.said("not the one that the token names")
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from torch import nn
-from world import LONG, World, eventually, providers, small_job
+from world import DEADLINE, LONG, World, eventually, providers, small_job
 
 from ravnest.errors import JobEndedError
 from ravnest.schemas.jobs import JobState
@@ -25,9 +25,9 @@ def test_two_jobs_queue_and_a_provider_serves_one_at_a_time(world: World) -> Non
     assert providers(ann)["only"].job == first.id
 
     first.cancel()
-    second.result(timeout=120)
+    second.result(timeout=DEADLINE)
     with pytest.raises(JobEndedError, match="cancelled by ann"):
-        first.result(timeout=60)
+        first.result(timeout=DEADLINE)
     orders = [event.after for event in second.events() if event.kind == "job"]
     assert list(dict.fromkeys(orders)) == ["submitted", "planned", "shipping", "training", "done"]
 
@@ -46,9 +46,9 @@ def test_a_job_that_does_not_fit_says_what_is_missing_and_waits_for_who_can_help
 
     hasty = world.submit(api, small_job(model=wide, on_insufficient="fail"))
     with pytest.raises(JobEndedError, match="needs"):
-        hasty.result(timeout=60)
+        hasty.result(timeout=DEADLINE)
     world.provide("large", "--ram=0.5")
-    patient.result(timeout=120)
+    patient.result(timeout=DEADLINE)
 
 
 @pytest.mark.slow
@@ -56,11 +56,13 @@ def test_a_provider_that_leaves_while_idle_is_gone_from_the_list_and_the_plans(w
     world.serve()
     leaving, staying = world.provide("leaving"), world.provide("staying")
     api = world.requester()
-    eventually(lambda: providers(api), lambda found: len(found) == 2)
+    offered = eventually(lambda: providers(api), lambda found: len(found) == 2)["leaving"].seen
+    # After a heartbeat, it waits for jobs; before, an interrupt ends it at once.
+    eventually(lambda: providers(api), lambda found: found["leaving"].seen > offered)
     assert leaving.end(signal.SIGINT) == 0
     found = eventually(lambda: providers(api), lambda found: found["leaving"].state == "lost")
     assert "left" in found["leaving"].reason
     handle = world.submit(api, small_job())
-    handle.result(timeout=120)
+    handle.result(timeout=DEADLINE)
     assert [place.provider_name for place in handle.view().assignments] == ["staying"]
     assert staying.process.poll() is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from world import World, eventually, providers, small_job, small_model
+from world import DEADLINE, World, eventually, providers, small_job, small_model
 
 from ravnest.errors import ServerUnreachableError
 from ravnest.schemas.jobs import JobState, JobView
@@ -25,7 +25,7 @@ def test_training_continues_without_the_server_and_its_state_survives(world: Wor
         world.provide(name)
     api = world.requester()
     done = world.submit(api, small_job(min_providers=2, epochs=1))
-    done.result(timeout=120)
+    done.result(timeout=DEADLINE)
     handle = world.submit(api, small_job(min_providers=2, epochs=EPOCHS))
     waiting = world.submit(api, small_job(epochs=1))
     eventually(handle.progress, lambda progress: progress.updates > 30)
@@ -46,11 +46,11 @@ def test_training_continues_without_the_server_and_its_state_survives(world: Wor
     assert _assignments(after[handle.id]) == _assignments(before[handle.id])
     assert {name: view.id for name, view in providers(api).items()} == crew
 
-    state = handle.result(into=small_model(), timeout=120)
+    state = handle.result(into=small_model(), timeout=DEADLINE)
     assert state
     view = handle.view()
     assert (view.state, view.progress.updates) == (JobState.DONE, 12 * EPOCHS)
     assert len(handle.losses().losses) == 12 * EPOCHS, "losses of the outage are reported later"
     starts = [e for e in handle.events() if e.kind == "job" and e.after == "training" != e.before]
     assert len(starts) == 1, "the job was started again"
-    waiting.result(timeout=120)  # it was queued before the restart
+    waiting.result(timeout=DEADLINE)  # it was queued before the restart

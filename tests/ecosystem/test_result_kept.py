@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from world import World, small_job, small_model
+from world import DEADLINE, World, small_job, small_model
 
 EPOCHS = 60
 """Enough to outlast the death of the server."""
@@ -26,6 +26,6 @@ def test_a_result_survives_a_kill_of_the_server_and_of_its_provider(world: World
     options = ["--name=a", f"--folder={world.folder / 'a'}", "--cores=1"]
     again = world.command("provide", f"--server={world.url}", *options)
     again.said("sends the result of an earlier run of this provider")
-    assert handle.result(into=small_model(), timeout=120)
+    assert handle.result(into=small_model(), timeout=DEADLINE)
     assert not any("starts training" in line for line in again.lines)
     assert len(handle.losses().losses) == 12 * EPOCHS

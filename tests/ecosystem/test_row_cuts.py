@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from world import World, eventually, providers
+from world import DEADLINE, World, eventually, providers
 
 from ravnest.http.api import ApiClient
 from ravnest.jobs.job import Job
@@ -119,7 +119,7 @@ def test_providers_train_an_embedding_that_none_of_them_can_hold(
         lr_scheduler="linear",
     )
     handle = shared_world.submit(small_providers, job)
-    trained = handle.result(timeout=240)
+    trained = handle.result(timeout=DEADLINE)
     assert "embed.weight (4 MB) is cut into 2 blocks of rows" in handle.view().plan
     for name, tensor in trained_alone(job).items():
         assert (trained[name] - tensor).abs().max() < 2e-5, name
@@ -137,7 +137,7 @@ def test_providers_train_a_tied_weight_that_none_of_them_can_hold(
     settings = {"optimizer_params": {"lr": 1e-2, "eps": EPS}, "clip_grad_norm": clip}
     job = large_job(NextWord(words, 128), words, words, **settings)
     handle = shared_world.submit(small_providers, job)
-    trained = handle.result(timeout=240)
+    trained = handle.result(timeout=DEADLINE)
     plan = handle.view().plan
     assert f"is cut into {blocks} blocks of rows" in plan
     assert "each batch of 16 is split into" in plan

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from world import Process, World, small_data, small_job, small_model
+from world import DEADLINE, Process, World, small_data, small_job, small_model
 
 import ravnest
 from ravnest.plan.node_configs import read_node_configs
@@ -35,6 +35,13 @@ def job():
 
 
 @pytest.fixture(scope="module")
+def shared_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A world whose commands are started as a shell does."""
+    with World(tmp_path_factory.mktemp("world"), starter=None) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def crew(shared_world: World) -> Iterator[list[Process]]:
     """A server and two providers; interrupted at the end, they exit with 0."""
     server = shared_world.serve()
@@ -50,12 +57,12 @@ def test_a_model_is_trained_by_three_commands(shared_world: World, crew: list[Pr
     (world.folder / "mine.py").write_text(MODULE)
     token = world.token(ApiRole.REQUESTER)
     submit = world.command("submit", "mine:job", f"--server={world.url}", f"--token={token}")
-    assert submit.process.wait(120) == 0, submit.lines
+    assert submit.process.wait(DEADLINE) == 0, submit.lines
     assert not any("Traceback" in line for process in (*crew, submit) for line in process.lines)
 
     # The credential is stored, so that later commands need neither --server nor --token.
     listing = world.command("status", "--json")
-    assert listing.process.wait(60) == 0
+    assert listing.process.wait(DEADLINE) == 0
     listing.said("learn")
     (view,) = [JobView.model_validate(each) for each in json.loads("".join(listing.lines))]
     assert (view.state, view.progress.updates) == (JobState.DONE, 60)
@@ -63,7 +70,7 @@ def test_a_model_is_trained_by_three_commands(shared_world: World, crew: list[Pr
     assert view.progress.validation is not None
 
     fetch = world.command("fetch", view.id, "--out=got")
-    assert fetch.process.wait(60) == 0, fetch.lines
+    assert fetch.process.wait(DEADLINE) == 0, fetch.lines
     model = small_model()
     inputs, labels = small_data().tensors
     before = torch.nn.functional.cross_entropy(model(inputs), labels)
@@ -71,7 +78,7 @@ def test_a_model_is_trained_by_three_commands(shared_world: World, crew: list[Pr
     assert torch.nn.functional.cross_entropy(model(inputs), labels) < 0.7 * before
 
     nodes = world.command("nodes", "--write")
-    assert nodes.process.wait(60) == 0, nodes.lines
+    assert nodes.process.wait(DEADLINE) == 0, nodes.lines
     assert len(read_node_configs(world.folder / "node_data" / "node_configs.json")) == 2
 
 
@@ -81,7 +88,7 @@ def test_two_clusters_train_one_job_and_the_results_are_one_model(shared_world: 
     api = shared_world.requester()
     handle = shared_world.submit(api, small_job(clusters=2, min_providers=2, epochs=4))
     model = small_model()
-    state = handle.result(into=model, timeout=120)
+    state = handle.result(into=model, timeout=DEADLINE)
     assert list(state) == list(model.state_dict())
     assert {place.cluster for place in handle.view().assignments} == {0, 1}
     losses = handle.losses()
@@ -115,7 +122,7 @@ def test_a_requester_serves_itself_and_sends_a_loss_of_its_own(
         assert handle.invitation is not None
         for name in ("a", "b"):
             world.command(*handle.invitation.split()[1:], f"--name={name}", f"--folder={name}", "--once")
-        state = handle.result(into=model, timeout=120)
+        state = handle.result(into=model, timeout=DEADLINE)
         losses = handle.losses().losses
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert len(losses) == 60

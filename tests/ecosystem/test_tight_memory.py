@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from world import World, eventually, providers
+from world import DEADLINE, World, eventually, providers
 
 from ravnest.jobs.job import Job
 
@@ -44,7 +44,7 @@ def test_clusters_average_within_the_offered_memory(world: World) -> None:
     api = world.requester()
     eventually(lambda: providers(api), lambda found: len(found) == 2)
     handle = world.submit(api, wide_job())
-    handle.result(timeout=180)
+    handle.result(timeout=DEADLINE)
     plan = handle.view().plan
     assert plan.count("averaging with other clusters 151 MB") == 2
     assert plan.count("acknowledged by the neighbours 2 MB") == 2

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked_command import CommandStarter
 from internet import Home, Internet, missing
 from internet_world import InternetWorld
 
@@ -62,8 +63,10 @@ def test_a_port_is_mapped_while_it_is_needed() -> None:
 
 
 @pytest.mark.slow
-def test_a_provider_is_direct_if_its_router_maps_its_port(tmp_path: Path) -> None:
-    with Internet("m") as internet, InternetWorld(tmp_path, internet) as world:
+def test_a_provider_is_direct_if_its_router_maps_its_port(
+    tmp_path: Path, starter: CommandStarter
+) -> None:
+    with Internet("m") as internet, InternetWorld(tmp_path, internet, starter) as world:
         home = internet.homes[0]
         world.serve()
         with upnp_router(home):

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import IO, Any, Self, TypeVar
 
 import torch
+from forked_command import CommandStarter, ForkedProcess
 from running_providers import sandbox_option
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -28,8 +29,8 @@ from ravnest.schemas.jobs import EventView
 from ravnest.schemas.providers import ProviderView
 from ravnest.server.http.runner import create_token
 
-DEADLINE = 120.0
-"""Seconds after which a test fails."""
+DEADLINE = 240.0
+"""Seconds after which a test fails: processes that import torch share the cores."""
 T = TypeVar("T")
 
 
@@ -37,31 +38,24 @@ class Process:
     """A running ``ravnest`` command and its output."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], folder: Path, before: Sequence[str], home: str
+        self,
+        name: str,
+        process: subprocess.Popen[str] | ForkedProcess,
+        open_output: Callable[[], IO[str]],
     ) -> None:
         self.name = name
-        command = [*before, sys.executable, "-P", "-m", "ravnest.cli.app", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**environment, HOME_VARIABLE: str(folder / home)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            process_group=0,
-        )
+        self.process = process
+        self._open_output = open_output
         self.lines: list[str] = []
         self._said = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._said:
-                self.lines.append(line.rstrip())
-                self._said.notify_all()
+        with self._open_output() as output:
+            for line in output:
+                with self._said:
+                    self.lines.append(line.rstrip())
+                    self._said.notify_all()
         with self._said:
             self.lines.append("")
             self._said.notify_all()
@@ -86,10 +80,14 @@ class Process:
 
 
 class World:
-    """All processes of a test, in one folder."""
+    """All processes of a test, in one folder.
 
-    def __init__(self, folder: Path) -> None:
+    Without a ``starter``, commands are started as a shell does, which takes seconds.
+    """
+
+    def __init__(self, folder: Path, starter: CommandStarter | None) -> None:
         self.folder = folder
+        self._starter = starter
         self.url = ""
         self.server: Process | None = None
         self._processes: list[Process] = []
@@ -147,9 +145,51 @@ class World:
     def _start(
         self, name: str, arguments: Sequence[str], before: Sequence[str], home: str = "home"
     ) -> Process:
-        process = Process(name, arguments, self.folder, before, home)
+        variables = {HOME_VARIABLE: str(self.folder / home)}
+        if self._starter is None:
+            started = self._start_in_shell(arguments, before, variables)
+        else:
+            started = self._fork(self._starter, arguments, before, variables)
+        process = Process(name, *started)
         self._processes.append(process)
         return process
+
+    def _start_in_shell(
+        self, arguments: Sequence[str], before: Sequence[str], variables: Mapping[str, str]
+    ) -> tuple[subprocess.Popen[str], Callable[[], IO[str]]]:
+        process = subprocess.Popen(
+            [*before, sys.executable, "-P", "-m", "ravnest.cli.app", *arguments],
+            cwd=self.folder,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "1",
+                "NO_COLOR": "1",
+                **variables,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
+        output = process.stdout
+        assert output is not None
+        return process, lambda: output
+
+    def _fork(
+        self,
+        starter: CommandStarter,
+        arguments: Sequence[str],
+        before: Sequence[str],
+        variables: Mapping[str, str],
+    ) -> tuple[ForkedProcess, Callable[[], IO[str]]]:
+        """Fork the command; ``before`` is empty or ``ip netns exec <namespace>``."""
+        output = self.folder / f"output-{len(self._processes)}"
+        os.mkfifo(output)
+        namespace = before[-1] if before else ""
+        # The process and the thread that reads wait for each other when they open the pipe.
+        return starter.start(arguments, self.folder, namespace, output, variables), output.open
 
 
 def eventually(look: Callable[[], T], holds: Callable[[T], bool], seconds: float = DEADLINE) -> T:
@@ -157,7 +197,7 @@ def eventually(look: Callable[[], T], holds: Callable[[T], bool], seconds: float
     deadline = time.monotonic() + seconds
     while not holds(found := look()):
         assert time.monotonic() < deadline, f"still {found}"
-        time.sleep(0.05)
+        time.sleep(0.2)
     return found
 
 

@@ -43,6 +43,7 @@ def events(handle: JobHandle, kind: str) -> list[str]:
     return [event.reason for event in handle.events() if event.kind == kind]
 
 
+@pytest.mark.slow
 def test_a_lying_worker_is_found_and_the_job_is_completed_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

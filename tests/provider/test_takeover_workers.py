@@ -56,7 +56,7 @@ def test_a_worker_that_is_killed_starts_again_and_the_job_goes_on(
             assert not list(each.jobs_dir.assignments())
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_spare_takes_the_place_of_a_provider_that_is_killed(
     server: LoopbackServer, tmp_path: Path, lost: int
 ) -> None:

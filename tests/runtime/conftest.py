@@ -38,7 +38,7 @@ def cluster(splits: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     made = ForkServer()
     yield made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,23 +135,38 @@ def assert_same_result(one: Path, other: Path) -> None:
         assert validations[0].read_text() == validations[1].read_text()
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.parametrize("case", CASES)
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "early": (3, {}),  # before the first checkpoint
+    "epochs": (14, SCHEDULERS["epochs"]),
+    "updates": (14, SCHEDULERS["updates"]),
+    "accumulated": (20, {"update_frequency": 3, **SCHEDULERS["updates"]}),  # between two epochs
+    "clipped-sgd": (17, {"clip_grad_norm": 0.05, "optimizer": torch.optim.SGD}),
+    "amsgrad": (25, {"optimizer_params": {"lr": 1e-2, "amsgrad": True}}),
+}
+"""Settings, and the batch after which the Root's script ends."""
+SHORT = {
+    ("early", "cnn", 3),
+    ("epochs", "cnn", 3),
+    ("epochs", "tied-gpt", 1),
+    ("updates", "cnn", 1),
+    ("accumulated", "tied-gpt", 3),
+    ("clipped-sgd", "tied-gpt", 3),
+    ("amsgrad", "cnn", 3),
+}
+"""Each setting, model and number of nodes; all combinations are in make test-full."""
+
+
 @pytest.mark.parametrize(
-    ("stop", "settings"),
+    ("name", "case", "nodes"),
     [
-        (3, {}),  # before the first checkpoint
-        (14, SCHEDULERS["epochs"]),
-        (14, SCHEDULERS["updates"]),
-        (20, {"update_frequency": 3, **SCHEDULERS["updates"]}),  # between two epochs
-        (17, {"clip_grad_norm": 0.05, "optimizer": torch.optim.SGD}),
-        (25, {"optimizer_params": {"lr": 1e-2, "amsgrad": True}}),
+        pytest.param(*each, marks=() if each in SHORT else pytest.mark.full)
+        for each in itertools.product(SETTINGS, CASES, (1, 3))
     ],
-    ids=["early", "epochs", "updates", "accumulated", "clipped-sgd", "amsgrad"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    formed: Any, tmp_path: Path, case: str, nodes: int, stop: int, settings: dict[str, Any]
+    formed: Any, tmp_path: Path, name: str, case: str, nodes: int
 ) -> None:
+    stop, settings = SETTINGS[name]
     folder, names = formed(case, nodes)
     node_data = folder / "node_data"
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -161,7 +177,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert_same_result(whole, resumed)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["cnn", pytest.param("tied-gpt", marks=pytest.mark.full)])
 def test_a_training_that_has_ended_continues_with_more_epochs(
     formed: Any, tmp_path: Path, case: str
 ) -> None:

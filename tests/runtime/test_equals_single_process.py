@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +59,33 @@ def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     assert not different
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"update_frequency": 4},
+    {"clip_grad_norm": 0.05},
+    {"recompute": True},
+    {"in_flight": 1},
+)
+SIZES = {"cnn": 2, "tied-gpt": 3}
+"""Number of nodes with which each setting is tried; all combinations are in make test-full."""
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "case", "nodes"),
     [
-        {},
-        {"update_frequency": 4},
-        {"clip_grad_norm": 0.05},
-        {"recompute": True},
-        {"in_flight": 1},
+        pytest.param(
+            settings,
+            case,
+            nodes,
+            marks=() if not settings or SIZES[case] == nodes else pytest.mark.full,
+            id=f"{settings}-{case}-{nodes}",
+        )
+        for settings, case, nodes in itertools.product(SETTINGS, CASES, (1, 2, 3, 4))
     ],
-    ids=str,
 )
 def test_sync_training_equals_a_single_process(
     formed: Any, case: str, nodes: int, settings: dict[str, Any]
 ) -> None:
-    if settings and nodes in (1, 4) and case == "cnn":
-        pytest.skip("covered by the other sizes")
     _, _, loaders, loss_of = CASES[case]
     folder, model, names = formed(case, nodes)
     cluster = LocalCluster(folder, names)

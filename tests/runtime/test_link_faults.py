@@ -5,6 +5,8 @@ A failing seed is printed as the line of its plan; ``FaultPlan.parse`` reads it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ LINK_FAULTS = (
     FaultKind.DUPLICATE,
     FaultKind.REORDER,
 )
+Undisturbed = Callable[[str], tuple[dict[str, torch.Tensor], str]]
+"""Type of the fixture ``undisturbed``."""
 
 
 def trained(
@@ -59,8 +63,23 @@ def trained(
     return cluster.fused(), (folder / "losses.txt").read_text(), faults
 
 
-def check(folder: Path, splits: Splits, case: str, seeds: range) -> set[FaultKind]:
-    weights, losses, _ = trained(folder / "undisturbed", splits, case, FaultPlan(0, ()))
+@pytest.fixture(scope="module")
+def undisturbed(splits: Splits, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Factory of the weights and losses of a run without faults; each is trained once."""
+
+    @functools.cache
+    def train(case: str) -> tuple[dict[str, torch.Tensor], str]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        weights, losses, _ = trained(folder, splits, case, FaultPlan(0, ()))
+        return weights, losses
+
+    return train
+
+
+def check(
+    folder: Path, splits: Splits, undisturbed: Undisturbed, case: str, seeds: range
+) -> set[FaultKind]:
+    weights, losses = undisturbed(case)
     seen: set[FaultKind] = set()
     for seed in seeds:
         plan = FaultPlan.random(
@@ -82,10 +101,14 @@ def check(folder: Path, splits: Splits, case: str, seeds: range) -> set[FaultKin
 
 @pytest.mark.parametrize("case", ["tied-gpt", pytest.param("digits-cnn", marks=pytest.mark.full)])
 def test_faults_of_links_do_not_change_a_bit(
-    tmp_path: Path, splits: Splits, monkeypatch: pytest.MonkeyPatch, case: str
+    tmp_path: Path,
+    splits: Splits,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert check(tmp_path, splits, case, range(6)) == set(LINK_FAULTS)
+    assert check(tmp_path, splits, undisturbed, case, range(6)) == set(LINK_FAULTS)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +120,14 @@ def test_faults_of_links_do_not_change_a_bit(
     ],
 )
 def test_long_partitions_do_not_change_a_bit(
-    tmp_path: Path, splits: Splits, monkeypatch: pytest.MonkeyPatch, line: str
+    tmp_path: Path,
+    splits: Splits,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    weights, losses, _ = trained(tmp_path / "undisturbed", splits, "tied-gpt", FaultPlan(0, ()))
+    weights, losses = undisturbed("tied-gpt")
     plan = FaultPlan.parse(f"seed=1 | {line}")
     found, trace, faults = trained(tmp_path / "parted", splits, "tied-gpt", plan)
     assert faults.happened == list(plan.faults)
@@ -111,8 +138,12 @@ def test_long_partitions_do_not_change_a_bit(
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(20))
 def test_many_plans_of_link_faults(
-    tmp_path: Path, splits: Splits, monkeypatch: pytest.MonkeyPatch, part: int
+    tmp_path: Path,
+    splits: Splits,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
+    part: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     case = list(CASES)[part % len(CASES)]
-    check(tmp_path, splits, case, range(100 * (part + 1), 100 * (part + 1) + 25))
+    check(tmp_path, splits, undisturbed, case, range(100 * (part + 1), 100 * (part + 1) + 25))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from ravnest.runtime.stage.leaf import LabelChunk, Leaf, start_chunks
 from ravnest.runtime.stage.loss_chunks import LossChunk
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.split import StageModule, prepare
+from ravnest.split.split_stage import SplitStage
 from ravnest.store.node_spec import read_node, write_node
 from ravnest.types import MicrobatchId
 
@@ -84,6 +86,23 @@ class Result:
     reason: str
 
 
+_CAPTURED: WeakKeyDictionary[nn.Module, SplitStage] = WeakKeyDictionary()
+
+
+def captured(model: nn.Module) -> SplitStage:
+    """Return the model as one stage; each model is captured once."""
+    if model not in _CAPTURED:
+        (_CAPTURED[model],) = prepare(model, (TOKENS,)).cut(()).stages
+    return _CAPTURED[model]
+
+
+@pytest.fixture(scope="module")
+def tagger() -> Tagger:
+    """A model that no test changes."""
+    set_seed(1)
+    return Tagger()
+
+
 def train_once(
     model: nn.Module,
     loss: Callable[..., Any],
@@ -94,7 +113,7 @@ def train_once(
     recompute: bool = False,
 ) -> Result:
     """Compute the gradients of one micro-batch, with the loss in this number of chunks."""
-    (stage,) = prepare(model, (TOKENS,)).cut(()).stages
+    stage = captured(model)
     module = StageModule(stage.spec, {key: tensor.clone() for key, tensor in stage.tensors.items()})
     execution = StageExecution(
         module,
@@ -171,13 +190,13 @@ LOSSES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("chunks", [2, 3, 100])
 @pytest.mark.parametrize("name", LOSSES)
-def test_chunks_have_the_loss_and_the_gradients_of_the_whole(name: str, chunks: int) -> None:
+def test_chunks_have_the_loss_and_the_gradients_of_the_whole(
+    tagger: Tagger, name: str, chunks: int
+) -> None:
     loss, item = LOSSES[name]
-    set_seed(1)
-    model = Tagger()
-    found = train_once(model, loss, item, chunks)
+    found = train_once(tagger, loss, item, chunks)
     assert not found.reason
-    assert_same(found, train_once(model, loss, item, 1))
+    assert_same(found, train_once(tagger, loss, item, 1))
 
 
 @pytest.mark.parametrize("options", [{"bias": False}, {"tied": True}, {"tied": True, "bias": False}])
@@ -257,19 +276,17 @@ def test_a_loss_that_needs_all_positions_stays_whole(
     assert reason in found.reason
 
 
-def test_a_part_that_does_not_count_has_no_gradient() -> None:
-    found = train_once(Tagger(), flat(), labels(-100), 4, weight=0.0)
+def test_a_part_that_does_not_count_has_no_gradient(tagger: Tagger) -> None:
+    found = train_once(tagger, flat(), labels(-100), 4, weight=0.0)
     assert all(not gradient.any() for gradient in found.weights.values())
 
 
-def test_a_captured_loss_takes_chunks(tmp_path: Path) -> None:
-    set_seed(1)
-    model = Tagger()
-    packed = pack_loss(flat(ignore_index=-100), model(TOKENS).detach(), labels(-100), tmp_path)
+def test_a_captured_loss_takes_chunks(tagger: Tagger, tmp_path: Path) -> None:
+    packed = pack_loss(flat(ignore_index=-100), tagger(TOKENS).detach(), labels(-100), tmp_path)
     loss = load_loss(packed.stage, packed.weights)
-    found = train_once(model, loss, labels(-100), 4)
+    found = train_once(tagger, loss, labels(-100), 4)
     assert not found.reason
-    assert_same(found, train_once(model, flat(), labels(-100), 1))
+    assert_same(found, train_once(tagger, flat(), labels(-100), 1))
 
 
 def tensor_peak(chunks: int) -> tuple[float, float]:

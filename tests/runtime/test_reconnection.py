@@ -25,7 +25,7 @@ def _trained(folder: Path) -> dict[str, torch.Tensor]:
     return dict(torch.load(fused, weights_only=True))
 
 
-@pytest.mark.parametrize("case", ["mlp", "tied-gpt"])
+@pytest.mark.parametrize("case", [pytest.param("mlp", marks=pytest.mark.full), "tied-gpt"])
 def test_twenty_resets_do_not_change_a_bit(
     tmp_path: Path, splits: Splits, start: Start, case: str
 ) -> None:

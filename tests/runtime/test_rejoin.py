@@ -87,7 +87,9 @@ def assert_same(folder: Path, expected: tuple[str, Any]) -> None:
     assert [name for name in expected[1] if not torch.equal(found[name], expected[1][name])] == []
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+# The chaos test kills a Stem too.
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_killed_node_that_is_started_again_rejoins(
     splits: Splits, tmp_path: Path, start: Start, expected: tuple[str, Any], stage: int
 ) -> None:
@@ -168,7 +170,7 @@ def test_launch_starts_a_killed_node_again(
     assert_same(tmp_path, expected)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_training_loop_of_the_user_is_repeated_without_what_is_done(
     splits: Splits, tmp_path: Path, start: Start, stage: int
 ) -> None:

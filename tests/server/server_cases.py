@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anyio.from_thread import start_blocking_portal
 from node_files import node_file
 from starlette.testclient import TestClient
 
@@ -304,6 +305,7 @@ def opened(
         check_result=check_result,
         checker=checker,
     )
-    with server.opened():
+    with server.opened(), start_blocking_portal() as portal:
         client = TestClient(create_app(server), base_url="https://server" if tls else "http://server")
+        client.portal = portal  # otherwise each request starts a thread and an event loop
         yield Case(server, client, time, planner)

@@ -21,8 +21,8 @@ from ravnest.server.rate_limits import Rate
 from ravnest.server.settings import ServerSettings
 
 METHODS = ("get", "post", "put", "delete")
-EXAMPLES = 5
-"""Requests of each kind to each route."""
+EXAMPLES = settings.default.max_examples // 10
+"""Requests of each kind to each route: 3 in make test, 10 in make test-full."""
 CHECKS = [checks.not_a_server_error, checks.status_code_conformance]
 
 
@@ -30,7 +30,9 @@ CHECKS = [checks.not_a_server_error, checks.status_code_conformance]
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     limits = ServerSettings(requests=Rate(1e9, 1e9), longest_wait=0.0, unfinished_jobs=10_000)
     with opened(tmp_path_factory.mktemp("server"), settings=limits) as found:
+        portal = found.client.portal
         found.client = TestClient(found.client.app, raise_server_exceptions=False)
+        found.client.portal = portal
         yield found
 
 
@@ -41,6 +43,7 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
                 yield path, method, found[method]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_requests_of_schemathesis_are_answered_as_described(case: Case, mode: GenerationMode) -> None:
     alice, job = case.provider(), case.submit(case.requester())
