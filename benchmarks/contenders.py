@@ -41,6 +41,10 @@ class Rate:
     window: int = 1
     staleness: float = 0.0
     """Median staleness at the Root."""
+    trained: int = 0
+    """All samples, those of ramp-up and drain included."""
+    cpu: float = 0.0
+    """CPU milliseconds per sample, of all processes together."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,8 @@ class Racing(Trainer):
                 break
         del state.add  # that of the class again
         self.node.wait_for_backwards()
-        return Rate(clock.rate(), state.window, statistics.median(staleness))
+        trained = (state.done - begin) * self._samples
+        return Rate(clock.rate(), state.window, statistics.median(staleness), trained)
 
 
 def ravnest(seat: Seat, racing: type[Racing] = Racing, **settings: Any) -> None:
@@ -230,7 +235,7 @@ def pipelining(seat: Seat) -> None:
             clock.mark((number + 1) * samples)
         seconds_a_step = (time.perf_counter() - began) / int(count)
         if place.stage == 0:
-            _answer(Rate(clock.rate(), place.stages))
+            _answer(Rate(clock.rate(), place.stages, trained=int(count) * samples))
     if place.stage == 0:
         dist.broadcast(torch.tensor([0]), 0)
     dist.destroy_process_group()
@@ -250,7 +255,7 @@ def single(seat: Seat) -> None:
             clock.mark(number * work.samples)
             if clock.over:
                 break
-        _answer(Rate(clock.rate()))
+        _answer(Rate(clock.rate(), trained=number * work.samples))
 
 
 CONTENDERS = {"ravnest": ravnest, "torch": pipelining, "single": single}

@@ -21,10 +21,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from contenders import Rate, Seat
 from lan import Lan, possible
 from workloads import DIGITS, MLP, SMALL_GPT, Workload, free_addresses
@@ -61,8 +62,16 @@ class Team:
 
     def run(self, seconds: float) -> Rate:
         """Train for this long."""
+        begin = self._cpu_seconds()
         self.order(seconds)
-        return Rate(**self.answer())
+        rate = Rate(**self.answer())
+        used = self._cpu_seconds() - begin
+        return replace(rate, cpu=1000 * used / max(rate.trained, 1))
+
+    def _cpu_seconds(self) -> float:
+        """Return the CPU time of all processes so far."""
+        times = [psutil.Process(pid).cpu_times() for pid in self.pids]
+        return sum(each.user + each.system for each in times)
 
     def order(self, seconds: float) -> None:
         """Start to train for this long."""
@@ -114,11 +123,13 @@ class Race:
         """Return a row of the table."""
         rates = [statistics.median(r.samples for r in side) for side in (self.ravnest, self.other)]
         ratios = [a.samples / b.samples for a, b in zip(self.ravnest, self.other, strict=True)]
+        cpu = [statistics.median(r.cpu for r in side) for side in (self.ravnest, self.other)]
         window = statistics.median(r.window for r in self.ravnest)
         staleness = statistics.median(r.staleness for r in self.ravnest)
         return (
             f"| {name} | {rates[0]:.0f} | {rates[1]:.0f} | **{self.ratio:.2f}** | {min(ratios):.2f} to "
-            f"{max(ratios):.2f} | {required:.1f} | {window:.0f} | {staleness:.0f} |"
+            f"{max(ratios):.2f} | {required:.1f} | {cpu[0]:.2f} | {cpu[1]:.2f} | {window:.0f} "
+            f"| {staleness:.0f} |"
         )
 
 
@@ -168,14 +179,15 @@ def race(work: Workload, other: str, lan: Lan | None = None) -> Race:
         for repetition in range(REPETITIONS):
             for which in (0, 1) if repetition % 2 else (1, 0):
                 found[which].append(teams[which].run(SECONDS))
-            print(work.name, *(f"{side[-1].samples:.0f}" for side in found), file=sys.stderr, flush=True)
+            rates = (f"{side[-1].samples:.0f} ({side[-1].cpu:.2f})" for side in found)
+            print(work.name, *rates, file=sys.stderr, flush=True)
     return Race(*found)
 
 
 _HEAD = (
-    "| model | Ravnest, samples/s | {}, samples/s | ratio (above 1: Ravnest is faster) | all runs "
-    "| required | W | staleness |\n"
-    "|---|--:|--:|--:|--:|--:|--:|--:|"
+    "| model | Ravnest, samples/s | {0}, samples/s | ratio (above 1: Ravnest is faster) | all runs "
+    "| required | Ravnest, CPU ms/sample | {0}, CPU ms/sample | W | staleness |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 

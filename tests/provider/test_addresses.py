@@ -12,7 +12,7 @@ from ravnest.errors import ServerUnreachableError, SettingsError
 from ravnest.provider.addresses import addresses
 from ravnest.provider.interfaces import candidate_hosts, interface_hosts, local_host
 from ravnest.transport.certificates import Authority
-from ravnest.transport.grpc_server import _check_free
+from ravnest.transport.listen_address import bound_socket
 from ravnest.types import Address
 
 SERVER = "http://127.0.0.1:8400"
@@ -65,7 +65,7 @@ def test_all_addresses_are_announced_and_the_node_listens_at_all() -> None:
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_a_grpc_listener_takes_the_reserved_port_for_ipv4_and_ipv6() -> None:
     with addresses("https://server:7100") as found:
-        _check_free(Address.parse(found.listen))
+        bound_socket(Address.parse(found.listen)).close()
         server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
         identity = Authority("test", datetime.datetime.now(datetime.UTC)).issue("node_0", ["localhost"])
         credentials = grpc.ssl_server_credentials([(identity.key, identity.certificate)])

@@ -31,6 +31,13 @@ class Connection:
         self.frames: Iterator[list[Buffer]] | None = None
         """Frames of the message that is being sent; used by the writer only."""
 
+    def prompt(self) -> None:
+        """Have new messages sent: here by the connection's writer, which this wakes.
+
+        The link's lock must not be held.
+        """
+        self.wake.put(None)
+
     def await_wake(self) -> None:
         """Wait until there may be something to send."""
         self.wake.get()

@@ -1,4 +1,4 @@
-"""Dialling side of a gRPC connection."""
+"""Dialling side of a gRPC connection, with TLS."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ravnest.transport.grpc_settings import (
     reason_of,
     relay_options,
 )
-from ravnest.transport.handshake import DialHandshake, hello_frame
+from ravnest.transport.handshake import hello_frame, read_answer
 from ravnest.transport.link import FrameLink, largest_batch
 from ravnest.transport.routes import Route, Unanswered
 from ravnest.transport.tls import Credentials, dial_address
 from ravnest.wire.header import Limits
-from ravnest.wire.messages import Hello, HelloProof
+from ravnest.wire.messages import Hello
 
 _Accepted = tuple[FrameLink, Connection]
 
@@ -40,24 +40,20 @@ class DialRequest:
     open_link: Callable[[Hello], FrameLink]
     """Returns the link for a peer that has answered with a Hello."""
     expect: int | None
-    credentials: Credentials | None
+    credentials: Credentials
     limits: Limits
-    secret: str = ""
-    """Secret that both sides have to prove on a connection without TLS; empty: none."""
 
 
 def try_dial(request: DialRequest, seconds: float) -> FrameLink | Unanswered:
     """Try once to connect; return the link or the failure. ``RefusedError`` if refused."""
     channel = _channel(request)
-    accepted: SimpleQueue[_Accepted | HelloProof | None] = SimpleQueue()
+    accepted: SimpleQueue[_Accepted | None] = SimpleQueue()
     result: SimpleQueue[FrameLink | RefusedError | Unanswered] = SimpleQueue()
     hello = structs.replace(request.hello, relayed=request.route.kind == "relayed")
-    secret = request.secret if request.credentials is None else ""
-    handshake = DialHandshake(hello, secret, str(request.route), request.expect)
-    stream = channel.stream_stream(METHOD)(_requests(handshake.first, accepted))
+    stream = channel.stream_stream(METHOD)(_requests(hello_frame(hello), accepted))
     threading.Thread(
         target=_read,
-        args=(request, handshake, channel, stream, accepted, result),
+        args=(request, channel, stream, accepted, result),
         name="ravnest link reader",
         daemon=True,
     ).start()
@@ -76,12 +72,9 @@ def try_dial(request: DialRequest, seconds: float) -> FrameLink | Unanswered:
     return outcome
 
 
-def _requests(first: bytes, accepted: SimpleQueue[_Accepted | HelloProof | None]) -> Iterator[bytes]:
+def _requests(first: bytes, accepted: SimpleQueue[_Accepted | None]) -> Iterator[bytes]:
     yield first
     opened = accepted.get()  # the reader always answers, at the latest when the stream ends
-    while isinstance(opened, HelloProof):
-        yield hello_frame(opened)
-        opened = accepted.get()
     if opened is not None:
         link, connection = opened
         yield from link.batches(connection)
@@ -89,10 +82,9 @@ def _requests(first: bytes, accepted: SimpleQueue[_Accepted | HelloProof | None]
 
 def _read(
     request: DialRequest,
-    handshake: DialHandshake,
     channel: grpc.Channel,
     stream: grpc.Call,
-    accepted: SimpleQueue[_Accepted | HelloProof | None],
+    accepted: SimpleQueue[_Accepted | None],
     result: SimpleQueue[FrameLink | RefusedError | Unanswered],
 ) -> None:
     link = None
@@ -103,11 +95,7 @@ def _read(
             if link is not None:
                 link.received(connection, frame)
                 continue
-            reply = handshake.next(frame)
-            if isinstance(reply, HelloProof):
-                accepted.put(reply)
-                continue
-            link = request.open_link(reply)
+            link = request.open_link(read_answer(frame, str(request.route), request.expect))
             link.attach(connection)
             accepted.put((link, connection))
             result.put(link)
@@ -135,8 +123,6 @@ def _channel(request: DialRequest) -> grpc.Channel:
     route, largest = request.route, largest_batch(request.limits)
     target = str(dial_address(route.address)) if route.endpoint is None else f"{route.endpoint}:1"
     settings = options(largest) if route.endpoint is None else relay_options(route, largest)
-    if request.credentials is None:
-        return grpc.insecure_channel(target, settings)
     if request.expect is not None:
         # Check the certificate against the node's name: addresses change, names do not.
         settings.append(("grpc.ssl_target_name_override", f"node_{request.expect}"))

@@ -1,9 +1,7 @@
-"""Listening side of gRPC links: one stream for each peer."""
+"""Listening side of gRPC links, with TLS: one stream for each peer."""
 
 from __future__ import annotations
 
-import errno
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
@@ -11,26 +9,26 @@ from queue import Empty, SimpleQueue
 import grpc
 
 from ravnest.deadlines import LINK_HELLO
-from ravnest.errors import AddressInUseError, LinkClosedError, RefusedError, TransportError
+from ravnest.errors import AddressInUseError, LinkClosedError, RefusedError
 from ravnest.transport.base import Admit
 from ravnest.transport.connection import Connection
 from ravnest.transport.grpc_settings import (
-    MAX_LINKS,
     NAME,
     SERVICE,
     DaemonThreads,
     options,
     reason_of,
 )
-from ravnest.transport.handshake import Greeting, ListenHandshake, hello_frame
+from ravnest.transport.handshake import Greeting, answer, hello_frame
 from ravnest.transport.link import FrameLink, largest_batch
+from ravnest.transport.listen_address import MAX_LINKS, bound_socket
 from ravnest.transport.tls import Credentials
 from ravnest.types import Address
 from ravnest.wire.header import Limits
-from ravnest.wire.messages import HelloChallenge, HelloRefused
+from ravnest.wire.messages import HelloRefused
 
 _Opened = tuple[FrameLink, Connection, bytes]
-_Answer = _Opened | HelloChallenge | HelloRefused | None
+_Answer = _Opened | HelloRefused | None
 
 
 class GrpcListener:
@@ -42,19 +40,16 @@ class GrpcListener:
         find: Callable[[str], FrameLink | None],
         open_link: Callable[[Greeting], FrameLink],
         limits: Limits,
-        secret: str = "",
     ) -> None:
-        """``secret``: what peers have to prove on connections without TLS; empty: nothing."""
-        self._secret = secret
         self._admit = admit
         self._find = find
         self._open_link = open_link
         self._limits = limits
         self._server: grpc.Server | None = None
 
-    def start(self, address: Address, credentials: Credentials | None) -> int:
-        """Listen, with mutual TLS if credentials are given, and return the port."""
-        _check_free(address)
+    def start(self, address: Address, credentials: Credentials) -> int:
+        """Listen with mutual TLS, and return the port."""
+        bound_socket(address).close()  # gRPC does not report why it cannot bind
         server = grpc.server(
             DaemonThreads(),
             options=options(largest_batch(self._limits)),
@@ -82,10 +77,7 @@ class GrpcListener:
             target=self._read, args=(requests, context, opened), name="ravnest link reader", daemon=True
         ).start()
         result = _awaited(opened)
-        if isinstance(result, HelloChallenge):
-            yield hello_frame(result)
-            result = _awaited(opened)
-        if isinstance(result, HelloChallenge | HelloRefused):
+        if isinstance(result, HelloRefused):
             yield hello_frame(result)
         elif result is not None:
             link, connection, ours = result
@@ -99,7 +91,6 @@ class GrpcListener:
         opened: SimpleQueue[_Answer],
     ) -> None:
         link = None
-        handshake = ListenHandshake(self._admit, self._find, _common_name(context), self._secret)
         connection = Connection(context.cancel)
         detail = "the connection ended without a reason"
         try:
@@ -107,10 +98,7 @@ class GrpcListener:
                 if link is not None:
                     link.received(connection, frame)
                     continue
-                reply = handshake.next(frame)
-                if isinstance(reply, HelloChallenge):
-                    opened.put(reply)
-                    continue
+                reply = answer(frame, self._admit, self._find, _common_name(context))
                 if isinstance(reply, HelloRefused):
                     opened.put(reply)
                     return
@@ -138,18 +126,14 @@ def _awaited(opened: SimpleQueue[_Answer]) -> _Answer:
         return HelloRefused(f"no Hello arrived within {LINK_HELLO:g} s")
 
 
-def _common_name(context: grpc.ServicerContext) -> str | None:
+def _common_name(context: grpc.ServicerContext) -> str:
     """Return the name in the peer's certificate, which the TLS handshake has verified."""
     auth = context.auth_context()
-    if auth.get("transport_security_type") != [b"ssl"]:
-        return None
     names = auth.get("x509_common_name", [])
     return names[0].decode(errors="replace") if len(names) == 1 else ""
 
 
-def _bind(server: grpc.Server, address: Address, credentials: Credentials | None) -> int:
-    if credentials is None:
-        return int(server.add_insecure_port(str(address)))
+def _bind(server: grpc.Server, address: Address, credentials: Credentials) -> int:
     return int(
         server.add_secure_port(
             str(address),
@@ -160,23 +144,3 @@ def _bind(server: grpc.Server, address: Address, credentials: Credentials | None
             ),
         )
     )
-
-
-def _check_free(address: Address) -> None:
-    """Check that the address can be bound; gRPC does not report why it cannot bind."""
-    try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        family, _, _, _, target = found[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise AddressInUseError(
-                f"{address} is in use: stop the process that listens there, or choose another port for"
-                " this node in node_configs.json"
-            ) from error
-        raise TransportError(
-            f"cannot listen at {address}: {error.strerror or error}. It must be an address of this"
-            " machine, with a port above 1023"
-        ) from error

@@ -25,9 +25,6 @@ _RELAY_ANSWERS = {
 }
 """Reasons by the status codes of relays."""
 
-MAX_LINKS = 256
-"""Maximum number of concurrent streams of a server; protects it against exhaustion."""
-
 
 def options(largest: int) -> list[tuple[str, int | str]]:
     """Return the options of a channel and of a server."""

@@ -13,6 +13,7 @@ from ravnest.errors import RefusedError, WireError
 from ravnest.transport.base import Admit
 from ravnest.transport.link import FrameLink
 from ravnest.transport.link_secret import LONGEST_NONCE, is_proof, new_nonce, proof
+from ravnest.wire import envelope
 from ravnest.wire.frames import Assembler, encode
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import PROTOCOL, Hello, HelloChallenge, HelloProof, HelloRefused, Message
@@ -20,6 +21,8 @@ from ravnest.wire.messages import PROTOCOL, Hello, HelloChallenge, HelloProof, H
 _HELLO_LIMITS = Limits(max_message_bytes=0, max_values=0, max_opening_bytes=64 << 10)
 """Limits for peers that have not been admitted yet."""
 
+LARGEST_HELLO = envelope.SIZE + 4 + _HELLO_LIMITS.max_opening_bytes
+"""Size of the largest frame of a handshake, in bytes."""
 _LONGEST_SESSION = 64
 
 _log = logging.getLogger(__name__)

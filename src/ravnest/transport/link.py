@@ -156,7 +156,7 @@ class FrameLink:
                 if token is not None and current is not None:
                     current.controls.append(Probe(token))
         if current is not None:
-            current.wake.put(None)
+            current.prompt()
 
     def flush(self, timeout: float) -> bool:
         """Wait until the peer has received all queued messages."""
@@ -224,18 +224,31 @@ class FrameLink:
             if batch is not None:
                 begin = time.perf_counter()
                 yield batch
-                self._state.chunks.sent(len(batch), time.perf_counter() - begin)
+                self.written(len(batch), time.perf_counter() - begin)
                 del batch  # an idle link keeps nothing of what it has sent
-            elif self._writes_end(connection):
+            elif self.writes_end(connection):
                 yield b"".join(encode_control(Closing()))
                 return
-            elif self._stale(connection):
+            elif self.stale(connection):
                 return
             else:
                 connection.await_wake()
 
     def next_batch(self, connection: Connection) -> bytes | None:
         """Return the next bytes to send on a connection, of about one chunk; None if there are none."""
+        try:
+            parts = self.next_parts(connection)
+        except WireError as error:
+            self.unsendable(error)
+            return None
+        return None if parts is None else b"".join(parts)
+
+    def next_parts(self, connection: Connection) -> list[Buffer] | None:
+        """Return the next bytes to send like ``next_batch``, as parts that share memory of tensors.
+
+        ``WireError`` if a message cannot be sent; the caller then calls ``unsendable``, in a thread that
+        may run the handler.
+        """
         batch: list[Buffer] = []
         size = 0
         while size < self._state.chunks.bytes:
@@ -249,15 +262,26 @@ class FrameLink:
             batch = [*encode_control(ack), *batch]
         if not batch:
             return None
-        joined = b"".join(batch)
-        self.sent_bytes += len(joined)
+        self.sent_bytes += sum(map(len, batch))
         self._sent_at = time.monotonic()
-        return joined
+        return batch
 
-    def received(self, connection: Connection, data: bytes) -> None:
+    def written(self, count: int, seconds: float) -> None:
+        """Record that the network took a batch of ``count`` bytes in this time."""
+        self._state.chunks.sent(count, seconds)
+
+    def unsendable(self, error: WireError) -> None:
+        """End the link: a message cannot be sent."""
+        self.fail(f"a message to node_{self.peer.node} cannot be sent: {error}")
+
+    def invalid(self, error: WireError) -> None:
+        """End the link: the peer does not follow the protocol."""
+        self.fail(f"node_{self.peer.node} sent an invalid frame: {error}")
+
+    def received(self, connection: Connection, data: Buffer) -> None:
         """Process a received batch."""
         with self._inbound:
-            if self._stale(connection):
+            if self.stale(connection):
                 return
             self._state.detector.arrived(time.monotonic())
             self.received_bytes += len(data)
@@ -270,15 +294,15 @@ class FrameLink:
                         raise WireError("a message arrived before the connection was chosen")
                     elif (message := self._state.assembler.take(frame)) is not None:
                         self._deliver(message)
-                    if self._stale(connection):
+                    if self.stale(connection):
                         return
             except WireError as error:
-                self.fail(f"node_{self.peer.node} sent an invalid frame: {error}")
+                self.invalid(error)
                 return
             with self._lock:
                 wake = self._state.acks.bytes_arrived(len(data))
         if wake:
-            connection.wake.put(None)
+            connection.prompt()
 
     def disconnected(self, connection: Connection, detail: str) -> None:
         """Process the end of a connection; ``detail`` is the network's reason."""
@@ -361,7 +385,7 @@ class FrameLink:
             connection.hang_up()
         connection.wake.put(None)
 
-    def _stale(self, connection: Connection) -> bool:
+    def stale(self, connection: Connection) -> bool:
         """Return whether the connection, or the link, is over."""
         return connection.over or self._ended
 
@@ -371,7 +395,7 @@ class FrameLink:
         """Return a control frame, or else the next frame of a message."""
         while True:
             with self._lock:
-                if self._stale(connection):
+                if self.stale(connection):
                     return None
                 if connection.controls:
                     control = connection.controls.popleft()
@@ -388,11 +412,7 @@ class FrameLink:
                 connection.frames = self._encode(*taken)
                 del taken  # otherwise the message would be kept alive after its acknowledgement
             assert connection.frames is not None
-            try:
-                parts = next(connection.frames, None)
-            except WireError as error:
-                self.fail(f"a message to node_{self.peer.node} cannot be sent: {error}")
-                return None
+            parts = next(connection.frames, None)
             if parts is not None:
                 return parts
             connection.frames = None
@@ -426,7 +446,7 @@ class FrameLink:
                 return None
             return self._state.acks.due(time.perf_counter(), alone=alone)
 
-    def _writes_end(self, connection: Connection) -> bool:
+    def writes_end(self, connection: Connection) -> bool:
         """Return whether the peer is to be told now that the link is over."""
         with self._lock:
             done = self._closing and self._state.outbox.acknowledged == self._state.outbox.queued

@@ -71,13 +71,18 @@ def reach(address: Address, seconds: float) -> Unanswered | None:
     target = dial_address(address)
     try:
         socket.create_connection((target.host, target.port), max(seconds, 0.001)).close()
-    except TimeoutError:
-        return Unanswered(f"no answer within {seconds:.3g} s")
-    except ConnectionRefusedError:
-        return Unanswered("nothing listens there (connection refused)", nothing_listens=True)
     except OSError as error:
-        return Unanswered(error.strerror or str(error))
+        return failed_connection(error, seconds)
     return None
+
+
+def failed_connection(error: OSError, seconds: float) -> Unanswered:
+    """Return the failure of a TCP connection that had to be made within a number of seconds."""
+    if isinstance(error, TimeoutError):
+        return Unanswered(f"no answer within {seconds:.3g} s")
+    if isinstance(error, ConnectionRefusedError):
+        return Unanswered("nothing listens there (connection refused)", nothing_listens=True)
+    return Unanswered(error.strerror or str(error))
 
 
 class RouteSearch:

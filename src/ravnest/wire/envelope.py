@@ -61,7 +61,7 @@ def seal(kind: Kind, number: int, body: Sequence[Buffer]) -> list[Buffer]:
     return [fixed + _CHECKSUM.pack(checksum.intdigest()), *body]
 
 
-def split(data: bytes) -> Iterator[memoryview]:
+def split(data: Buffer) -> Iterator[memoryview]:
     """Yield the frames in a batch of whole frames; ``unseal`` rejects an incomplete rest."""
     view = memoryview(data)
     while len(view) > SIZE:
@@ -70,6 +70,19 @@ def split(data: bytes) -> Iterator[memoryview]:
         view = view[stop:]
     if view:
         yield view
+
+
+def frame_size(data: memoryview, limit: int) -> int:
+    """Return the size of the frame that begins with at least ``SIZE`` bytes of data.
+
+    ``WireError`` if it is no frame, or larger than ``limit`` bytes.
+    """
+    if data[: len(MAGIC)] != MAGIC:
+        raise WireError("the data is not a Ravnest frame")
+    size: int = SIZE + _LENGTH.unpack_from(data, _LENGTH_AT)[0]
+    if size > limit:
+        raise WireError(f"a frame of {size} bytes is larger than the limit of {limit}")
+    return size
 
 
 def unseal(data: Buffer, limit: int) -> Frame:

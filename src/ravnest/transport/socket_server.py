@@ -1,0 +1,146 @@
+"""Listening side of links over sockets: peers on the same machine."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ravnest.deadlines import LINK_HELLO
+from ravnest.errors import LinkClosedError, RefusedError, WireError
+from ravnest.transport.base import Admit
+from ravnest.transport.frame_socket import CLOSED_IN_CHILDREN, FrameSocket
+from ravnest.transport.handshake import LARGEST_HELLO, Greeting, ListenHandshake, hello_frame
+from ravnest.transport.link import FrameLink
+from ravnest.transport.listen_address import MAX_LINKS, bound_socket
+from ravnest.transport.socket_connection import SocketConnection
+from ravnest.types import Address
+from ravnest.wire.frames import largest_frame
+from ravnest.wire.header import Limits
+from ravnest.wire.messages import HelloRefused
+
+_FAREWELL_SECONDS = 1.0
+"""Time for a refused peer to read the reason."""
+
+logger = logging.getLogger(__name__)
+
+
+class SocketListener:
+    """Listening socket that accepts connections, of new links and of open ones."""
+
+    def __init__(
+        self,
+        admit: Admit,
+        find: Callable[[str], FrameLink | None],
+        open_link: Callable[[Greeting], FrameLink],
+        limits: Limits,
+        secret: str,
+    ) -> None:
+        """``secret``: what peers have to prove; empty: nothing."""
+        self._admit = admit
+        self._find = find
+        self._open_link = open_link
+        self._largest = largest_frame(limits)
+        self._secret = secret
+        self._listening: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._streams: set[FrameSocket] = set()
+
+    def start(self, address: Address) -> int:
+        """Listen, and return the port."""
+        self._listening = listening = bound_socket(address)
+        listening.listen(MAX_LINKS)
+        CLOSED_IN_CHILDREN.add(listening)
+        threading.Thread(
+            target=self._accept, args=(listening,), name="ravnest listener", daemon=True
+        ).start()
+        return int(listening.getsockname()[1])
+
+    def stop(self) -> None:
+        """Stop listening and end open streams."""
+        if self._listening is not None:
+            with suppress(OSError):
+                self._listening.shutdown(socket.SHUT_RDWR)  # otherwise accept() goes on
+            self._listening.close()
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.hang_up()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connected, _ = listening.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                return
+            stream = FrameSocket(connected)
+            with self._lock:
+                free = len(self._streams) < MAX_LINKS
+                if free:
+                    self._streams.add(stream)
+            if free:
+                threading.Thread(
+                    target=self._serve, args=(stream,), name="ravnest link reader", daemon=True
+                ).start()
+            else:
+                stream.close()
+
+    def _serve(self, stream: FrameSocket) -> None:
+        """Answer the Hello of a peer, then read what it sends."""
+        try:
+            stream.start()
+            answered = self._greet(stream)
+            if isinstance(answered, HelloRefused):
+                _refuse(stream, answered)
+            elif answered is not None:
+                answered.read()
+        except OSError:  # the peer has ended the connection
+            return
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+            stream.close()
+
+    def _greet(self, stream: FrameSocket) -> SocketConnection | HelloRefused | None:
+        """Return the connection of a peer that is admitted, a refusal, or None if the peer is gone."""
+        handshake = ListenHandshake(self._admit, self._find, None, self._secret)
+        deadline = time.monotonic() + LINK_HELLO
+        while True:
+            try:
+                frame = stream.read_one(LARGEST_HELLO, deadline)
+            except TimeoutError:
+                return HelloRefused(f"no Hello arrived within {LINK_HELLO:g} s")
+            except WireError as error:
+                return HelloRefused(f"your Hello is unreadable: {error}")
+            if frame is None:
+                return None
+            reply = handshake.next(bytes(frame))
+            if isinstance(reply, HelloRefused):
+                return reply
+            if isinstance(reply, Greeting):
+                return self._opened(stream, reply)
+            stream.send([hello_frame(reply)], wait=True)
+
+    def _opened(self, stream: FrameSocket, greeting: Greeting) -> SocketConnection | HelloRefused | None:
+        try:
+            link = greeting.link or self._open_link(greeting)
+        except RefusedError as error:
+            return HelloRefused(str(error))
+        except LinkClosedError:  # the peer dials again
+            return None
+        stream.send([greeting.frame], wait=True)
+        connection = SocketConnection(stream, link, self._largest)
+        connection.start()
+        return connection
+
+
+def _refuse(stream: FrameSocket, reason: HelloRefused) -> None:
+    """Send the reason and wait until the peer has read it: closing earlier could discard it."""
+    stream.send([hello_frame(reason)], wait=True)
+    stream.end_writing()
+    stream.await_end(_FAREWELL_SECONDS)
