@@ -70,6 +70,18 @@ class FetchedModel(Schema):
     progress: JobProgress
 
 
+class FetchedPartial(FetchedModel):
+    """Report of a download of the newest weights of a job."""
+
+    update: int
+    epoch: int
+    """Epoch of these updates, from 1."""
+    age: float
+    """Seconds since the server got them."""
+    clusters: tuple[int, ...]
+    """Clusters whose mean they are; or the one whose weights they are."""
+
+
 def fetch(
     job: JobId,
     folder: Out = None,
@@ -83,16 +95,27 @@ def fetch(
         bool,
         typer.Option("--best", help="The best model so far, as `best_state_dict.pt`; does not wait."),
     ] = False,
+    partial_: Annotated[
+        bool,
+        typer.Option(
+            "--partial",
+            help="The newest weights at the server, as `partial_state_dict.pt`; does not wait.",
+        ),
+    ] = False,
 ) -> None:
     """Wait for a job and download the model as `trained_state_dict.pt`.
 
     Load it with `model.load_state_dict(torch.load(path, weights_only=True))`. An adapter of peft is
     `adapter_model.safetensors`; load it with `PeftModel.from_pretrained(base_model, folder)`.
     """
+    if best and partial_:
+        raise typer.BadParameter("give one of the two", param_hint="--best with --partial")
     check_writable(folder or Path.cwd())
     with run_log(log_dir) as log, JobHandle(job, select_server(server, token).api()) as handle:
         if best:
             _fetch_best(handle, folder, as_json=as_json, quiet=quiet)
+        elif partial_:
+            _fetch_partial(handle, folder, as_json=as_json, quiet=quiet, whole=whole)
         else:
             follow_and_fetch(handle, folder, as_json=as_json, quiet=quiet, log=log, whole=whole)
 
@@ -112,6 +135,26 @@ def _fetch_best(handle: JobHandle, folder: Path | None, *, as_json: bool, quiet:
         print_json(_fetched(path, handle.view()))
     else:
         out().print(str(path))
+
+
+def _fetch_partial(
+    handle: JobHandle, folder: Path | None, *, as_json: bool, quiet: bool, whole: bool
+) -> None:
+    """Download the newest weights of a job at the server."""
+    console = err(quiet=quiet)
+    with progress_bars(console) as bars:
+        found = handle.partial(
+            folder=folder or Path(f"ravnest-{handle.id}"),
+            progress=partial(bars.update, "downloading"),
+            whole=whole,
+        )
+    console.print(str(found))
+    if as_json:
+        point = {"update": found.update, "epoch": found.epoch, "age": found.age}
+        fetched = _fetched(found.path, handle.view())
+        print_json(FetchedPartial(**fetched.model_dump(), **point, clusters=found.clusters))
+    else:
+        out().print(str(found.path))
 
 
 def _fetched(path: Path, view: JobView) -> FetchedModel:

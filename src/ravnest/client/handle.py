@@ -24,6 +24,8 @@ from ravnest.telemetry import RecordSink
 if TYPE_CHECKING:
     import torch
 
+    from ravnest.client.partial_results import PartialModel
+
 logger = logging.getLogger(__name__)
 
 RESTART = RetryPolicy(tries=60, first=0.5, most=10.0)
@@ -226,6 +228,29 @@ class JobHandle:
         path: Path = _results().fetch_best(self._api, self.id, Path(folder), progress)
         return path
 
+    def partial(
+        self,
+        into: torch.nn.Module | None = None,
+        *,
+        folder: str | Path | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        whole: bool = False,
+    ) -> PartialModel:
+        """Return the newest weights at the server, without waiting for the job.
+
+        The job may be training, waiting, failed or cancelled. The weights are those of its newest
+        complete checkpoint; of several clusters, the mean. They are loaded ``into`` a module and written
+        to ``folder/partial_state_dict.pt`` if these are given; of a ``peft`` model it is the adapter,
+        unless ``whole``. Raises ``ServerRefusedError`` if there is none yet, with the time of the next.
+        """
+        partial_results = import_module("ravnest.client.partial_results")
+        with tempfile.TemporaryDirectory(prefix="ravnest-") as scratch:
+            target = Path(scratch if folder is None else folder)
+            found: PartialModel = partial_results.fetch_partial(
+                self._api, self.id, target, progress, into=into, whole=whole
+            )
+        return found
+
     def cancel(self) -> None:
         """Cancel the job and free its providers.
 
@@ -278,5 +303,6 @@ def _checkpoint_hint(view: JobView) -> str:
         return ""
     return (
         f"\nThe server has its checkpoint of update {view.saved_update}: continue from it with `ravnest "
-        f"submit MODULE:FUNCTION --resume {view.id}`, with other settings if you like"
+        f"submit MODULE:FUNCTION --resume {view.id}`, with other settings if you like, or download its "
+        f"weights with `ravnest fetch {view.id} --partial`"
     )

@@ -28,6 +28,7 @@ from ravnest.server.job_snapshots import JobSnapshots
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.notifications import Notifications
 from ravnest.server.plan_review import PlanReviewer
+from ravnest.server.partial_service import PartialService
 from ravnest.server.provider_service import ProviderService
 from ravnest.server.rate_limits import RateLimits
 from ravnest.server.reachability.dial_back import DialBackService
@@ -94,6 +95,7 @@ class Server:
         self.dial_backs = DialBackService(self.clock.steady)
         self.relay_service = RelayService(self._units, self.folder, self.settings)
         self.job_service = JobService(self._units, self.settings, self.artifacts)
+        self.partial_service = PartialService(self._units, self.settings)
         self.link_test_service = LinkTestService(
             self._units, self.auth, self.settings, self.relay_service
         )

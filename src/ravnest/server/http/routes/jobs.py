@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.jobs import EventView, JobCreated, JobResult, JobSpec, JobView, LossHistory
+from ravnest.schemas.partial_results import PartialResult
 from ravnest.server.auth.dependencies import CurrentServer, JobReader, RequesterMember
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.http.guarded_route import GuardedRoute, Position, large_body
@@ -106,6 +107,12 @@ def result(job: str, member: RequesterMember, server: CurrentServer) -> JobResul
 def best(job: str, member: RequesterMember, server: CurrentServer) -> JobResult:
     """Return the list of files of the best model so far; 409 if there is none."""
     return server.job_service.best_model(server.visible_job(member, job))
+
+
+@router.get("/{job}/partial")
+def partial(job: str, member: RequesterMember, server: CurrentServer) -> PartialResult:
+    """Return the files of the newest checkpoints of a job in any state; 409 if there is none."""
+    return server.partial_service.newest(server.visible_job(member, job), member)
 
 
 def _view(server: Server, member: MemberRecord, job: str) -> JobView:
