@@ -21,7 +21,7 @@ from ravnest.cli.console import (
 from ravnest.cli.exit_codes import ExitCode
 from ravnest.cli.options import JobId, Json, Quiet, Server, Token
 from ravnest.cli.system_errors import check_writable
-from ravnest.client.handle import JobHandle, ended_without_model
+from ravnest.client.handle import JobHandle, ended_without_model, final_figures
 from ravnest.client.server_selection import select_server
 from ravnest.logs.run_log import RunLog
 from ravnest.schemas.base import Schema
@@ -68,6 +68,15 @@ class FetchedModel(Schema):
     degraded: str
     """Why the model lacks the training of some clusters; empty if all finished."""
     progress: JobProgress
+
+
+class EvaluatedModel(Schema):
+    """Report of a job that only evaluates."""
+
+    job: str
+    reason: str
+    metrics: dict[str, float | None]
+    """Figures by name; null: not finite."""
 
 
 class FetchedPartial(FetchedModel):
@@ -150,9 +159,16 @@ def _fetch_partial(
         )
     console.print(str(found))
     if as_json:
-        point = {"update": found.update, "epoch": found.epoch, "age": found.age}
-        fetched = _fetched(found.path, handle.view())
-        print_json(FetchedPartial(**fetched.model_dump(), **point, clusters=found.clusters))
+        fetched = _fetched(found.path, handle.view()).model_dump()
+        print_json(
+            FetchedPartial(
+                **fetched,
+                update=found.update,
+                epoch=found.epoch,
+                age=found.age,
+                clusters=found.clusters,
+            )
+        )
     else:
         out().print(str(found.path))
 
@@ -166,6 +182,17 @@ def _fetched(path: Path, view: JobView) -> FetchedModel:
         degraded=view.degraded,
         progress=view.progress,
     )
+
+
+def _print_figures(view: JobView, *, as_json: bool, as_lines: bool) -> None:
+    """Print what a job that only evaluates has found, with all digits."""
+    figures = final_figures(view.progress)
+    if as_json or as_lines:
+        found = EvaluatedModel(job=view.id, reason=view.reason, metrics=figures)
+        (print_json_line if as_lines else print_json)(found)
+        return
+    for name, value in figures.items():
+        out().print(f"{name} {'not finite' if value is None else repr(value)}")
 
 
 def _interrupted(job: str, server: str | None) -> str:
@@ -215,6 +242,9 @@ def follow_and_fetch(
             ended = handle.wait(on_change=show) if log is None else handle.follow(log, on_change=show)
         if ended.state is not JobState.DONE:
             raise ended_without_model(ended)
+        if ended.progress.epochs == 0:
+            _print_figures(ended, as_json=as_json, as_lines=as_lines)
+            return
         with progress_bars(console) as bars:
             path = handle.fetch(
                 folder or Path(f"ravnest-{handle.id}"),

@@ -228,6 +228,17 @@ class JobHandle:
         path: Path = _results().fetch_best(self._api, self.id, Path(folder), progress)
         return path
 
+    def metrics(self, timeout: float | None = None) -> dict[str, float | None]:
+        """Wait for the job and return the figures of its last validation by name.
+
+        Of a job with ``epochs=0`` they are all that it delivers. A figure that is not finite is None.
+        Raises ``JobEndedError`` with the reason if the job failed or was cancelled.
+        """
+        ended = self.wait(timeout)
+        if ended.state is not JobState.DONE:
+            raise ended_without_model(ended)
+        return final_figures(ended.progress)
+
     def partial(
         self,
         into: torch.nn.Module | None = None,
@@ -277,6 +288,11 @@ def attach(job_id: str, server: str | None = None, *, token: str | None = None) 
 def _results() -> ModuleType:
     """Import the module that needs torch, which takes seconds; reading a job does not need it."""
     return import_module("ravnest.client.results")
+
+
+def final_figures(progress: JobProgress) -> dict[str, float | None]:
+    """Return the figures of the last validation by name; empty if there was none."""
+    return progress.metrics or ({progress.metric: progress.validation} if progress.metric else {})
 
 
 def ended_without_model(view: JobView) -> JobEndedError:

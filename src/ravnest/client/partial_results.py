@@ -53,9 +53,8 @@ class PartialModel:
     def __str__(self) -> str:
         numbers = " and ".join(map(str, self.clusters))
         mean = f", mean of the clusters {numbers}" if len(self.clusters) > 1 else ""
-        return (
-            f"update {self.update} in epoch {self.epoch} of {self.epochs}, {duration(self.age)} old{mean}"
-        )
+        epoch = f"epoch {self.epoch} of {self.epochs}"
+        return f"update {self.update} in {epoch}, {duration(self.age)} old{mean}"
 
 
 def fetch_partial(
@@ -85,7 +84,9 @@ def fetch_partial(
     if found.adapter is not None and not whole:
         description = files.folder / ADAPTER_FILE
         download_files(api, [(found.adapter, description)], progress, job=job)
-        trained = {name: tensors[e.key] for e in model.state if e.key in tensors for name in e.model_names}
+        trained = {
+            name: tensors[e.key] for e in model.state if e.key in tensors for name in e.model_names
+        }
         path = save_adapter(read_adapter(description), trained, folder)
     else:
         path = folder / PARTIAL_FILE

@@ -51,7 +51,9 @@ class PartialService:
                 age=max(uow.db.now - complete[0].time, 0.0),
                 epochs=record.epochs,
                 robust=spec.training.robust_mean is not None,
-                clusters=tuple(_files(each, is_averaged=each.cluster in averaged) for each in newest.values()),
+                clusters=tuple(
+                    _files(each, is_averaged=each.cluster in averaged) for each in newest.values()
+                ),
                 units=spec.model.units,
                 weights=spec.model.weights,
                 adapter=spec.adapter,

@@ -105,9 +105,7 @@ def _old_clusters(
     return found
 
 
-def averaged_clusters(
-    db: Transaction, job: str, complete: Sequence[CompleteCheckpoint]
-) -> set[int]:
+def averaged_clusters(db: Transaction, job: str, complete: Sequence[CompleteCheckpoint]) -> set[int]:
     """Return the clusters whose newest checkpoints make up the mean: those of the last round.
 
     If no round is known, these are all that have a checkpoint.

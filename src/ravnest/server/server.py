@@ -27,8 +27,8 @@ from ravnest.server.job_service import JobService
 from ravnest.server.job_snapshots import JobSnapshots
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.notifications import Notifications
-from ravnest.server.plan_review import PlanReviewer
 from ravnest.server.partial_service import PartialService
+from ravnest.server.plan_review import PlanReviewer
 from ravnest.server.provider_service import ProviderService
 from ravnest.server.rate_limits import RateLimits
 from ravnest.server.reachability.dial_back import DialBackService

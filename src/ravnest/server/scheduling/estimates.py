@@ -80,7 +80,7 @@ def _seconds(spec: JobSpec, plan: Plan) -> float:
     if spec.validation is None:
         return seconds
     slowest = min(cluster.samples_per_second for cluster in plan.clusters)
-    times = spec.training.epochs // spec.training.val_freq
+    times = spec.training.epochs // spec.training.val_freq or int(spec.training.epochs == 0)
     return seconds + times * spec.validation.samples * _FORWARD / slowest
 
 

@@ -91,6 +91,10 @@ def resume(job: str, member: RequesterMember, server: CurrentServer) -> JobCreat
 def result(job: str, member: RequesterMember, server: CurrentServer) -> JobResult:
     """Return the list of trained files; 409 if there is none."""
     record = server.visible_job(member, job)
+    if record.epochs == 0:
+        raise ServerRefusedError(
+            f"{job} has no model: it only evaluates one. `ravnest fetch {job}` prints its figures", 409
+        )
     with server.db.read() as db:
         found = db.jobs.result(job)
         digests = [] if found is None else [file.artifact.sha256 for file in found.files]
