@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from ravnest.errors import ServerRefusedError
 
 
-def figures_of_one_process(fields: dict[str, object], state: dict[str, torch.Tensor]) -> dict[str, float]:
+def figures_of_one_process(fields: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return loss and accuracy over the validation batches of a job."""
     model, data = fields["model"], fields["val_data"]
     model.load_state_dict(state)
@@ -29,7 +30,7 @@ def figures_of_one_process(fields: dict[str, object], state: dict[str, torch.Ten
 
 
 def test_an_evaluation_delivers_the_figures_of_one_process(tmp_path: Path) -> None:
-    options = {"epochs": 0, "train_data": None, "min_providers": 2, "metrics": ["loss", "accuracy"]}
+    options: dict[str, Any] = {"epochs": 0, "train_data": None, "min_providers": 2, "metrics": ["loss", "accuracy"]}
     fields = small_job(**options)
     with (
         loopback_server(tmp_path / "server") as server,
@@ -44,3 +45,9 @@ def test_an_evaluation_delivers_the_figures_of_one_process(tmp_path: Path) -> No
         assert (view.progress.updates, view.progress.epochs) == (0, 0)
         with pytest.raises(ServerRefusedError, match="it only evaluates one"):
             handle.result(timeout=SECONDS)
+        again: dict[str, Any] = {"min_providers": 2, "metrics": ["loss", "accuracy"], "shuffle": False}
+        with server.submit(**again, optimizer_params={"lr": 0.1, "momentum": 0.9}) as trained:
+            state = trained.result(timeout=SECONDS)
+            check = trained.resubmit(epochs=0, name="check", start_from="result")
+            assert check.metrics(timeout=SECONDS) == figures_of_one_process(fields, state)
+            assert check.view().name == "check"

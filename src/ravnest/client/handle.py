@@ -9,7 +9,8 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote
 
 from ravnest.client.job_records import JobRecords
 from ravnest.client.notebook import job_html
@@ -18,7 +19,8 @@ from ravnest.deadlines import JOB_POLL
 from ravnest.errors import JobEndedError
 from ravnest.http.api import ApiClient
 from ravnest.http.retry import RetryPolicy
-from ravnest.schemas.jobs import EventView, JobProgress, JobState, JobView, LossHistory
+from ravnest.schemas.job_changes import JobChanges, StartFrom
+from ravnest.schemas.jobs import EventView, JobCreated, JobProgress, JobState, JobView, LossHistory
 from ravnest.telemetry import RecordSink
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 RESTART = RetryPolicy(tries=60, first=0.5, most=10.0)
 """Retries while waiting for a job: they outlast a server restart of about eight minutes."""
+
+
+_COPY_SECONDS = 600.0
+"""Time in which a server copies the trained weights that a job starts from."""
 
 
 class JobHandle:
@@ -262,12 +268,31 @@ class JobHandle:
             )
         return found
 
+    def resubmit(self, *, start_from: StartFrom = "original", **changes: Any) -> JobHandle:
+        """Submit a new job like this one with changed settings, and return its handle.
+
+        ``changes`` have the names of the fields of ``Job``, such as ``epochs=10``; ``lr`` stands for
+        that of ``optimizer_params``, of which only those given change. The files at the server are used
+        again. ``start_from``: ``"result"``, ``"best"``, or ``"checkpoint"`` to continue an ended job.
+        Raises ``JobError`` or ``ServerRefusedError`` for changes that need another upload. The new
+        handle uses the connection of this one: close this one last.
+        """
+        changed_settings = import_module("ravnest.jobs.changed_settings")
+        body = changed_settings.job_changes({**changes, "start_from": start_from})
+        return JobHandle(resubmit_job(self._api, self.id, body), self._api, close=lambda: None)
+
     def cancel(self) -> None:
         """Cancel the job and free its providers.
 
         Raises ``ServerRefusedError`` if the job is done or failed.
         """
         self._api.post(f"{self._path}/cancel", None, object, idempotent=True)
+
+
+def resubmit_job(api: ApiClient, job: str, changes: JobChanges) -> str:
+    """Submit a job like an earlier one; return its id."""
+    path = f"/api/jobs/{quote(job, safe='')}/resubmit"
+    return api.post(path, changes, JobCreated, within=_COPY_SECONDS).id
 
 
 def attach(job_id: str, server: str | None = None, *, token: str | None = None) -> JobHandle:

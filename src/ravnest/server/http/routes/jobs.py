@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.errors import ServerRefusedError
+from ravnest.schemas.job_changes import JobChanges
 from ravnest.schemas.jobs import EventView, JobCreated, JobResult, JobSpec, JobView, LossHistory
 from ravnest.schemas.partial_results import PartialResult
 from ravnest.server.auth.dependencies import CurrentServer, JobReader, RequesterMember
@@ -85,6 +86,13 @@ def resume(job: str, member: RequesterMember, server: CurrentServer) -> JobCreat
     """Submit the job again, to continue from its newest checkpoint."""
     server.visible_job(member, job)
     return JobCreated(id=server.job_service.resume_job(member, job))
+
+
+@router.post("/{job}/resubmit", status_code=201)
+def resubmit(job: str, body: JobChanges, member: RequesterMember, server: CurrentServer) -> JobCreated:
+    """Submit the job again with changed settings; it belongs to the owner of the job."""
+    record = server.visible_job(member, job)
+    return JobCreated(id=server.resubmission_service.resubmit(record, member, body))
 
 
 @router.get("/{job}/result")
