@@ -77,7 +77,7 @@ def test_changes_are_sent_without_what_stays() -> None:
 def test_a_schedule_is_made_for_the_new_number_of_updates() -> None:
     old = spec(named_schedule("cosine", {}, 16), lr_step_on_epoch_change=False)
     assert changed(old, lr=0.5).training.scheduler == old.training.scheduler
-    with pytest.raises(JobError, match="for 16 updates, and the changed job makes 32: give lr_scheduler"):
+    with pytest.raises(JobError, match="for 16 updates, and the changed job makes 32: give lr"):
         changed(old, epochs=8)
     found = changed(old, epochs=8, lr_scheduler="linear", lr_scheduler_params={"warmup_steps": 2})
     assert found.training.scheduler is not None

@@ -30,7 +30,8 @@ def figures_of_one_process(fields: dict[str, Any], state: dict[str, torch.Tensor
 
 
 def test_an_evaluation_delivers_the_figures_of_one_process(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"epochs": 0, "train_data": None, "min_providers": 2, "metrics": ["loss", "accuracy"]}
+    options: dict[str, Any] = {"epochs": 0, "train_data": None, "min_providers": 2}
+    options["metrics"] = ["loss", "accuracy"]
     fields = small_job(**options)
     with (
         loopback_server(tmp_path / "server") as server,
