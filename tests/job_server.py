@@ -18,6 +18,7 @@ from ravnest.http.transfer import artifact_of, download, upload
 from ravnest.jobs.job import Job
 from ravnest.jobs.packing import PackedJob, pack_job
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.checkpoints import UploadedCheckpoint
 from ravnest.schemas.jobs import JobCreated, JobView, ResultFile
 from ravnest.schemas.providers import (
     Assignment,
@@ -29,9 +30,14 @@ from ravnest.schemas.providers import (
 )
 from ravnest.server.http.runner import RunningServer, serve
 from ravnest.split import StageModule
+from ravnest.split.split_stage import SplitStage
 from ravnest.store.bundle import load_stage
+from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
+from ravnest.store.checkpoint_state import stored_entries, stored_tensors
+from ravnest.store.plain_data import encode
 from ravnest.store.trained import save_trained
 from ravnest.telemetry import LossRecord, ValidationRecord, WorkerRecord
+from ravnest.types import CheckpointId
 
 
 def small_job(**fields: Any) -> Job:
@@ -103,6 +109,7 @@ class ScriptedProvider:
         *records: WorkerRecord,
         reason: str = "",
         result: tuple[ResultFile, ...] = (),
+        checkpoints: tuple[UploadedCheckpoint, ...] = (),
     ) -> None:
         assert self.assignment is not None
         report = AssignmentReport(
@@ -112,6 +119,7 @@ class ScriptedProvider:
             result=result,
             first_record=self._records,
             records=records,
+            checkpoints=checkpoints,
         )
         self._beat(Heartbeat(report=report, known=self.assignment.id, wait=0))
         self._records += len(records)
@@ -119,10 +127,7 @@ class ScriptedProvider:
     def finish(self, *, changed_only: bool = False) -> None:
         """Upload the stage with its initial weights as the trained stage, and report the end."""
         assert self.assignment is not None
-        bundle = self._folder / self.assignment.id
-        download(self._api, self.assignment.stage, bundle / "stage.json")
-        download(self._api, self.assignment.weights, bundle / "weights.safetensors")
-        stage = load_stage(bundle, self.assignment.stage.sha256)
+        stage = self._stage()
         module = StageModule(stage.spec, stage.tensors)
         trained = self._folder / f"{self.assignment.id}-trained"
         save_trained(trained, self.assignment.node_spec, module, run="run", changed_only=changed_only)
@@ -130,6 +135,48 @@ class ScriptedProvider:
         files = tuple(ResultFile(name=path.name, artifact=artifact_of(path)) for path in paths)
         upload(self._api, {f.artifact.sha256: path for f, path in zip(files, paths, strict=True)})
         self.report("finished", result=files)
+
+    def _stage(self) -> SplitStage:
+        assert self.assignment is not None
+        bundle = self._folder / self.assignment.id
+        download(self._api, self.assignment.stage, bundle / "stage.json")
+        download(self._api, self.assignment.weights, bundle / "weights.safetensors")
+        return load_stage(bundle, self.assignment.stage.sha256)
+
+    def save_checkpoint(self, update: int, change: float, *, samples: int = 0) -> None:
+        """Upload a checkpoint in which trained weights have changed by ``change``, and report it.
+
+        ``samples``: those since the last average.
+        """
+        assert self.assignment is not None
+        node, stage = self.assignment.node_spec, self._stage()
+        tensors = {
+            f"state/{entry.key}": (stage.tensors[entry.key] + change).to(entry.dtype)
+            for entry in stored_entries(stage.spec)
+        }
+        root = {"epoch": 0, "batches": update, "microbatches": update, "samples": 4 * update}
+        progress = {
+            "root": root | {"data": "", "random": None},
+            "leaf": None,
+            "validations": {},
+            "averaging_samples": samples,
+            "updates": {"done": update, "scheduler_steps": 0},
+        }
+        point = CheckpointId(update, 0)
+        manifest = CheckpointManifest(
+            node.plan, "run", node.node, node.cluster, node.stage, node.stages, point,
+            stored_tensors(stage.spec), encode(progress),
+        )  # fmt: skip
+        folder = CheckpointFolder(self._folder / f"{self.assignment.id}-checkpoints")
+        folder.commit(folder.write_tensors(point, tensors), manifest)
+        paths = folder.tensors_path(point), folder.manifest_path(point)
+        files = [artifact_of(path) for path in paths]
+        upload(self._api, {f.sha256: path for f, path in zip(files, paths, strict=True)})
+        named = UploadedCheckpoint(
+            run="run", update=update, phase=0, stage=node.stage, cluster=node.cluster, plan=node.plan,
+            tensors=files[0], manifest=files[1],
+        )  # fmt: skip
+        self.report("training", checkpoints=(named,))
 
     def leave(self) -> None:
         self._api.delete(f"/api/providers/{self.id}")

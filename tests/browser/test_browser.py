@@ -117,6 +117,7 @@ def test_a_requester_without_jobs_and_a_viewer_cannot_cancel(
     viewer.page.goto(f"{scene.url}/#/jobs/{job}")
     viewer.page.locator(".topology").wait_for()
     assert viewer.page.get_by_role("button", name="Cancel job").count() == 0
+    assert viewer.page.get_by_role("button", name="Resubmit like this").count() == 0
     viewer.page.goto(f"{scene.url}/#/join")
     viewer.sees("Tokens come from the admin")
     requester.page.goto(scene.link(ApiRole.REQUESTER))
@@ -138,6 +139,12 @@ def test_an_admin_creates_a_token_and_cancels_a_job(
     page.get_by_role("button", name="Create token").click()
     watched.sees(f"ravnest provide --server {scene.url} --token rvn.", ".notice")
     page.goto(f"{scene.url}/#/jobs/{job}")
+    page.get_by_role("button", name="Cancel job").click()
+    page.get_by_role("button", name="Yes, cancel").click()
+    watched.sees("cancelled", ".head")
+    page.get_by_role("button", name="Resubmit like this").click()
+    page.get_by_role("button", name="Yes, submit").click()
+    page.wait_for_url(lambda url: "#/jobs/job-" in url and not url.endswith(job))
     page.get_by_role("button", name="Cancel job").click()
     page.get_by_role("button", name="Yes, cancel").click()
     watched.sees("cancelled", ".head")

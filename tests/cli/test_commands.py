@@ -18,6 +18,7 @@ from job_server import (
     in_background,
     job_server,
     loss_record,
+    small_job,
     validation_record,
 )
 
@@ -26,6 +27,7 @@ from ravnest.cli.exit_codes import EXIT_CODES_HELP, ExitCode
 from ravnest.cli.fetch import FetchedModel
 from ravnest.cli.submit import load_job
 from ravnest.client.handle import JobHandle
+from ravnest.client.submission import upload_job
 from ravnest.http.credentials import memberships
 from ravnest.plan.node_configs import read_node_configs
 from ravnest.schemas.auth import ApiRole
@@ -464,6 +466,36 @@ def test_submit_resumes_only_jobs_that_have_ended(ravnest: Command, job: str) ->
     assert f"{job} has no complete checkpoint" in " ".join(ended.err.split())
     assert ravnest("submit").code == ExitCode.USAGE
     assert ravnest("submit", "--resume", job, "--serve-here").code == ExitCode.USAGE
+
+
+def test_a_job_like_an_earlier_one_is_submitted_and_evaluated(
+    ravnest: Command, server: JobServer, here: Path
+) -> None:
+    with server.requester.api() as api:
+        validation = torch.rand(6, 4), torch.randint(3, (6,))
+        first = upload_job(api, small_job(val_data=validation, metrics=["accuracy"]))
+    wanted = ["--set", "optimizer_params.lr=0.5", "--set", "name=slower"]
+    ended = ravnest("submit", "--like", first, *wanted, "--detach")
+    assert ended.code == ExitCode.OK, ended.err
+    assert ravnest("status", ended.out.strip(), "--json").out.count('"name": "slower"') == 1
+    refused = ravnest("submit", "--like", first, "--set", "batch_size=9", "--detach")
+    assert refused.code == ExitCode.ERROR
+    assert "cannot change without another upload" in " ".join(refused.err.split())
+    for wrong in (["--set", "epochs"], ["--resume", first], ["--serve-here"], ["targets:job"]):
+        assert ravnest("submit", "--like", first, *wrong).code == ExitCode.USAGE
+    assert ravnest("submit", "--resume", first, "--set", "epochs=2").code == ExitCode.USAGE
+    server.cancel_jobs()
+    ended = ravnest("submit", "--like", first, "--set", "epochs=0", "--detach")
+    with server.provider() as provider:
+        assert not provider.take_assignment().train.files
+        provider.report("training", validation_record(0, 1 / 3))
+        provider.report("uploading")
+        provider.report("finished")
+    fetched = ravnest("fetch", ended.out.strip())
+    assert (fetched.code, fetched.out) == (ExitCode.OK, f"accuracy {1 / 3!r}\n"), fetched.err
+    report = json.loads(ravnest("fetch", ended.out.strip(), "--json").out)
+    assert report["metrics"] == {"accuracy": 1 / 3}
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.usefixtures("targets")

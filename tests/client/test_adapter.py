@@ -32,12 +32,15 @@ def test_fetch_writes_the_adapter_and_on_request_the_whole_model(
         def train() -> None:
             provider.take_assignment()
             provider.report("training")
+            provider.save_checkpoint(1, change=0.0)
             provider.finish(changed_only=True)
 
         with in_background(train):
             path = handle.fetch(tmp_path / "adapter", timeout=60)
         result = handle.result(into=lora_model(), timeout=60)
         whole = handle.result(whole=True, timeout=60)
+        partial = handle.partial(into=lora_model(), folder=tmp_path / "partial")
+        partial_whole = handle.partial(whole=True)
     assert sorted(each.name for each in path.parent.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -46,5 +49,7 @@ def test_fetch_writes_the_adapter_and_on_request_the_whole_model(
     with torch.no_grad():
         assert torch.equal(loaded(**example).logits, model.eval()(**example).logits)
     assert set(result) == set(peft.get_peft_model_state_dict(model, save_embedding_layers=False))
-    assert list(whole) == list(model.state_dict())
+    assert partial.path.name == "adapter_model.safetensors"
+    assert all(torch.equal(partial.state_dict[name], tensor) for name, tensor in result.items())
+    assert list(partial_whole.state_dict) == list(whole) == list(model.state_dict())
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in whole.items())

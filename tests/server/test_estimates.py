@@ -11,6 +11,7 @@ from server_cases import Case, offer, opened
 from test_planner_process import Wire
 from torch import nn
 
+from ravnest.cli.estimate_text import estimate_lines
 from ravnest.errors import JobError, StageFormatError
 from ravnest.jobs.estimate import pack_estimate
 from ravnest.jobs.job import Job
@@ -94,6 +95,22 @@ def test_a_pipeline_sends_its_activations_and_averages(request_: EstimateRequest
     assert [len(each.stages) for each in two.clusters] == [1, 1]
     assert sum(each.samples for each in two.clusters) == 200
     assert all(each.stages[0].sent_bytes == 3 * two.result_bytes for each in two.clusters)
+
+
+def test_an_evaluation_needs_less_than_training(request_: EstimateRequest) -> None:
+    found = asked(pack_estimate(job(epochs=0, train_data=None)), 4.0, 4.0)
+    weights = 4 * (64 * 256 + 256 + 256 * 256 + 256 + 256 * 4 + 4)
+    assert (found.epochs, found.updates, found.result_bytes) == (0, 0, 0)
+    assert found.upload_bytes == weights + 50 * (64 * 4 + 8)
+    assert found.training_seconds > 0
+    (cluster,) = found.clusters
+    root, leaf = cluster.stages
+    assert (root.sent_bytes > 0, leaf.sent_bytes) == (True, 0), "activations, and no gradients"
+    spec = request_.spec.model_copy(update={"clusters": 1})
+    (trained,) = asked(request_.model_copy(update={"spec": spec}), 4.0, 4.0).clusters
+    needs = [sum(stage.memory_bytes for stage in each.stages) for each in (cluster, trained)]
+    assert needs[0] < needs[1] - 3 * weights, "AdamW has two numbers, and there is a gradient"
+    assert any("evaluation without training" in line for line in estimate_lines(found))
 
 
 def test_a_job_that_does_not_fit_says_what_is_missing(request_: EstimateRequest) -> None:

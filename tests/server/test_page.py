@@ -180,6 +180,10 @@ def test_roles_see_and_do_what_they_may(
     assert client.get("/page/members").status_code == manages
     wanted = {"role": "provider"}
     assert client.post("/page/tokens", json=wanted, headers=PAGE).status_code == manages
+    again = client.post(f"/page/jobs/{job}/resubmit", json={"epochs": 3}, headers=PAGE)
+    assert again.status_code == cancels
+    if cancels == 200:
+        assert case.admin().get(f"/api/jobs/{again.json()['id']}")["progress"]["epochs"] == 3
     assert client.post(f"/page/jobs/{job}/cancel", headers=PAGE).status_code == cancels
 
 
@@ -187,6 +191,7 @@ def test_a_request_of_another_site_changes_nothing(case: Case) -> None:
     job = training_job(case)
     client = browser(case, token(case, ApiRole.ADMIN))
     assert client.post(f"/page/jobs/{job}/cancel").status_code == 403
+    assert client.post(f"/page/jobs/{job}/resubmit", json={}).status_code == 403
     assert client.post("/page/tokens", json={"role": "provider"}).status_code == 403
     assert case.admin().get(f"/api/jobs/{job}")["state"] == "training"
 

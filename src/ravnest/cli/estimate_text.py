@@ -19,12 +19,11 @@ def estimate_lines(found: JobEstimate) -> Iterator[str]:
         yield from _providers(found)
         return
     yield "fits, and can start now" if found.starts_now else f"fits, but not now: {found.reason}"
+    updates = f"{found.updates} updates in {found.epochs} {_counted(found.epochs, 'epoch')}, schedule "
+    work = updates + found.schedule if found.epochs else "evaluation without training"
+    yield f"{work}, about {found.samples_per_second:,.4g} samples/s"
     yield (
-        f"{found.updates} updates in {found.epochs} {_counted(found.epochs, 'epoch')}, schedule "
-        f"{found.schedule}, about {found.samples_per_second:,.4g} samples/s"
-    )
-    yield (
-        f"about {duration(found.training_seconds)} of training, after "
+        f"about {duration(found.training_seconds)} of {'training' if found.epochs else 'work'}, after "
         f"{duration(found.start_seconds)} in which the providers fetch weights and data"
     )
     yield f"upload {size(found.upload_bytes)} at most, download {size(found.result_bytes)} at the end"

@@ -21,7 +21,7 @@ from ravnest.cli.console import (
 from ravnest.cli.exit_codes import ExitCode
 from ravnest.cli.options import JobId, Json, Quiet, Server, Token
 from ravnest.cli.system_errors import check_writable
-from ravnest.client.handle import JobHandle, ended_without_model
+from ravnest.client.handle import JobHandle, ended_without_model, final_figures
 from ravnest.client.server_selection import select_server
 from ravnest.logs.run_log import RunLog
 from ravnest.schemas.base import Schema
@@ -70,6 +70,27 @@ class FetchedModel(Schema):
     progress: JobProgress
 
 
+class EvaluatedModel(Schema):
+    """Report of a job that only evaluates."""
+
+    job: str
+    reason: str
+    metrics: dict[str, float | None]
+    """Figures by name; null: not finite."""
+
+
+class FetchedPartial(FetchedModel):
+    """Report of a download of the newest weights of a job."""
+
+    update: int
+    epoch: int
+    """Epoch of these updates, from 1."""
+    age: float
+    """Seconds since the server got them."""
+    clusters: tuple[int, ...]
+    """Clusters whose mean they are; or the one whose weights they are."""
+
+
 def fetch(
     job: JobId,
     folder: Out = None,
@@ -83,16 +104,27 @@ def fetch(
         bool,
         typer.Option("--best", help="The best model so far, as `best_state_dict.pt`; does not wait."),
     ] = False,
+    partial_: Annotated[
+        bool,
+        typer.Option(
+            "--partial",
+            help="The newest weights at the server, as `partial_state_dict.pt`; does not wait.",
+        ),
+    ] = False,
 ) -> None:
     """Wait for a job and download the model as `trained_state_dict.pt`.
 
     Load it with `model.load_state_dict(torch.load(path, weights_only=True))`. An adapter of peft is
     `adapter_model.safetensors`; load it with `PeftModel.from_pretrained(base_model, folder)`.
     """
+    if best and partial_:
+        raise typer.BadParameter("give one of the two", param_hint="--best with --partial")
     check_writable(folder or Path.cwd())
     with run_log(log_dir) as log, JobHandle(job, select_server(server, token).api()) as handle:
         if best:
             _fetch_best(handle, folder, as_json=as_json, quiet=quiet)
+        elif partial_:
+            _fetch_partial(handle, folder, as_json=as_json, quiet=quiet, whole=whole)
         else:
             follow_and_fetch(handle, folder, as_json=as_json, quiet=quiet, log=log, whole=whole)
 
@@ -114,6 +146,33 @@ def _fetch_best(handle: JobHandle, folder: Path | None, *, as_json: bool, quiet:
         out().print(str(path))
 
 
+def _fetch_partial(
+    handle: JobHandle, folder: Path | None, *, as_json: bool, quiet: bool, whole: bool
+) -> None:
+    """Download the newest weights of a job at the server."""
+    console = err(quiet=quiet)
+    with progress_bars(console) as bars:
+        found = handle.partial(
+            folder=folder or Path(f"ravnest-{handle.id}"),
+            progress=partial(bars.update, "downloading"),
+            whole=whole,
+        )
+    console.print(str(found))
+    if as_json:
+        fetched = _fetched(found.path, handle.view()).model_dump()
+        print_json(
+            FetchedPartial(
+                **fetched,
+                update=found.update,
+                epoch=found.epoch,
+                age=found.age,
+                clusters=found.clusters,
+            )
+        )
+    else:
+        out().print(str(found.path))
+
+
 def _fetched(path: Path, view: JobView) -> FetchedModel:
     return FetchedModel(
         job=view.id,
@@ -123,6 +182,17 @@ def _fetched(path: Path, view: JobView) -> FetchedModel:
         degraded=view.degraded,
         progress=view.progress,
     )
+
+
+def _print_figures(view: JobView, *, as_json: bool, as_lines: bool) -> None:
+    """Print what a job that only evaluates has found, with all digits."""
+    figures = final_figures(view.progress)
+    if as_json or as_lines:
+        found = EvaluatedModel(job=view.id, reason=view.reason, metrics=figures)
+        (print_json_line if as_lines else print_json)(found)
+        return
+    for name, value in figures.items():
+        out().print(f"{name} {'not finite' if value is None else repr(value)}")
 
 
 def _interrupted(job: str, server: str | None) -> str:
@@ -172,6 +242,9 @@ def follow_and_fetch(
             ended = handle.wait(on_change=show) if log is None else handle.follow(log, on_change=show)
         if ended.state is not JobState.DONE:
             raise ended_without_model(ended)
+        if ended.progress.epochs == 0:
+            _print_figures(ended, as_json=as_json, as_lines=as_lines)
+            return
         with progress_bars(console) as bars:
             path = handle.fetch(
                 folder or Path(f"ravnest-{handle.id}"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,12 +18,14 @@ from ravnest.cli.fetch import LogDir, Out, follow_and_fetch, run_log
 from ravnest.cli.options import Quiet, Server, Token
 from ravnest.cli.system_errors import check_writable
 from ravnest.cli.target import TargetError, call_target
-from ravnest.client.handle import JobHandle
+from ravnest.client.handle import JobHandle, resubmit_job
 from ravnest.client.local_server import host_server
 from ravnest.client.server_selection import select_server
 from ravnest.client.submission import resume_job, upload_job
 from ravnest.http.api import ApiClient
+from ravnest.jobs.changed_settings import job_changes
 from ravnest.jobs.job import Job
+from ravnest.schemas.job_changes import StartFrom
 from ravnest.schemas.jobs import JobCreated
 
 _NOT_SUBMITTED = (
@@ -42,6 +46,18 @@ def submit(  # noqa: PLR0913, PLR0917 - each an option of the command
             "model, data and settings.",
         ),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="JOB", help="Submit a job like an earlier one, without an upload."),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Change a setting of --like; `lr=0.001`."),
+    ] = None,
+    start_from: Annotated[
+        StartFrom,
+        typer.Option(help="Weights that --like starts from; `checkpoint` continues an ended job."),
+    ] = "original",
     server: Server = None,
     token: Token = None,
     serve_here: Annotated[
@@ -71,7 +87,11 @@ def submit(  # noqa: PLR0913, PLR0917 - each an option of the command
         (serve_here and detach, "--detach", "the server would end with this command"),
         (serve_here and server, "--serve-here with --server", "give one of the two"),
         (detach and log_dir, "--detach with --log-dir", "give it to `ravnest fetch JOB` instead"),
-        (target is None and resume is None, "MODULE:FUNCTION", "give a function that returns a job"),
+        (not (target or resume or like), "MODULE:FUNCTION", "give a function that returns a job"),
+        (like and (target or resume), "--like", "it takes the place of MODULE:FUNCTION and --resume"),
+        (serve_here and like, "--like", "that server knows no earlier job"),
+        (changes and not like, "--set", "it changes a setting of --like JOB"),
+        (start_from != "original" and not like, "--start-from", "it belongs to --like JOB"),
         (serve_here and resume, "--resume", "that server knows no earlier job"),
     )
     for given, option, problem in wrong:
@@ -89,7 +109,12 @@ def submit(  # noqa: PLR0913, PLR0917 - each an option of the command
             member = select_server(server, token)
         api = stack.enter_context(member.api())
         api.get("/api/health", object)  # before the user's module, whose import may take time
-        handle = JobHandle(_submitted(api, target, resume, console), api)
+        if like is not None:
+            body = job_changes({**parsed_changes(changes or ()), "start_from": start_from})
+            submitted = resubmit_job(api, like, body)
+        else:
+            submitted = _submitted(api, target, resume, console)
+        handle = JobHandle(submitted, api)
         if detach and as_json:
             print_json(JobCreated(id=handle.id))
         elif detach:
@@ -120,6 +145,27 @@ def _submitted(api: ApiClient, target: str | None, resume: str | None, console: 
     except KeyboardInterrupt:
         err().print(f"\n{_NOT_SUBMITTED}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+def parsed_changes(given: Sequence[str]) -> dict[str, Any]:
+    """Return settings from texts such as ``epochs=10`` and ``optimizer_params.lr=0.001``.
+
+    Values are JSON; what is not JSON is text.
+    """
+    found: dict[str, Any] = {}
+    for each in given:
+        name, sign, text = each.partition("=")
+        top, dot, key = name.strip().partition(".")
+        own = found.setdefault(top, {}) if dot else found
+        if not sign or not top or not isinstance(own, dict):
+            problem = f"{each!r} is not NAME=VALUE or NAME.KEY=VALUE, such as epochs=10"
+            raise typer.BadParameter(problem, param_hint="--set")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        own[key if dot else top] = value
+    return found
 
 
 def load_job(target: str) -> Job:

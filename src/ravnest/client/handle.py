@@ -9,7 +9,8 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote
 
 from ravnest.client.job_records import JobRecords
 from ravnest.client.notebook import job_html
@@ -18,16 +19,23 @@ from ravnest.deadlines import JOB_POLL
 from ravnest.errors import JobEndedError
 from ravnest.http.api import ApiClient
 from ravnest.http.retry import RetryPolicy
-from ravnest.schemas.jobs import EventView, JobProgress, JobState, JobView, LossHistory
+from ravnest.schemas.job_changes import JobChanges, StartFrom
+from ravnest.schemas.jobs import EventView, JobCreated, JobProgress, JobState, JobView, LossHistory
 from ravnest.telemetry import RecordSink
 
 if TYPE_CHECKING:
     import torch
 
+    from ravnest.client.partial_results import PartialModel
+
 logger = logging.getLogger(__name__)
 
 RESTART = RetryPolicy(tries=60, first=0.5, most=10.0)
 """Retries while waiting for a job: they outlast a server restart of about eight minutes."""
+
+
+_COPY_SECONDS = 600.0
+"""Time in which a server copies the trained weights that a job starts from."""
 
 
 class JobHandle:
@@ -226,12 +234,65 @@ class JobHandle:
         path: Path = _results().fetch_best(self._api, self.id, Path(folder), progress)
         return path
 
+    def metrics(self, timeout: float | None = None) -> dict[str, float | None]:
+        """Wait for the job and return the figures of its last validation by name.
+
+        Of a job with ``epochs=0`` they are all that it delivers. A figure that is not finite is None.
+        Raises ``JobEndedError`` with the reason if the job failed or was cancelled.
+        """
+        ended = self.wait(timeout)
+        if ended.state is not JobState.DONE:
+            raise ended_without_model(ended)
+        return final_figures(ended.progress)
+
+    def partial(
+        self,
+        into: torch.nn.Module | None = None,
+        *,
+        folder: str | Path | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        whole: bool = False,
+    ) -> PartialModel:
+        """Return the newest weights at the server, without waiting for the job.
+
+        The job may be training, waiting, failed or cancelled. The weights are those of its newest
+        complete checkpoint; of several clusters, the mean. They are loaded ``into`` a module and written
+        to ``folder/partial_state_dict.pt`` if these are given; of a ``peft`` model it is the adapter,
+        unless ``whole``. Raises ``ServerRefusedError`` if there is none yet, with the time of the next.
+        """
+        partial_results = import_module("ravnest.client.partial_results")
+        with tempfile.TemporaryDirectory(prefix="ravnest-") as scratch:
+            target = Path(scratch if folder is None else folder)
+            found: PartialModel = partial_results.fetch_partial(
+                self._api, self.id, target, progress, into=into, whole=whole
+            )
+        return found
+
+    def resubmit(self, *, start_from: StartFrom = "original", **changes: Any) -> JobHandle:
+        """Submit a new job like this one with changed settings, and return its handle.
+
+        ``changes`` have the names of the fields of ``Job``, such as ``epochs=10``; ``lr`` stands for
+        that of ``optimizer_params``, of which only those given change. The files at the server are used
+        again. ``start_from``: ``"result"``, ``"best"``, or ``"checkpoint"`` to continue an ended job.
+        Raises ``JobError`` or ``ServerRefusedError`` for changes that need another upload. The new
+        handle uses the connection of this one: close this one last.
+        """
+        changed_settings = import_module("ravnest.jobs.changed_settings")
+        body = changed_settings.job_changes({**changes, "start_from": start_from})
+        return JobHandle(resubmit_job(self._api, self.id, body), self._api, close=lambda: None)
+
     def cancel(self) -> None:
         """Cancel the job and free its providers.
 
         Raises ``ServerRefusedError`` if the job is done or failed.
         """
         self._api.post(f"{self._path}/cancel", None, object, idempotent=True)
+
+
+def resubmit_job(api: ApiClient, job: str, changes: JobChanges) -> str:
+    """Submit a job like an earlier one; return its id."""
+    path = f"/api/jobs/{quote(job, safe='')}/resubmit"
+    return api.post(path, changes, JobCreated, within=_COPY_SECONDS).id
 
 
 def attach(job_id: str, server: str | None = None, *, token: str | None = None) -> JobHandle:
@@ -252,6 +313,11 @@ def attach(job_id: str, server: str | None = None, *, token: str | None = None) 
 def _results() -> ModuleType:
     """Import the module that needs torch, which takes seconds; reading a job does not need it."""
     return import_module("ravnest.client.results")
+
+
+def final_figures(progress: JobProgress) -> dict[str, float | None]:
+    """Return the figures of the last validation by name; empty if there was none."""
+    return progress.metrics or ({progress.metric: progress.validation} if progress.metric else {})
 
 
 def ended_without_model(view: JobView) -> JobEndedError:
@@ -278,5 +344,6 @@ def _checkpoint_hint(view: JobView) -> str:
         return ""
     return (
         f"\nThe server has its checkpoint of update {view.saved_update}: continue from it with `ravnest "
-        f"submit MODULE:FUNCTION --resume {view.id}`, with other settings if you like"
+        f"submit MODULE:FUNCTION --resume {view.id}`, with other settings if you like, or download its "
+        f"weights with `ravnest fetch {view.id} --partial`"
     )

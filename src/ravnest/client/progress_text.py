@@ -6,12 +6,13 @@ from ravnest.schemas.jobs import JobProgress
 
 
 def progress_text(progress: JobProgress) -> str:
-    """Describe the progress of a job in a few words; empty before the first update."""
-    if not progress.updates:
+    """Describe the progress of a job in a few words; empty before the first update or figure."""
+    if not progress.updates and progress.validation is None:
         return ""
     parts = [f"epoch {progress.epoch}/{progress.epochs}"] if progress.epoch else []
     total = "" if progress.total_updates is None else f" of {progress.total_updates}"
-    parts.append(f"update {progress.updates}{total}")
+    if progress.updates:
+        parts.append(f"update {progress.updates}{total}")
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.diverged:

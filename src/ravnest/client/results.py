@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -43,14 +43,14 @@ def fetch_trained(
     stages, files = _stages(result, downloads)
     if result.adapter is not None and not whole:
         description = downloads / ADAPTER_FILE
-        _download(api, [*files, (result.adapter, description)], progress)
+        download_files(api, [*files, (result.adapter, description)], progress)
         path = save_adapter(read_adapter(description), trained_tensors(stages), folder)
     else:
-        _download(api, files, progress)
+        download_files(api, files, progress)
         weights = None
         if result.weights is not None and lacks_frozen_weights(stages):
             weights = downloads / _MODEL_WEIGHTS
-            _download(api, [(result.weights, weights)], progress)
+            download_files(api, [(result.weights, weights)], progress)
         path = _write_fused(folder / FUSED_FILE, stages, weights)
     shutil.rmtree(folder / _STAGES)
     return path
@@ -60,7 +60,7 @@ def fetch_best(api: ApiClient, job: str, folder: Path, progress: Progress | None
     """Download the best model of a job so far to ``folder/best_state_dict.pt`` and return the path."""
     result = api.get(f"/api/jobs/{job}/best", JobResult)
     stages, files = _stages(result, folder / _STAGES / f"{job}-best")
-    _download(api, files, progress)
+    download_files(api, files, progress)
     path = _write_fused(folder / BEST_FILE, stages)
     shutil.rmtree(folder / _STAGES)
     return path
@@ -78,7 +78,14 @@ def _write_fused(path: Path, stages: Path, weights: Path | None = None) -> Path:
     return path
 
 
-def _download(api: ApiClient, files: list[tuple[Artifact, Path]], progress: Progress | None) -> None:
+def download_files(
+    api: ApiClient,
+    files: Sequence[tuple[Artifact, Path]],
+    progress: Progress | None,
+    *,
+    job: str | None = None,
+) -> None:
+    """Download artifacts to their paths; ``job``: they are of the checkpoints of that job."""
     total = sum(artifact.size for artifact, _ in files)
     before = 0
     for artifact, path in files:
@@ -88,7 +95,7 @@ def _download(api: ApiClient, files: list[tuple[Artifact, Path]], progress: Prog
             if progress is not None:
                 progress(start + done, total)
 
-        download(api, artifact, path, report)
+        download(api, artifact, path, report, job=job)
         before += artifact.size
 
 

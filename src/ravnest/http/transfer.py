@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 from ravnest.errors import ServerError, ServerRefusedError
 from ravnest.http.api import ApiClient, is_temporary, pause_after
@@ -120,11 +121,13 @@ def download(
     path: Path,
     progress: Progress | None = None,
     retry: RetryPolicy = TRANSFER_RETRY,
+    *,
+    job: str | None = None,
 ) -> None:
     """Download an artifact to ``path``, unless it is there already.
 
-    Until it is complete it is in ``<path>.part``, where another call continues. Raises ``ServerError``
-    if the bytes do not have the artifact's digest.
+    Until it is complete it is in ``<path>.part``, where another call continues. ``job``: it is one of
+    the checkpoints of that job. Raises ``ServerError`` if the bytes do not have the artifact's digest.
     """
     report = progress or _no_progress
     if path.is_file() and path.stat().st_size == artifact.size and sha256_of(path) == artifact.sha256:
@@ -133,10 +136,11 @@ def download(
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     found = part.stat().st_size if part.exists() else 0
-    _fetch(api, artifact, part, report, retry)
+    route = f"/api/artifacts/{artifact.sha256}" + ("" if job is None else f"?job={quote(job, safe='')}")
+    _fetch(api, route, artifact, part, report, retry)
     if found and sha256_of(part) != artifact.sha256:  # perhaps the beginning of another file
         part.unlink()
-        _fetch(api, artifact, part, report, retry)
+        _fetch(api, route, artifact, part, report, retry)
     if sha256_of(part) != artifact.sha256:
         part.unlink()
         raise ServerError(
@@ -146,12 +150,19 @@ def download(
     part.replace(path)
 
 
-def _fetch(api: ApiClient, artifact: Artifact, part: Path, report: Progress, retry: RetryPolicy) -> None:
+def _fetch(
+    api: ApiClient,
+    route: str,
+    artifact: Artifact,
+    part: Path,
+    report: Progress,
+    retry: RetryPolicy,
+) -> None:
     pauses = _Pauses(retry)
     part.touch()
     while (done := part.stat().st_size) < artifact.size:
         try:
-            _fetch_once(api, artifact, part, done, report)
+            _fetch_once(api, route, artifact, part, done, report)
         except ServerError as error:
             if not is_temporary(error):
                 raise
@@ -160,9 +171,11 @@ def _fetch(api: ApiClient, artifact: Artifact, part: Path, report: Progress, ret
             pauses.wait(error)
 
 
-def _fetch_once(api: ApiClient, artifact: Artifact, part: Path, done: int, report: Progress) -> None:
+def _fetch_once(
+    api: ApiClient, route: str, artifact: Artifact, part: Path, done: int, report: Progress
+) -> None:
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
-    with api.stream(f"/api/artifacts/{artifact.sha256}", headers=headers) as answer:
+    with api.stream(route, headers=headers) as answer:
         resumes = done > 0 and answer.status_code == 206
         done = done if resumes else 0
         with part.open("ab" if resumes else "wb") as file:

@@ -25,10 +25,12 @@ def pack_estimate(job: Job, progress: StepProgress | None = None) -> EstimateReq
     the values of the data and the loss are not checked.
     """
     profiled = profile_job(job, progress or _ignore)
+    job = profiled.job
     names = input_names(profiled.prepared.capture.example)
     data = {"train_data": job.train_data, "val_data": job.val_data, **profiled.sizes.padded}
-    train = measure_data(data["train_data"], names)
     validation = None if job.val_data is None else measure_data(data["val_data"], names, "val_data")
+    train = validation if not job.epochs else measure_data(data["train_data"], names)
+    assert train is not None
     weights = sum(tensor.bytes for tensor in profiled.profile.state)
     spec = profiled.spec(
         ModelFiles(units=_sized(0), weights=_sized(weights)),

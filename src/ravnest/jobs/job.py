@@ -26,7 +26,7 @@ class Job:
     """Positional inputs of the model's `forward`: tensors of a batch, or of a single sample with a
     batch dimension of 1, or constants. Not needed if `example_kwargs` has all inputs."""
     train_data: Any = None
-    """Needed. Training samples: a dataset with a length and an index, a tuple of tensors or a
+    """Needed to train. Training samples: a dataset with a length and an index, a tuple of tensors or a
     `DataLoader`. See [Data](#data)."""
     criterion: Any = None
     """Needed. Loss: a module or function of `torch.nn`, or a function of the model's output and the
@@ -47,7 +47,8 @@ class Job:
     """Step a scheduler of torch at the end of each epoch; `False`: after each update. Names and pieces
     always count updates."""
     epochs: int = 1
-    """Number of passes over the training data."""
+    """Number of passes over the training data. 0: only evaluate the model, see
+    [Evaluation](#evaluation)."""
     batch_size: int | None = None
     """Samples per micro-batch; memory is planned for it. `None`: the batch size of the `DataLoader`,
     or of the example, or 64 if the example is a single sample."""

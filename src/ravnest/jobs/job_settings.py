@@ -55,7 +55,8 @@ def check_settings(job: Job) -> UpdateSettings:
     groups = named_groups(job.parameter_groups, job.model)
     rule = UpdateSettings(optimizer, groups, _scheduler(job))
     check_update(optimizer, rule.scheduler(_SOME_UPDATES), groups)
-    check_shapes(job.optimizer, job.optimizer_params, job.model)
+    if job.epochs:
+        check_shapes(job.optimizer, job.optimizer_params, job.model)
     if job.clip_grad_norm is not None and job.clip_grad_value is not None:
         raise JobError("give clip_grad_norm or clip_grad_value, not both")
     if job.robust_mean is not None and (job.clusters or 0) < ROBUST_CLUSTERS:
@@ -65,12 +66,13 @@ def check_settings(job: Job) -> UpdateSettings:
             f"clusters={ROBUST_CLUSTERS} or more, or leave robust_mean out"
         )
     empty = Artifact(sha256="0" * 64, size=0)
+    data = DatasetFiles(samples=1, inputs=(), labels=())
     try:
         job_spec(
             job,
             ModelFiles(units=empty, weights=empty),
-            DatasetFiles(samples=1, inputs=(), labels=()),
-            None,
+            data,
+            None if job.val_data is None else data,
             training_spec(job, 1, rule, NamedComponent(name="MSELoss"), samples=1),
         )
     except ValidationError as error:
@@ -79,7 +81,7 @@ def check_settings(job: Job) -> UpdateSettings:
 
 
 def _check_given(job: Job) -> None:
-    if job.train_data is None:
+    if job.train_data is None and job.epochs:
         raise JobError("the job has no train_data: give Job(train_data=...) the samples to train with")
     tensors = isinstance(job.example_args, torch.Tensor) or len(job.example_args)
     if not tensors and not job.example_kwargs:
@@ -136,7 +138,11 @@ def job_spec(
 
 def batch_size_of_job(job: Job) -> int | None:
     """Return the batch size of the job or of its loader; None if neither has one."""
-    found = job.batch_size if job.batch_size is not None else batch_size_of(job.train_data)
+    found = (
+        job.batch_size
+        if job.batch_size is not None
+        else batch_size_of(job.train_data if job.epochs else job.val_data)
+    )
     if found is not None and not is_count(found):
         raise JobError(f"batch_size must be an integer of at least 1, not {found!r}")
     return found

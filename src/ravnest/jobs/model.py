@@ -155,7 +155,7 @@ def write_stage(folder: Path, spec: StageSpec, weights: Path) -> BundleDigest:
     file = TensorFile.read(weights)
     _check_tensors(file, spec)
     target = folder / WEIGHTS_FILE
-    tensors = {entry.key: _bytes_of(file, entry) for entry in spec.state}
+    tensors = {entry.key: bytes_of(file, entry) for entry in spec.state}
     write_atomically(target, lambda path: file.copy(tensors, path))
     data = stage_to_json(spec)
     data["weights"] = {"file": WEIGHTS_FILE, "sha256": sha256_of(target)}
@@ -173,14 +173,14 @@ def check_weights(model: UnitModel, weights: Path) -> None:
 
 def _check_tensors(file: TensorFile, spec: StageSpec) -> None:
     for entry in spec.state:
-        found = _bytes_of(file, entry)
+        found = bytes_of(file, entry)
         if found.shape != entry.shape or found.size != entry.nbytes:
             raise StageFormatError(
                 f"{file.path}: {entry.key} differs in shape or size from the model's tensor"
             )
 
 
-def _bytes_of(file: TensorFile, entry: StateSpec) -> TensorBytes:
+def bytes_of(file: TensorFile, entry: StateSpec) -> TensorBytes:
     """Return where a tensor, or the whole tensor that has its rows, is in the file."""
     whole = file.tensors.get(entry.model_names[0])
     if whole is None:

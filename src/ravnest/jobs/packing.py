@@ -29,6 +29,7 @@ from ravnest.jobs.dry_run import (
     first_inputs,
     input_names,
 )
+from ravnest.jobs.evaluation import as_evaluation, without_training
 from ravnest.jobs.graph_loss import pack_loss
 from ravnest.jobs.job import Job
 from ravnest.jobs.job_files import JobFiles
@@ -95,6 +96,7 @@ def pack_job(job: Job, folder: Path, progress: StepProgress | None = None) -> Pa
         )
     named = named_loss(job.criterion)
     profiled = profile_job(job, report)
+    job = profiled.job
     prepared, profile, row_cut = profiled.prepared, profiled.profile, profiled.row_cut
     sizes = profiled.sizes
     model = pack_model(prepared, profile, folder / "model", row_cut)
@@ -104,20 +106,20 @@ def pack_job(job: Job, folder: Path, progress: StepProgress | None = None) -> Pa
     for cut, merged in zip(row_cut[:1], units.row_cut, strict=False):
         _check_merged(cut.prepared, cut.profile, merged)
     report("packing the data", 3, _STEPS)
-    scans = [_scan(job, label) for label in ("train_data", "val_data")]
+    scans = {label: _scan(job, label) for label in ("train_data", "val_data")}
     train, validation = _pack_data(job, prepared, folder, report, scans, sizes.padded)
     report("checking the loss", 4, _STEPS)
     first_batch = dry_run(prepared, train, sizes.largest)
-    for scan in scans:
+    for scan in scans.values():
         check_classes(scan, job.criterion, first_batch.output)
     loss = _loss(job, named, prepared, first_batch, files, folder, sizes.varying.get(LABELS, ()))
     augmentation = _augmentation(job, prepared, train, files, folder, varying=bool(sizes.varying))
     measured = pack_metrics(
         selection.metrics, first_batch.output, first_batch.labels, folder, files.add_graph
     )
-    for scan in scans:
+    for scan in scans.values():
         check_extremes(scan, job.criterion, first_batch.output, first_batch.labels)
-    adapter = adapter_of(job.model)
+    adapter = adapter_of(job.model) if job.epochs else None
     if adapter is not None:
         write_adapter(adapter, folder / ADAPTER_FILE)
     report("hashing the files", _STEPS, _STEPS)
@@ -182,6 +184,7 @@ class ProfiledJob:
 
 def profile_job(job: Job, report: StepProgress) -> ProfiledJob:
     """Check the settings of a job, capture its model and measure the costs of its parts."""
+    job = job if job.epochs else as_evaluation(job)
     rule = check_settings(job)
     report("capturing the model", 0, _STEPS)
     example = example_for(job.model, job.example_args, job.example_kwargs, batch_size_of_job(job))
@@ -204,6 +207,9 @@ def profile_job(job: Job, report: StepProgress) -> ProfiledJob:
             "or 'auto'"
         )
     row_cut = () if profile.whole_reason else tuple(row_cuts_to_ship(prepared, profile))
+    if not job.epochs:
+        profile = without_training(profile)
+        row_cut = tuple(replace(cut, profile=without_training(cut.profile)) for cut in row_cut)
     return ProfiledJob(job, rule, prepared, profile, example.batch_size or 1, sizes, row_cut)
 
 
@@ -264,42 +270,41 @@ def _pack_data(
     prepared: PreparedModel,
     folder: Path,
     report: StepProgress,
-    scans: Sequence[ValueScan],
+    scans: Mapping[str, ValueScan],
     padded: Mapping[str, PaddedSamples],
 ) -> tuple[PackedData, PackedData | None]:
+    """Return the packed training and validation data; without training, the latter twice."""
     names = input_names(prepared.capture.example)
-    train = pack_data(
-        padded.get("train_data", job.train_data),
-        names,
-        folder / "train",
-        seed=job.seed,
-        shuffle=job.shuffle,
-        progress=report,
-        scan=scans[0].add,
-    )
-    check_data(prepared, train, "train_data")
-    if "train_data" in padded:
-        check_lengths(prepared, padded["train_data"], "train_data")
     rows = batch_size_of_job(job) or prepared.capture.example.batch_size or 1
-    last = [] if job.drop_last else [train.samples % rows or rows]
-    check_batch_sizes(prepared, [min(rows, train.samples), *last], "train_data")
-    if job.val_data is None:
-        return train, None
-    validation = pack_data(
-        padded.get("val_data", job.val_data),
-        names,
-        folder / "validation",
-        seed=job.seed,
-        shuffle=job.shuffle,
-        progress=report,
-        label="val_data",
-        scan=scans[1].add,
-    )
-    check_data(prepared, validation, "val_data")
+
+    def pack(label: str, given: object) -> PackedData:
+        packed = pack_data(
+            padded.get(label, given),
+            names,
+            folder / ("train" if label == "train_data" else "validation"),
+            seed=job.seed,
+            shuffle=job.shuffle,
+            progress=report,
+            label=label,
+            scan=scans[label].add,
+        )
+        check_data(prepared, packed, label)
+        return packed
+
+    train = None
+    if job.epochs:
+        train = pack("train_data", job.train_data)
+        if "train_data" in padded:
+            check_lengths(prepared, padded["train_data"], "train_data")
+        last = [] if job.drop_last else [train.samples % rows or rows]
+        check_batch_sizes(prepared, [min(rows, train.samples), *last], "train_data")
+        if job.val_data is None:
+            return train, None
+    validation = pack("val_data", job.val_data)
     if "val_data" in padded:
         check_lengths(prepared, padded["val_data"], "val_data", "eval")
     check_batch_sizes(prepared, [validation.samples % rows or rows], "val_data", "eval")
-    return train, validation
+    return train or validation, validation
 
 
 def _loss(

@@ -79,6 +79,11 @@ def optimizer_classes() -> Iterable[type[Optimizer]]:
     return _OPTIMIZERS.values()
 
 
+def scheduler_names() -> Iterable[str]:
+    """Return the names of all learning rate schedulers that a job can name."""
+    return _SCHEDULERS.keys()
+
+
 def scheduler_class(name: str) -> type[Any]:
     """Return the learning rate scheduler class of torch with that name."""
     return _find("learning rate scheduler", name, _SCHEDULERS)

@@ -55,7 +55,10 @@ def warm_up(cores: int) -> None:
 
 
 def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = None) -> None:
-    """Train the node of an assignment to the end; ``sink`` receives its telemetry records."""
+    """Train the node of an assignment to the end; ``sink`` receives its telemetry records.
+
+    A job without epochs is only evaluated.
+    """
     assignment = job_dir.read_assignment()
     training = assignment.training
     set_seed(training.seed)
@@ -110,12 +113,13 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
             val_loader=val_loader,
             val_freq=training.val_freq,
             save=True,
-            epochs=training.epochs,
+            epochs=max(training.epochs, 1),
             batch_size=training.batch_size,
             early_stopping=_given(training.early_stopping),
             keep_best=_given(training.keep_best),
         )
-        trainer.train()
+        if training.epochs:
+            trainer.train()
         if assignment.validation is not None:
             trainer.evaluate()
 

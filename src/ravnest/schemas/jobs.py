@@ -110,7 +110,7 @@ class ModelFiles(Schema):
 class TrainingSpec(Schema):
     """Training settings; they have the names of the parameters of ``Node`` and ``Trainer``."""
 
-    epochs: Count = 1
+    epochs: Annotated[int, Field(ge=0, le=2**31)] = 1
     batch_size: Count = 64
     optimizer: NamedComponent
     parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(max_length=100)] = ()
@@ -162,6 +162,7 @@ class JobSpec(Schema):
     name: Name
     model: ModelFiles
     train: DatasetFiles
+    """Training samples; of a job that only evaluates, the same as ``validation``."""
     validation: DatasetFiles | None = None
     training: TrainingSpec
     adapter: Artifact | None = None
@@ -174,6 +175,12 @@ class JobSpec(Schema):
     provider and no other one can take its place."""
     resume_from: Annotated[str, Field(pattern=r"^job-[0-9a-f]{1,32}$")] | None = None
     """Ended job of the same owner, whose newest checkpoint training starts from."""
+
+    @model_validator(mode="after")
+    def _can_be_evaluated(self) -> Self:
+        if self.training.epochs == 0 and (self.validation is None or self.clusters != 1):
+            raise ValueError("epochs=0 only evaluates: it needs validation data and clusters=1")
+        return self
 
     @model_validator(mode="after")
     def _has_enough_clusters(self) -> Self:

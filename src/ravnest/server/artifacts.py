@@ -92,6 +92,28 @@ class ArtifactFolder:
         self._put(file, artifact.sha256)
         return artifact
 
+    def add_changed(self, sha256: str, owner: str, change: Callable[[Path], None]) -> Artifact:
+        """Add a copy of an artifact that ``change`` has changed, as a file of ``owner``.
+
+        Refuse as an upload of that size would be refused.
+        """
+        source = self.path(sha256)
+        size = _size_of(source)
+        copy = self._partial_path(secrets.token_hex(32), owner)
+        complete = self._complete(owner)
+        with self._lock:
+            self._check_quota(copy, size, complete)
+            self._check_room(size)
+            self._uploading[copy.name] = size
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+            change(copy)
+            return self.add(copy)
+        finally:
+            copy.unlink(missing_ok=True)
+            self._release(copy)
+
     def received(self, sha256: str, owner: str = _NO_OWNER) -> int:
         """Return the bytes that this owner has sent of an incomplete artifact."""
         return _size_of(self._partial_path(sha256, owner))

@@ -55,8 +55,8 @@ class JobService:
         uow.needs_matching = True
         return len(running)
 
-    def submit(self, member: MemberRecord, spec: JobSpec) -> str:
-        """Queue a job and return its id.
+    def submit(self, member: MemberRecord, spec: JobSpec, *, how: str = "") -> str:
+        """Queue a job and return its id; ``how`` is added to the first event.
 
         Refuse if its graph is too large (413), its files were not uploaded by its owner (422), or its
         owner has too many jobs that have not ended (429).
@@ -76,7 +76,7 @@ class JobService:
                     422,
                 )
             self._check_count(uow, member)
-            how = "" if spec.resume_from is None else f", to continue {spec.resume_from}"
+            how += "" if spec.resume_from is None else f", to continue {spec.resume_from}"
             uow.db.jobs.add(job, member.id, spec, f"submitted by {member.name}{how}")
             add_resumed(uow.db, job, find_resumed(uow.db, self._artifacts, member, spec))
             uow.needs_matching = True

@@ -38,11 +38,14 @@ def job_status(
     assignments: Sequence[AssignmentRecord],
     names: Mapping[str, str],
     needs: Mapping[int, PlaceNeeds] | None = None,
+    *,
+    evaluates: bool = False,
 ) -> JobStatus:
     """Return the status of a job; ``names`` holds the providers' names by id.
 
     A job ends when all its assignments have ended and no place is vacant. It is done if one cluster has
-    delivered a result. ``needs`` says, by node, what vacant places wait for.
+    delivered a result. ``needs`` says, by node, what vacant places wait for. ``evaluates``: nothing is
+    trained.
     """
     held = holders(assignments)
     failures = _described(("failed", LOST), held, names)
@@ -51,8 +54,10 @@ def job_status(
         root = next((root for root in roots(assignments) if has_delivered(root)), None)
         if root is not None:
             note = f"; failed: {failures}" if failures else ""
-            return JobStatus(JobState.DONE, f"cluster {root.cluster} has trained the model{note}", root)
-        return JobStatus(JobState.FAILED, failures or "no Root has sent a trained model")
+            done = "evaluated" if evaluates else "trained"
+            return JobStatus(JobState.DONE, f"cluster {root.cluster} has {done} the model{note}", root)
+        missing = "no Root has sent figures" if evaluates else "no Root has sent a trained model"
+        return JobStatus(JobState.FAILED, failures or missing)
     failed = failed_clusters(assignments)
     failures = _described(("failed",), held, names)
     healthy = [each for each in held if each.cluster not in failed]
@@ -68,7 +73,7 @@ def job_status(
             words += "; the other clusters go on"
     elif is_training:
         waiting = _described(("uploading",), [each for each in healthy if each.reason], names)
-        words = "all nodes are training" + (
+        words = f"all nodes are {'evaluating' if evaluates else 'training'}" + (
             f"; trained, but not delivered: {waiting}" if waiting else ""
         )
     else:

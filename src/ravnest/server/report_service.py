@@ -113,6 +113,8 @@ class ReportService:
                 if uow.db.artifact_grants.missing(assignment.provider, digests):
                     raise ServerRefusedError("the result names files that were not uploaded", 422)
                 uow.db.assignments.set_result(assignment, report.result)
+            elif report.phase == "finished" and _has_evaluated(uow.db, assignment):
+                uow.db.assignments.set_result(assignment, ())
             if report.phase != assignment.phase:
                 self._enter_phase(uow, assignment, report)
             elif report.phase == "uploading" and report.reason != assignment.reason:
@@ -268,6 +270,13 @@ class ReportService:
                 provider = uow.db.providers.get(each.provider)
                 assert provider is not None
                 uow.release(provider, f"is not needed any more for {root.job}")
+
+
+def _has_evaluated(db: Transaction, assignment: AssignmentRecord) -> bool:
+    """Return whether a Root of a job that only evaluates has reported the figures."""
+    job = db.jobs.get(assignment.job)
+    is_asked = job is not None and job.epochs == 0 and assignment.role == Role.ROOT
+    return is_asked and bool(db.telemetry.validations(assignment.id))
 
 
 def _bodies(db: Transaction, assignment: AssignmentRecord) -> dict[int, Assignment]:

@@ -105,6 +105,16 @@ def _old_clusters(
     return found
 
 
+def averaged_clusters(db: Transaction, job: str, complete: Sequence[CompleteCheckpoint]) -> set[int]:
+    """Return the clusters whose newest checkpoints make up the mean: those of the last round.
+
+    If no round is known, these are all that have a checkpoint.
+    """
+    newest = set(newest_by_cluster(complete))
+    roots = _old_roots(db, job, complete[0].stages[0].plan)
+    return _last_averaged(db, roots.ids) & newest or newest
+
+
 def _last_averaged(db: Transaction, roots: Sequence[str]) -> set[int]:
     """Return the clusters that took part in the newest round of averaging; empty: there was none."""
     records = (

@@ -27,6 +27,7 @@ from ravnest.server.job_service import JobService
 from ravnest.server.job_snapshots import JobSnapshots
 from ravnest.server.link_test_service import LinkTestService
 from ravnest.server.notifications import Notifications
+from ravnest.server.partial_service import PartialService
 from ravnest.server.plan_review import PlanReviewer
 from ravnest.server.provider_service import ProviderService
 from ravnest.server.rate_limits import RateLimits
@@ -34,6 +35,7 @@ from ravnest.server.reachability.dial_back import DialBackService
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.replanning_service import ReplanningService
 from ravnest.server.report_service import ReportService
+from ravnest.server.resubmission_service import ResubmissionService
 from ravnest.server.result_check import ResultCheck, ShippedResultCheck
 from ravnest.server.retention_service import RetentionService
 from ravnest.server.routine_heartbeats import RoutineHeartbeats
@@ -94,6 +96,8 @@ class Server:
         self.dial_backs = DialBackService(self.clock.steady)
         self.relay_service = RelayService(self._units, self.folder, self.settings)
         self.job_service = JobService(self._units, self.settings, self.artifacts)
+        self.resubmission_service = ResubmissionService(self._units, self.job_service, self.artifacts)
+        self.partial_service = PartialService(self._units, self.settings)
         self.link_test_service = LinkTestService(
             self._units, self.auth, self.settings, self.relay_service
         )

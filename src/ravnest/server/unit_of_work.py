@@ -157,7 +157,7 @@ class UnitOfWork:
             return
         assignments = self.db.assignments.of_job(job)
         names = self.db.providers.names(each.provider for each in assignments)
-        status = job_status(assignments, names, self._needs(assignments))
+        status = job_status(assignments, names, self._needs(assignments), evaluates=record.epochs == 0)
         self.topics.add(("job", job))
         starts = may_train(assignments)
         self.topics |= {("provider", each.provider) for each in assignments if each.id in starts}

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ravnest.errors import StageFormatError
 from ravnest.split.graph import StageSpec
 from ravnest.store.checkpoint import (
@@ -89,6 +91,25 @@ def convert_checkpoints(
             _write(old, stage, each, progress, start)
             for stage, each in zip(stages, contents, strict=True)
         ]
+
+
+def stored_weights(
+    sets: Sequence[WeightedSet], model: StageSpec, *, robust: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return what training has changed in a model, by key: trained weights and buffers.
+
+    ``model``: the whole model as one stage. Of several clusters the mean is taken, and what has no mean
+    is that of the first. ``StageFormatError`` if the checkpoints are not of this model.
+    """
+    with ExitStack() as stack:
+        found = []
+        for each in sets:
+            state = _state_of(each.checkpoints, stack)
+            tensors = {STATE + e.key: state.rows_of(e).weight() for e in stored_entries(model)}
+            state.check_all_used()
+            found.append((StageContents(tensors, None), each.weight))
+        mean = mean_contents(found[0][0], found, optimizer=False, robust=robust)
+        return {name.removeprefix(STATE): tensor.load() for name, tensor in mean.tensors.items()}
 
 
 def _state_of(old: CheckpointSet, stack: ExitStack) -> ClusterState:

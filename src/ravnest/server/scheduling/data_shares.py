@@ -45,6 +45,12 @@ def rows_of(spec: JobSpec, plan: Plan, cluster: int) -> range:
     return range(bound(cluster), bound(cluster + 1))
 
 
+def training_share(spec: JobSpec, plan: Plan, stage: StagePlan) -> DataShare:
+    """Return the training data of a stage: its cluster's rows, and no files if nothing is trained."""
+    found = share(spec.train, plan, stage, rows_of(spec, plan, stage.cluster))
+    return found if spec.training.epochs else found.model_copy(update={"inputs": (), "labels": ()})
+
+
 def whole(data: DatasetFiles | None, plan: Plan, stage: StagePlan) -> DataShare | None:
     """Return the validation data of a stage: every cluster gets all rows."""
     return None if data is None else share(data, plan, stage, range(data.samples))

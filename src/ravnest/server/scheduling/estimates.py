@@ -68,8 +68,10 @@ def _estimate(planned: PlannedJob, profile: ModelProfile) -> JobEstimate:
         samples_per_second=plan.samples_per_second,
         start_seconds=max(fetches),
         training_seconds=_seconds(spec, plan),
-        upload_bytes=weights + _bytes(spec.train) + _bytes(spec.validation),
-        result_bytes=weights,
+        upload_bytes=weights
+        + (_bytes(spec.train) if spec.training.epochs else 0)
+        + _bytes(spec.validation),
+        result_bytes=weights if spec.training.epochs else 0.0,
         plan=planned.explanation,
     )
 
@@ -80,7 +82,7 @@ def _seconds(spec: JobSpec, plan: Plan) -> float:
     if spec.validation is None:
         return seconds
     slowest = min(cluster.samples_per_second for cluster in plan.clusters)
-    times = spec.training.epochs // spec.training.val_freq
+    times = spec.training.epochs // spec.training.val_freq or int(spec.training.epochs == 0)
     return seconds + times * spec.validation.samples * _FORWARD / slowest
 
 
@@ -124,9 +126,9 @@ def _link_bytes(
     per_batch = 0
     if stage.index + 1 < len(cluster.stages):
         per_batch += profile.units[stage.stop - 1].crossing_bytes
-    if stage.index:
+    if stage.index and spec.training.epochs:
         per_batch += profile.units[stage.start - 1].gradient_bytes
-    return per_batch * spec.training.epochs * samples / profile.batch_size
+    return per_batch * (spec.training.epochs or 1) * samples / profile.batch_size
 
 
 def _averaging_bytes(
@@ -149,7 +151,7 @@ def _averaging_bytes(
 def _data_bytes(spec: JobSpec, cluster: ClusterPlan, stage: StagePlan, samples: int) -> float:
     """Return the bytes of the data that a stage fetches: inputs at the Root, labels at the Leaf."""
     is_first, is_last = stage.index == 0, stage.index == len(cluster.stages) - 1
-    shared = samples / spec.train.samples
+    shared = samples / spec.train.samples if spec.training.epochs else 0.0
     found = 0.0
     for data, share in ((spec.train, shared), (spec.validation, 1.0)):
         if data is not None:

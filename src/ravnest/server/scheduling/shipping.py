@@ -19,7 +19,7 @@ from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.assignments import assignment_id
 from ravnest.server.reachability.relays import RelayService
 from ravnest.server.reachability.routes import with_addresses
-from ravnest.server.scheduling.data_shares import rows_of, share, whole
+from ravnest.server.scheduling.data_shares import rows_of, training_share, whole
 from ravnest.server.scheduling.link_tests import ProviderLinks
 from ravnest.server.scheduling.planning import Candidates, PlannedJob, plan_variants
 from ravnest.server.scheduling.seeds import stage_starts, with_seeds
@@ -110,7 +110,7 @@ def ship(
             node_spec=replace(node_spec, plan=digest, secret=secret, samples=samples),
             stage=artifacts[stage.node.id].stage,
             weights=artifacts[stage.node.id].weights,
-            train=share(spec.train, plan, stage, rows_of(spec, plan, stage.cluster)),
+            train=training_share(spec, plan, stage),
             validation=whole(spec.validation, plan, stage),
             training=spec.training,
             tls=tls,

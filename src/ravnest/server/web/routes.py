@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.auth import ApiRole, MemberView
 from ravnest.schemas.base import LARGEST_NUMBER, Schema
+from ravnest.schemas.job_changes import JobChanges
 from ravnest.server.auth.dependencies import CurrentServer, source_of
 from ravnest.server.auth.tokens import DEFAULT_HOURS
 from ravnest.server.db.members import StoredToken
@@ -103,6 +104,13 @@ def cancel(job: str, member: RequestingVisitor, server: CurrentServer) -> Respon
     server.visible_job(member, job)
     server.job_service.cancel(job, member)
     return _json({})
+
+
+@router.post("/jobs/{job}/resubmit")
+def resubmit(job: str, body: JobChanges, member: RequestingVisitor, server: CurrentServer) -> Response:
+    """Submit the job again with changed settings; return the id of the new one."""
+    record = server.visible_job(member, job)
+    return _json({"id": server.resubmission_service.resubmit(record, member, body)})
 
 
 @router.get("/providers/{provider}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
@@ -16,6 +16,7 @@ from ravnest.schemas.jobs import MissingArtifacts, UploadStatus
 from ravnest.server.auth.dependencies import ArtifactMember, CurrentServer
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.http.guarded_route import GuardedRoute, Position, large_body, streamed_body
+from ravnest.server.partial_service import partial_reader
 from ravnest.server.server import Server
 
 router = APIRouter(prefix="/api/artifacts", tags=["artifacts"], route_class=GuardedRoute)
@@ -81,11 +82,20 @@ async def upload(
 
 
 @router.get("/{sha}")
-def download(sha: DigestInPath, member: ArtifactMember, server: CurrentServer) -> FileResponse:
-    """Return a file, or a range of it, that the member uploaded or that was granted to it."""
+def download(
+    sha: DigestInPath,
+    member: ArtifactMember,
+    server: CurrentServer,
+    job: Annotated[str | None, Query(max_length=100)] = None,
+) -> FileResponse:
+    """Return a file, or a range of it, that the member uploaded or that was granted to it.
+
+    ``job``: the file is one of those that ``/api/jobs/{job}/partial`` listed for the member.
+    """
     with server.db.read() as db:
         assignment = db.assignments.current(member.id)
         owners = [member.id] + ([assignment.id] if assignment is not None else [])
+        owners += [] if job is None else [partial_reader(job, member.id)]
         is_granted = db.artifact_grants.has(owners, sha)
     if not is_granted:
         raise server.auth.refused(member.id, f"{member.name} requested {sha}, a file of another member")

@@ -9,7 +9,9 @@ from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.errors import ServerRefusedError
+from ravnest.schemas.job_changes import JobChanges
 from ravnest.schemas.jobs import EventView, JobCreated, JobResult, JobSpec, JobView, LossHistory
+from ravnest.schemas.partial_results import PartialResult
 from ravnest.server.auth.dependencies import CurrentServer, JobReader, RequesterMember
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.http.guarded_route import GuardedRoute, Position, large_body
@@ -86,10 +88,21 @@ def resume(job: str, member: RequesterMember, server: CurrentServer) -> JobCreat
     return JobCreated(id=server.job_service.resume_job(member, job))
 
 
+@router.post("/{job}/resubmit", status_code=201)
+def resubmit(job: str, body: JobChanges, member: RequesterMember, server: CurrentServer) -> JobCreated:
+    """Submit the job again with changed settings; it belongs to the owner of the job."""
+    record = server.visible_job(member, job)
+    return JobCreated(id=server.resubmission_service.resubmit(record, member, body))
+
+
 @router.get("/{job}/result")
 def result(job: str, member: RequesterMember, server: CurrentServer) -> JobResult:
     """Return the list of trained files; 409 if there is none."""
     record = server.visible_job(member, job)
+    if record.epochs == 0:
+        raise ServerRefusedError(
+            f"{job} has no model: it only evaluates one. `ravnest fetch {job}` prints its figures", 409
+        )
     with server.db.read() as db:
         found = db.jobs.result(job)
         digests = [] if found is None else [file.artifact.sha256 for file in found.files]
@@ -106,6 +119,12 @@ def result(job: str, member: RequesterMember, server: CurrentServer) -> JobResul
 def best(job: str, member: RequesterMember, server: CurrentServer) -> JobResult:
     """Return the list of files of the best model so far; 409 if there is none."""
     return server.job_service.best_model(server.visible_job(member, job))
+
+
+@router.get("/{job}/partial")
+def partial(job: str, member: RequesterMember, server: CurrentServer) -> PartialResult:
+    """Return the files of the newest checkpoints of a job in any state; 409 if there is none."""
+    return server.partial_service.newest(server.visible_job(member, job), member)
 
 
 def _view(server: Server, member: MemberRecord, job: str) -> JobView:

@@ -19,10 +19,13 @@ export function Job({ id, theme }) {
   const { data, error, again } = useLatest(() => call("GET", `/jobs/${id}`), `${card?.changed}|${card?.state}|${status}`, PAUSE);
   if (!data) return error ? html`<${Problem} error=${error} again=${again} />` : html`<${Loading} what="the job" />`;
   const job = card ?? cardOf(data.view);
-  const mayCancel = !FINAL.has(job.state) && (me.role === "admin" || (me.role === "requester" && job.owner === me.id));
+  const isOwn = me.role === "admin" || (me.role === "requester" && job.owner === me.id);
+  const mayCancel = !FINAL.has(job.state) && isOwn;
+  const resubmit = async () => { location.hash = `#/jobs/${(await call("POST", `/jobs/${id}/resubmit`, {})).id}`; };
   return html`<nav class="crumbs" aria-label="Path"><a href="#/">Overview</a> <span aria-hidden="true">/</span> ${job.name}</nav>
     <header class="head"><h1>${job.name}</h1><${State} state=${job.state} />
       ${mayCancel && html`<${Confirm} label="Cancel job" question="Stop this training?" sure="Yes, cancel" act=${() => call("POST", `/jobs/${id}/cancel`)} />`}
+      ${isOwn && html`<${Confirm} label="Resubmit like this" question="Submit a new job with the same model, data and settings?" sure="Yes, submit" act=${resubmit} />`}
     </header>
     <p class="quiet"><code>${id}</code> · submitted ${moment(data.view.created)} · last report <${Ago} time=${job.changed} /></p>
     ${error && html`<p class="notice warn" role="status">What you see is old: ${error}</p>`}
@@ -59,7 +62,7 @@ function Figures({ job, detail }) {
   const share = job.total ? job.updates / job.total : 0;
   const saved = detail.view.saved_update;
   return html`<dl class="tiles">
-    <div><dt>Progress</dt><dd><b>${job.total ? percent(share) : count(job.updates)}</b> ${job.total ? `${count(job.updates)} of ${count(job.total)} updates` : "updates"}</dd><dd>${job.total ? html`<${Bar} share=${share} label="updates done" />` : null}</dd><dd class="quiet">Epoch ${job.epoch} of ${job.epochs}${job.left == null ? "" : ` · ${duration(job.left)} left`}</dd></div>
+    <div><dt>Progress</dt><dd><b>${job.total ? percent(share) : count(job.updates)}</b> ${job.total ? `${count(job.updates)} of ${count(job.total)} updates` : "updates"}</dd><dd>${job.total ? html`<${Bar} share=${share} label="updates done" />` : null}</dd><dd class="quiet">${job.epochs ? `Epoch ${job.epoch} of ${job.epochs}` : "Evaluation without training"}${job.left == null ? "" : ` · ${duration(job.left)} left`}</dd></div>
     <div><dt>Loss</dt><dd><b>${job.diverged ? html`<span class="bad">diverged</span>` : figure(job.loss)}</b></dd><dd class="quiet">${job.metric ? `${job.metric} ${figure(job.validation)}` : "no validation yet"}</dd></div>
     <div><dt>Throughput</dt><dd><b>${figure(job.rate)}</b> samples/s</dd><dd class="quiet">staleness ${job.staleness} at the Root</dd></div>
     <div><dt>Safety</dt><dd><b>${saved == null ? "–" : count(saved)}</b> ${saved == null ? "no checkpoint at the server" : "updates saved at the server"}</dd><dd class="quiet">${plural(job.recoveries, "recovery", "recoveries")}${detail.view.checkpoint ? `, all stages have update ${count(detail.view.checkpoint.update)}` : ""}</dd></div>
@@ -110,7 +113,7 @@ function Commands({ id, job, detail }) {
     ${(!isFinal || job.state === "done") && html`<${Copy} label="command to fetch the model" text=${`ravnest fetch ${id} ${server}`} />`}
     ${isFinal && html`<p>Submit it again with the same model, data and settings${detail.view.saved_update == null ? "; this needs a checkpoint, and the server has none of this job" : `, from update ${count(detail.view.saved_update)}`}:</p>
       <${Copy} label="command to submit it again" text=${`ravnest submit --resume ${id} ${server}`} />`}
-    <p>Submit another job like this, with changes in your code:</p>
-    <${Copy} label="command to submit a job like this" text=${`ravnest submit MODULE:FUNCTION ${server}`} />
+    <p>Submit another job like this, with other settings and no upload:</p>
+    <${Copy} label="command to submit a job like this" text=${`ravnest submit --like ${id} --set epochs=${job.epochs || 1} ${server}`} />
   </section>`;
 }
