@@ -19,6 +19,8 @@ DATABASE_BUSY = 20.0
 """Longest wait of the server for its own database."""
 JOB_POLL = 30.0
 """Time that the server holds a requester's request open while nothing changes."""
+TRACE_ANSWER = 15.0
+"""Longest wait of a requester for the spans of nodes that train."""
 PLANNING = 120.0
 """Longest time in which the server makes one plan."""
 ESTIMATE = 300.0

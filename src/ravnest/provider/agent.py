@@ -48,6 +48,7 @@ from ravnest.provider.events import (
     LinkTestEnded,
     OfferAccepted,
     RecordsReceived,
+    RequestTrace,
     SendHeartbeat,
     SendOffer,
     ServerRefused,
@@ -222,6 +223,9 @@ class Agent:
             if work.phase == "training" and reply.excluded != work.excluded:
                 work.excluded = reply.excluded
                 actions.append(Exclude(work.assignment, reply.excluded))
+            if work.phase == "training" and reply.trace > work.trace:
+                work.trace = reply.trace
+                actions.append(RequestTrace(work.assignment, reply.trace))
         return [*actions, *self._discard_unwanted()]
 
     def _unanswered(

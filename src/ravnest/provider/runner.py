@@ -42,6 +42,7 @@ from ravnest.provider.events import (
     LinkTestEnded,
     MeasureSpeed,
     OfferAccepted,
+    RequestTrace,
     SendHeartbeat,
     SendOffer,
     ServerRefused,
@@ -191,6 +192,7 @@ class Provider:
         | StartWorker
         | Keep
         | Exclude
+        | RequestTrace
         | Upload
         | UploadBest
         | UploadCheckpoints
@@ -205,7 +207,7 @@ class Provider:
                 self._start(lambda: self._fetch(task), lambda why: Fetched(name, failure=why))
             case StartWorker():
                 self._start_worker(self._current(name))
-            case Keep() | Exclude():
+            case Keep() | Exclude() | RequestTrace():
                 self._store(action)
             case Upload():
                 task = self._task = self._task or _Task(name)  # no task: an earlier process trained it
@@ -250,13 +252,15 @@ class Provider:
 
         self._start(run, lambda _: LinkTestEnded(order.id))
 
-    def _store(self, action: Keep | Exclude) -> None:
+    def _store(self, action: Keep | Exclude | RequestTrace) -> None:
         """Write what an assignment's folder should hold from now on."""
         match action:
             case Keep(name, outcome):
                 self._keep(name, outcome)
             case Exclude(name, nodes):
                 self._exclude(name, nodes)
+            case RequestTrace(name, order):
+                self._request_trace(name, order)
 
     def _keep(self, name: str, outcome: Outcome) -> None:
         """Write the marker of a result; without it, only a restart of this provider loses the result."""
@@ -271,6 +275,12 @@ class Provider:
             self.jobs_dir.job_dir(name).write_excluded(nodes)
         except OSError as error:
             logger.warning("the worker of %s was not told which nodes are excluded: %s", name, error)
+
+    def _request_trace(self, name: str, order: int) -> None:
+        try:
+            self.jobs_dir.job_dir(name).write_trace_order(order)
+        except OSError as error:
+            logger.warning("the worker of %s was not asked for its trace: %s", name, error)
 
     def _current(self, assignment: str) -> _Task:
         assert self._task is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 from ravnest.tracing.clocks import ClockOffset, clock_offsets
 from ravnest.tracing.node_trace import NodeTrace
-from ravnest.tracing.spans import LABELS, MESSAGES, PHASES, Span, SpanKind
+from ravnest.tracing.spans import LABELS, MESSAGES, PHASES, SpanKind, TraceSpan
 
 Event = dict[str, Any]
 _PHASES, _COMPUTE, _AVERAGING, _LINKS = 0, 1, 2, 3
@@ -23,7 +23,7 @@ _AWAITED = {
     SpanKind.WEIGHTS: "work",
     SpanKind.STEP: "other stages",
 }
-"""What a wait was for, by the computation that it ended with."""
+"""Causes of waits, by the computation that it ended with."""
 _UPDATES = frozenset({SpanKind.STEP, SpanKind.CHECKPOINT})
 _PASSES = frozenset({SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.WEIGHTS, SpanKind.EVALUATE})
 _ROUNDS = frozenset({SpanKind.ROUND, SpanKind.COPY, SpanKind.EXCHANGE})
@@ -67,7 +67,7 @@ def _row(pid: int, trace: NodeTrace, offset: ClockOffset, zero: int) -> Iterator
     yield _about(pid, 0, "process_name", name=trace.node.title)
     yield _about(pid, 0, "process_sort_index", sort_index=pid)
     yield _about(pid, 0, "process_labels", labels=_clock(offset))
-    lanes: dict[int, list[Span]] = {}
+    lanes: dict[int, list[TraceSpan]] = {}
     for span in trace.spans:
         lanes.setdefault(_lane(span), []).append(span)
     for lane, spans in sorted(lanes.items()):
@@ -90,13 +90,13 @@ def _about(pid: int, tid: int, kind: str, **arguments: object) -> Event:
     return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": arguments}
 
 
-def nested(spans: Iterable[Span]) -> list[Span]:
+def nested(spans: Iterable[TraceSpan]) -> list[TraceSpan]:
     """Return the spans of one row in order, each of them within, or after, the ones before it.
 
     Links write the end of one message and the beginning of the next at once; such a span begins when the
     one before ends. What remains of no span is left out.
     """
-    found: list[Span] = []
+    found: list[TraceSpan] = []
     open_ends: list[int] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.duration)):
         start, end = span.start, span.end
@@ -110,7 +110,7 @@ def nested(spans: Iterable[Span]) -> list[Span]:
     return sorted(found, key=lambda each: (each.start, -each.duration))
 
 
-def _lane(span: Span) -> int:
+def _lane(span: TraceSpan) -> int:
     if span.kind in (SpanKind.SEND, SpanKind.RECEIVE):
         return _LINKS + 2 * span.peer + (span.kind == SpanKind.RECEIVE)
     if span.kind == SpanKind.PHASE:
@@ -125,7 +125,7 @@ def _lane_name(lane: int) -> str:
     return {_PHASES: "phases", _COMPUTE: "compute", _AVERAGING: "averaging"}[lane]
 
 
-def _name(span: Span) -> str:
+def _name(span: TraceSpan) -> str:
     match span.kind:
         case SpanKind.WAIT:
             return f"wait for {_AWAITED.get(SpanKind(span.what), 'messages')}"
@@ -136,7 +136,7 @@ def _name(span: Span) -> str:
     return LABELS[SpanKind(span.kind)]
 
 
-def _details(span: Span) -> dict[str, int]:
+def _details(span: TraceSpan) -> dict[str, int]:
     kind = span.kind
     if kind in _PASSES:
         return {"phase": span.first, "micro-batch": span.second}

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from ravnest.errors import SettingsError
 from ravnest.tracing.node_trace import NodeTrace, TracedNode
-from ravnest.tracing.spans import FIELDS, Span, flattened, unflattened
+from ravnest.tracing.spans import FIELDS, TraceSpan, flattened, unflattened
 
 FORMAT = "ravnest-trace-1"
 PATTERN = "*.spans.jsonl"
@@ -46,7 +46,7 @@ class SpanFiles:
         except OSError as error:
             raise SettingsError(f"cannot write a trace to {self._folder}: {error}") from error
 
-    def write(self, spans: Sequence[Span]) -> None:
+    def write(self, spans: Sequence[TraceSpan]) -> None:
         """Append spans."""
         for start in range(0, len(spans), _SPANS_PER_LINE):
             if self._file is None or self._written >= self._limit:
@@ -114,7 +114,7 @@ def _read(path: Path) -> NodeTrace:
     try:
         with path.open(encoding="utf-8") as file:
             node = _header(json.loads(file.readline(_LONGEST_LINE)))
-            spans: list[Span] = []
+            spans: list[TraceSpan] = []
             while line := file.readline(_LONGEST_LINE):
                 if line.endswith("\n"):
                     spans += unflattened(_numbers(json.loads(line)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ravnest.tracing.spans import Span
+from ravnest.tracing.spans import TraceSpan
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class NodeTrace:
     """Spans of one process of a node; all have the same clock."""
 
     node: TracedNode
-    spans: tuple[Span, ...]
+    spans: tuple[TraceSpan, ...]
 
     @property
     def interval(self) -> tuple[int, int]:

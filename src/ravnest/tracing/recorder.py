@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from ravnest.tracing.spans import MESSAGES, PHASES, Span, SpanKind
+from ravnest.tracing.spans import MESSAGES, PHASES, SpanKind, TraceSpan
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _PHASE_CODES = {name: code for code, name in enumerate(PHASES)}
 now = time.monotonic_ns
 """Clock of recorded times, in nanoseconds."""
 Recorded = tuple[int, int, int, int, int, int, int, int, int, int]
-"""Fields of a ``Span``, with start and end in nanoseconds by ``now``."""
+"""Fields of a ``TraceSpan``, with start and end in nanoseconds by ``now``."""
 
 
 class SpanRecorder:
@@ -71,7 +71,7 @@ class SpanRecorder:
         if code:
             self.add(SpanKind.PHASE, start, before, what=code)
 
-    def take(self) -> list[Span]:
+    def take(self) -> list[TraceSpan]:
         """Return the spans recorded since the last call."""
         found, waiting = [], self._recorded
         for _ in range(len(waiting)):
@@ -80,7 +80,7 @@ class SpanRecorder:
             except IndexError:
                 break
             begin = (start + self._offset) // 1000
-            found.append(Span(kind, begin, max((end + self._offset) // 1000 - begin, 0), *others))
+            found.append(TraceSpan(kind, begin, max((end + self._offset) // 1000 - begin, 0), *others))
         return found
 
 
@@ -92,7 +92,7 @@ def link_number(session: str) -> int:
 class SpanSink(Protocol):
     """Receiver of a node's spans."""
 
-    def write(self, spans: Sequence[Span]) -> None:
+    def write(self, spans: Sequence[TraceSpan]) -> None:
         """Take some spans, oldest first. Called in one thread, which may wait here."""
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ LARGEST = 2**53
 """Bound of all numbers of a span."""
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """One thing that a node did."""
 
     kind: int
@@ -86,8 +86,8 @@ class Span(NamedTuple):
     duration: int
     """Microseconds."""
     what: int = 0
-    """Of a wait, the kind of the computation that it ended with; of a message, its index in
-    ``MESSAGES``; of a phase, its index in ``PHASES``."""
+    """Kind of the computation that a wait ended with; index of a message in ``MESSAGES``, or of a phase
+    in ``PHASES``."""
     first: int = 0
     """Phase of the run that a micro-batch belongs to, or the number of an update, round or epoch."""
     second: int = 0
@@ -107,25 +107,27 @@ class Span(NamedTuple):
         return self.start + self.duration
 
 
-FIELDS = len(Span._fields)
+FIELDS = len(TraceSpan._fields)
 
 
-def flattened(spans: Iterable[Span]) -> tuple[int, ...]:
+def flattened(spans: Iterable[TraceSpan]) -> tuple[int, ...]:
     """Return the numbers of some spans one after the other."""
-    return tuple(number for span in spans for number in span)
+    return tuple(int(number) for span in spans for number in span)
 
 
-def unflattened(numbers: Sequence[int]) -> Iterator[Span]:
+def unflattened(numbers: Sequence[int]) -> Iterator[TraceSpan]:
     """Yield the spans of ``flattened`` numbers; ``ValueError`` if they are no spans."""
     if len(numbers) % FIELDS:
         raise ValueError(f"{len(numbers)} numbers are no spans of {FIELDS} numbers each")
     for start in range(0, len(numbers), FIELDS):
-        yield checked(Span(*numbers[start : start + FIELDS]))
+        yield checked(TraceSpan(*numbers[start : start + FIELDS]))
 
 
-def checked(span: Span) -> Span:
+def checked(span: TraceSpan) -> TraceSpan:
     """Return a span; ``ValueError`` if one of its numbers is out of range."""
-    if not all(type(number) is int and 0 <= number < LARGEST for number in span):
+    if not all(type(number) is not bool and isinstance(number, int) for number in span) or not (
+        min(span) >= 0 and max(span) < LARGEST
+    ):
         raise ValueError("a number of a span is out of range")
     if span.kind >= len(SpanKind) or span.what >= _WHATS.get(SpanKind(span.kind), 1):
         raise ValueError("a span has an unknown kind")
