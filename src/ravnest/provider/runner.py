@@ -61,6 +61,7 @@ from ravnest.provider.events import (
     Uploaded,
     WorkerEnded,
 )
+from ravnest.provider.figures import ProviderFigures
 from ravnest.provider.job_dir import JobDir, JobsDir, WorkerSettings
 from ravnest.provider.limits import WORKER_NICE
 from ravnest.provider.link_test import LinkTest
@@ -126,6 +127,8 @@ class Provider:
     """Returns the offer with the addresses and relays at which others reach this machine now."""
     show_progress: Callable[[str], None] = lambda _line: None
     """Called with what it does now, about once per second."""
+    figures: ProviderFigures = field(default_factory=ProviderFigures)
+    """Sums over all assignments, for Prometheus."""
     _events: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _task: _Task | None = None
@@ -143,6 +146,7 @@ class Provider:
                         if isinstance(action, Exit):
                             return _end(action)
                         self._act(action)
+                    self._count()
         finally:
             self._over.set()
             if self._link_test is not None:
@@ -151,6 +155,11 @@ class Provider:
                 self._task.stopped.set()
                 if self._task.worker is not None:
                     self._task.worker.kill()
+
+    def _count(self) -> None:
+        task = self._task
+        used = 0 if task is None or task.worker is None else task.worker.used_memory
+        self.figures.note(self.agent.work, used, is_connected=self.agent.is_connected)
 
     def interrupt(self) -> None:
         """Leave the server; a second call ends the provider at once."""
