@@ -294,9 +294,7 @@ RELATIONS = (
     Relation(TIMER_LATE, LOST_AFTER, "a halt of the server is noticed before it costs a provider"),
     Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
     Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),
-    Relation(
-        TRACE_ANSWER, LONGEST_HELD_REQUEST, "the server holds the wait for a trace as long as asked"
-    ),
+    Relation(TRACE_ANSWER, LONGEST_HELD_REQUEST, "the server holds the wait for a trace"),
     Relation(2 * PLANNING, ESTIMATE, "a requester waits for both plans of an estimate"),
     Relation(DATABASE_BUSY, HTTP_ANSWER, "the server answers that its database is busy in time"),
     Relation(DIAL_BACK_EACH, DIAL_BACK, "an address that does not answer does not hold up the reply"),

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from ravnest.errors import SettingsError
 from ravnest.tracing.node_trace import NodeTrace, TracedNode
 from ravnest.tracing.spans import FIELDS, TraceSpan, flattened, unflattened
@@ -53,7 +55,7 @@ class SpanFiles:
                 self._begin()
             assert self._file is not None
             part = spans[start : start + _SPANS_PER_LINE]
-            self._file.write(json.dumps(flattened(part), separators=(",", ":")) + "\n")
+            self._file.write(msgspec.json.encode(flattened(part)).decode() + "\n")
             self._written += len(part)
         if self._file is not None:
             self._file.flush()

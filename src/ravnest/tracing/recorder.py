@@ -73,14 +73,15 @@ class SpanRecorder:
 
     def take(self) -> list[TraceSpan]:
         """Return the spans recorded since the last call."""
-        found, waiting = [], self._recorded
+        found, waiting, offset = [], self._recorded, self._offset
         for _ in range(len(waiting)):
             try:
-                kind, start, end, *others = waiting.popleft()
+                kind, start, end, what, *others = waiting.popleft()
             except IndexError:
                 break
-            begin = (start + self._offset) // 1000
-            found.append(TraceSpan(kind, begin, max((end + self._offset) // 1000 - begin, 0), *others))
+            begin = (start + offset) // 1000
+            length = (end + offset) // 1000 - begin
+            found.append(TraceSpan(int(kind), begin, length if length > 0 else 0, int(what), *others))
         return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum, unique
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -112,7 +113,7 @@ FIELDS = len(TraceSpan._fields)
 
 def flattened(spans: Iterable[TraceSpan]) -> tuple[int, ...]:
     """Return the numbers of some spans one after the other."""
-    return tuple(int(number) for span in spans for number in span)
+    return tuple(chain.from_iterable(spans))
 
 
 def unflattened(numbers: Sequence[int]) -> Iterator[TraceSpan]:
