@@ -33,6 +33,7 @@ SECTIONS = {
     "idle": "Cost of an idle node",
     "checkpoints": "Cost of checkpoints",
     "spot_checks": "Cost of spot checks",
+    "observation": "Cost of metrics, logs and traces",
     "learning": "Learning compared with one process",
     "delay": "Cost of late gradients",
     "virtual": "Learning under virtual time",

@@ -178,6 +178,14 @@ class ScriptedProvider:
         )  # fmt: skip
         self.report("training", checkpoints=(named,))
 
+    def await_trace_order(self) -> int:
+        """Wait until the server asks for spans, and return the number of its request."""
+        assert self.assignment is not None
+        beat = Heartbeat(known=self.assignment.id, may_train=True, wait=10)
+        while not (reply := self._beat(beat)).trace:
+            pass
+        return reply.trace
+
     def leave(self) -> None:
         self._api.delete(f"/api/providers/{self.id}")
         self._api.close()

@@ -31,7 +31,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport",),
     ("relay",),
     ("wire", "logs"),
-    ("types", "errors", "deadlines", "seed", "telemetry", "host", "version", "keywords", "lazy_names"),
+    (
+        "types",
+        "errors",
+        "deadlines",
+        "seed",
+        "telemetry",
+        "tracing",
+        "host",
+        "version",
+        "keywords",
+        "lazy_names",
+    ),
 )
 """Top to bottom. A module imports from its own layer and from those below it."""
 

@@ -19,6 +19,8 @@ DATABASE_BUSY = 20.0
 """Longest wait of the server for its own database."""
 JOB_POLL = 30.0
 """Time that the server holds a requester's request open while nothing changes."""
+TRACE_ANSWER = 15.0
+"""Longest wait of a requester for the spans of nodes that train."""
 PLANNING = 120.0
 """Longest time in which the server makes one plan."""
 ESTIMATE = 300.0
@@ -292,6 +294,7 @@ RELATIONS = (
     Relation(TIMER_LATE, LOST_AFTER, "a halt of the server is noticed before it costs a provider"),
     Relation(POLL_WAIT, LONGEST_HELD_REQUEST, "the server holds a poll as long as asked"),
     Relation(JOB_POLL, LONGEST_HELD_REQUEST, "the server holds a requester's poll as long as asked"),
+    Relation(TRACE_ANSWER, LONGEST_HELD_REQUEST, "the server holds the wait for a trace"),
     Relation(2 * PLANNING, ESTIMATE, "a requester waits for both plans of an estimate"),
     Relation(DATABASE_BUSY, HTTP_ANSWER, "the server answers that its database is busy in time"),
     Relation(DIAL_BACK_EACH, DIAL_BACK, "an address that does not answer does not hold up the reply"),

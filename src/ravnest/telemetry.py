@@ -207,6 +207,17 @@ class CheckRecord:
     kind: Literal["check"] = "check"
 
 
+@dataclass(frozen=True, slots=True)
+class SpansRecord:
+    """Part of a node's trace, for ``ravnest trace``."""
+
+    spans: tuple[int, ...]
+    """Numbers of some spans one after the other, as ``tracing.spans`` describes them."""
+    order: int = 0
+    """Number of the request that is answered with this record; 0: none, or more records follow."""
+    kind: Literal["spans"] = "spans"
+
+
 PhaseName = Literal["connect", "train", "validate", "predict", "average", "save", "end", "rejoin"]
 """``rejoin``: the node waits for a lost neighbour, or for the machine that takes its place."""
 
@@ -236,6 +247,7 @@ WorkerRecord = (
     | RecoveryRecord
     | PhaseRecord
     | CheckRecord
+    | SpansRecord
 )
 
 

@@ -21,7 +21,8 @@ from ravnest.client.handle import JobHandle
 from ravnest.errors import JobEndedError, ServerRefusedError
 from ravnest.http.retry import RetryPolicy
 from ravnest.schemas.jobs import JobState, JobView
-from ravnest.telemetry import LossRecord, ValidationRecord, WarningRecord, WorkerRecord
+from ravnest.telemetry import LossRecord, SpansRecord, ValidationRecord, WarningRecord, WorkerRecord
+from ravnest.tracing.spans import SpanKind, TraceSpan, flattened
 
 
 @pytest.fixture
@@ -42,6 +43,25 @@ def provider(server: JobServer, handle: JobHandle) -> Iterator[ScriptedProvider]
     with server.provider() as made:
         assert made.take_assignment().job == handle.id
         yield made
+
+
+def test_the_trace_of_a_running_job_has_the_answers_of_its_nodes(
+    handle: JobHandle, provider: ScriptedProvider
+) -> None:
+    provider.report("training", SpansRecord(_forward(0)))
+
+    def answer() -> None:
+        order = provider.await_trace_order()
+        provider.report("training", SpansRecord(_forward(0)), SpansRecord(_forward(1), order))
+
+    with in_background(answer):
+        events = handle.trace()["traceEvents"]
+    shown = [each["args"]["micro-batch"] for each in events if each["ph"] == "X"]
+    assert shown == [0, 1], "spans that were sent twice are shown once"
+
+
+def _forward(index: int) -> tuple[int, ...]:
+    return flattened([TraceSpan(SpanKind.FORWARD, 10 + 100 * index, 50, 0, 0, index)])
 
 
 def test_the_handle_shows_what_the_server_knows(handle: JobHandle, provider: ScriptedProvider) -> None:

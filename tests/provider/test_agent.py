@@ -29,6 +29,7 @@ from ravnest.provider.events import (
     Left,
     OfferAccepted,
     RecordsReceived,
+    RequestTrace,
     SendHeartbeat,
     SendOffer,
     ServerRefused,
@@ -211,6 +212,17 @@ def test_the_worker_is_told_once_which_nodes_the_server_excludes(scene: Scene) -
     scene.later(10)
     both = (one, other)
     assert scene.answer_report("a", 2, may_train=True, excluded=both) == [Exclude("a", both)]
+
+
+def test_the_worker_is_asked_once_for_each_request_of_a_trace(scene: Scene) -> None:
+    scene.begin()
+    assert scene.answer_report("a", trace=5) == [], "there is no worker yet"
+    scene.give(Fetched("a", is_root=True, node_title=TITLE))
+    scene.answer_report("a", may_train=True)
+    for order, expected in ((5, [RequestTrace("a", 5)]), (5, []), (4, []), (6, [RequestTrace("a", 6)])):
+        assert scene.answer_report("a", may_train=True, trace=order) == expected
+        scene.give(RecordsReceived("a", losses(1.0)))
+        scene.later(10)
 
 
 def test_the_next_job_begins_when_the_last_is_over(scene: Scene) -> None:

@@ -70,9 +70,10 @@ def test_every_node_runs_the_script_with_its_name_and_the_arguments(project: Pat
 
 def test_nodes_run_in_the_given_folder(project: Path, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    path = script(project, "import os\nprint(os.getcwd())")
-    _, lines = launched("provider.py", work="work")
+    path = script(project, "import os\nprint(os.getcwd())\nprint(os.environ['RAVNEST_TRACE'])")
+    _, lines = launched("provider.py", work="work", trace="traces")
     assert f"node_0 | {tmp_path / 'work'}" in lines
+    assert f"node_0 | {Path('traces').absolute()}" in lines, "the folder is the launcher's"
     assert path.exists()
 
 

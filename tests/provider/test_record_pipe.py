@@ -26,6 +26,7 @@ from ravnest.telemetry import (
     PhaseRecord,
     QueueRecord,
     RoundRecord,
+    SpansRecord,
     TimingRecord,
     ValidationRecord,
     WarningRecord,
@@ -34,6 +35,7 @@ from ravnest.telemetry import (
 
 ALL = (
     PhaseRecord("train", 0),
+    SpansRecord((9, *range(1, 10)), 7),
     LossRecord(0, 0, 2.5, 4, 1),
     LossRecord(1, 0, None, 4, 1),
     ValidationRecord(0, 1, "accuracy", 0.75, 100),

@@ -129,12 +129,13 @@ def test_a_provider_has_no_access_to_another_assignment(case: Case) -> None:
 def test_a_requester_has_no_access_to_the_jobs_of_others(case: Case) -> None:
     rita, mallory = case.requester("rita"), case.member(ApiRole.REQUESTER, "mallory")
     job = case.submit(rita)
-    for path in ("", "/wait?timeout=0", "/losses", "/events", "/result", "/best"):
+    for path in ("", "/wait?timeout=0", "/losses", "/events", "/result", "/best", "/trace", "/trace/x"):
         mallory.get(f"/api/jobs/{job}{path}", 403)
     mallory.post(f"/api/jobs/{job}/cancel", None, 403)
+    mallory.post(f"/api/jobs/{job}/trace", None, 403)
     mallory.get(f"/api/artifacts/{artifact('weights').sha256}", 403)
     assert mallory.get("/api/jobs") == []
-    assert len(case.refusals()) == 8
+    assert len(case.refusals()) == 11
     assert [each["id"] for each in rita.get("/api/jobs")] == [job]
     assert [each["id"] for each in case.member(ApiRole.VIEWER).get("/api/jobs")] == [job]
     rita.get("/api/jobs/job-none", 404)

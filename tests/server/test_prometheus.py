@@ -7,8 +7,8 @@ from pathlib import Path
 
 from server_cases import losses, opened
 
+from ravnest.logs.prometheus import Figure, Sample, exposition
 from ravnest.schemas.auth import ApiRole
-from ravnest.server.prometheus import Figure, Sample, exposition
 
 _LINE = re.compile(r'^[a-z_]+(\{[a-z]+="(\\.|[^"\\\n])*"(,[a-z]+="(\\.|[^"\\\n])*")*\})? \S+$')
 

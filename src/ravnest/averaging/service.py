@@ -56,9 +56,11 @@ from ravnest.averaging.peers import REDIAL_SECONDS, Peers
 from ravnest.averaging.ports import AveragingConfig, Vectors, WeightsPort
 from ravnest.averaging.reducer import NodeReducer
 from ravnest.averaging.relay import RelayToNodes, RoundOver
+from ravnest.averaging.round_trace import RoundTrace
 from ravnest.deadlines import LINK_CLOSE
 from ravnest.errors import RavnestError
 from ravnest.store.node_spec import NodeSpec
+from ravnest.tracing.recorder import SpanRecorder
 from ravnest.transport.base import Link, Transport, try_send
 from ravnest.transport.generations import Generations
 from ravnest.types import RobustMean
@@ -72,7 +74,7 @@ _HAS_LEFT = "it has left"
 class AveragingService:
     """Averaging at one node; implements ``AveragingPort`` and, for other clusters, ``LinkHandler``."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts of a node, made by its runtime
         self,
         spec: NodeSpec,
         weights: WeightsPort,
@@ -85,13 +87,15 @@ class AveragingService:
         generations: Generations | None = None,
         robust_mean: RobustMean | None = None,
         now: Callable[[], float] = time.monotonic,
+        trace: SpanRecorder | None = None,
     ) -> None:
         """``config`` is given at Roots only. ``failed`` is called with unexpected errors.
 
         ``deadlines`` account for outages of links, and for the time that a lost node has to return.
         ``generations`` knows which process is each node; it outlives the run. ``robust_mean`` must be
-        the same at all nodes.
+        the same at all nodes. ``trace`` records rounds.
         """
+        self._trace = RoundTrace(trace)
         self._returns = deadlines.final_return
         self._spec = spec
         self._weights = weights
@@ -390,28 +394,36 @@ class AveragingService:
     def _perform(self, action: ParticipantAction) -> None:
         match action:
             case CopyWeights(round_id, idle):
+                self._trace.copying(round_id.number)
                 self._weights.copy(
                     idle=idle, then=lambda copy: self.post(lambda: self._copied(round_id, copy))
                 )
             case StartReduce():
+                self._trace.exchanging()
                 self._reducer.start(action)
             case CancelReduce(round_id, reason):
                 self._reducer.allreduce.cancel(round_id, reason)
             case StoreAverage(average):
                 self._weights.store(average)
             case SettleCompression(round_id, applied):
+                self._trace.settled()
                 self._reducer.compression.settled(round_id, applied=applied)
             case SendReply(head):
                 self._reply(head)
 
     def _copied(self, round_id: RoundId, copy: Vectors) -> None:
+        self._trace.copied()
         problem, compression = self._weights.fault(copy), self._reducer.compression
         event = WeightsCopied(round_id, copy, problem, compression.codec, compression.base, scales(copy))
         self._to_participant(event)
 
     def _reduce_ended(self, event: ReduceEnded) -> None:
         # The scales are computed in this thread: the one of the link must go on.
-        self.post(lambda: self._to_participant(replace(event, scales=scales(event.result.averages))))
+        self.post(lambda: self._reduced(replace(event, scales=scales(event.result.averages))))
+
+    def _reduced(self, event: ReduceEnded) -> None:
+        self._trace.exchanged()
+        self._to_participant(event)
 
 
 def _warn_unexpected(link: Link, head: AnyHead) -> None:

@@ -34,6 +34,7 @@ class Commands(LazyGroup):
         "status": Lazy("ravnest.cli.status", "Show the state and progress of your jobs."),
         "page": Lazy("ravnest.cli.page", "Print a link that shows your jobs in a browser."),
         "logs": Lazy("ravnest.cli.logs", "Show the events of a job and their reasons."),
+        "trace": Lazy("ravnest.cli.trace", "Write what each node of a run did when, for Perfetto."),
         "cancel": Lazy("ravnest.cli.cancel", "Cancel a job and free its providers."),
         "fetch": Lazy(
             "ravnest.cli.fetch", "Wait for a job and download the model as `trained_state_dict.pt`."

@@ -21,6 +21,10 @@ def launch(
     restart: Annotated[
         bool, typer.Option("--restart", help="Start a node again that fails or is killed.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Folder for what each node does when; `ravnest trace FOLDER` reads it."),
+    ] = None,
 ) -> None:
     """Start all nodes of this machine, each with the same script.
 
@@ -28,4 +32,4 @@ def launch(
     before each line, and stops all of them together. With --restart, a node that fails is started
     again, continues from its newest checkpoint, and the others are not stopped.
     """
-    raise typer.Exit(launch_nodes(script, arguments or [], folder=folder, restart=restart))
+    raise typer.Exit(launch_nodes(script, arguments or [], folder=folder, restart=restart, trace=trace))

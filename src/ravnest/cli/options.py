@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ravnest.logs.json_lines import LogFormat
+
 _LONGEST_LINE = 4096
 _HELP = (
     "Token from `ravnest token create --role ROLE` on the server's machine; needed once. `-` reads it "
@@ -24,6 +26,10 @@ def _read_token(given: str | None) -> str | None:
     return line
 
 
+LogOption = Annotated[
+    LogFormat,
+    typer.Option("--log-format", help="Log as text, or as JSON with one object per line."),
+]
 Server = Annotated[
     str | None,
     typer.Option(

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from ravnest.cli.console import out
-from ravnest.cli.options import Quiet, Token
+from ravnest.cli.options import LogOption, Quiet, Token
 from ravnest.cli.provider_console import provider_console
 from ravnest.provider.provide import provide as provide_machine
 from ravnest.provider.sandbox.choice import SandboxChoice
+from ravnest.types import Address
 
 
 def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
@@ -47,6 +48,14 @@ def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
     ] = "auto",
     disk: Annotated[float | None, typer.Option(help="Maximum disk space of a job, in GB.")] = None,
     job_hours: Annotated[float | None, typer.Option(help="Maximum hours of a job.")] = None,
+    metrics_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port at which Prometheus reads figures; 0: none."),
+    ] = 0,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address of that port; who reaches it needs no credential.")
+    ] = "127.0.0.1",
+    log_format: LogOption = "text",
     quiet: Quiet = False,
 ) -> None:
     """Offer this machine to a server and work on its jobs until Ctrl-C.
@@ -54,7 +63,7 @@ def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
     Measures memory, cores, compute speed and the connection to the server first. Runs no code of
     requesters.
     """
-    with provider_console(out(quiet=quiet)) as console:
+    with provider_console(out(quiet=quiet), log_format) as console:
         provide_machine(
             server,
             token,
@@ -72,4 +81,5 @@ def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
             job_hours=job_hours,
             say=console.say,
             progress=console.progress,
+            metrics=Address(metrics_host, metrics_port) if metrics_port else None,
         )

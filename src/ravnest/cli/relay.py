@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from ravnest.cli.options import Token
+from ravnest.cli.options import LogOption, Token
+from ravnest.logs.json_lines import json_line, log_as_json
 from ravnest.provider.relay_program import DEFAULT_RELAY_PORT, run_relay
 
 
@@ -27,11 +29,16 @@ def relay(
     capacity: Annotated[
         float | None, typer.Option(help="Most Mbit/s to forward in total; default: no limit.")
     ] = None,
+    log_format: LogOption = "text",
 ) -> None:
     """Run a relay for the jobs of a server until Ctrl-C.
 
     Nodes that cannot be dialled are reached through it. It sees encrypted bytes only.
     """
+    say: Callable[[str], None] = typer.echo
+    if log_format == "json":
+        log_as_json()
+        say = lambda line: typer.echo(json_line("relay", message=line))  # noqa: E731
     run_relay(
         server,
         token,
@@ -39,5 +46,5 @@ def relay(
         listen=listen,
         address=address or (),
         capacity=capacity,
-        say=typer.echo,
+        say=say,
     )

@@ -10,13 +10,16 @@ from typing import Annotated
 
 import typer
 
+from ravnest.cli.options import LogOption
 from ravnest.deadlines import CHECKPOINT_UPLOAD
+from ravnest.logs.json_lines import log_as_json
 from ravnest.schemas.auth import ApiRole
+from ravnest.server.event_log import log_json, log_line
 from ravnest.server.http.runner import DEFAULT_FOLDER, DEFAULT_PORT, RunningServer, serve_in_foreground
 from ravnest.server.settings import ServerSettings
 
 
-def serve(
+def serve(  # noqa: PLR0913, PLR0917 - each an option of the command
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines, over HTTPS.")
     ] = "127.0.0.1",
@@ -51,6 +54,7 @@ def serve(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Do not log what happens at the server.")
     ] = False,
+    log_format: LogOption = "text",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the address as JSON, and no log.")
     ] = False,
@@ -63,6 +67,8 @@ def serve(
     def announce(running: RunningServer) -> None:
         typer.echo(_as_json(running) if as_json else _instructions(running, folder))
 
+    if log_format == "json":
+        log_as_json()
     serve_in_foreground(
         announce,
         folder,
@@ -74,6 +80,7 @@ def serve(
         relay_port=relay_port,
         settings=ServerSettings(checkpoint_upload=60 * checkpoint_minutes),
         log=None if quiet or as_json else partial(typer.echo, err=True),
+        shown=log_json if log_format == "json" else log_line,
     )
     if not as_json:
         typer.echo("The server has stopped. Start it again with the same folder to resume.")

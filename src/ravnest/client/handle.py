@@ -15,6 +15,7 @@ from urllib.parse import quote
 from ravnest.client.job_records import JobRecords
 from ravnest.client.notebook import job_html
 from ravnest.client.server_selection import READ_ROLES, select_server
+from ravnest.client.traces import job_trace
 from ravnest.deadlines import JOB_POLL
 from ravnest.errors import JobEndedError
 from ravnest.http.api import ApiClient
@@ -22,6 +23,7 @@ from ravnest.http.retry import RetryPolicy
 from ravnest.schemas.job_changes import JobChanges, StartFrom
 from ravnest.schemas.jobs import EventView, JobCreated, JobProgress, JobState, JobView, LossHistory
 from ravnest.telemetry import RecordSink
+from ravnest.tracing.chrome import chrome_trace
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +116,13 @@ class JobHandle:
     def losses(self, first: int = 0) -> LossHistory:
         """Return the losses from update ``first`` on, and all validation results."""
         return self._api.get(f"{self._path}/losses", LossHistory, params={"first": first})
+
+    def trace(self) -> dict[str, Any]:
+        """Return what the nodes did when, as a document in Chrome's trace format.
+
+        Nodes that train are asked for their newest spans, which takes some seconds.
+        """
+        return chrome_trace(job_trace(self._api, self.id, self._clock))
 
     def wait(
         self, timeout: float | None = None, on_change: Callable[[JobView], None] | None = None

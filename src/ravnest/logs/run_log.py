@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from ravnest.errors import SettingsError
 from ravnest.logs.background import BackgroundSink, TimedRecord
@@ -51,8 +51,8 @@ class RunLog(BackgroundSink):
         moment, record = item
         if isinstance(record, LossRecord):
             self._update = record.update
-        line = {"time": round(moment, 3), **asdict(record)}
-        self._records.write(json.dumps(line) + "\n")
+        fields = msgspec.json.encode(record).decode()  # an object with one field at least: its kind
+        self._records.write(f'{{"time":{moment:.3f},{fields[1:]}\n')
         for name, value in scalars_of(record):
             self._rows.writerow((f"{moment:.3f}", self._update, name, "nan" if value is None else value))
             self._events.add(name, math.nan if value is None else value, self._update, moment)

@@ -48,6 +48,7 @@ from ravnest.provider.events import (
     LinkTestEnded,
     OfferAccepted,
     RecordsReceived,
+    RequestTrace,
     SendHeartbeat,
     SendOffer,
     ServerRefused,
@@ -146,6 +147,16 @@ class Agent:
             times.append(self._report_at)
         return min((time for time in times if time is not None), default=None)
 
+    @property
+    def work(self) -> AssignmentProgress | None:
+        """Progress of the current assignment; ``None`` without one. For reading only."""
+        return self._work
+
+    @property
+    def is_connected(self) -> bool:
+        """``True`` while the server answers."""
+        return not self._away
+
     def handle(self, event: AgentEvent, now: float) -> list[Action]:
         """Return the actions that follow from an event."""
         match event:
@@ -222,6 +233,9 @@ class Agent:
             if work.phase == "training" and reply.excluded != work.excluded:
                 work.excluded = reply.excluded
                 actions.append(Exclude(work.assignment, reply.excluded))
+            if work.phase == "training" and reply.trace > work.trace:
+                work.trace = reply.trace
+                actions.append(RequestTrace(work.assignment, reply.trace))
         return [*actions, *self._discard_unwanted()]
 
     def _unanswered(

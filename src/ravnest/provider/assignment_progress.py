@@ -34,6 +34,9 @@ _LONGEST_REASON = 4000
 MOST_REPORTED_TEXT = 256 << 10
 """Characters of warnings and reasons in a report: the server refuses messages of more than 4 MB."""
 
+_DIGITS = 10
+"""Characters of a number of a span, on average at most."""
+
 
 class RecordLog:
     """Records of a worker by position, from the oldest that is kept.
@@ -93,6 +96,7 @@ class RecordLog:
         length = 0
         for count, record in enumerate(records):
             length += len(getattr(record, "message", "")) + len(getattr(record, "reason", ""))
+            length += _DIGITS * len(getattr(record, "spans", ()))
             if length > MOST_REPORTED_TEXT and count:
                 return first, records[:count]
         return first, records
@@ -124,6 +128,8 @@ class AssignmentProgress:
     checkpoints: CheckpointOrders = field(default_factory=CheckpointOrders)
     excluded: tuple[ExcludedNode, ...] = ()
     """Nodes to which the worker was told to close its links."""
+    trace: int = 0
+    """Newest request of the server for spans."""
     checks: CheckUploads = field(default_factory=CheckUploads)
     best: BestUploads = field(default_factory=BestUploads)
     meter: WorkMeter = field(default_factory=WorkMeter)

@@ -233,6 +233,15 @@ class Exclude:
 
 
 @dataclass(frozen=True)
+class RequestTrace:
+    """Have the worker of an assignment report what it did when."""
+
+    assignment: str
+    order: int
+    """Number of the server's request."""
+
+
+@dataclass(frozen=True)
 class Upload:
     """Upload the trained files of an assignment."""
 
@@ -343,6 +352,7 @@ Action = (
     | StartWorker
     | Keep
     | Exclude
+    | RequestTrace
     | Upload
     | UploadBest
     | UploadCheckpoints

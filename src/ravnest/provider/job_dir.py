@@ -27,6 +27,7 @@ CERTIFICATES = CertificateFiles(
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _LIMIT = 256 << 20
+_LONGEST_NUMBER = 32
 _EXCLUDED = TypeAdapter(tuple[ExcludedNode, ...])
 
 DEFAULT_DISK = 100_000_000_000
@@ -152,6 +153,22 @@ class JobDir:
         if not self._excluded.exists():
             return ()
         return _EXCLUDED.validate_python(read_json(self._excluded, _LIMIT))
+
+    def write_trace_order(self, order: int) -> None:
+        """Write the number of the server's newest request for spans."""
+        write_json(self._trace_order, order, compact=True)
+
+    def read_trace_order(self) -> int:
+        """Read the number of the server's newest request for spans; 0 if there is none."""
+        try:
+            order = read_json(self._trace_order, _LONGEST_NUMBER)
+        except (OSError, StageFormatError):
+            return 0
+        return order if isinstance(order, int) else 0
+
+    @property
+    def _trace_order(self) -> Path:
+        return self.folder / "trace.json"
 
     @property
     def _excluded(self) -> Path:

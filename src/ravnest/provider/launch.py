@@ -25,6 +25,8 @@ from ravnest.types import Address
 _THREADS = "OMP_NUM_THREADS"
 RESUME = "RAVNEST_RESUME"
 """Environment variable of a node that was started again: it continues from its newest checkpoint."""
+TRACE = "RAVNEST_TRACE"
+"""Environment variable of nodes: the folder in which they write what they do when."""
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
 
@@ -36,13 +38,15 @@ def launch(
     work: str | Path | None = None,
     console: Console | None = None,
     restart: bool = False,
+    trace: str | Path | None = None,
 ) -> int:
     """Run ``python script node_<i> arguments...`` for every node of ``folder`` on this machine.
 
     Shows their output with the node's name before each line, ends them together, and returns 0 or
     the exit code of the first that failed. They run in the folder ``work``, by default the current one.
     ``restart`` starts a node that fails again, with ``RAVNEST_RESUME=1`` in its environment; nodes
-    that have failed too often in a row end all of them.
+    that have failed too often in a row end all of them. ``trace``: folder in which the nodes write what
+    they do when.
     """
     path = Path(script).absolute()
     if not path.is_file():
@@ -67,6 +71,8 @@ def launch(
         groups={node.name: node.cluster for node in nodes},
     )
     environment = {"PYTHONUNBUFFERED": "1", **os.environ, **shares}
+    if trace is not None:
+        environment[TRACE] = str(Path(trace).absolute())
     children = [
         ChildProcess(
             node.name,

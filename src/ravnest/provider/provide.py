@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -21,9 +22,11 @@ from ravnest.provider.addresses import MOST_ADDRESSES, Addresses, addresses
 from ravnest.provider.agent import Agent
 from ravnest.provider.benchmark import GB, PLANNED, OwnerLimits, ServerProbe, measure
 from ravnest.provider.download import SPARE
+from ravnest.provider.figures import ProviderFigures, provider_figures
 from ravnest.provider.interfaces import local_host
 from ravnest.provider.job_dir import DEFAULT_DISK, DEFAULT_SECONDS, JobsDir, WorkerSettings
 from ravnest.provider.membership import machine_membership
+from ravnest.provider.metrics_page import metrics_page
 from ravnest.provider.outcome import Outcome
 from ravnest.provider.port_mapping import mapped_port
 from ravnest.provider.routes import RouteFinder
@@ -57,6 +60,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     job_hours: float | None = None,
     say: Callable[[str], None] | None = None,
     progress: Callable[[str], None] | None = None,
+    metrics: Address | None = None,
 ) -> None:
     """Offer this machine to a server and train for its jobs, until it is interrupted.
 
@@ -70,6 +74,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
     ``disk`` (GB) and ``job_hours`` limit the files and the time of one job. ``say`` is called with a
     line for each event; stdout by default. ``progress`` is called about once per second with a line
     that says what the provider does: updates, samples per second, bytes, and its share of idle time.
+    ``metrics``: address at which Prometheus reads the provider's figures, without a credential.
 
     Returns once the provider has left the server. Raises ``ServerError`` if the server cannot be
     reached at the start or refuses the provider, ``SettingsError`` if an argument is wrong,
@@ -108,6 +113,11 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
                     show(line)
             room = int(offer.ram / PLANNED * GB)
             ends = None if hours is None else time.monotonic() + 3600 * hours
+            figures = ProviderFigures()
+            if metrics is not None:
+                about = partial(provider_figures, offer, room)
+                page = stack.enter_context(metrics_page(metrics, lambda: about(figures.snapshot)))
+                show(f"Prometheus reads its figures at http://{page}/metrics")
             Provider(
                 api,
                 offer,
@@ -131,6 +141,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
                 chosen,
                 routes.complete,
                 progress or _ignore,
+                figures,
             ).run()
 
 

@@ -42,6 +42,7 @@ from ravnest.provider.events import (
     LinkTestEnded,
     MeasureSpeed,
     OfferAccepted,
+    RequestTrace,
     SendHeartbeat,
     SendOffer,
     ServerRefused,
@@ -60,6 +61,7 @@ from ravnest.provider.events import (
     Uploaded,
     WorkerEnded,
 )
+from ravnest.provider.figures import ProviderFigures
 from ravnest.provider.job_dir import JobDir, JobsDir, WorkerSettings
 from ravnest.provider.limits import WORKER_NICE
 from ravnest.provider.link_test import LinkTest
@@ -125,6 +127,8 @@ class Provider:
     """Returns the offer with the addresses and relays at which others reach this machine now."""
     show_progress: Callable[[str], None] = lambda _line: None
     """Called with what it does now, about once per second."""
+    figures: ProviderFigures = field(default_factory=ProviderFigures)
+    """Sums over all assignments, for Prometheus."""
     _events: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _task: _Task | None = None
@@ -142,6 +146,7 @@ class Provider:
                         if isinstance(action, Exit):
                             return _end(action)
                         self._act(action)
+                    self._count()
         finally:
             self._over.set()
             if self._link_test is not None:
@@ -150,6 +155,11 @@ class Provider:
                 self._task.stopped.set()
                 if self._task.worker is not None:
                     self._task.worker.kill()
+
+    def _count(self) -> None:
+        task = self._task
+        used = 0 if task is None or task.worker is None else task.worker.used_memory
+        self.figures.note(self.agent.work, used, is_connected=self.agent.is_connected)
 
     def interrupt(self) -> None:
         """Leave the server; a second call ends the provider at once."""
@@ -191,6 +201,7 @@ class Provider:
         | StartWorker
         | Keep
         | Exclude
+        | RequestTrace
         | Upload
         | UploadBest
         | UploadCheckpoints
@@ -205,7 +216,7 @@ class Provider:
                 self._start(lambda: self._fetch(task), lambda why: Fetched(name, failure=why))
             case StartWorker():
                 self._start_worker(self._current(name))
-            case Keep() | Exclude():
+            case Keep() | Exclude() | RequestTrace():
                 self._store(action)
             case Upload():
                 task = self._task = self._task or _Task(name)  # no task: an earlier process trained it
@@ -250,13 +261,15 @@ class Provider:
 
         self._start(run, lambda _: LinkTestEnded(order.id))
 
-    def _store(self, action: Keep | Exclude) -> None:
+    def _store(self, action: Keep | Exclude | RequestTrace) -> None:
         """Write what an assignment's folder should hold from now on."""
         match action:
             case Keep(name, outcome):
                 self._keep(name, outcome)
             case Exclude(name, nodes):
                 self._exclude(name, nodes)
+            case RequestTrace(name, order):
+                self._request_trace(name, order)
 
     def _keep(self, name: str, outcome: Outcome) -> None:
         """Write the marker of a result; without it, only a restart of this provider loses the result."""
@@ -271,6 +284,12 @@ class Provider:
             self.jobs_dir.job_dir(name).write_excluded(nodes)
         except OSError as error:
             logger.warning("the worker of %s was not told which nodes are excluded: %s", name, error)
+
+    def _request_trace(self, name: str, order: int) -> None:
+        try:
+            self.jobs_dir.job_dir(name).write_trace_order(order)
+        except OSError as error:
+            logger.warning("the worker of %s was not asked for its trace: %s", name, error)
 
     def _current(self, assignment: str) -> _Task:
         assert self._task is not None

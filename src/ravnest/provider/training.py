@@ -29,6 +29,7 @@ from ravnest.jobs.registry import (
     scheduler_class,
 )
 from ravnest.provider.job_dir import JobDir, WorkerSettings
+from ravnest.provider.span_window import SpanWindow, answering
 from ravnest.runtime.epoch_batches import EpochBatches
 from ravnest.runtime.node import Node
 from ravnest.runtime.stage.uncompiled import spare_compiler
@@ -67,6 +68,7 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
     )
     val_loader = loader(job_dir, assignment.validation, training)
     scheduler = training.scheduler
+    window = None if sink is None else SpanWindow(sink)
     node = Node(
         name=f"node_{assignment.node}",
         optimizer=optimizer_class(training.optimizer.name),
@@ -105,8 +107,9 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         spot_checks=assignment.spot_checks,
         progress=False,
         record_sink=sink,
+        trace=window,
     )
-    with node, handing_over(node), excluding(node, job_dir):
+    with node, handing_over(node), excluding(node, job_dir), answering(window, job_dir):
         trainer = Trainer(
             node=node,
             train_loader=augmented(job_dir, assignment, train_loader),

@@ -48,6 +48,8 @@ class WorkMeter:
     def __init__(self) -> None:
         self._recent: deque[tuple[float, WorkRecord]] = deque()
         """Records of the current worker within the window, with the times of their arrival."""
+        self.latest: WorkFigures | None = None
+        """Figures after the newest record, with rates; ``None`` if there is none."""
         self._before = WorkRecord(0, 0, 0, 0.0, 0, 0)
         """Sums of earlier workers."""
 
@@ -62,7 +64,8 @@ class WorkMeter:
         self._recent.append((now, record))
         while len(self._recent) > 2 and self._recent[1][0] <= now - _WINDOW:
             self._recent.popleft()
-        return self._figures()
+        self.latest = self._figures()
+        return self.latest
 
     @property
     def total(self) -> WorkFigures | None:

@@ -86,6 +86,8 @@ class WorkerProcess:
     """Called from several threads; ``WorkerEnded`` comes last."""
     sandbox: Sandbox | None
     find_peers: FindPeers
+    used_memory: int = field(default=0, init=False)
+    """Bytes that the job takes, as far as they were measured last."""
     _child: ChildProcess = field(init=False)
     _records: threading.Thread = field(init=False)
     _rejections: TlsRejections = field(default_factory=TlsRejections)
@@ -238,7 +240,9 @@ class WorkerProcess:
                 return
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._signal(KILL)
-            reason = self._memory_excess(held_memory(process))
+            held = held_memory(process)
+            self.used_memory = held - (self._idle or 0)
+            reason = self._memory_excess(held)
             found: _Excess | None = (reason, "machine") if reason else None
             if found is None and sample % _SAMPLES_PER_WALK == 0:
                 found = self._job_excess(thread_count(process))

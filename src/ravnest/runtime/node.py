@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import platform
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,9 @@ from ravnest.split.module import StageModule
 from ravnest.store.best_model import BestModel, BestModelFolder
 from ravnest.store.bundle import load_module
 from ravnest.store.node_spec import read_node
+from ravnest.tracing.files import SpanFiles
+from ravnest.tracing.node_trace import TracedNode
+from ravnest.tracing.recorder import SpanRecorder, SpanWriter
 from ravnest.transport.base import Transport
 from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.tls import Credentials
@@ -128,7 +132,10 @@ class Node:
             reduce_factor=reduce_factor,
             average_optim=bool(average_optim),
             codec=codec_for(compression),
+            trace=None if settings.trace is None else SpanRecorder(),
         )
+        self._spans: SpanWriter | None = None
+        """Writes what ``trace`` records, between start and end."""
         self._model = model
         self._device = device_for(device)
         self._runtime: NodeRuntime | None = None
@@ -193,6 +200,7 @@ class Node:
         if self._closed:
             raise RunError(f"{self.name} is closed: create a new Node for another run")
         self._config.rule.check()
+        self._start_trace()
         self._use(self._restarts.start(self._config))
         atexit.register(self._close_at_exit)
 
@@ -221,6 +229,20 @@ class Node:
         atexit.unregister(self._close_at_exit)
         if runtime is not None:
             runtime.close(reason, recoverable=recoverable)
+        spans, self._spans = self._spans, None
+        if spans is not None:
+            spans.close()
+
+    def _start_trace(self) -> None:
+        """Write what is recorded from now on, to the folder or the receiver of the settings."""
+        recorder, sink, spec = self._config.trace, self._config.settings.trace, self._config.spec
+        if recorder is None or sink is None or self._spans is not None:
+            return
+        if isinstance(sink, str | Path):
+            place = TracedNode(spec.node, spec.cluster, spec.stage, str(spec.role), platform.node())
+            sink = SpanFiles(sink, place)
+        self._spans = SpanWriter(recorder, sink)
+        self._spans.start()
 
     def exclude(self, node: int, generation: int) -> None:
         """Close the links to the machine that has this generation of a node; it may not return.
@@ -541,6 +563,7 @@ class Node:
             outage=spec.outage if outage is None else outage,
             relay=spec.relay_access,
             secret=spec.secret,
+            trace=self._config.trace,
         )
 
     def _close_at_exit(self) -> None:

@@ -19,11 +19,13 @@ from ravnest.runtime.stage.validation_metrics import (
     with_needed,
 )
 from ravnest.telemetry import RecordSink
+from ravnest.tracing.recorder import SpanSink
 from ravnest.transport.base import Transport
 from ravnest.types import ROBUST_CLUSTERS, RobustMean, Schedule
 from ravnest.wire.codecs import CODECS, FP16, RAW
 
 RESUME_VARIABLE = "RAVNEST_RESUME"
+TRACE_VARIABLE = "RAVNEST_TRACE"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,12 @@ class NodeSettings:
     record_sink: RecordSink | None = None
     """Receiver of the node's records: a ``RunLog``, ``Callbacks`` or another object with ``emit``.
     Losses and validation results are those of the Root."""
+    trace: str | Path | SpanSink | None = field(
+        default_factory=lambda: os.environ.get(TRACE_VARIABLE) or None
+    )
+    """Folder for what the node does when, for ``ravnest trace``; or another receiver of spans. None:
+    nothing is recorded. The default is the environment variable ``RAVNEST_TRACE``, as ``ravnest launch
+    --trace`` sets it."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> NodeSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -30,7 +31,8 @@ from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.reachability import HostAndPort, ReachabilityKind, RelayTrip
 from ravnest.schemas.spot_checks import MOST_CHECKS, CheckEvidence
 from ravnest.store.node_spec import NodeSpec
-from ravnest.telemetry import RoundRecord, WarningRecord, WorkerRecord
+from ravnest.telemetry import RoundRecord, SpansRecord, WarningRecord, WorkerRecord
+from ravnest.tracing.spans import FIELDS, unflattened
 
 Gigabytes = Annotated[float, Field(gt=0, le=100_000)]
 Cores = Annotated[int, Field(ge=1, le=10_000)]
@@ -233,10 +235,16 @@ _LONGEST = 10_000
 """Characters of a text, and clusters of a round."""
 
 
+MOST_SPANS = 256
+"""Spans in one record."""
+
+
 def _checked(record: WorkerRecord) -> WorkerRecord:
     """Return ``record`` with texts of a limited length; raise ``ValueError`` if a value is unusable."""
     if isinstance(record, WarningRecord):
         return dataclasses.replace(record, message=clipped(record.message))
+    if isinstance(record, SpansRecord):
+        return _checked_spans(record)
     if isinstance(record, RoundRecord):
         record = dataclasses.replace(record, reason=clipped(record.reason))
     for field in dataclasses.fields(record):
@@ -249,6 +257,13 @@ def _checked(record: WorkerRecord) -> WorkerRecord:
             len(value) > MOST_METRICS or any(len(name) > _LONGEST for name in value)
         ):
             raise ValueError(f"{field.name} is too long")
+    return record
+
+
+def _checked_spans(record: SpansRecord) -> SpansRecord:
+    if not 0 <= record.order < LARGEST_NUMBER or len(record.spans) > MOST_SPANS * FIELDS:
+        raise ValueError("order or spans are out of range")
+    deque(unflattened(record.spans), maxlen=0)
     return record
 
 
@@ -337,6 +352,8 @@ class HeartbeatReply(TolerantSchema):
     """Nodes of the job to whose machines the worker closes its links; left out if there are none."""
     upload: CheckpointOrder | None = None
     """Checkpoints of this assignment to upload; an order that was carried out is not repeated."""
+    trace: Count = 0
+    """Number of the newest request for spans of the job's nodes; 0: there is none."""
     may_leave: bool = False
     """Nobody is about to take the place of this provider, which wants to leave."""
     keep: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from ravnest.logs.json_lines import json_line
 from ravnest.schemas.base import plain
 from ravnest.schemas.jobs import EventView
 from ravnest.schemas.providers import ProviderState
@@ -46,10 +47,32 @@ def log_line(event: EventView, name: str) -> str | None:
     return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 2]} …"
 
 
+def log_json(event: EventView, name: str) -> str | None:
+    """Return an event as a JSON line; ``None`` for those that ``log_line`` leaves out."""
+    if log_line(event, name) is None:
+        return None
+    return json_line(
+        event.kind,
+        at=event.time,
+        subject=event.subject,
+        name=name,
+        before=event.before,
+        after=event.after,
+        reason=event.reason,
+    )
+
+
 class EventLog:
     """Writes the lines of a database's events in a thread of its own; the server never waits for it."""
 
-    def __init__(self, db: Database, write: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        db: Database,
+        write: Callable[[str], None],
+        shown: Callable[[EventView, str], str | None] = log_line,
+    ) -> None:
+        """``shown`` returns the line of an event."""
+        self._shown = shown
         self._db = db
         self._write = write
         self._waiting: queue.Queue[EventView | None] = queue.Queue(_MOST_WAITING)
@@ -76,7 +99,7 @@ class EventLog:
     def _run(self) -> None:
         while (event := self._waiting.get()) is not None:
             try:
-                if line := log_line(event, self._name(event)):
+                if line := self._shown(event, self._name(event)):
                     self._write(line)
             except (OSError, ValueError):  # nobody reads any more
                 return

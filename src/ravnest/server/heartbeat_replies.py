@@ -10,14 +10,20 @@ from ravnest.server.db.records import LOST, AssignmentRecord, ProviderPresence
 from ravnest.server.job_snapshots import JobSnapshots
 from ravnest.server.job_status import has_delivered, lineage, roots, vacant
 from ravnest.server.link_test_service import LinkTestService
+from ravnest.server.trace_requests import TraceRequests
 
 
 class HeartbeatReplies:
     """Composes replies to heartbeats; thread-safe."""
 
     def __init__(
-        self, checkpoints: CheckpointService, link_tests: LinkTestService, snapshots: JobSnapshots
+        self,
+        checkpoints: CheckpointService,
+        link_tests: LinkTestService,
+        snapshots: JobSnapshots,
+        traces: TraceRequests,
     ) -> None:
+        self._traces = traces
         self.snapshots = snapshots
         self.leaving: set[str] = set()
         """Providers that want to leave; each heartbeat says so."""
@@ -51,6 +57,7 @@ class HeartbeatReplies:
             records_known=assignment.records,
             upload=self._checkpoints.order_for(db, assignment, job),
             excluded=job.excluded,
+            trace=self._traces.newest(assignment.job),
             may_leave=leaves and (newest.id == assignment.id or newest.has_ended),
             keep=keep,
             reason=provider.reason,

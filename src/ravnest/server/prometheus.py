@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
+from ravnest.logs.prometheus import Figure, Sample
 from ravnest.schemas.jobs import JobState, JobView
 from ravnest.schemas.providers import ProviderState, ProviderView
 from ravnest.version import __version__
-
-MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class Sample(NamedTuple):
-    """A value with the labels that tell it from the others of its name."""
-
-    labels: Mapping[str, str]
-    value: float
-
-
-class Figure(NamedTuple):
-    """A figure with all its samples. Counters only grow while the server has the job."""
-
-    name: str
-    kind: str
-    help: str
-    samples: Sequence[Sample]
 
 
 def figures(jobs: Sequence[JobView], providers: Sequence[ProviderView]) -> Iterator[Figure]:
@@ -98,24 +80,3 @@ def _gauge(name: str, text: str, jobs: Sequence[JobView], values: Iterable[float
 
 def _labels(job: JobView) -> dict[str, str]:
     return {"job": job.id, "name": job.name}
-
-
-def exposition(found: Iterable[Figure]) -> str:
-    """Return the figures as text."""
-    lines = []
-    for figure in found:
-        lines += [
-            f"# HELP {figure.name} {figure.help}",
-            f"# TYPE {figure.name} {figure.kind}",
-            *(f"{figure.name}{_shown(sample.labels)} {sample.value:.17g}" for sample in figure.samples),
-        ]
-    return "\n".join([*lines, ""])
-
-
-def _shown(labels: Mapping[str, str]) -> str:
-    pairs = (f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    return "{" + ",".join(pairs) + "}" if labels else ""
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

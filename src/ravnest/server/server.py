@@ -49,6 +49,7 @@ from ravnest.server.speed_service import SpeedService
 from ravnest.server.spot_check_service import SpotCheckService
 from ravnest.server.straggler_service import StragglerService
 from ravnest.server.takeover_service import TakeoverService
+from ravnest.server.trace_requests import TraceRequests
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 from ravnest.server.views import job_view
 
@@ -121,7 +122,10 @@ class Server:
             check_result or ShippedResultCheck(self.artifacts.path),
             self.spot_check_service,
         )
-        replies = HeartbeatReplies(self.checkpoint_service, self.link_test_service, snapshots)
+        self.trace_requests = TraceRequests(self.notifications, self.clock.wall)
+        replies = HeartbeatReplies(
+            self.checkpoint_service, self.link_test_service, snapshots, self.trace_requests
+        )
         self.provider_service = ProviderService(
             self._units,
             reports,

@@ -21,6 +21,7 @@ from ravnest.errors import RefusedError, TransportError, UnreachableError, Wrong
 from ravnest.host import keep_freed_memory
 from ravnest.relay.access import RelayAccess
 from ravnest.relay.listener import RelayListener
+from ravnest.tracing.recorder import SpanRecorder
 from ravnest.transport.base import Admit, Link, LinkHandler
 from ravnest.transport.grpc_client import DialRequest, try_dial
 from ravnest.transport.grpc_server import GrpcListener
@@ -51,12 +52,14 @@ class GrpcTransport:
         outage: float = LINK_OUTAGE,
         relay: RelayAccess | None = None,
         secret: str = "",
+        trace: SpanRecorder | None = None,
     ) -> None:
         """``credentials`` are required for all addresses other than loopback.
 
         ``outage`` is the time for which a link without a connection is kept, in seconds. ``relay``:
         relays through which this node reaches others, and is reached. ``secret``: what both sides of a
-        connection without TLS have to prove; empty: nothing.
+        connection without TLS have to prove; empty: nothing. ``trace`` records the messages of
+        all links.
         """
         self._secret = secret
         self._relay = relay
@@ -65,7 +68,7 @@ class GrpcTransport:
         self._limits = limits
         self._lock = threading.Lock()
         self._listeners: list[GrpcListener | SocketListener] = []
-        self._links = LinkKeeper(self._redial, outage, self._leave_relay)
+        self._links = LinkKeeper(self._redial, outage, self._leave_relay, trace)
 
     def serve(
         self,

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 
 from ravnest.deadlines import LINK_CLOSE, LINK_HEARTBEAT
 from ravnest.errors import LinkClosedError, WireError
+from ravnest.tracing.recorder import SpanRecorder
 from ravnest.transport.base import LinkDelay, LinkHandler
 from ravnest.transport.connection import Connection
+from ravnest.transport.link_trace import LinkTrace
 from ravnest.transport.routes import RouteKind
 from ravnest.transport.session import LinkSession
 from ravnest.wire.codecs import CODECS, RAW, Codec
@@ -33,7 +35,7 @@ from ravnest.wire.control import (
     decode_control,
     encode_control,
 )
-from ravnest.wire.envelope import Buffer, Kind, split, unseal
+from ravnest.wire.envelope import Buffer, Frame, Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, encode_parts, largest_frame
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import LOSSY, Goodbye, Hello, Message, RingChunk
@@ -80,11 +82,12 @@ class FrameLink:
         on_down: Callable[[FrameLink, str], None],
         on_end: Callable[[FrameLink], None],
         limits: Limits = DEFAULT_LIMITS,
+        trace: SpanRecorder | None = None,
     ) -> None:
         """``leads``: this side opened the link and chooses the connection that is used.
 
         ``on_down`` is called with the reason when there is no connection any more, ``on_end`` when the
-        link is over.
+        link is over. ``trace`` records its messages.
         """
         self.local = local
         self.peer = peer
@@ -92,6 +95,7 @@ class FrameLink:
         self.sent_bytes = 0
         self.received_bytes = 0
         self.clamped = 0
+        self._trace = None if trace is None else LinkTrace(trace, peer.node, session)
         self._codec = agreed_codec(local, peer)
         self._handler = handler
         self._on_down = on_down
@@ -269,6 +273,8 @@ class FrameLink:
     def written(self, count: int, seconds: float) -> None:
         """Record that the network took a batch of ``count`` bytes in this time."""
         self._state.chunks.sent(count, seconds)
+        if self._trace is not None:
+            self._trace.written()
 
     def unsendable(self, error: WireError) -> None:
         """End the link: a message cannot be sent."""
@@ -292,7 +298,7 @@ class FrameLink:
                         self._answer(connection, decode_control(frame))
                     elif not connection.resumed:
                         raise WireError("a message arrived before the connection was chosen")
-                    elif (message := self._state.assembler.take(frame)) is not None:
+                    elif (message := self._assembled(frame)) is not None:
                         self._deliver(message)
                     if self.stale(connection):
                         return
@@ -303,6 +309,16 @@ class FrameLink:
                 wake = self._state.acks.bytes_arrived(len(data))
         if wake:
             connection.prompt()
+
+    def _assembled(self, frame: Frame) -> Message | None:
+        """Add a frame to the message that arrives; return the message if it is complete."""
+        assembler, trace = self._state.assembler, self._trace
+        if trace is not None:
+            trace.arrived(len(frame.body), opens=frame.kind is Kind.OPENING)
+        message = assembler.take(frame)
+        if trace is not None and message is not None:
+            trace.received(message.head, assembler.messages - 1)
+        return message
 
     def disconnected(self, connection: Connection, detail: str) -> None:
         """Process the end of a connection; ``detail`` is the network's reason."""
@@ -434,7 +450,10 @@ class FrameLink:
         again = place.messages < self._encoded
         self._encoded = max(self._encoded, place.messages + 1)
         count = None if again else self._count_clamped
-        return encode_parts(message, codec, lambda: self._state.chunks.bytes, clamped=count, place=place)
+        size = self._state.chunks
+        frames = encode_parts(message, codec, lambda: size.bytes, clamped=count, place=place)
+        trace = self._trace
+        return frames if trace is None else trace.encoding(frames, message.head, place.messages)
 
     def _count_clamped(self, values: int) -> None:
         self.clamped += values

@@ -22,6 +22,7 @@ from ravnest.deadlines import (
     LINK_OUTAGE,
 )
 from ravnest.errors import LinkClosedError, RefusedError, TransportError
+from ravnest.tracing.recorder import SpanRecorder
 from ravnest.transport.base import LinkHandler
 from ravnest.transport.link import FrameLink
 from ravnest.transport.routes import Unanswered
@@ -61,9 +62,17 @@ class LinkKeeper:
     """Links of a transport by session; all methods may be called from any thread."""
 
     def __init__(
-        self, redial: Redial, outage: float = LINK_OUTAGE, leave_relay: LeaveRelay | None = None
+        self,
+        redial: Redial,
+        outage: float = LINK_OUTAGE,
+        leave_relay: LeaveRelay | None = None,
+        trace: SpanRecorder | None = None,
     ) -> None:
-        """``outage`` is the time for which a link without a connection is kept."""
+        """``outage`` is the time for which a link without a connection is kept.
+
+        ``trace`` records the messages of all links.
+        """
+        self._trace = trace
         self._redial = redial
         self._outage = outage
         self._leave_relay = leave_relay
@@ -99,6 +108,7 @@ class LinkKeeper:
             on_down=self._down,
             on_end=self._end,
             limits=limits,
+            trace=self._trace,
         )
         named = [Address.parse(each) for each in peer.addresses]
         with self._lock:

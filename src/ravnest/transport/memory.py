@@ -13,6 +13,7 @@ from msgspec import structs
 
 from ravnest.deadlines import LINK_OUTAGE
 from ravnest.errors import AddressInUseError, LinkClosedError, RefusedError, UnreachableError
+from ravnest.tracing.recorder import SpanRecorder
 from ravnest.transport.base import Admit, Link, LinkHandler
 from ravnest.transport.connection import Connection
 from ravnest.transport.handshake import answer, hello_frame, new_session, read_answer
@@ -57,9 +58,9 @@ class MemoryNetwork:
         self._blocked: set[tuple[int, int]] = set()
         self._next_port = 1
 
-    def transport(self) -> MemoryTransport:
-        """Return the transport of one node."""
-        return MemoryTransport(self)
+    def transport(self, trace: SpanRecorder | None = None) -> MemoryTransport:
+        """Return the transport of one node; ``trace`` records its messages."""
+        return MemoryTransport(self, trace)
 
     def cut(self, a: int, b: int) -> None:
         """Cut the connections between two nodes; both sides notice at once and may connect again."""
@@ -156,9 +157,9 @@ class MemoryNetwork:
 class MemoryTransport:
     """In-memory transport of one node; implements ``base.Transport``."""
 
-    def __init__(self, network: MemoryNetwork) -> None:
+    def __init__(self, network: MemoryNetwork, trace: SpanRecorder | None = None) -> None:
         self._network = network
-        self._links = LinkKeeper(self._redial, network.outage)
+        self._links = LinkKeeper(self._redial, network.outage, trace=trace)
 
     def serve(
         self,

@@ -94,7 +94,7 @@ class NodeRuntime:
         self._timeout = timeout
         self.status = RunStatus()
         self.progress = ProgressLine(RunState(spec.role), console=Console(), shown=settings.progress)
-        self.telemetry = TelemetryReporter(settings.record_sink)
+        self.telemetry = TelemetryReporter(settings.record_sink, trace=config.trace)
         accuracies = Path(config.loss_filename).with_name(ACCURACIES)
         self._accuracies = MetricFile(name_for(accuracies, spec.cluster))
         self._losses = MetricFile(name_for(config.loss_filename, spec.cluster))
@@ -165,6 +165,7 @@ class NodeRuntime:
                 settings.spot_checks if spec.stage > 0 else 0.0,
                 self.telemetry.check,
             ),
+            trace=config.trace,
         )
         self.resumed: ResumedState | None = None
         """Point at which training continues; set by ``open``."""
@@ -466,6 +467,7 @@ class NodeRuntime:
             ),
             generations=self._generations,
             robust_mean=settings.robust_mean,
+            trace=config.trace,
         )
 
     def _blocking_averages(self) -> BlockingAverages | None:

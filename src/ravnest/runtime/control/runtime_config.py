@@ -17,6 +17,7 @@ from ravnest.runtime.schedule.machine import MAX_DELAY
 from ravnest.runtime.settings import NodeSettings
 from ravnest.runtime.stage.updates import UpdateRule
 from ravnest.store.node_spec import NodeSpec
+from ravnest.tracing.recorder import SpanRecorder
 from ravnest.types import Address, Schedule
 from ravnest.wire.messages import PROTOCOL, Hello, LossSplit
 
@@ -38,6 +39,8 @@ class RuntimeConfig:
     reduce_factor: int | None = None
     average_optim: bool = False
     codec: str = "raw"
+    trace: SpanRecorder | None = None
+    """Receiver of what the node does when."""
 
     @property
     def seed(self) -> int:

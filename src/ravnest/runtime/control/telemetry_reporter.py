@@ -31,6 +31,7 @@ from ravnest.telemetry import (
     WorkRecord,
     finite,
 )
+from ravnest.tracing.recorder import SpanRecorder
 from ravnest.types import Schedule
 from ravnest.wire.messages import StageTiming, ValidationResult
 
@@ -53,7 +54,14 @@ class _Work(NamedTuple):
 class TelemetryReporter:
     """Creates the records of one node. Without a sink, every method returns at once."""
 
-    def __init__(self, sink: RecordSink | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        sink: RecordSink | None,
+        clock: Callable[[], float] = time.monotonic,
+        trace: SpanRecorder | None = None,
+    ) -> None:
+        """``trace`` records the phases."""
+        self._trace = trace
         self._sink = sink
         self._clock = clock
         self._phase = PhaseRecord("end", 0)
@@ -111,13 +119,17 @@ class TelemetryReporter:
 
         Without ``epoch``, the phase belongs to the same epoch as the one before.
         """
-        if self._sink is None:
+        if self._sink is None and self._trace is None:
             return
         with self._phase_lock:
             record = PhaseRecord(phase, self._phase.epoch if epoch is None else epoch)
-            if record != self._phase:
-                self._phase = record
+            if record == self._phase:
+                return
+            self._phase = record
+            if self._sink is not None:
                 self._sink.emit(record)
+            if self._trace is not None:
+                self._trace.phase(phase, record.epoch)
 
     def update(self, update: UpdateReport) -> None:
         """Report the loss of an update."""

@@ -43,10 +43,13 @@ from ravnest.runtime.schedule.events import (
     SendShared,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
+from ravnest.runtime.stage.compute_trace import ComputeTrace
 from ravnest.runtime.stage.divergence import Divergence
 from ravnest.runtime.stage.inbox import WorkerInbox
 from ravnest.runtime.stage.microbatches import Microbatch, MicrobatchStore, RootCut
 from ravnest.runtime.stage.observer import MicrobatchReport, UpdateReport, WorkerObserver
+from ravnest.tracing.recorder import SpanRecorder, now
+from ravnest.tracing.spans import SpanKind
 from ravnest.transport.base import LinkDelay
 from ravnest.types import CheckpointId, MicrobatchId
 from ravnest.wire.messages import (
@@ -79,8 +82,10 @@ class PipelineStage:
         averaging: AveragingPort | None,
         checkpoints: Checkpoints | None,
         report_validation: Callable[[ValidationResult], None],
+        trace: SpanRecorder | None = None,
     ) -> None:
         """``report_validation`` is called with the result of each validation, at the Leaf."""
+        self._trace = ComputeTrace(trace)
         self._store = store
         self._machine = machine
         self._status = status
@@ -182,6 +187,7 @@ class PipelineStage:
     def compute(self) -> None:
         """Carry out the requested computation; ``finish_computation`` must follow."""
         run, self._run = self._run, None
+        began = now()
         match run:
             case RunForward(microbatch_id, version, trains, update):
                 late = update > version
@@ -200,6 +206,8 @@ class PipelineStage:
                 self._step(update, batches)
             case RunPhaseEnd(phase):
                 self._finish_phase(phase)
+        if run is not None:
+            self._trace.ran(run, began)
 
     def finish_computation(self) -> None:
         """Tell the machine that the computation is done; it sends the result and requests the next."""
@@ -240,6 +248,7 @@ class PipelineStage:
 
     def _save(self, checkpoint: CheckpointId, progress: dict[str, Any]) -> None:
         """Write a checkpoint; its time does not count as part of a computation."""
+        began = now()
         self._divergence.check_weights(self._store.execution.updates.weights, checkpoint.update)
         if self._checkpoints is not None:
             with self._status.writing():
@@ -252,6 +261,7 @@ class PipelineStage:
             progress["averaging_samples"] = 0 if averaging is None else averaging.samples
             progress["averaging_round"] = -1 if averaging is None else averaging.newest_round
             self._checkpoints.save(self._store.run, checkpoint, progress)
+            self._trace.add(SpanKind.CHECKPOINT, began, checkpoint.update)
         self.wake()
 
     def _finish_phase(self, phase: int) -> None:

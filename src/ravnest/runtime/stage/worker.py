@@ -44,6 +44,7 @@ from ravnest.runtime.stage.observer import (
 )
 from ravnest.runtime.stage.pipeline_stage import PipelineStage
 from ravnest.runtime.stage.spot_checks import ForwardChecks
+from ravnest.tracing.recorder import SpanRecorder
 from ravnest.transport.base import Link, try_send
 from ravnest.wire.messages import (
     Abort,
@@ -88,7 +89,7 @@ _PASS_SECONDS = 600.0
 class Worker:
     """Compute thread of one stage."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts of a node, made by its runtime
         self,
         execution: StageExecution,
         machine: ScheduleMachine,
@@ -101,6 +102,7 @@ class Worker:
         averaging: AveragingPort | None,
         recovery: Recovery,
         checks: ForwardChecks,
+        trace: SpanRecorder | None = None,
     ) -> None:
         """``leaf`` is given at the last stage, ``averaging`` if there are other clusters."""
         node = recovery.exchange.spec.node
@@ -116,6 +118,7 @@ class Worker:
             averaging=averaging,
             checkpoints=recovery.checkpoints,
             report_validation=self._send_validation,
+            trace=trace,
         )
         self._checks = checks
         self._checkpoints = recovery.checkpoints

@@ -28,6 +28,7 @@ from ravnest.telemetry import (
     RecoveryRecord,
     RoundRecord,
     ScheduleRecord,
+    SpansRecord,
     TimingRecord,
     ValidationRecord,
     WarningRecord,
@@ -51,6 +52,7 @@ NEWEST_KEPT = {
     "checkpoint": 200,
     "recovery": 1000,
     "check": 200,
+    "spans": 96,
 }
 """Records that are kept per assignment and kind."""
 
@@ -68,6 +70,7 @@ Stored = TypeVar(
     CheckpointRecord,
     RecoveryRecord,
     CheckRecord,
+    SpansRecord,
 )
 
 _ANY_RECORD: TypeAdapter[WorkerRecord] = TypeAdapter(WorkerRecord)
@@ -85,6 +88,7 @@ _KINDS = {
     CheckpointRecord: "checkpoint",
     RecoveryRecord: "recovery",
     CheckRecord: "check",
+    SpansRecord: "spans",
 }
 
 # Statements of each report: building one takes as long as executing it.
@@ -326,6 +330,12 @@ class TelemetryRepository:
         )
         found = self._connection.execute(query)
         return [StoredCheckpoint(row.update_number, row.time) for row in found]
+
+    def answered_order(self, assignment: str) -> int:
+        """Return the number of the newest request for spans that a node has answered; 0: none."""
+        order = func.max(func.json_extract(records.c.body, "$.order"))
+        own = (records.c.assignment == assignment) & (records.c.kind == "spans")
+        return int(self._connection.execute(select(order).where(own)).scalar() or 0)
 
     def warnings(self, assignment_ids: Iterable[str], limit: int) -> list[StoredWarning]:
         """Return the newest warnings of several assignments, newest first."""

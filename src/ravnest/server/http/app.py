@@ -24,6 +24,7 @@ from ravnest.server.http.routes import (
     probe,
     providers,
     relays,
+    traces,
 )
 from ravnest.server.server import Server
 from ravnest.server.web import assets, page
@@ -77,6 +78,7 @@ def create_app(server: Server) -> FastAPI:
         probe,
         estimates,
         metrics,
+        traces,
     ):
         app.include_router(module.router)
     for module in (page, assets, page_routes):

@@ -23,9 +23,10 @@ from ravnest.host import raise_file_limit
 from ravnest.relay.limits import RelayLimits
 from ravnest.relay.process import RelayProcess
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import EventView
 from ravnest.server.auth.tokens import DEFAULT_HOURS, AuthService
 from ravnest.server.db.database import Database
-from ravnest.server.event_log import EventLog
+from ravnest.server.event_log import EventLog, log_line
 from ravnest.server.folder import ServerAddress, ServerFolder, write_private
 from ravnest.server.http.app import create_app
 from ravnest.server.http.connections import limited_protocol
@@ -116,7 +117,7 @@ def serve(
             thread.join()
 
 
-def serve_in_foreground(
+def serve_in_foreground(  # noqa: PLR0913 - each an option of the command
     announce: Callable[[RunningServer], None],
     folder: str | Path = DEFAULT_FOLDER,
     host: str = "127.0.0.1",
@@ -128,16 +129,17 @@ def serve_in_foreground(
     relay_port: int | None = None,
     settings: ServerSettings | None = None,
     log: Callable[[str], None] | None = None,
+    shown: Callable[[EventView, str], str | None] = log_line,
 ) -> None:
     """Run a server until Ctrl-C or SIGTERM; ``announce`` is called once it listens.
 
-    ``log`` is called with a line for each thing that happens, from a thread of its own. Return after
-    an orderly stop; raise ``ServerError`` if the server cannot start.
+    ``log`` is called with a line for each thing that happens, from a thread of its own; ``shown``
+    returns the line. Return after an orderly stop; raise ``ServerError`` if the server cannot start.
     """
     prepared = _prepared(folder, host, port, public_names, tls, settings, announce)
     with (
         prepared as (running, loop, listener),
-        nullcontext() if log is None else EventLog(running.server.db, log).running(),
+        nullcontext() if log is None else EventLog(running.server.db, log, shown).running(),
         _with_relay(running, host, public_names, relay, relay_port),
         suppress(KeyboardInterrupt),  # raised after an orderly stop
     ):

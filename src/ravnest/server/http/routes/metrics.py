@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from ravnest.logs.prometheus import MEDIA_TYPE, exposition
 from ravnest.server.auth.dependencies import CurrentServer, JobReader
 from ravnest.server.http.guarded_route import GuardedRoute
-from ravnest.server.prometheus import MEDIA_TYPE, exposition, figures
+from ravnest.server.prometheus import figures
 from ravnest.server.views import provider_views
 
 router = APIRouter(tags=["server"], route_class=GuardedRoute)

@@ -79,7 +79,8 @@ async def heartbeat(
     finally:
         if service.liveness.is_limited(provider):
             server.notifications.notify(("clock", ""))  # its silence begins now
-    left_out = None if reply.excluded else {"excluded"}  # earlier versions do not know it
+    # Earlier versions do not know these fields.
+    left_out = {name for name in ("excluded", "trace") if not getattr(reply, name)}
     return Response(reply.model_dump_json(exclude=left_out), media_type="application/json")
 
 
@@ -97,9 +98,11 @@ async def _news(
     server: Server, member: MemberRecord, body: Heartbeat, reply: HeartbeatReply, poll: _Poll
 ) -> HeartbeatReply:
     """Return the first reply that tells something new, or the last one before the deadline."""
-    clock, excluded = asyncio.get_running_loop().time, reply.excluded
+    clock, asked = asyncio.get_running_loop().time, (reply.excluded, reply.trace)
     with _disconnection(poll.request, poll.news) as disconnected:
-        while not (_is_new(reply, body) or reply.excluded != excluded or disconnected.is_set()):
+        while not (
+            _is_new(reply, body) or (reply.excluded, reply.trace) != asked or disconnected.is_set()
+        ):
             if not await poll.news.wait(poll.deadline - clock()):
                 break
             await run_in_threadpool(server.auth.check_active, member)

@@ -1,0 +1,192 @@
+"""Cost of metrics, logs and traces: training with all of them, relative to training with none.
+
+Two stages in one process train over loopback, with one thread each, so that everything that observes
+them competes with them for Python's lock. "All" is: traces of both nodes written to files, callbacks, a
+`RunLog` (TensorBoard, CSV, JSON), records through a pipe that are checked on its other side, as between
+a worker and its agent, and a page for Prometheus that is read once per second. Runs with and without
+take turns; the numbers are medians of the ratios of neighbouring runs, and in brackets their range.
+Processor time is that of the whole process and depends less on what else runs on the machine. The digits
+model is the worst case: its micro-batches take a few milliseconds. Run as a script to print the report.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from workloads import DIGITS, MEDIUM_GPT, NODE_DATA, Workload, free_addresses, loss_of
+
+from ravnest import Callbacks, Node, RunLog, Trainer
+from ravnest.provider.figures import ProviderFigures, provider_figures
+from ravnest.provider.metrics_page import metrics_page
+from ravnest.provider.record_pipe import read_records, record_writer
+from ravnest.schemas.providers import ProviderOffer
+from ravnest.telemetry import RecordSink, WorkerRecord
+from ravnest.types import Address
+
+REPETITIONS = int(os.environ.get("RAVNEST_BENCH_REPETITIONS", "9"))
+UPDATES = {DIGITS.name: 400, MEDIUM_GPT.name: 12}
+"""Updates of a run."""
+WARM_UP = 5
+"""Updates before the clock starts; the share of the micro-batches is settled then."""
+GOAL = 0.01
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a run."""
+
+    time: float
+    cpu: float
+
+
+class _Several:
+    """Passes records to several receivers."""
+
+    def __init__(self, *sinks: RecordSink) -> None:
+        self._sinks = sinks
+
+    def emit(self, record: WorkerRecord) -> None:
+        for sink in self._sinks:
+            sink.emit(record)
+
+
+class _Batches(list[Any]):
+    """Batches of one run; notes when the warm-up is over."""
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        some = work.loader()
+        self.extend(some[index % len(some)] for index in range(WARM_UP + UPDATES[work.name]))
+        self.began = Cost(0.0, 0.0)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(len(self)):
+            if index == WARM_UP:
+                self.began = Cost(time.perf_counter(), time.process_time())
+            yield self[index]
+
+
+def measure() -> str:
+    """Return the report in Markdown."""
+    torch.set_num_threads(1)
+    rows = [
+        f"Medians of {REPETITIONS} pairs of runs. The goal is a cost of at most {GOAL:.0%}.",
+        "",
+        "| model | time of an update without | time with all, relative to it (above 1 is slower) | "
+        "processor time with all, relative to it |",
+        "|---|--:|--:|--:|",
+    ]
+    return "\n".join([*rows, *(_row(work) for work in (MEDIUM_GPT, DIGITS))])
+
+
+def _row(work: Workload) -> str:
+    _run(work, observed=True)  # imports, caches
+    pairs = []
+    for number in range(REPETITIONS):
+        order = (False, True) if number % 2 else (True, False)
+        found = {observed: _run(work, observed=observed) for observed in order}
+        pairs.append((found[False], found[True]))
+    without = statistics.median(off.time for off, _ in pairs) / UPDATES[work.name]
+    times = [on.time / off.time for off, on in pairs]
+    processor = [on.cpu / off.cpu for off, on in pairs]
+    return f"| {work.name} | {1000 * without:.1f} ms | {_shown(times)} | {_shown(processor)} |"
+
+
+def _shown(ratios: list[float]) -> str:
+    return f"**{statistics.median(ratios):.3f}** ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def _run(work: Workload, *, observed: bool) -> Cost:
+    """Return what a run costs after the warm-up."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-")))
+        names = work.form(folder, free_addresses(2))
+        given: dict[str, Any] = {}
+        if observed:
+            given = {"trace": folder / "traces", "record_sink": stack.enter_context(_observers(folder))}
+        batches = _Batches(work)
+
+        def provide(name: str) -> None:
+            own = batches if name == names[0] else list(batches)
+            with Node(
+                name,
+                optimizer=torch.optim.AdamW,
+                criterion=loss_of,
+                labels=own,
+                schedule="sync",
+                micro_batches=work.micro_batches,
+                checkpoints=False,
+                folder=folder / NODE_DATA,
+                trained_folder=folder / "trained",
+                loss_filename=folder / "losses.txt",
+                progress=False,
+                **given,
+            ) as node:
+                Trainer(node, train_loader=own, batch_size=work.samples).train()
+
+        threads = [threading.Thread(target=provide, args=(name,), daemon=True) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return Cost(time.perf_counter() - batches.began.time, time.process_time() - batches.began.cpu)
+
+
+@contextmanager
+def _observers(folder: Path) -> Iterator[RecordSink]:
+    """Yield a receiver of records that does all there is, while a page of figures is read."""
+    reading, writing = os.pipe()
+    figures, over = ProviderFigures(), threading.Event()
+    reader = threading.Thread(target=read_records, args=(reading, lambda _records: None), daemon=True)
+    with ExitStack() as stack:
+        page = stack.enter_context(
+            metrics_page(
+                Address("127.0.0.1", 0), lambda: provider_figures(_offer(), 1, figures.snapshot)
+            )
+        )
+
+        def scrape() -> None:
+            while not over.wait(1.0):
+                with urllib.request.urlopen(f"http://{page}/metrics", timeout=60) as answer:
+                    answer.read()
+
+        scraper = threading.Thread(target=scrape, daemon=True)
+        scraper.start()
+        reader.start()
+        log = stack.enter_context(RunLog(folder / "run"))
+        callbacks = stack.enter_context(Callbacks())
+        writer = stack.enter_context(record_writer(writing))
+        assert writer is not None
+        yield _Several(log, callbacks, writer)
+        over.set()
+        scraper.join()
+    reader.join()
+
+
+def _offer() -> ProviderOffer:
+    return ProviderOffer(
+        name="alice",
+        address="127.0.0.1:9000",
+        ram=1,
+        cores=1,
+        compute=1,
+        bandwidth=1,
+        round_trip=0,
+        version="1",
+        torch="2",
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

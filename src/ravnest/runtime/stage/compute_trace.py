@@ -1,0 +1,57 @@
+"""Spans of a stage's compute thread: its computations, and the waits between them."""
+
+from __future__ import annotations
+
+from ravnest.runtime.schedule.events import (
+    Run,
+    RunBackward,
+    RunForward,
+    RunPhaseEnd,
+    RunStep,
+    RunWeights,
+)
+from ravnest.tracing.recorder import SpanRecorder, now
+from ravnest.tracing.spans import SpanKind
+
+_SHORTEST_WAIT = 50_000
+"""Nanoseconds between two computations from which on the thread has waited; messages take less."""
+
+
+class ComputeTrace:
+    """Records the computations of a stage; without a recorder, every method returns at once."""
+
+    def __init__(self, recorder: SpanRecorder | None) -> None:
+        self._recorder = recorder
+        self._free = 0
+        """End of the last computation; 0 before the first."""
+
+    def ran(self, run: Run, began: int) -> None:
+        """Record a computation that ends now, and the wait before it."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        kind, first, second = _described(run)
+        if self._free and began - self._free > _SHORTEST_WAIT:
+            recorder.add(SpanKind.WAIT, self._free, what=kind, end=began)
+        self._free = now()
+        recorder.add(kind, began, first, second, end=self._free)
+
+    def add(self, kind: SpanKind, began: int, first: int = 0) -> None:
+        """Record something else in the compute thread that ends now."""
+        if self._recorder is not None:
+            self._recorder.add(kind, began, first)
+
+
+def _described(run: Run) -> tuple[SpanKind, int, int]:
+    match run:
+        case RunForward(microbatch, trains=trains):
+            kind = SpanKind.FORWARD if trains else SpanKind.EVALUATE
+            return kind, microbatch.phase, microbatch.index
+        case RunBackward(microbatch):
+            return SpanKind.BACKWARD, microbatch.phase, microbatch.index
+        case RunWeights(microbatch):
+            return SpanKind.WEIGHTS, microbatch.phase, microbatch.index
+        case RunStep(update):
+            return SpanKind.STEP, update, 0
+        case RunPhaseEnd(phase):
+            return SpanKind.PHASE_END, phase, 0

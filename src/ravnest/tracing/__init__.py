@@ -1,0 +1,1 @@
+"""Traces: what each node of a run did when, as a file for Perfetto."""

@@ -1,0 +1,133 @@
+"""Recording of spans while a node trains, with as little cost as possible.
+
+The threads of a node append tuples to a bounded deque, which takes no lock of ours and waits for
+nothing. A thread of its own turns them into spans about once per second and passes them to a sink. If
+that thread is late, the oldest tuples are lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from ravnest.tracing.spans import MESSAGES, PHASES, SpanKind, TraceSpan
+
+logger = logging.getLogger(__name__)
+
+RING = 1 << 15
+"""Spans that may wait for the thread; a node makes some ten per micro-batch."""
+INTERVAL = 1.0
+"""Seconds between two looks of the thread."""
+_MESSAGE_CODES = {name: code for code, name in enumerate(MESSAGES)}
+_PHASE_CODES = {name: code for code, name in enumerate(PHASES)}
+
+now = time.monotonic_ns
+"""Clock of recorded times, in nanoseconds."""
+Recorded = tuple[int, int, int, int, int, int, int, int, int, int]
+"""Fields of a ``TraceSpan``, with start and end in nanoseconds by ``now``."""
+
+
+class SpanRecorder:
+    """Collects the spans of one node. All methods may be called from any thread."""
+
+    def __init__(self, limit: int = RING) -> None:
+        self._recorded: deque[Recorded] = deque(maxlen=limit)
+        self._append = self._recorded.append
+        self._offset = time.time_ns() - now()
+        """Difference between the wall clock and ``now``, measured once: later steps of the wall clock
+        must not tear the trace."""
+        self._phase = 0, now(), 0
+        """Code of the phase in progress, its start, and its epoch."""
+        self._phase_lock = threading.Lock()
+
+    def add(
+        self, kind: int, start: int, first: int = 0, second: int = 0, what: int = 0, end: int = 0
+    ) -> None:
+        """Record what began at ``start`` and ends now, or at ``end``."""
+        self._append((kind, start, end or now(), what, first, second, 0, 0, 0, 0))
+
+    def message(
+        self, kind: int, start: int, head: object, place: tuple[int, int, int], size: int
+    ) -> None:
+        """Record a message that was sent or received until now.
+
+        ``place``: the peer, the number of the link (``link_number``) and that of the message.
+        """
+        microbatch = getattr(head, "microbatch", None)
+        first, second = (0, 0) if microbatch is None else (microbatch.phase, microbatch.index)
+        what = _MESSAGE_CODES.get(type(head).__name__, 0)
+        self._append((kind, start, now(), what, first, second, *place, size))
+
+    def phase(self, name: str, epoch: int) -> None:
+        """Record the phase that ends now; another one begins."""
+        with self._phase_lock:
+            code, start, before = self._phase
+            self._phase = _PHASE_CODES[name], now(), epoch
+        if code:
+            self.add(SpanKind.PHASE, start, before, what=code)
+
+    def take(self) -> list[TraceSpan]:
+        """Return the spans recorded since the last call."""
+        found, waiting, offset = [], self._recorded, self._offset
+        for _ in range(len(waiting)):
+            try:
+                kind, start, end, what, *others = waiting.popleft()
+            except IndexError:
+                break
+            begin = (start + offset) // 1000
+            length = (end + offset) // 1000 - begin
+            found.append(TraceSpan(int(kind), begin, length if length > 0 else 0, int(what), *others))
+        return found
+
+
+def link_number(session: str) -> int:
+    """Return the number of a link in spans, from the random name that both ends know."""
+    return zlib.crc32(session.encode())
+
+
+class SpanSink(Protocol):
+    """Receiver of a node's spans."""
+
+    def write(self, spans: Sequence[TraceSpan]) -> None:
+        """Take some spans, oldest first. Called in one thread, which may wait here."""
+
+    def close(self) -> None:
+        """Take no more spans."""
+
+
+class SpanWriter:
+    """Passes the spans of a recorder to a sink, in a thread of its own; a failure ends nothing else."""
+
+    def __init__(self, recorder: SpanRecorder, sink: SpanSink) -> None:
+        self._recorder = recorder
+        self._sink = sink
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="ravnest-trace", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what was recorded, and end."""
+        self._over.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while not self._over.wait(INTERVAL):
+                self._pass_on()
+            self._pass_on()
+            self._sink.close()
+        except Exception as error:  # a full disk: training must not end for it
+            logger.warning("the trace ends here, training continues: %s", error)
+
+    def _pass_on(self) -> None:
+        spans = self._recorder.take()
+        if spans:
+            self._sink.write(spans)
