@@ -1,6 +1,6 @@
 // Small parts that several views use.
 import { html, pure, useEffect, useRef, useState } from "./html.js";
-import { ago, folded, moment } from "./format.js";
+import { ago, folded, moment, sentence } from "./format.js";
 import { now, store, subscribe } from "./store.js";
 
 const LONG = 220;
@@ -141,5 +141,5 @@ export function Loading({ what }) {
 }
 
 export function Problem({ error, again }) {
-  return html`<div class="notice bad" role="alert"><p>${error}</p>${again && html`<button type="button" class="small" onClick=${again}>Try again</button>`}</div>`;
+  return html`<div class="notice bad" role="alert"><p>${sentence(error)}</p>${again && html`<button type="button" class="small" onClick=${again}>Try again</button>`}</div>`;
 }
