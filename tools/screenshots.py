@@ -23,10 +23,11 @@ from playwright.sync_api import Browser, Page, Route, sync_playwright
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "browser")]
-from scene import Scene, busy_scene, running
+from scene import Scene, busy_scene, running, training_records
 
 from ravnest.schemas.auth import ApiRole
-from ravnest.schemas.jobs import JobState
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import JobState, ResultFile
 from ravnest.schemas.providers import ProviderState
 
 logger = logging.getLogger("screenshots")
@@ -36,8 +37,11 @@ DOCS = ROOT / "docs" / "images"
 SHOWN = {"overview": "page.png", "job": "page-job.png", "phone-dark-job": "page-phone.png"}
 """Pictures that the documents show, and their names there."""
 _COLOURS = 128
-_TALLEST = {"page-phone.png": 1688}
+_TALLEST = {"page-job.png": 1530, "page-phone.png": 1688}
 """Pixels of pictures that are cut."""
+_UPDATES, _TOTAL = 1100, 2400
+"""Updates of the running job, and of the one that is done."""
+RESULT = ResultFile(name="node_0.json", artifact=Artifact(sha256="0" * 64, size=1))
 _TRAINING = 1500.0
 """Seconds that the training of the scene seems to have taken."""
 
@@ -159,8 +163,12 @@ def lose_one(scene: Scene, name: str) -> None:
 def finish(scene: Scene, job: str) -> None:
     """End a job as if it had trained to the end."""
     with scene.server.db.write(time.time()) as db:
-        for each in db.assignments.of_job(job):
+        root, *_ = own = db.assignments.of_job(job)
+        records = training_records(_UPDATES, _TOTAL - _UPDATES)
+        db.telemetry.add(root, root.records, records)
+        for each in own:
             db.assignments.move(each, "finished")
+            db.assignments.set_result(each, (RESULT,))
         record = db.jobs.get(job)
         assert record is not None
         db.jobs.move(record, JobState.DONE, "the trained model can be fetched")
@@ -179,7 +187,7 @@ def take_all(browser: Browser, folder: Path, only: str) -> None:
         Photographer(browser, scene, only).take("empty", "/", ".empty", ApiRole.ADMIN)
     with running(folder / "busy") as scene:
         photos = Photographer(browser, scene, only)
-        job = busy_scene(scene)
+        job = busy_scene(scene, _UPDATES)
         spread_times(scene, job)
         attic = scene.providers["attic"].id
         show_signs_of_life(scene)
@@ -208,15 +216,24 @@ def take_strangers(photos: Photographer) -> None:
                 page.goto(photos.scene.url)
                 write(page, f"{look.name}login")
         if photos.only in f"{look.name}loading":
-            held: list[Route] = []
-            with photos.opened(look) as page:
-                photos.log_in(page)
-                page.route("**/page/stream", lambda route: held.append(route))  # it is not answered
-                page.reload()
-                page.locator(".skeleton").first.wait_for()
-                write(page, f"{look.name}loading")
-                for route in held:
-                    route.abort()
+            take_loading(photos, look)
+
+
+def take_loading(photos: Photographer, look: Look) -> None:
+    """Take a picture of a page whose stream is not answered."""
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    with photos.opened(look) as page:
+        photos.log_in(page)
+        page.route("**/page/stream", hold)
+        page.reload()
+        page.locator(".skeleton").first.wait_for()
+        write(page, f"{look.name}loading")
+        for route in held:
+            route.abort()
 
 
 def take_disconnected(browser: Browser, folder: Path, only: str) -> None:

@@ -53,7 +53,7 @@ class StageTimeCurve:
     stage: int
     times: tuple[float, ...]
     seconds: tuple[float, ...]
-    """Of a micro-batch."""
+    """Seconds of a micro-batch."""
     shares: tuple[float | None, ...]
     """Share of the time in which the stage computes, between 0 and 1; ``None``: not known."""
 

@@ -76,7 +76,7 @@ function Who({ me }) {
     await call("POST", "/logout");
     location.reload();
   };
-  return html`<span class="who"><b>${me.role}</b> ${me.name === me.role ? "" : me.name} <button type="button" class="link" onClick=${leave}>Log out</button></span>`;
+  return html`<span class="who"><b>${me.role}</b> <span>${me.name === me.role ? "" : me.name}</span> <button type="button" class="link" onClick=${leave}>Log out</button></span>`;
 }
 
 function Skeleton() {

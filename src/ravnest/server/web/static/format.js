@@ -87,8 +87,8 @@ function shortened(reason) {
 }
 
 // Splits a reason into sentences; those that are repeated, also for other nodes, come once with their number.
-export function folded(reason) {
-  const parts = shortened(reason).split(/;\s+|\n+/).map((part) => part.trim()).filter(Boolean);
+export function folded(reason, isWhole = false) {
+  const parts = (isWhole ? reason : shortened(reason)).split(/;\s+|\n+/).map((part) => part.trim()).filter(Boolean);
   const keys = parts.map(likeness);
   const period = parts.findIndex((_, i) => i > 0 && parts.length % i === 0 && keys.every((key, j) => key === keys[j % i]));
   if (period > 0) return [{ text: parts.slice(0, period).join("; "), times: parts.length / period }];

@@ -46,7 +46,7 @@ function FoldedReason({ text }) {
   if (!text) return null;
   const parts = folded(text);
   const isLong = text.length > LONG || parts.length > 3;
-  const shown = open || !isLong ? parts : cut(parts);
+  const shown = open ? folded(text, true) : isLong ? cut(parts) : parts;
   return html`<div class="reason">
     ${shown.map((part) => html`<p>${part.text}${part.times > 1 && html` <span class="times" title="said ${part.times} times">×${part.times}</span>`}</p>`)}
     ${isLong && html`<button type="button" class="link" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Less" : "More"}</button>`}

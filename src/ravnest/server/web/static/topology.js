@@ -136,7 +136,7 @@ function Shares({ x, y, width, node }) {
   const computing = Math.min(1, node.computing);
   const sending = Math.min(1 - computing, node.sending);
   return html`<g class="shares">
-    <text class="meter" x=${x} y=${y + 6}>computing ${percent(computing)}</text><text class="meter value" x=${x + width} y=${y + 6}>sending ${percent(node.sending)}</text>
+    <text class="meter" x=${x} y=${y + 6}>compute ${percent(computing)} · wait ${percent(1 - computing)} · send ${percent(node.sending)}</text>
     <rect class="track" x=${x} y=${y + 11} width=${width} height="7" rx="2" />
     <rect class="computing" x=${x} y=${y + 11} width=${width * computing} height="7" rx="2" />
     <rect class="sending" x=${x + width * computing} y=${y + 11} width=${width * sending} height="7" />
