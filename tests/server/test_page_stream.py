@@ -184,6 +184,19 @@ def test_a_requester_sees_own_jobs_and_no_work_for_others(case: Case) -> None:
     assert (set(itself.jobs), set(itself.providers)) == (set(), {alice.id})
 
 
+def test_a_provider_row_counts_what_it_has_delivered(case: Case) -> None:
+    rita, alice = case.requester(), case.provider("alice")
+    feed = PageFeed(case.server)
+    row = feed.current().providers[alice.id]
+    assert (row.finished, row.failed) == (0, 0)
+    case.submit(rita)
+    case.match()
+    alice.report("failed", reason="too little memory", cause="machine")
+    case.time.now += PAUSE
+    row = feed.current().providers[alice.id]
+    assert (row.finished, row.failed) == (0, 1)
+
+
 def test_unchanged_items_stay_the_same_objects(case: Case) -> None:
     rita = case.requester()
     case.provider("alice")

@@ -75,8 +75,9 @@ def job_curves(db: Transaction, job: str, points: int, first: int, last: int) ->
     ends: dict[int, int] = {}
     results: dict[int, ValidationRecord] = {}
     for each in reversed(chain):
-        ends |= db.telemetry.epoch_ends(each.id)
         results |= {test.number: test for test in db.telemetry.validations(each.id)}
+    for each in reversed(chain) if results else ():
+        ends |= db.telemetry.epoch_ends(each.id)
     paces = _paces(db, chain)
     validations = tuple(
         ValidationPoint(ends.get(test.epoch - 1, 0), test.epoch, test.name, test.value)

@@ -111,7 +111,7 @@ function Box({ node, at, width }) {
   const phase = node.phase === "training" && node.worker_phase && node.worker_phase !== "train" ? node.worker_phase : node.phase;
   const memory = node.ram && node.offered ? `${gigabytes(node.ram)} of ${gigabytes(node.offered)}` : node.ram ? gigabytes(node.ram) : "";
   const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory ? `, memory ${memory}` : ""}${node.layers ? `, layers ${node.layers.words}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time, sending ${percent(node.sending)}`}`;
-  return html`<a href=${`#/providers/${node.provider}`} class=${`box ${node.phase}`} aria-label=${label}>
+  return html`<a href=${`#/providers/${node.provider}`} class=${`box ${node.phase}`}>
     <rect class="frame" x=${x} y=${y} width=${width} height=${HEIGHT} rx="9" />
     <text class="role" x=${left} y=${y + 21}>${node.role}</text>
     <text class="phase" x=${x + width - 12} y=${y + 21}>${phase}${node.generation ? ` · ${node.generation + 1}. machine` : ""}</text>
