@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-failed system-tools check format vendor zoo bench chaos soak fuzz clean
+.PHONY: help demo test test-full test-failed system-tools check format vendor screenshots zoo bench chaos soak fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -70,6 +70,9 @@ format: $(VENV)/.dev ## rewrite the files the way check wants them
 
 vendor: ## fetch the JavaScript libraries of the page and its tests again, as pinned in tools/vendor.py
 	$(PYTHON) tools/vendor.py
+
+screenshots: $(VENV)/.dev system-tools ## pictures of each state of the page: build/screenshots; those of the docs: docs/images
+	$(BIN)/python tools/screenshots.py $(ARGS)
 
 zoo: $(VENV)/.dev ## split every model of the zoo into 2, 3 and 4 stages; writes docs/zoo.md
 	$(BIN)/python benchmarks/zoo.py $(ARGS)

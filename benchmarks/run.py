@@ -42,6 +42,7 @@ SECTIONS = {
     "robust_mean": "Averages with a lying cluster",
     "compression": "Savings and cost of compression",
     "averaging": "Value and cost of averaging clusters",
+    "page": "The page with many providers and losses",
 }
 
 

@@ -1,4 +1,4 @@
-"""Fetches the JavaScript that the web page and its tests use, pinned by version and integrity.
+"""Fetches JavaScript and font of the web page and its tests, pinned by version and integrity.
 
 ``make vendor`` runs it; the result is part of the repository, so that nothing is fetched to run, build
 or test. To take another version, change ``version`` and ``integrity`` below; ``npm view NAME
@@ -59,6 +59,13 @@ PACKAGES = (
         "MIT",
     ),
     Package(
+        "@fontsource-variable/inter",
+        "5.3.0",
+        "sha512-OupL48va4JNofb97w6NYeF9S7W/kHNKM0Er8Dem5nqi4jeOLrVJDoE8tZEpnMJmtkvNbB1EIPPwHcdkF6b1oUA==",
+        {"files/inter-latin-wght-normal.woff2": "inter.woff2"},
+        "OFL-1.1",
+    ),
+    Package(
         "axe-core",
         "4.14.0",
         "sha512-9WTZxEjsZ7b13TH8JPmbV2z8CHbl80/2hm3XPEG4JgNdQLK81IBRXmSxHfMAOkSqQeRxT/0dwNDz2GOm3zzpcQ==",
@@ -87,14 +94,14 @@ def _copied(package: Package) -> dict[str, object]:
         source = Path(folder) / "package"
         digests = {}
         for path, name in package.files.items():
-            # Browsers do not resolve the names of packages.
-            text = (source / path).read_text().replace('from"preact"', 'from"./preact.js"')
-            lines = [line for line in text.splitlines() if "sourceMappingURL" not in line]
-            content = ("\n".join(lines) + "\n").encode()
+            content = (source / path).read_bytes()
+            if path.endswith((".js", ".mjs", ".css")):
+                content = _plain_text(content.decode()).encode()
             (package.target / name).write_bytes(content)
             digests[name] = hashlib.sha256(content).hexdigest()
         licence = next(each for each in sorted(source.iterdir()) if each.name.startswith("LICENSE"))
-        (package.target / f"{package.name}.LICENSE").write_text(licence.read_text())
+        name = package.name.rpartition("/")[2]
+        (package.target / f"{name}.LICENSE").write_text(licence.read_text())
     return {
         "name": package.name,
         "version": package.version,
@@ -102,6 +109,12 @@ def _copied(package: Package) -> dict[str, object]:
         "integrity": package.integrity,
         "sha256": digests,
     }
+
+
+def _plain_text(text: str) -> str:
+    """Return a script or style as browsers can use it: they do not resolve the names of packages."""
+    text = text.replace('from"preact"', 'from"./preact.js"')
+    return "\n".join(line for line in text.splitlines() if "sourceMappingURL" not in line) + "\n"
 
 
 def _fetched(package: Package, folder: Path) -> Path:

@@ -29,6 +29,8 @@ class LossRecord:
     """Micro-batches in the update."""
     staleness: int
     """Updates applied between the forward and the backward pass of the last micro-batch."""
+    learning_rate: float | None = None
+    """Learning rate of the update, of the first parameter group; ``None`` if the Root trains nothing."""
     kind: Literal["loss"] = "loss"
 
 
@@ -136,6 +138,8 @@ class PaceRecord:
     """Mean since training began in this process."""
     seconds_left: float | None
     """Predicted time until the end of training."""
+    recent: float | None = None
+    """Samples per second since the record before this one."""
     kind: Literal["pace"] = "pace"
 
 

@@ -52,9 +52,9 @@ from ravnest.telemetry import (
     WorkerRecord,
 )
 
-PLAN = """6 nodes in 2 clusters train about 412 samples/s in batches of 64, schedule async.
+PLAN = """6 nodes in 2 clusters train about 352 samples/s in batches of 64, schedule async.
 
-Cluster 0: about 205 samples/s, one batch every 312 ms; the bottleneck is the compute of attic.
+Cluster 0: about 176 samples/s, one batch every 364 ms; the bottleneck is the compute of attic.
   attic is the Root: layers embed to blocks.3, 31% of the work. Memory 3.1 GB of 6.0 GB.
   office-pc is the Stem: layers blocks.4 to blocks.8, 37% of the work. Memory 2.6 GB of 8.0 GB.
   studio is the Leaf: layers blocks.9 to head, 32% of the work. Memory 2.9 GB of 4.0 GB.
@@ -67,6 +67,7 @@ OFFERS = (
 )  # fmt: skip
 _LAYERS = (("embed", 4), ("blocks", 5), ("blocks", 4))
 _SECONDS = 20.0
+_LOST = "node_1 (lab-03) left: its owner took it back"
 _MISSING = "cluster 1 missing: it did not answer within 30 s"
 
 
@@ -247,9 +248,11 @@ def training_records(first: int, count: int, *, total: int = 2400) -> list[Worke
     per_epoch = total // 12
     found: list[WorkerRecord] = []
     for update in range(first, first + count):
-        found.append(
-            LossRecord(update, update // per_epoch, loss_at(update, noise), 4, _staleness(update))
-        )
+        rate = 1.5e-4 * (1 + math.cos(math.pi * (update // per_epoch) / 12))
+        loss = loss_at(update, noise)
+        found.append(LossRecord(update, update // per_epoch, loss, 4, _staleness(update), rate))
+        if update % 20 == 19:
+            found += _figures(update, total, noise)
         if update % per_epoch == per_epoch - 1:
             epoch = update // per_epoch
             found.append(
@@ -259,9 +262,20 @@ def training_records(first: int, count: int, *, total: int = 2400) -> list[Worke
             )
         if update % 120 == 119:
             found.append(CheckpointRecord(update + 1, 0, 1_200_000_000, 0.21))
-    left = (total - first - count) * 0.155
-    found += [PaceRecord(0, total, 412 + noise.gauss(0, 3), left), QueueRecord(5, 6, 1)]
-    return found
+    return [*found, QueueRecord(5, 6, 1)]
+
+
+_COSTS = ((0.011, 0.021, 0.004, 0.003), (0.014, 0.026, 0.005, 0.006), (0.009, 0.019, 0.0, 0.005))
+"""Seconds of each stage: forward, backward, to the next stage, to the one before."""
+
+
+def _figures(update: int, total: int, noise: random.Random) -> Iterator[WorkerRecord]:
+    """Yield what a Root reports every second; after a loss, the rate is low for a while."""
+    rate = (180 if 480 <= update < 520 else 352) + noise.gauss(0, 7)
+    yield PaceRecord(0, total, 346.0, (total - update) * 0.183, rate)
+    for stage, (forward, backward, to_next, to_previous) in enumerate(_COSTS):
+        cost = noise.uniform(0.95, 1.1)
+        yield TimingRecord(stage, 64, forward * cost, backward * cost, 0.0008, to_next, to_previous)
 
 
 def busy_scene(scene: Scene, updates: int = 1100) -> str:
@@ -274,9 +288,9 @@ def busy_scene(scene: Scene, updates: int = 1100) -> str:
     sentence = "the loss is not a number after update 17; use a lower learning rate, or stop_on_nan=None"
     for name in NAMES:
         scene.report(name, [], "training")
-    for number, name in enumerate(NAMES):
+    for name in NAMES:
         if scene.providers[name].heartbeat()["assignment"]:
-            scene.report(name, [], "failed", reason=f"node_{number}: {sentence}", cause="job")
+            scene.report(name, [], "failed", reason=sentence, cause="job")
     end = time.monotonic() + _SECONDS
     while rita.get(f"/api/jobs/{failed}")["state"] != "failed" and time.monotonic() < end:
         time.sleep(0.05)
@@ -292,30 +306,22 @@ def busy_scene(scene: Scene, updates: int = 1100) -> str:
     root = holders[0]
     scene.report(root, [ScheduleRecord("async", 4, "the stages compute longer than the links take")])
     for begin in range(0, updates, 100):
-        scene.report(root, training_records(begin, min(100, updates - begin)))
-        if begin == 500:
-            lost = "node_1 (lab-03) left: its owner took it back"
-            scene.report(root, [RecoveryRecord(lost, 480, 23, "the replica at node_0", 6.4)])
         scene.report(root, [
+            *training_records(begin, min(100, updates - begin)),
+            *([RecoveryRecord(_LOST, 480, 23, "the replica at node_0", 6.4)] if begin == 500 else []),
             RoundRecord(begin // 100, 1, "background", True, (0, 1), 1.9, 412_000_000, "")
             if begin != 300
-            else RoundRecord(3, 2, "background", False, (0,), 30.0, 96_000_000, _MISSING)
-        ])  # fmt: skip
-        costs = ((0.011, 0.021, 0.004, 0.003), (0.014, 0.026, 0.005, 0.006), (0.009, 0.019, 0.0, 0.005))
-        noise = random.Random(begin)
-        scene.report(root, [
-            TimingRecord(stage, 64, f * noise.uniform(0.95, 1.1), b, 0.0008, n, p)
-            for stage, (f, b, n, p) in enumerate(costs)
+            else RoundRecord(3, 2, "background", False, (0,), 30.0, 96_000_000, _MISSING),
         ])  # fmt: skip
     for name in holders[1:]:
-        scene.report(name, [PhaseRecord("train", 5)])
+        scene.report(name, [PhaseRecord("train", 5), CheckpointRecord(updates // 120 * 120, 0, 1, 0.2)])
     other = holders[3]
     scene.report(other, training_records(0, 20))
     scene.report(other, [
         TimingRecord(stage, 64, 0.008 + stage / 500, 0.017 + stage / 400, 0.0006, 0.003, 0.004)
         for stage in range(3)
     ])  # fmt: skip
-    rita.post("/api/jobs", job_spec("vit-large on birds"), 201)
+    rita.post("/api/jobs", job_spec("vit-large on birds", min_providers=4), 201)
     scene.join("library-1", "library-2")
     return job
 

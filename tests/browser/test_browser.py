@@ -13,6 +13,7 @@ from watched import Watched
 import ravnest
 from ravnest.schemas.auth import ApiRole
 
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 OpenPage = Callable[..., Watched]
 
 
@@ -69,6 +70,18 @@ def test_a_phone_in_the_dark_shows_the_same(busy: tuple[Scene, str], open_page: 
     assert watched.problems == []
 
 
+def test_a_failure_is_told_once_and_opens(busy: tuple[Scene, str], open_page: OpenPage) -> None:
+    scene, _ = busy
+    watched = open_page()
+    watched.page.goto(scene.link())
+    watched.sees("and 5 more: the loss is not a number", ".rows .reason")
+    watched.page.locator(".rows .reason").get_by_role("button", name="More").click()
+    watched.sees("node_5 of cluster 1", ".rows .reason")
+    watched.page.goto(f"{scene.url}/#/jobs/none")
+    watched.sees("There is no job none", ".notice")
+    assert [each for each in watched.problems if "404" not in each] == []
+
+
 def test_an_update_is_shown_without_a_reload(busy: tuple[Scene, str], open_page: OpenPage) -> None:
     scene, job = busy
     watched = open_page()
@@ -78,6 +91,10 @@ def test_an_update_is_shown_without_a_reload(busy: tuple[Scene, str], open_page:
     watched.sees("Update 607 of", ".card")
     watched.page.goto(f"{scene.url}/#/jobs/{job}")
     watched.sees("607 of")
+    for title in ("Loss", "Validation accuracy", "Learning rate", "Samples per second", "Staleness"):
+        watched.sees(title, ".chart figcaption")
+    watched.sees("Utilisation of the stages", ".chart figcaption")
+    watched.sees("compute ", ".topology")
     assert watched.problems == []
 
 
@@ -138,6 +155,11 @@ def test_an_admin_creates_a_token_and_cancels_a_job(
     page.goto(f"{scene.url}/#/join")
     page.get_by_role("button", name="Create token").click()
     watched.sees(f"ravnest provide --server {scene.url} --token rvn.", ".notice")
+    tokens = page.locator("section[aria-labelledby=tokens] tbody tr")
+    before = tokens.count()
+    tokens.first.get_by_role("button", name="Revoke").click()
+    tokens.first.get_by_role("button", name="Revoke").click()
+    playwright.expect(tokens).to_have_count(before - 1)
     page.goto(f"{scene.url}/#/jobs/{job}")
     page.get_by_role("button", name="Cancel job").click()
     page.get_by_role("button", name="Yes, cancel").click()

@@ -5,7 +5,14 @@ from rich.console import Console
 
 from ravnest.cli.console import job_status_line
 from ravnest.cli.job_view import bar, chart, job_lines, pipelines
-from ravnest.schemas.jobs import AssignmentView, ClusterProgress, JobProgress, JobState, JobView
+from ravnest.schemas.jobs import (
+    AssignmentView,
+    ClusterProgress,
+    JobProgress,
+    JobState,
+    JobView,
+    LossHistory,
+)
 from ravnest.telemetry import TimingRecord
 
 
@@ -58,6 +65,16 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert len(lines) == 8
     assert "\n" not in lines[0]
+
+
+def test_the_curve_begins_with_the_losses_of_a_job_that_trains_already() -> None:
+    console = Console(force_terminal=True, record=True, width=80, highlight=False, markup=False)
+    history = LossHistory(first=0, updates=(0, 1), losses=(8.0, None), validations=())
+    with job_status_line(console) as line:
+        assert line.is_live
+        line.preload(history)
+        line.show(view(20, 0.5))
+    assert "        8 █" in console.export_text()
 
 
 def test_a_terminal_shows_the_view_and_a_pipe_only_changes() -> None:

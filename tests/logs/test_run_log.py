@@ -71,7 +71,9 @@ def test_an_event_file_has_the_bytes_of_the_format(tmp_path: Path) -> None:
 
 
 def test_figures_have_names_that_group_them() -> None:
-    assert scalars_of(LossRecord(1, 0, 2.5, 4, 1)) == [("train/loss", 2.5), ("train/staleness", 1)]
+    known = [("train/loss", 2.5), ("train/staleness", 1)]
+    assert scalars_of(LossRecord(1, 0, 2.5, 4, 1)) == known
+    assert scalars_of(LossRecord(1, 0, 2.5, 4, 1, 0.01)) == [*known, ("train/learning_rate", 0.01)]
     assert scalars_of(RoundRecord(1, 1, "background", False, (), 0.5, 0, "why")) == []
     assert scalars_of(RECORDS_OF_A_RUN[6])[0] == ("stage_1/forward_ms", 1.0)
 

@@ -21,6 +21,7 @@ from ravnest.provider.launch import RESUME, NodeOutput, launch, nodes_here, own_
 from ravnest.provider.supervision import RestartPolicy, Supervision
 from ravnest.runtime.settings import RESUME_VARIABLE
 from ravnest.store.node_spec import read_nodes, write_node
+from ravnest.telemetry import PhaseRecord, WorkerRecord
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
@@ -449,3 +450,28 @@ def test_node_files_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> No
 def test_nodes_read_the_variable_that_the_launcher_sets() -> None:
     """The launcher does not import the runtime, and torch with it."""
     assert RESUME == RESUME_VARIABLE
+
+
+# Progress
+
+
+def test_records_of_the_nodes_are_passed_on_and_others_are_not(project: Path) -> None:
+    line = json.dumps({"kind": "phase", "phase": "train", "epoch": 3})
+    text = f"import os\nos.write(int(os.environ['RAVNEST_RECORDS']), b'{line}\\nno record\\n')"
+    found: dict[str, list[WorkerRecord]] = {}
+    code, _ = launched(
+        script(project, text), on_records=lambda name, new: found.setdefault(name, []).extend(new)
+    )
+    assert code == 0
+    assert found == {f"node_{number}": [PhaseRecord("train", 3)] for number in range(3)}
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_quiet_shows_the_last_lines_of_a_failure_only(project: Path, code: int) -> None:
+    text = f"import sys\nfor n in range(30): print('line', n)\nsys.exit({code})"
+    found, lines = launched(script(project, text), quiet=True)
+    assert found == code
+    shown = [line for line in lines if "| line" in line]
+    assert bool(shown) == bool(code)
+    assert len(shown) <= 3 * 20
+    assert not any(line.endswith("line 9") for line in shown)

@@ -83,7 +83,12 @@ def test_the_pace_of_a_training_that_continues_in_the_middle_of_an_epoch() -> No
     assert state.pace(0) == PaceRecord(0, 9, None, None), "three updates per epoch"
     state.begin(1, 100.0, done=4)  # the checkpoint has an epoch and one update
     state.add(4, 102.0, samples=32)
-    assert state.pace(5) == PaceRecord(1, 9, 16.0, 8.0), "one update of this epoch is left, then three"
+    expected = PaceRecord(1, 9, 16.0, 8.0, recent=16.0)
+    assert state.pace(5) == expected, "one update of this epoch is left, then three"
+    state.add(4, 103.0, samples=40)
+    assert (state.pace(6).samples_per_second, state.pace(6).recent) == (24.0, None)
+    state.add(4, 105.0, samples=40)
+    assert state.pace(7).recent == 20.0, "since the last record"
 
 
 def _observe(line: ProgressLine, clock: _Clock, updates: int) -> None:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 
 import pytest
+import torch
 from local_cluster import Formed
 from training_cases import points
 
@@ -54,7 +55,11 @@ def test_records_of_a_training(cluster: Formed) -> None:
 
     def script(name: str) -> None:
         loader = points()
-        with local.node(name, labels=loader, test_labels=loader, record_sink=sinks[name]) as own:
+        options = {"labels": loader, "test_labels": loader, "record_sink": sinks[name]}
+        halved = {"step_size": 1, "gamma": 0.5}
+        with local.node(
+            name, lr_scheduler=torch.optim.lr_scheduler.StepLR, lr_scheduler_params=halved, **options
+        ) as own:
             Trainer(own, train_loader=loader, val_loader=loader, epochs=2, save=True).train()
 
     local.results(script)
@@ -63,6 +68,8 @@ def test_records_of_a_training(cluster: Formed) -> None:
     assert [(r.update, r.epoch) for r in losses] == [(n, n // 5) for n in range(10)]
     written = [float(line) for line in (local.folder / "losses.txt").read_text().split()]
     assert [r.loss for r in losses] == pytest.approx(written)
+    rates = [0.1] * 5 + [0.05] * 5
+    assert [r.learning_rate for r in losses] == pytest.approx(rates), "the rate that an update used"
     validations = [r for r in root.records if isinstance(r, ValidationRecord)]
     assert [(r.number, r.epoch, r.name) for r in validations] == [(0, 1, "accuracy"), (1, 2, "accuracy")]
     stages = {r.stage for r in root.records if isinstance(r, TimingRecord)}
@@ -120,7 +127,9 @@ def test_a_repeated_phase_is_reported_once(sink: _Sink) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_none(sink: _Sink) -> None:
-    report = UpdateReport(3, 1, math.nan, staleness=1, batches=2, parts=4, in_flight=1)
+    report = UpdateReport(
+        3, 1, math.nan, staleness=1, batches=2, parts=4, in_flight=1, learning_rate=math.inf
+    )
     TelemetryReporter(sink).update(report)
     assert sink.records == [LossRecord(3, 1, None, microbatches=8, staleness=1)]
 

@@ -291,6 +291,7 @@ def make_old(db: Database, version: int) -> None:
         node = {"format": "ravnest-node", "version": 1, **body.pop("node_spec")}
         old_spec = json.loads(spec().model_dump_json())
         old_spec["if_short"] = old_spec.pop("on_insufficient")
+        connection.exec_driver_sql("ALTER TABLE losses DROP COLUMN learning_rate")
         for column in ("attempt", "replans", "resumed"):
             connection.exec_driver_sql(f"ALTER TABLE jobs DROP COLUMN {column}")
         for column in ("attempt", "generation", "cause", "phase_before", "refills", "checkpoint"):
@@ -361,6 +362,21 @@ def test_assignments_of_an_earlier_version_have_no_earlier_holder(db: Database, 
         assert current(tx) == before
         tx.assignments.set_resume(before)
         assert tx.assignments.body("j-0") == assignment().model_copy(update={"resume": True})
+
+
+def test_the_learning_rate_of_an_update_is_stored(db: Database) -> None:
+    records = [LossRecord(0, 0, 3.0, 1, 0, 0.1), LossRecord(1, 0, 2.0, 1, 0, 0.3)]
+    with db.write(1.0) as tx:
+        fill(tx)
+        make_old_rates = "ALTER TABLE losses DROP COLUMN learning_rate"
+        tx.telemetry._connection.exec_driver_sql(make_old_rates)
+        tx.telemetry._connection.exec_driver_sql("PRAGMA user_version=6")
+    db.open()
+    with db.write(2.0) as tx:
+        tx.telemetry.add(current(tx), 0, records)
+        assert tx.telemetry.losses("j-0") == records
+        (bucket,) = tx.telemetry.loss_buckets("j-0", 0, 1, 2)
+    assert bucket.learning_rate == pytest.approx(0.2)
 
 
 def test_the_loss_of_an_update_that_is_repeated_is_the_newer_one(db: Database) -> None:

@@ -16,7 +16,7 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.db.telemetry import LossBucket
 from ravnest.server.settings import ConnectionLimits, ServerSettings
-from ravnest.server.web.curves import bucket_size, loss_buckets, merged, thinned
+from ravnest.server.web.curves import bucket_size, computing_share, loss_buckets, merged, thinned
 from ravnest.server.web.deltas import item_changes
 from ravnest.server.web.details import time_shares
 from ravnest.server.web.feed import PAUSE, PageFeed, ProviderRow
@@ -92,6 +92,15 @@ def test_shares_of_time_follow_from_the_rate() -> None:
     timing = TimingRecord(0, 8, forward=0.01, backward=0.02, step=0.0, to_next=0.005, to_previous=0.005)
     shares = time_shares(timing, samples_per_second=160.0, samples_per_microbatch=8.0)
     assert (shares.computing, shares.sending, shares.waiting) == pytest.approx((0.6, 0.2, 0.4))
+
+
+def test_the_utilisation_of_a_stage_follows_the_rate_at_that_time() -> None:
+    paces = [(10.0, 40.0), (20.0, 80.0)]
+    shares = [computing_share(time, 0.05, paces, 8.0) for time in (0.0, 12.0, 19.0, 90.0)]
+    assert shares == pytest.approx([0.25, 0.25, 0.5, 0.5])
+    assert computing_share(10.0, 9.0, paces, 8.0) == 1.0
+    assert computing_share(10.0, 0.05, [], 8.0) is None
+    assert computing_share(10.0, 0.05, paces, None) is None
 
 
 def test_a_long_curve_is_downsampled_with_its_extremes(case: Case) -> None:
@@ -173,6 +182,19 @@ def test_a_requester_sees_own_jobs_and_no_work_for_others(case: Case) -> None:
     assert (set(other.jobs), other.providers[alice.id].job) == (set(), None)
     assert "another requester" in other.providers[alice.id].reason
     assert (set(itself.jobs), set(itself.providers)) == (set(), {alice.id})
+
+
+def test_a_provider_row_counts_what_it_has_delivered(case: Case) -> None:
+    rita, alice = case.requester(), case.provider("alice")
+    feed = PageFeed(case.server)
+    row = feed.current().providers[alice.id]
+    assert (row.finished, row.failed) == (0, 0)
+    case.submit(rita)
+    case.match()
+    alice.report("failed", reason="too little memory", cause="machine")
+    case.time.now += PAUSE
+    row = feed.current().providers[alice.id]
+    assert (row.finished, row.failed) == (0, 1)
 
 
 def test_unchanged_items_stay_the_same_objects(case: Case) -> None:

@@ -18,7 +18,7 @@ from ravnest.cli.exit_codes import ExitCode
 from ravnest.cli.job_view import job_lines
 from ravnest.client.progress_text import progress_text
 from ravnest.schemas.base import Schema
-from ravnest.schemas.jobs import EventView, JobView
+from ravnest.schemas.jobs import EventView, JobView, LossHistory
 
 _KEPT_LOSSES = 10_000
 """Losses of the curve in a live view."""
@@ -122,6 +122,16 @@ class JobStatusLine:
         self._validation = ""
         self._losses: dict[int, float] = {}
         """Losses that were seen, by update."""
+
+    @property
+    def is_live(self) -> bool:
+        """``True`` on a terminal."""
+        return self._live is not None
+
+    def preload(self, history: LossHistory) -> None:
+        """Begin the curve with the losses of a job that trains already."""
+        pairs = zip(history.updates, history.losses, strict=True)
+        self._losses |= {update + 1: loss for update, loss in pairs if loss is not None}
 
     def show(self, view: JobView) -> None:
         """Print what changed since the last view, and update the live line.

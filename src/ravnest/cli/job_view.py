@@ -23,17 +23,17 @@ def job_lines(view: JobView, losses: Sequence[float], progress: str, width: int)
 
     ``losses``: those that were seen so far; ``progress``: the progress in words.
     """
-    yield _cut(f"{view.name} ({view.id}) is {view.state}: {' '.join(view.reason.split())}", width)
+    yield cut(f"{view.name} ({view.id}) is {view.state}: {' '.join(view.reason.split())}", width)
     if progress:
-        yield _cut(progress, width)
+        yield cut(progress, width)
     total = view.progress.total_updates
     if total:
         yield bar(min(view.progress.updates / total, 1.0), min(width, _WIDEST_CHART))
     for line in pipelines(view):
-        yield _cut(line, width)
+        yield cut(line, width)
     if len(losses) > 1:
         for line in chart(losses, min(width, _WIDEST_CHART), _CHART_LINES):
-            yield _cut(line, width)
+            yield cut(line, width)
 
 
 def bar(share: float, width: int) -> str:
@@ -91,5 +91,6 @@ def _averaged(values: Sequence[float], most: int) -> list[float]:
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
 
 
-def _cut(line: str, width: int) -> str:
+def cut(line: str, width: int) -> str:
+    """Return a line of at most ``width`` columns."""
     return line if len(line) <= width else f"{line[: max(width - 1, 0)]}…"

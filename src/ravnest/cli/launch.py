@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from ravnest.cli.launch_view import LaunchView, live_view
+from ravnest.cli.options import Quiet
 from ravnest.formation import NODE_DATA
 from ravnest.provider.launch import launch as launch_nodes
+from ravnest.provider.launch import nodes_here, own_hosts
+from ravnest.store.node_spec import read_nodes
 
 
 def launch(
@@ -25,11 +31,29 @@ def launch(
         Path | None,
         typer.Option(help="Folder for what each node does when; `ravnest trace FOLDER` reads it."),
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Start all nodes of this machine, each with the same script.
 
     Runs `python SCRIPT node_<i> ARGS...` for each node. Prints their output with the node's name
-    before each line, and stops all of them together. With --restart, a node that fails is started
-    again, continues from its newest checkpoint, and the others are not stopped.
+    before each line, and stops all of them together. A terminal also shows the pipelines, rates, the
+    loss curve and the time left. With --restart, a node that fails is started again, continues from
+    its newest checkpoint, and the others are not stopped. With --quiet, the output of the nodes is
+    shown only if one fails.
     """
-    raise typer.Exit(launch_nodes(script, arguments or [], folder=folder, restart=restart, trace=trace))
+    console = Console()
+    run = partial(
+        launch_nodes,
+        script,
+        arguments or [],
+        folder=folder,
+        restart=restart,
+        trace=trace,
+        console=console,
+    )
+    nodes = nodes_here(read_nodes(folder), own_hosts()) if script.is_file() else []
+    if quiet or not nodes or not console.is_terminal:
+        raise typer.Exit(run(quiet=quiet))
+    with live_view(LaunchView(nodes), console) as on_records:
+        code = run(on_records=on_records)
+    raise typer.Exit(code)

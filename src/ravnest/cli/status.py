@@ -44,8 +44,11 @@ def status(
         if job is None:
             views = api.get("/api/jobs", list[JobView])
         elif wait:
+            handle = JobHandle(job, api)
             with job_status_line(err()) as line:
-                view = JobHandle(job, api).wait(on_change=line.show)
+                if line.is_live:
+                    line.preload(handle.losses())
+                view = handle.wait(on_change=line.show)
         else:
             view = api.get(f"/api/jobs/{job}", JobView)
     if as_json:

@@ -42,11 +42,12 @@ class JobRecords:
         history = self._source.losses(self._next_update)
         progress, schedule = view.progress, view.progress.schedule
         microbatches = 1 if schedule is None else schedule.microbatches
-        for update, loss in zip(history.updates, history.losses, strict=True):
+        rates = history.learning_rates or (None,) * len(history.updates)
+        for update, loss, rate in zip(history.updates, history.losses, rates, strict=True):
             epoch = max(progress.epoch - 1, 0)
             if progress.total_updates:
                 epoch = min(update * progress.epochs // progress.total_updates, progress.epochs - 1)
-            yield LossRecord(update, epoch, loss, microbatches, progress.staleness)
+            yield LossRecord(update, epoch, loss, microbatches, progress.staleness, rate)
             self._next_update = update + 1
         for result in history.validations:
             if (result.number, result.name) not in self._validations:

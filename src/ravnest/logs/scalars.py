@@ -26,8 +26,9 @@ class Scalar(NamedTuple):
 def scalars_of(record: WorkerRecord) -> list[Scalar]:
     """Return the figures of a record, by names that group them by what they are about."""
     match record:
-        case LossRecord(loss=loss, staleness=staleness):
-            return [Scalar("train/loss", loss), Scalar("train/staleness", staleness)]
+        case LossRecord(loss=loss, staleness=staleness, learning_rate=rate):
+            known = [] if rate is None else [Scalar("train/learning_rate", rate)]
+            return [Scalar("train/loss", loss), Scalar("train/staleness", staleness), *known]
         case ValidationRecord(name=name, value=value):
             return [Scalar(f"validation/{name}", value)]
         case PaceRecord(samples_per_second=rate) if rate is not None:

@@ -6,19 +6,27 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 from rich.text import Text
 
+from ravnest.deadlines import RECORDS_CLOSE
 from ravnest.errors import LaunchError
 from ravnest.host import usable_cores
+from ravnest.logs.record_stream import RECORDS_VARIABLE
 from ravnest.provider.child_process import ChildProcess, run_together
+from ravnest.provider.record_pipe import read_records
 from ravnest.provider.supervision import RestartPolicy, Supervision
 from ravnest.store.node_spec import NodeSpec, read_nodes
+from ravnest.telemetry import WorkerRecord
 from ravnest.transport.tls import dial_address, is_loopback
 from ravnest.types import Address
 
@@ -27,6 +35,10 @@ RESUME = "RAVNEST_RESUME"
 """Environment variable of a node that was started again: it continues from its newest checkpoint."""
 TRACE = "RAVNEST_TRACE"
 """Environment variable of nodes: the folder in which they write what they do when."""
+OnRecords = Callable[[str, Sequence[WorkerRecord]], None]
+"""Called with the name of a node and the records that it reported."""
+_KEPT_LINES = 20
+"""Lines of each node that are shown if a node fails and the output was not."""
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
 
@@ -39,6 +51,8 @@ def launch(
     console: Console | None = None,
     restart: bool = False,
     trace: str | Path | None = None,
+    on_records: OnRecords | None = None,
+    quiet: bool = False,
 ) -> int:
     """Run ``python script node_<i> arguments...`` for every node of ``folder`` on this machine.
 
@@ -46,7 +60,8 @@ def launch(
     the exit code of the first that failed. They run in the folder ``work``, by default the current one.
     ``restart`` starts a node that fails again, with ``RAVNEST_RESUME=1`` in its environment; nodes
     that have failed too often in a row end all of them. ``trace``: folder in which the nodes write what
-    they do when.
+    they do when. ``on_records`` gets what the nodes report while they train, from several threads.
+    ``quiet`` shows no output of the nodes, unless one fails: then the last lines of each.
     """
     path = Path(script).absolute()
     if not path.is_file():
@@ -60,7 +75,7 @@ def launch(
     output = NodeOutput(Console() if console is None else console, [node.name for node in nodes])
     cores = usable_cores()
     shares = thread_shares(os.environ, len(nodes), cores)
-    if shares:
+    if shares and not quiet:
         output.say(
             f"{len(nodes)} nodes share {cores} cores: {_THREADS}={shares[_THREADS]} for each; set "
             f"{_THREADS} to change it"
@@ -73,20 +88,49 @@ def launch(
     environment = {"PYTHONUNBUFFERED": "1", **os.environ, **shares}
     if trace is not None:
         environment[TRACE] = str(Path(trace).absolute())
-    children = [
-        ChildProcess(
-            node.name,
-            (sys.executable, str(path), node.name, *arguments),
-            environment,
-            None if work is None else Path(work),
-            ends_with_us=True,
-        )
-        for node in nodes
-    ]
-    run_together(children, supervision, output.show, say=output.say, restarted={RESUME: "1"})
+    with ExitStack() as stack:
+        pipes = {} if on_records is None else stack.enter_context(_record_pipes(nodes, on_records))
+        children = [
+            ChildProcess(
+                node.name,
+                (sys.executable, str(path), node.name, *arguments),
+                environment | _pipe_variable(pipes.get(node.name)),
+                None if work is None else Path(work),
+                pass_fds=(pipes[node.name],) if node.name in pipes else (),
+                ends_with_us=True,
+            )
+            for node in nodes
+        ]
+        show = output.keep if quiet else output.show
+        run_together(children, supervision, show, say=output.say, restarted={RESUME: "1"})
+    if supervision.exit_code:
+        output.show_kept()
     for line in supervision.summary():
         output.say(line)
     return supervision.exit_code
+
+
+def _pipe_variable(descriptor: int | None) -> dict[str, str]:
+    return {} if descriptor is None else {RECORDS_VARIABLE: str(descriptor)}
+
+
+@contextmanager
+def _record_pipes(nodes: Sequence[NodeSpec], on_records: OnRecords) -> Iterator[dict[str, int]]:
+    """Yield the end of a pipe for each node; what comes through is read until the context ends."""
+    ends: dict[str, int] = {}
+    readers = []
+    for node in nodes:
+        source, ends[node.name] = os.pipe()
+        receive = partial(on_records, node.name)
+        readers.append(threading.Thread(target=read_records, args=(source, receive), daemon=True))
+        readers[-1].start()
+    try:
+        yield ends
+    finally:
+        for end in ends.values():
+            os.close(end)
+        for reader in readers:
+            reader.join(RECORDS_CLOSE)  # a process that a node started may keep the pipe open
 
 
 def nodes_here(nodes: Sequence[NodeSpec], hosts: frozenset[str]) -> list[NodeSpec]:
@@ -132,6 +176,18 @@ class NodeOutput:
 
     console: Console
     names: Sequence[str]
+    kept: dict[str, deque[str]] = field(default_factory=dict)
+    """Last lines of each node that were not shown."""
+
+    def keep(self, name: str, line: str) -> None:
+        """Keep a line of a node instead of showing it."""
+        self.kept.setdefault(name, deque(maxlen=_KEPT_LINES)).append(line)
+
+    def show_kept(self) -> None:
+        """Show the lines that were kept."""
+        for name, lines in self.kept.items():
+            for line in lines:
+                self.show(name, line)
 
     def show(self, name: str, line: str) -> None:
         """Show a line of a node; a progress line that rewrites itself is shown in its last state."""

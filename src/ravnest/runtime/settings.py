@@ -12,6 +12,7 @@ from ravnest.averaging.coordinator import Mode
 from ravnest.deadlines import NEIGHBOUR_CONNECT, NODE_RETURN, TRAINING_STALL
 from ravnest.errors import SettingsError
 from ravnest.keywords import unknown_keyword
+from ravnest.logs.record_stream import RECORDS_VARIABLE
 from ravnest.runtime.stage.validation_metrics import (
     METRIC_NAMES,
     ChosenMetric,
@@ -109,8 +110,9 @@ class NodeSettings:
     save_frozen: bool = True
     """Save trained stages with their frozen weights, so that ``model_fusion`` needs nothing else. The
     provider's worker process leaves them out: the server has them."""
-    progress: bool = True
-    """Show a progress line; validation results and waiting messages are always printed."""
+    progress: bool = field(default_factory=lambda: RECORDS_VARIABLE not in os.environ)
+    """Show a progress line; validation results and waiting messages are always printed. The default is
+    True, unless ``ravnest launch`` shows the progress of all nodes."""
     transport: Transport | Callable[[], Transport] | None = None
     """Transport to use instead of gRPC, or a function that makes one each time the node connects."""
     record_sink: RecordSink | None = None

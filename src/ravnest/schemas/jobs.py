@@ -335,6 +335,8 @@ class LossHistory(TolerantSchema):
     """Loss of each of ``updates``; ``None`` if it is infinite or not a number."""
     validations: tuple[ValidationRecord, ...]
     """All validations so far."""
+    learning_rates: tuple[float | None, ...] = ()
+    """Learning rate of each of ``updates``; ``None`` or nothing if it is not known."""
 
 
 class ResultFile(Schema):

@@ -228,7 +228,8 @@ class ReportService:
                 uow.vacate(assignment, report.reason, report.cause)
             else:
                 uow.end_assignment(assignment, "failed", report.reason)
-            reason = f"its assignment in {assignment.job} is {report.phase} {report.reason}".strip()
+            outcome = f"its assignment in {assignment.job} is {report.phase}"
+            reason = f"{outcome}: {report.reason}" if report.reason else outcome
             uow.release(provider, reason)
         else:
             uow.db.assignments.move(assignment, report.phase, report.reason)

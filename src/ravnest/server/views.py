@@ -152,6 +152,7 @@ def job_losses(db: Transaction, job: str, first: int) -> LossHistory:
         updates=tuple(sorted(found)),
         losses=tuple(found[update].loss for update in sorted(found)),
         validations=tuple(results[number] for number in sorted(results)),
+        learning_rates=tuple(found[update].learning_rate for update in sorted(found)),
     )
 
 

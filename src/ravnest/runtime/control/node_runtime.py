@@ -14,6 +14,7 @@ from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
 from ravnest.deadlines import LINK_CLOSE, ROOTS_RETURN
 from ravnest.errors import RunError, RunInterruptedError, SettingsError, StageInputError
+from ravnest.logs.record_stream import launched_sink
 from ravnest.runtime.batch_parts import BatchSplit
 from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.ended_training import EndedTraining
@@ -94,7 +95,7 @@ class NodeRuntime:
         self._timeout = timeout
         self.status = RunStatus()
         self.progress = ProgressLine(RunState(spec.role), console=Console(), shown=settings.progress)
-        self.telemetry = TelemetryReporter(settings.record_sink, trace=config.trace)
+        self.telemetry = TelemetryReporter(launched_sink(settings.record_sink), trace=config.trace)
         accuracies = Path(config.loss_filename).with_name(ACCURACIES)
         self._accuracies = MetricFile(name_for(accuracies, spec.cluster))
         self._losses = MetricFile(name_for(config.loss_filename, spec.cluster))

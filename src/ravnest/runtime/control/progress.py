@@ -50,6 +50,8 @@ class RunState:
     update_frequency: int = 1
     epoch_done: int = 0
     """Batches of this epoch that are done."""
+    paced: tuple[float, int] | None = None
+    """Time and samples of the last update before the pace was returned last."""
 
     def begin(self, epoch: int, now: float, done: int = 0) -> None:
         """Begin an epoch; ``done``: batches of it that are part of the checkpoint."""
@@ -85,7 +87,13 @@ class RunState:
         if elapsed <= 0 or not self.updates:
             return PaceRecord(self.epoch, total, None, None)
         seconds = None if left is None else elapsed / self.updates * left
-        return PaceRecord(self.epoch, total, self.samples / elapsed, seconds)
+        return PaceRecord(self.epoch, total, self.samples / elapsed, seconds, self._recent())
+
+    def _recent(self) -> float | None:
+        """Return the samples per second since the last call."""
+        last, samples = self.paced or (self.started or 0.0, 0)
+        self.paced = self.updated, self.samples
+        return None if self.updated <= last else (self.samples - samples) / (self.updated - last)
 
     def _updates_left(self) -> int | None:
         size = self.epoch_batches

@@ -141,6 +141,7 @@ class TelemetryReporter:
                     finite(update.loss),
                     update.batches * update.parts,
                     update.staleness,
+                    None if update.learning_rate is None else finite(update.learning_rate),
                 )
             )
 

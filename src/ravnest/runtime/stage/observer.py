@@ -31,6 +31,8 @@ class UpdateReport:
     """Samples whose gradients are in the update."""
     inbox: int = 0
     """Calls that wait for the compute thread."""
+    learning_rate: float | None = None
+    """Learning rate of the update, of the first parameter group; ``None`` if nothing trains here."""
 
 
 @dataclass(frozen=True)

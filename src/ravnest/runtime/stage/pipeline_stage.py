@@ -224,6 +224,7 @@ class PipelineStage:
         return seconds
 
     def _step(self, update: int, batches: int) -> None:
+        rate = self._store.execution.updates.learning_rate
         loss = self._store.step(batches, self._clip)
         self._clip = None
         self._divergence.updated(loss)
@@ -237,7 +238,9 @@ class PipelineStage:
             self._averaging.updated(samples)
         waiting = self._inbox.calls.qsize()
         self._observer.updated(
-            UpdateReport(update, epoch, loss, stale, batches, last.parts, in_flight, samples, waiting)
+            UpdateReport(
+                update, epoch, loss, stale, batches, last.parts, in_flight, samples, waiting, rate
+            )
         )
         self._step_seconds = self._lap()
         with self._status.writing():

@@ -125,6 +125,11 @@ class Updates:
         return [] if self._optimizer is None else [g["lr"] for g in self._optimizer.param_groups]
 
     @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the first parameter group in the next update; None if nothing trains."""
+        return float(self.learning_rates[0]) if self.learning_rates else None
+
+    @property
     def optimizer(self) -> Optimizer | None:
         """Optimizer of the stage; None if nothing trains."""
         return self._optimizer

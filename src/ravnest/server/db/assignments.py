@@ -24,7 +24,7 @@ from sqlalchemy import (
 from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobState, ResultFile
 from ravnest.schemas.providers import Assignment, TlsRejections
-from ravnest.server.db.records import ENDED, LOST, AssignmentRecord, LossCause
+from ravnest.server.db.records import ENDED, LOST, AssignmentRecord, LossCause, PartOutcomes
 from ravnest.server.db.tables import assignments, jobs
 
 _PLAIN = (
@@ -175,6 +175,17 @@ class AssignmentRepository:
         query = select(*_SHORT).where(assignments.c.provider == provider)
         order: ColumnElement[int] = literal_column("assignments.rowid").desc()
         return [_record(row) for row in self._connection.execute(query.order_by(order))]
+
+    def outcomes(self, providers: Iterable[str]) -> dict[str, PartOutcomes]:
+        """Return how the parts of some providers ended; providers without such parts are left out."""
+        finished = func.sum(assignments.c.phase == "finished")
+        failed = func.sum(assignments.c.phase.in_(("failed", "lost")))
+        query = (
+            select(assignments.c.provider, finished, failed)
+            .where(assignments.c.provider.in_(list(providers)))
+            .group_by(assignments.c.provider)
+        )
+        return {row[0]: PartOutcomes(row[1], row[2]) for row in self._connection.execute(query)}
 
     def left_by(self, provider: str) -> list[AssignmentRecord]:
         """Return the finished and lost assignments of a provider in running jobs, by job and node."""

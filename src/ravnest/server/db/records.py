@@ -154,6 +154,15 @@ class StageTimesRecord:
 
 
 @dataclass(frozen=True)
+class PartOutcomes:
+    """How the parts of a provider in all jobs ended."""
+
+    finished: int = 0
+    failed: int = 0
+    """Parts that failed, or during which the provider was lost."""
+
+
+@dataclass(frozen=True)
 class AssignmentRecord:
     """An assignment without its body, which can be long."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 6
+VERSION = 7
 """Version of this layout; the server refuses a database of a later one."""
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: ("ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{}'",),
@@ -38,6 +38,7 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "ALTER TABLE jobs ADD COLUMN resumed INTEGER NOT NULL DEFAULT -1",
         "ALTER TABLE assignments ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0",
     ),
+    6: ("ALTER TABLE losses ADD COLUMN learning_rate FLOAT",),
 }
 """Statements that turn each earlier layout into the next one; tables that are missing exist by then."""
 
@@ -186,6 +187,7 @@ losses = Table(
     Column("epoch", Integer, nullable=False, server_default="0"),
     Column("microbatches", Integer, nullable=False, server_default="0"),
     Column("staleness", Integer, nullable=False, server_default="0"),
+    Column("learning_rate", Float),  # NULL: not known
     sqlite_with_rowid=False,
 )
 

@@ -150,6 +150,8 @@ class LossBucket:
     """Mean staleness."""
     epoch: int
     """Epoch of the last update, from 0."""
+    learning_rate: float | None = None
+    """Mean learning rate, where it is known."""
 
 
 class TelemetryRepository:
@@ -192,7 +194,14 @@ class TelemetryRepository:
             .order_by(losses.c.update_number)
         )
         return [
-            LossRecord(row.update_number, row.epoch, row.value, row.microbatches, row.staleness)
+            LossRecord(
+                row.update_number,
+                row.epoch,
+                row.value,
+                row.microbatches,
+                row.staleness,
+                row.learning_rate,
+            )
             for row in self._connection.execute(query)
         ]
 
@@ -224,6 +233,7 @@ class TelemetryRepository:
                 func.max(value),
                 func.avg(losses.c.staleness),
                 func.max(losses.c.epoch),
+                func.avg(losses.c.learning_rate),
             )
             .where(losses.c.assignment == assignment, number >= first, number <= last)
             .group_by(bucket)
@@ -373,6 +383,7 @@ class TelemetryRepository:
                 "epoch": record.epoch,
                 "microbatches": record.microbatches,
                 "staleness": record.staleness,
+                "learning_rate": record.learning_rate,
             }
             for record in {record.update: record for record in new}.values()
         ]

@@ -1,4 +1,4 @@
-"""Scripts and styles of the page, from the package; nothing is loaded from elsewhere."""
+"""Scripts, styles and font of the page, from the package; nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 _FOLDERS = ("", "vendor/")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,7 +11,7 @@ from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.db.telemetry import LossBucket
 from ravnest.server.views import history
-from ravnest.telemetry import PaceRecord, TimingRecord, ValidationRecord
+from ravnest.telemetry import PaceRecord, ScheduleRecord, TimingRecord, ValidationRecord
 
 MOST_BUCKETS = 2000
 """Points of a loss curve that a browser may ask for."""
@@ -46,12 +47,15 @@ class ValidationPoint:
 
 @dataclass(frozen=True)
 class StageTimeCurve:
-    """Seconds that a stage computes for a micro-batch, over time."""
+    """Computing time of a stage, over time."""
 
     cluster: int
     stage: int
     times: tuple[float, ...]
     seconds: tuple[float, ...]
+    """Seconds of a micro-batch."""
+    shares: tuple[float | None, ...]
+    """Share of the time in which the stage computes, between 0 and 1; ``None``: not known."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class JobCurves:
     loss: LossCurve
     validations: tuple[ValidationPoint, ...]
     paces: tuple[tuple[float, float], ...]
-    """Times and samples per second."""
+    """Times and samples per second at that time."""
     stages: tuple[StageTimeCurve, ...]
 
 
@@ -71,8 +75,10 @@ def job_curves(db: Transaction, job: str, points: int, first: int, last: int) ->
     ends: dict[int, int] = {}
     results: dict[int, ValidationRecord] = {}
     for each in reversed(chain):
-        ends |= db.telemetry.epoch_ends(each.id)
         results |= {test.number: test for test in db.telemetry.validations(each.id)}
+    for each in reversed(chain) if results else ():
+        ends |= db.telemetry.epoch_ends(each.id)
+    paces = _paces(db, chain)
     validations = tuple(
         ValidationPoint(ends.get(test.epoch - 1, 0), test.epoch, test.name, test.value)
         for _, test in sorted(results.items())
@@ -80,8 +86,8 @@ def job_curves(db: Transaction, job: str, points: int, first: int, last: int) ->
     return JobCurves(
         loss=loss_buckets(db, job, points, first, last),
         validations=thinned(validations, MOST_BUCKETS),
-        paces=_paces(db, chain),
-        stages=_stage_times(db, chain),
+        paces=thinned(paces, _MOST_PACES),
+        stages=_stage_times(db, chain, paces, _samples_per_microbatch(db, job, chain)),
     )
 
 
@@ -136,6 +142,7 @@ def _joined(one: LossBucket, other: LossBucket) -> LossBucket:
         high=max((each.high for each in finite if each.high is not None), default=None),
         staleness=(one.staleness * one.count + other.staleness * other.count) / count,
         epoch=max(one.epoch, other.epoch),
+        learning_rate=other.learning_rate if one.learning_rate is None else one.learning_rate,
     )
 
 
@@ -147,17 +154,31 @@ def thinned(values: Sequence[Each], most: int) -> tuple[Each, ...]:
     return tuple(values[(len(values) - 1) % step :: step])
 
 
-def _paces(db: Transaction, chain: Sequence[AssignmentRecord]) -> tuple[tuple[float, float], ...]:
-    found = [
-        (time, pace.samples_per_second)
+def _paces(db: Transaction, chain: Sequence[AssignmentRecord]) -> list[tuple[float, float]]:
+    """Return times and rates, oldest first; nodes of an earlier version report a mean only."""
+    found = (
+        (time, pace.samples_per_second if pace.recent is None else pace.recent)
         for each in chain
         for time, pace in db.telemetry.timed(each.id, PaceRecord, 2000)
-        if pace.samples_per_second is not None
-    ]
-    return thinned(sorted(found), _MOST_PACES)
+    )
+    return sorted((time, rate) for time, rate in found if rate is not None)
 
 
-def _stage_times(db: Transaction, chain: Sequence[AssignmentRecord]) -> tuple[StageTimeCurve, ...]:
+def _samples_per_microbatch(
+    db: Transaction, job: str, chain: Sequence[AssignmentRecord]
+) -> float | None:
+    schedules = db.telemetry.newest(chain[0].id, ScheduleRecord) if chain else []
+    if not schedules:
+        return None
+    return max(1.0, db.jobs.spec(job).training.batch_size / max(1, schedules[0].microbatches))
+
+
+def _stage_times(
+    db: Transaction,
+    chain: Sequence[AssignmentRecord],
+    paces: Sequence[tuple[float, float]],
+    size: float | None,
+) -> tuple[StageTimeCurve, ...]:
     """Return the times of the stages of the leading cluster; older plans had other stages."""
     by_stage: dict[int, list[tuple[float, float]]] = {}
     for each in chain[:1]:
@@ -170,7 +191,23 @@ def _stage_times(db: Transaction, chain: Sequence[AssignmentRecord]) -> tuple[St
             stage=stage,
             times=tuple(time for time, _ in points),
             seconds=tuple(seconds for _, seconds in points),
+            shares=tuple(computing_share(time, seconds, paces, size) for time, seconds in points),
         )
         for stage, newest_first in sorted(by_stage.items())
         for points in [thinned(newest_first[::-1], _MOST_TIMINGS)]
     )
+
+
+def computing_share(
+    time: float, seconds: float, paces: Sequence[tuple[float, float]], size: float | None
+) -> float | None:
+    """Return the share of time in which a stage computes, at the rate reported nearest to ``time``.
+
+    ``seconds``: time of a micro-batch, ``paces``: times and samples per second, ``size``: samples of a
+    micro-batch.
+    """
+    if not paces or size is None:
+        return None
+    after = bisect_left(paces, (time, 0.0))
+    near = min(paces[max(after - 1, 0) : after + 1], key=lambda each: abs(each[0] - time))
+    return min(1.0, seconds * near[1] / size)

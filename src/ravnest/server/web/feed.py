@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobState, JobView
 from ravnest.schemas.providers import ProviderState
-from ravnest.schemas.reachability import ReachabilityKind, RelayView
+from ravnest.schemas.reachability import Reachability, ReachabilityKind, RelayView
 from ravnest.server.db.database import Transaction
-from ravnest.server.db.records import JobRecord, MemberRecord, ProviderRecord
+from ravnest.server.db.records import JobRecord, MemberRecord, PartOutcomes, ProviderRecord
 from ravnest.server.reachability.status import reachability
 from ravnest.server.server import Server
 from ravnest.server.views import job_view
@@ -91,6 +91,9 @@ class ProviderRow:
     changed: float
     silent: float | None
     """Time of the last request, if that is some time ago."""
+    finished: int
+    """Parts of jobs that it has trained to the end, and parts that failed or were lost."""
+    failed: int
 
 
 @dataclass(frozen=True)
@@ -153,10 +156,13 @@ class PageFeed:
             jobs = db.jobs.listed(None, MOST_JOBS)
             cards = {record.id: self._card(db, record) for record in jobs}
             records = db.providers.present(wall - server.settings.shown_after_loss)
+            outcomes = db.assignments.outcomes(each.id for each in records if not self._is_known(each))
         relays = server.relay_service.live()
         known = self._rows if relays == self._relays else {}
         self._relays = relays
-        self._rows = {each.id: self._row(each, known.get(each.id), wall) for each in records}
+        self._rows = {
+            each.id: self._row(each, known.get(each.id), outcomes.get(each.id), wall) for each in records
+        }
         rows = {key: known.row for key, known in self._rows.items()}
         return PageState(wall, cards, rows, {key: known.discreet for key, known in self._rows.items()})
 
@@ -172,13 +178,27 @@ class PageFeed:
             curve = known.curve
         return _card(view, extended(curve, max(view.progress.updates - 1, 0), view.progress.loss))
 
-    def _row(self, record: ProviderRecord, known: _KnownRow | None, now: float) -> _KnownRow:
+    def _is_known(self, record: ProviderRecord) -> bool:
+        """Return ``True`` if a provider has not changed; its parts end with a change of its state."""
+        known = self._rows.get(record.id)
+        return known is not None and known.record == record
+
+    def _row(
+        self,
+        record: ProviderRecord,
+        known: _KnownRow | None,
+        outcomes: PartOutcomes | None,
+        now: float,
+    ) -> _KnownRow:
         seen = self._server.provider_service.liveness.seen(record.id) or record.changed
         silent = round(seen) if now - seen > _SILENT else None
         if known is not None and (known.record, known.row.silent) == (record, silent):
             return known
         found = reachability(record.offer, record.checks, self._relays)
-        row = _provider_row(record, found.kind, found.reason, silent)
+        before = self._rows.get(record.id)
+        if outcomes is None and before is not None:
+            outcomes = PartOutcomes(before.row.finished, before.row.failed)
+        row = _provider_row(record, found, silent, outcomes or PartOutcomes())
         discreet = replace(row, job=None, reason="it works for another requester")
         return _KnownRow(record, row, discreet)
 
@@ -217,7 +237,7 @@ def _card(view: JobView, curve: tuple[Point, ...]) -> JobCard:
 
 
 def _provider_row(
-    record: ProviderRecord, reach: ReachabilityKind, reason: str, silent: float | None
+    record: ProviderRecord, found: Reachability, silent: float | None, outcomes: PartOutcomes
 ) -> ProviderRow:
     offer = record.offer
     return ProviderRow(
@@ -231,11 +251,13 @@ def _provider_row(
         compute=offer.compute,
         bandwidth=offer.bandwidth,
         delay=offer.round_trip,
-        reach=reach,
-        reach_reason=reason,
+        reach=found.kind,
+        reach_reason=found.reason,
         sandbox=offer.sandbox,
         version=offer.version,
         torch=offer.torch,
         changed=record.changed,
         silent=silent,
+        finished=outcomes.finished,
+        failed=outcomes.failed,
     )

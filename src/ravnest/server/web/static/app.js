@@ -1,6 +1,6 @@
 // The page: header, connection, and the view that the address names.
 import { html, render, useEffect, useLayoutEffect, useState } from "./html.js";
-import { clock } from "./format.js";
+import { clock, sentence } from "./format.js";
 import { Join } from "./join.js";
 import { Job } from "./job.js";
 import { Overview } from "./overview.js";
@@ -52,7 +52,7 @@ function App() {
       <button type="button" class="tool" onClick=${choose} aria-label=${`Theme: ${theme}`} title=${`Theme: ${theme}`}>${theme === "dark" ? "☾" : theme === "light" ? "☀" : "◐"}</button>
       ${me && html`<${Who} me=${me} />`}
     </header>
-    ${isOld && html`<div class="notice bad wide" role="alert"><b>Disconnected.</b> ${store.problem || "The server is silent"}. The page connects again by itself; what you see is from ${clock(store.heardAt / 1000)}.</div>`}
+    ${isOld && html`<div class="notice bad wide" role="alert"><b>Disconnected.</b> ${sentence(store.problem || "the server is silent")} The page connects again by itself; what you see is from ${clock(store.heardAt / 1000)}.</div>`}
     <main id="main" tabIndex="-1" class=${isOld ? "old" : ""} aria-busy=${status === "loading"}>${me ? html`<${View} view=${view} theme=${`${theme}${isDark}`} />` : html`<${Skeleton} />`}</main>
     <footer>Ravnest ${store.version} · times are local · <a href="#/join">join</a></footer>`;
 }
@@ -76,7 +76,7 @@ function Who({ me }) {
     await call("POST", "/logout");
     location.reload();
   };
-  return html`<span class="who"><b>${me.role}</b> ${me.name === me.role ? "" : me.name} <button type="button" class="link" onClick=${leave}>Log out</button></span>`;
+  return html`<span class="who"><b>${me.role}</b> <span>${me.name === me.role ? "" : me.name}</span> <button type="button" class="link" onClick=${leave}>Log out</button></span>`;
 }
 
 function Skeleton() {

@@ -12,16 +12,17 @@ function css(name) {
 
 // `series` have a label, a colour and values; `band` fills between two of them. `range` is the part of the
 // x axis that is shown, `onRange` asks for another one.
-export function Chart({ title, unit, x, series, band, isTime, isLog, marks, range, extent, onRange, label, theme }) {
+export function Chart({ title, unit, x, series, band, isTime, isLog, marks, range, extent, onRange, label, theme, low, high, hasLegend, isWide }) {
   const place = useRef(null), readout = useRef(null), plot = useRef(null);
   const latest = useRef({});
-  latest.current = { marks: marks ?? [], range: range ?? extent, onRange, series, unit, isTime };
+  latest.current = { marks: marks ?? [], range: range ?? extent, onRange, series, unit, isTime, low, high };
   const data = [x, ...series.map((each) => (isLog ? each.values.map((v) => (v > 0 ? v : null)) : each.values))];
   const shape = `${series.map((each) => each.label + each.colour).join()}|${isLog}|${isTime}|${theme}`;
 
   useLayoutEffect(() => {
     const made = new uPlot(options(latest, place.current.clientWidth, { isLog, isTime, band, show }), data, place.current);
     plot.current = made;
+    document.fonts.ready.then(() => plot.current === made && made.redraw(false, true));
     const resized = new ResizeObserver(() => made.setSize({ width: place.current.clientWidth, height: HEIGHT }));
     resized.observe(place.current);
     return () => {
@@ -70,7 +71,7 @@ export function Chart({ title, unit, x, series, band, isTime, isLog, marks, rang
     onRange(factor > 1 && half * 2 >= x[x.length - 1] - x[0] && !range ? null : [middle - half, middle + half]);
   }
 
-  return html`<figure class="chart">
+  return html`<figure class=${`chart ${isWide ? "whole" : ""}`}>
     <figcaption>
       <span class="title">${title}${unit && html` <span class="unit">${unit}</span>`}</span>
       <output ref=${readout}></output>
@@ -80,6 +81,7 @@ export function Chart({ title, unit, x, series, band, isTime, isLog, marks, rang
         <button type="button" class="tool" aria-label=${`Show all: ${title}`} title="Show all" disabled=${!range} onClick=${() => onRange(null)}>⟲</button>
       </span>
     </figcaption>
+    ${hasLegend && series.length > 1 && html`<p class="legend">${series.map((each, index) => html`<span><i class=${`line c${index % 6 + 1}`}></i> ${each.label}</span>`)}</p>`}
     <div class="plot" ref=${place} role="img" tabIndex="0" aria-label=${`${label}. Arrow keys move along the curve, + and − zoom, 0 shows all.`} onKeyDown=${move}></div>
   </figure>`;
 }
@@ -95,11 +97,11 @@ function options(latest, width, { isLog, isTime, band, show }) {
     legend: { show: false },
     scales: {
       x: { time: false, range: (_, low, high) => latest.current.range ?? (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
-      y: { distr: isLog ? 3 : 1 },
+      y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, least, most) => bounds(latest.current, least, most) },
     },
     axes: [
       { ...axis, size: 34, space: isTime ? 90 : 70, values: isTime ? clocks : (_, values) => values.map((v) => (Number.isInteger(v) ? count(v) : "")) },
-      { ...axis, size: 62, values: (_, values) => values.map((v) => (v == null ? "" : figure(v))) },
+      { ...axis, size: 58, values: (_, values) => axisWords(values) },
     ],
     series: [{}, ...latest.current.series.map((each) => ({
       label: each.label,
@@ -125,6 +127,18 @@ function options(latest, width, { isLog, isTime, band, show }) {
       draw: [(made) => drawMarks(made, latest.current.marks)],
     },
   };
+}
+
+// Returns the numbers of an axis; small ones as powers of ten, so that they are short.
+function axisWords(values) {
+  const largest = Math.max(...values.map((v) => Math.abs(v ?? 0)));
+  return values.map((v) => (v == null ? "" : largest < 0.01 && v !== 0 ? String(v.toExponential(2)).replace(/\.?0+e/, "e") : figure(v)));
+}
+
+function bounds({ low, high }, least, most) {
+  if (least == null) return [low ?? 0, high ?? 1];
+  const room = 0.07 * (most - least || Math.abs(most) || 1);
+  return [low ?? (least >= 0 ? Math.max(0, least - room) : least - room), high ?? most + room];
 }
 
 function drawMarks(made, marks) {

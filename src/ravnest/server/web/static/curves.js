@@ -1,6 +1,7 @@
 // All curves of a job, with what is common to them: zoom, scale, smoothing, marks.
 import { html, useMemo, useState } from "./html.js";
 import { Chart } from "./chart.js";
+import { figure } from "./format.js";
 import { Loading, Problem } from "./parts.js";
 import { useLatest } from "./latest.js";
 import { call } from "./store.js";
@@ -31,9 +32,10 @@ export function Curves({ job, marks, theme }) {
     <div class="charts">
       <${LossChart} ...${{ data, job, range, extent, zoom, isLog, smoothing, marks, theme }} />
       <${ValidationCharts} ...${{ data, range, extent, zoom, marks, theme }} />
+      <${LearningRateChart} ...${{ data, range, extent, zoom, marks, theme }} />
       <${RateChart} data=${data} theme=${theme} />
+      <${StageCharts} data=${data} theme=${theme} />
       <${StalenessChart} ...${{ data, range, extent, zoom, marks, theme }} />
-      <${StageChart} data=${data} theme=${theme} />
     </div>`;
 }
 
@@ -57,7 +59,7 @@ function LossChart({ data, job, range, extent, zoom, isLog, smoothing, marks, th
   const values = shown.series[0].values.filter((each) => each != null);
   const label = values.length ? `Loss from ${values[0].toPrecision(3)} to ${values[values.length - 1].toPrecision(3)}` : "Loss: none yet";
   const count = shown.series.length;
-  return html`<${Chart} title="Loss" unit=${step > 1 ? `mean and range of ${step} updates` : "per update"} label=${label} x=${shown.x} series=${shown.series}
+  return html`<${Chart} title="Loss" isWide=${true} unit=${step > 1 ? `mean and range of ${step} updates` : "per update"} label=${label} x=${shown.x} series=${shown.series}
     band=${step > 1 ? { series: [count - 1, count], colour: "--c1" } : null} isLog=${isLog} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
 }
 
@@ -71,11 +73,20 @@ function ValidationCharts({ data, range, extent, zoom, marks, theme }) {
   });
 }
 
+function LearningRateChart({ data, range, extent, zoom, marks, theme }) {
+  const known = data.loss.buckets.filter((each) => each.learning_rate != null);
+  if (!known.length) return null;
+  const values = known.map((each) => each.learning_rate);
+  const series = [{ label: "learning rate", colour: "--c5", values }];
+  return html`<${Chart} title="Learning rate" unit="first parameter group" label=${`Learning rate, now ${figure(values[values.length - 1])}`} x=${known.map((each) => each.last)}
+    series=${series} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
+}
+
 function RateChart({ data, theme }) {
   const [range, setRange] = useState(null);
   if (data.paces.length < 2) return null;
   const series = [{ label: "samples/s", colour: "--c3", values: data.paces.map((each) => each[1]) }];
-  return html`<${Chart} title="Samples per second" unit="mean since the start, last half hour" label="Samples per second over time" isTime=${true} x=${data.paces.map((each) => each[0])}
+  return html`<${Chart} title="Samples per second" unit="last half hour" label="Samples per second over time" isTime=${true} x=${data.paces.map((each) => each[0])}
     series=${series} range=${range} onRange=${setRange} theme=${theme} />`;
 }
 
@@ -87,19 +98,23 @@ function StalenessChart({ data, range, extent, zoom, marks, theme }) {
     range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
 }
 
-function StageChart({ data, theme }) {
+function StageCharts({ data, theme }) {
   const [range, setRange] = useState(null);
-  const shown = useMemo(() => {
-    const x = [...new Set(data.stages.flatMap((each) => each.times))].sort((a, b) => a - b);
-    const series = data.stages.map((stage, index) => {
-      const found = new Map(stage.times.map((time, i) => [time, 1000 * stage.seconds[i]]));
-      return { label: `stage ${stage.stage}`, colour: COLOURS[index % COLOURS.length], values: x.map((time) => found.get(time) ?? null), dash: index >= COLOURS.length ? [6, 3] : undefined };
-    });
-    return { x, series };
-  }, [data]);
-  if (shown.x.length < 2) return null;
-  return html`<${Chart} title="Computing time of the stages" unit="ms per micro-batch" label="Computing time of each stage over time" isTime=${true} x=${shown.x} series=${shown.series}
-    range=${range} onRange=${setRange} theme=${theme} />`;
+  const x = useMemo(() => [...new Set(data.stages.flatMap((each) => each.times))].sort((a, b) => a - b), [data]);
+  const shares = useMemo(() => stageSeries(data.stages, x, "shares", 100), [data]);
+  const seconds = useMemo(() => stageSeries(data.stages, x, "seconds", 1000), [data]);
+  if (x.length < 2) return null;
+  const common = { isTime: true, x, range, onRange: setRange, theme, hasLegend: true };
+  return html`${shares.some((each) => each.values.some((value) => value != null)) && html`<${Chart} ...${common} title="Utilisation of the stages" unit="% of the time computing" label="Share of time in which each stage computes" series=${shares} low=${0} high=${100} />`}
+    <${Chart} ...${common} title="Computing time of the stages" unit="ms per micro-batch" label="Computing time of each stage over time" series=${seconds} low=${0} />`;
+}
+
+function stageSeries(stages, x, field, factor) {
+  return stages.map((stage, index) => {
+    const found = new Map(stage.times.map((time, i) => [time, stage[field][i]]));
+    const values = x.map((time) => (found.get(time) == null ? null : factor * found.get(time)));
+    return { label: `stage ${stage.stage}`, colour: COLOURS[index % COLOURS.length], values, dash: index >= COLOURS.length ? [6, 3] : undefined };
+  });
 }
 
 // Exponential moving average without the bias of its start.

@@ -73,9 +73,22 @@ export function moment(time) {
   return new Date(1000 * time).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 }
 
+// Returns the words of the server as a sentence.
+export function sentence(words) {
+  const text = words.charAt(0).toUpperCase() + words.slice(1);
+  return /[.!?]$/.test(text) ? text : `${text}.`;
+}
+
+const NODES = /(node_\d+(?: of cluster \d+)?(?: \([^)]*\))?)((?:, node_\d+(?: of cluster \d+)?(?: \([^)]*\))?)+)(?=:)/g;
+
+// Returns a reason in which only the first of several nodes is named.
+function shortened(reason) {
+  return reason.replace(NODES, (_, first, others) => `${first} and ${others.split(", node_").length - 1} more`);
+}
+
 // Splits a reason into sentences; those that are repeated, also for other nodes, come once with their number.
-export function folded(reason) {
-  const parts = reason.split(/;\s+|\n+/).map((part) => part.trim()).filter(Boolean);
+export function folded(reason, isWhole = false) {
+  const parts = (isWhole ? reason : shortened(reason)).split(/;\s+|\n+/).map((part) => part.trim()).filter(Boolean);
   const keys = parts.map(likeness);
   const period = parts.findIndex((_, i) => i > 0 && parts.length % i === 0 && keys.every((key, j) => key === keys[j % i]));
   if (period > 0) return [{ text: parts.slice(0, period).join("; "), times: parts.length / period }];
@@ -87,15 +100,17 @@ export function folded(reason) {
   return [...found.values()];
 }
 
-// Joins neighbouring events that say the same, also of other nodes, newest first.
+const NEAR = 4;
+
+// Joins events that are near to each other and say the same, also of other nodes, newest first.
 export function foldedEvents(events) {
   const found = [];
   for (const event of events) {
     const key = `${event.kind}|${event.before}|${event.after}|${likeness(event.reason)}`;
-    const last = found[found.length - 1];
-    if (last && last.key === key) {
-      last.times += 1;
-      last.since = event.time;
+    const same = found.slice(-NEAR).find((each) => each.key === key);
+    if (same) {
+      same.times += 1;
+      same.since = event.time;
     } else {
       found.push({ ...event, key, times: 1, since: event.time });
     }
@@ -105,5 +120,5 @@ export function foldedEvents(events) {
 
 // Returns a text without what differs between nodes: names of machines in brackets, and numbers.
 function likeness(text) {
-  return text.replace(/\([^)]*\)/g, "()").replace(/\d+/g, "#");
+  return shortened(text).replace(/ and \d+ more/g, "").replace(/\([^)]*\)/g, "()").replace(/\d+/g, "#");
 }

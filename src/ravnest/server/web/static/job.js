@@ -17,8 +17,9 @@ export function Job({ id, theme }) {
   const { jobs, me, status } = useStore();
   const card = jobs.get(id);
   const { data, error, again } = useLatest(() => call("GET", `/jobs/${id}`), `${card?.changed}|${card?.state}|${status}`, PAUSE);
-  if (!data) return error ? html`<${Problem} error=${error} again=${again} />` : html`<${Loading} what="the job" />`;
+  if (!data) return html`<${Missing} title=${card?.name ?? "Job"} error=${error} again=${again} what="the job" />`;
   const job = card ?? cardOf(data.view);
+  const isNew = job.state === "submitted" && !job.updates;
   const isOwn = me.role === "admin" || (me.role === "requester" && job.owner === me.id);
   const mayCancel = !FINAL.has(job.state) && isOwn;
   const resubmit = async () => { location.hash = `#/jobs/${(await call("POST", `/jobs/${id}/resubmit`, {})).id}`; };
@@ -30,15 +31,15 @@ export function Job({ id, theme }) {
     <p class="quiet"><code>${id}</code> · submitted ${moment(data.view.created)} · last report <${Ago} time=${job.changed} /></p>
     ${error && html`<p class="notice warn" role="status">What you see is old: ${error}</p>`}
     <${Silence} job=${job} />
-    <${Reason} text=${job.reason} />
+    ${isNew ? html`<div class="notice"><b>Waiting.</b><${Reason} text=${job.reason} /></div>` : html`<${Reason} text=${job.reason} />`}
     ${data.view.degraded && html`<p class="notice warn">${data.view.degraded}</p>`}
-    <${Figures} job=${job} detail=${data} />
+    ${!isNew && html`<${Figures} job=${job} detail=${data} />`}
     <section aria-labelledby="pipelines"><h2 id="pipelines">Pipelines</h2>
       ${data.nodes.length ? html`<${LitTopology} detail=${data} job=${job} /><${Legend} detail=${data} />` : html`<${Empty} title="No pipelines yet"><p>${job.state === "submitted" ? "The job waits until there is a plan for it." : "The job ended before it was shipped."}</p><//>`}
     </section>
-    <section aria-labelledby="curves"><h2 id="curves">Curves</h2>
-      ${job.updates ? html`<${Curves} job=${job} marks=${data.marks} theme=${theme} />` : html`<${Empty} title="No losses yet"><p>Curves begin with the first update.</p><//>`}
-    </section>
+    ${!isNew && html`<section aria-labelledby="curves"><h2 id="curves">Curves</h2>
+      ${job.updates ? html`<${Curves} job=${job} marks=${data.marks} theme=${theme} />` : html`<${Empty} title="No losses"><p>${FINAL.has(job.state) ? "The job ended before its first update." : "Curves begin with the first update."}</p><//>`}
+    </section>`}
     <div class="columns">
       <section aria-labelledby="events"><h2 id="events">Events</h2><${Events} events=${data.events} /></section>
       <div>
@@ -50,6 +51,12 @@ export function Job({ id, theme }) {
       <section aria-labelledby="plan"><h2 id="plan">Plan</h2>${data.view.plan ? html`<pre class="plan" tabIndex="0">${data.view.plan}</pre>` : html`<p class="quiet">There is no plan yet.</p>`}</section>
       <section aria-labelledby="settings"><h2 id="settings">Settings</h2><dl class="settings">${data.settings.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl></section>
     </div>`;
+}
+
+// A view whose data is not there: it is loading, or it cannot be loaded.
+export function Missing({ title, error, again, what }) {
+  return html`<nav class="crumbs" aria-label="Path"><a href="#/">Overview</a> <span aria-hidden="true">/</span> ${title}</nav>
+    <h1>${title}</h1>${error ? html`<${Problem} error=${error} again=${again} />` : html`<${Loading} what=${what} />`}`;
 }
 
 // A job that is too old for the overview.
@@ -78,7 +85,7 @@ function LitTopology({ detail, job }) {
 }
 
 function Legend({ detail }) {
-  return html`<p class="legend"><span><i class="swatch computing"></i> computing</span><span><i class="swatch sending"></i> sending</span><span><i class="swatch waiting"></i> waiting</span>
+  return html`<p class="legend"><span><i class="swatch computing"></i> computing</span><span><i class="swatch sending"></i> sending</span><span><i class="swatch waiting"></i> waiting (the rest)</span>
     <span><i class="swatch memory"></i> memory that the plan needs, of what is offered</span>${detail.rings.length > 0 && html`<span><i class="swatch ring"></i> averaging ring, bright during a round</span>`}</p>`;
 }
 
@@ -86,22 +93,30 @@ function Rounds({ rounds, clusters }) {
   if (clusters < 2 && !rounds.length) return null;
   return html`<section aria-labelledby="rounds"><h2 id="rounds">Averaging rounds</h2>
     ${rounds.length === 0 ? html`<p class="quiet">No round so far.</p>` : html`<div class="scroll" role="region" aria-label="Averaging rounds" tabIndex="0"><table class="grid compact">
-      <thead><tr><th scope="col" class="n">Round</th><th scope="col">When</th><th scope="col">Clusters</th><th scope="col" class="n">Took</th><th scope="col" class="n">Sent</th><th scope="col">Outcome</th></tr></thead>
-      <tbody>${rounds.slice(0, 12).map((each) => html`<tr key=${each.time}><th scope="row" class="n">${each.round}</th><td>${clock(each.time)}</td><td>${each.clusters.join(", ") || "–"}</td><td class="n">${milliseconds(each.seconds)}</td><td class="n">${bytes(each.sent_bytes)}</td><td>${each.committed ? html`<span class="good">averaged</span>` : html`<span class="bad">given up</span>`}${each.reason ? html`<div class="quiet">${each.reason}</div>` : null}</td></tr>`)}</tbody>
+      <thead><tr><th scope="col" class="n">Round</th><th scope="col">When</th><th scope="col">Clusters</th><th scope="col" class="n">Took</th><th scope="col" class="n wide">Sent</th><th scope="col">Outcome</th></tr></thead>
+      <tbody>${rounds.slice(0, 12).map((each) => html`<tr key=${each.time}><th scope="row" class="n">${each.round}</th><td>${clock(each.time)}</td><td>${each.clusters.join(", ") || "–"}</td><td class="n">${milliseconds(each.seconds)}</td><td class="n wide">${bytes(each.sent_bytes)}</td><td>${each.committed ? html`<span class="good">averaged</span>` : html`<span class="bad">given up</span>`}${each.reason ? html`<div class="quiet">${each.reason}</div>` : null}</td></tr>`)}</tbody>
     </table></div>`}
   </section>`;
 }
 
 export function Events({ events }) {
+  const { providers } = useStore();
   const [all, setAll] = useState(false);
   const found = foldedEvents(events);
   const shown = all ? found : found.slice(0, SHOWN);
   if (!found.length) return html`<p class="quiet">No events so far.</p>`;
   return html`<ol class="events">${shown.map((each) => html`<li key=${each.sequence} class=${each.kind}>
       <time dateTime=${new Date(1000 * each.time).toISOString()} title=${moment(each.time)}>${clock(each.time)}</time>
-      <div><span class="kind">${each.before && each.before !== each.after ? `${each.before} → ${each.after}` : each.kind}</span>${each.times > 1 && html` <span class="times" title=${`since ${moment(each.since)}`}>×${each.times}</span>`}<${Reason} text=${each.reason} /></div>
+      <div><span class="kind">${eventTitle(each, providers)}</span>${each.times > 1 && html` <span class="times" title=${`since ${moment(each.since)}`}>×${each.times}</span>`}<${Reason} text=${each.reason} /></div>
     </li>`)}</ol>
     ${found.length > SHOWN && html`<button type="button" class="link" onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${found.length}`}</button>`}`;
+}
+
+// Returns who an event is about, and what changed.
+function eventTitle({ kind, subject, before, after, times }, providers) {
+  const change = before && before !== after ? `${before} → ${after}` : before ? "" : after;
+  const who = kind !== "provider" ? kind : times > 1 ? "providers" : providers.get(subject)?.name ?? "provider";
+  return change ? `${who}: ${change}` : who;
 }
 
 function Commands({ id, job, detail }) {

@@ -5,6 +5,7 @@ import { Confirm, Copy, Loading, Problem, useStore } from "./parts.js";
 import { useLatest } from "./latest.js";
 import { call } from "./store.js";
 
+const SHOWN = 12;
 const ROLES = {
   provider: "lends a machine",
   requester: "submits jobs, sees and cancels its own",
@@ -42,18 +43,26 @@ function Tokens() {
   if (!data) return error ? html`<${Problem} error=${error} again=${again} />` : html`<${Loading} what="tokens and members" />`;
   return html`<${NewToken} onMade=${changed} />
     <section aria-labelledby="tokens"><h2 id="tokens">Tokens</h2>
-      ${data.tokens.length === 0 ? html`<p class="quiet">There is no token that could be used.</p>` : html`<div class="scroll" role="region" aria-label="Tokens" tabIndex="0"><table class="grid compact">
+      ${data.tokens.length === 0 ? html`<p class="quiet">There is no token that could be used.</p>` : html`<div class="scroll" role="region" aria-label="Tokens" tabIndex="0"><table class="grid compact stacked">
         <thead><tr><th scope="col">Role</th><th scope="col">Uses left</th><th scope="col">Expires</th><th scope="col">Fingerprint</th><th scope="col"><span class="hidden">Actions</span></th></tr></thead>
-        <tbody>${data.tokens.map((each) => html`<tr key=${each.id}><th scope="row">${each.role}</th><td>${each.uses_left ?? "any number"}</td><td>${each.expires ? moment(each.expires) : "never"}</td><td><code>${each.id.slice(0, 10)}</code></td>
+        <tbody>${data.tokens.map((each) => html`<tr key=${each.id}><th scope="row">${each.role}</th><td data-label="uses left">${each.uses_left ?? "any number"}</td><td data-label="expires">${each.expires ? moment(each.expires) : "never"}</td><td data-label="fingerprint"><code>${each.id.slice(0, 10)}</code></td>
           <td class="n"><${Confirm} quiet=${true} label="Revoke" question="Nobody can join with it any more." sure="Revoke" act=${async () => { await call("DELETE", `/tokens/${each.id}`); changed(); }} /></td></tr>`)}</tbody>
       </table></div>`}
     </section>
-    <section aria-labelledby="members"><h2 id="members">Members</h2>
-      <div class="scroll" role="region" aria-label="Members" tabIndex="0"><table class="grid compact">
+    <${Members} members=${data.members} onChange=${changed} />`;
+}
+
+function Members({ members, onChange }) {
+  const [all, setAll] = useState(false);
+  const newest = members.slice().reverse().sort((a, b) => Number(b.active) - Number(a.active));
+  const shown = all ? newest : newest.slice(0, SHOWN);
+  return html`<section aria-labelledby="members"><h2 id="members">Members</h2>
+      <div class="scroll" role="region" aria-label="Members" tabIndex="0"><table class="grid compact stacked">
         <thead><tr><th scope="col">Name</th><th scope="col">Role</th><th scope="col">Joined</th><th scope="col">Until</th><th scope="col"><span class="hidden">Actions</span></th></tr></thead>
-        <tbody>${data.members.slice().reverse().map((each) => html`<tr key=${each.id} class=${each.active ? "" : "stale"}><th scope="row">${each.name}<div class="quiet"><code>${each.id}</code></div></th><td>${each.role}</td><td>${moment(each.created)}</td><td>${!each.active ? "ended" : each.expires ? moment(each.expires) : "–"}</td>
-          <td class="n">${each.active && each.id !== "admin" ? html`<${Confirm} quiet=${true} label="Revoke" question="End its access now?" sure="Revoke" act=${async () => { await call("DELETE", `/members/${each.id}`); changed(); }} />` : null}</td></tr>`)}</tbody>
+        <tbody>${shown.map((each) => html`<tr key=${each.id} class=${each.active ? "" : "stale"}><th scope="row">${each.name}<div class="quiet"><code>${each.id}</code></div></th><td>${each.role}</td><td data-label="joined">${moment(each.created)}</td><td data-label="until">${!each.active ? "ended" : each.expires ? moment(each.expires) : "–"}</td>
+          <td class="n">${each.active && each.id !== "admin" ? html`<${Confirm} quiet=${true} label="Revoke" question="End its access now?" sure="Revoke" act=${async () => { await call("DELETE", `/members/${each.id}`); onChange(); }} />` : null}</td></tr>`)}</tbody>
       </table></div>
+      ${newest.length > SHOWN && html`<button type="button" class="link" onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${newest.length}`}</button>`}
     </section>`;
 }
 

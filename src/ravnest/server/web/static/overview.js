@@ -6,7 +6,7 @@ import { now } from "./store.js";
 
 const FINAL = new Set(["done", "failed", "cancelled"]);
 const SHOWN_ENDED = 6;
-const SHOWN_ROWS = 60;
+const PAGE_ROWS = 50;
 const SILENT_JOB = 45;
 
 export function Overview() {
@@ -32,13 +32,17 @@ export function Overview() {
 
 function Capacity({ jobs, waiting, providers }) {
   const total = useMemo(() => totals(providers), [providers]);
-  const shareOf = (used, all) => (all ? used / all : 0);
   return html`<dl class="tiles">
-    <div><dt>Jobs</dt><dd><b>${count(jobs)}</b> running</dd><dd class="quiet">${plural(waiting, "job")} waiting</dd></div>
-    <div><dt>Providers</dt><dd><b>${count(total.busy)}</b> of ${count(total.here)} busy</dd><dd class="quiet">${count(total.here - total.busy)} idle${total.lost > 0 ? `, ${count(total.lost)} lost` : ""}</dd></div>
-    <div><dt>Memory in use</dt><dd><b>${percent(shareOf(total.busyRam, total.ram))}</b> of ${gigabytes(total.ram)}</dd><dd><${Bar} share=${shareOf(total.busyRam, total.ram)} label="share of the offered memory that is reserved" /></dd></div>
-    <div><dt>Compute in use</dt><dd><b>${percent(shareOf(total.busyCompute, total.compute))}</b> of ${compute(total.compute)}</dd><dd><${Bar} share=${shareOf(total.busyCompute, total.compute)} label="share of the offered compute that is reserved" /></dd></div>
+    <div><dt>Jobs</dt><dd><b>${count(jobs)}</b> running</dd><dd class="quiet">${waiting ? `${plural(waiting, "job")} waiting` : "none waits"}</dd></div>
+    <div><dt>Providers</dt><dd><b>${count(total.busy)}</b> ${total.here ? `of ${count(total.here)} busy` : "here"}</dd><dd class="quiet">${total.here ? `${count(total.here - total.busy)} idle` : "none has joined"}${total.lost > 0 ? `, ${count(total.lost)} lost` : ""}</dd></div>
+    <${InUse} what="Memory" used=${total.busyRam} all=${total.ram} words=${gigabytes} />
+    <${InUse} what="Compute" used=${total.busyCompute} all=${total.compute} words=${compute} />
   </dl>`;
+}
+
+function InUse({ what, used, all, words }) {
+  if (!all) return html`<div><dt>${what} in use</dt><dd><b>–</b></dd><dd class="quiet">nothing is offered</dd></div>`;
+  return html`<div><dt>${what} in use</dt><dd><b>${percent(used / all)}</b> of ${words(all)}</dd><dd><${Bar} share=${used / all} label=${`share of the offered ${what.toLowerCase()} that is reserved`} /></dd></div>`;
 }
 
 function totals(providers) {
@@ -101,7 +105,7 @@ function Ended({ jobs }) {
 const EndedJob = pure(({ job }) => html`<li>
   <div class="line">
     <a href=${`#/jobs/${job.id}`}><b>${job.name}</b></a><${State} state=${job.state} />
-    <span class="quiet">${plural(job.updates, "update")}${job.loss == null ? "" : ` · loss ${figure(job.loss)}`}${job.validation == null ? "" : ` · ${job.metric} ${figure(job.validation)}`} · <${Ago} time=${job.changed} /></span>
+    <span class="quiet">${job.updates ? plural(job.updates, "update") : "before the first update"}${job.loss == null ? "" : ` · loss ${figure(job.loss)}`}${job.validation == null ? "" : ` · ${job.metric} ${figure(job.validation)}`} · <${Ago} time=${job.changed} /></span>
   </div>
   ${job.state !== "done" || job.degraded ? html`<${Reason} text=${job.degraded || job.reason} />` : null}
 </li>`);
@@ -110,36 +114,43 @@ const ORDER = { training: 0, reserved: 1, offered: 2, lost: 3 };
 
 function Providers({ providers, jobs }) {
   const [words, setWords] = useState("");
-  const [all, setAll] = useState(false);
+  const [page, setPage] = useState(0);
   const rows = useMemo(() => {
     const wanted = words.trim().toLowerCase();
     const found = [...providers.values()].filter((each) => !wanted || `${each.name} ${each.state} ${each.reach}`.toLowerCase().includes(wanted));
-    return found.sort((a, b) => ORDER[a.state] - ORDER[b.state] || a.name.localeCompare(b.name));
+    return found.sort((a, b) => ORDER[a.state] - ORDER[b.state] || (a.name < b.name ? -1 : 1));
   }, [providers, words]);
-  const shown = all ? rows : rows.slice(0, SHOWN_ROWS);
+  const pages = Math.ceil(rows.length / PAGE_ROWS);
+  const first = Math.max(0, Math.min(page, pages - 1)) * PAGE_ROWS;
+  const shown = rows.slice(first, first + PAGE_ROWS);
   return html`<section aria-labelledby="providers">
     <div class="heading"><h2 id="providers">Providers</h2>
-      ${providers.size > 8 && html`<label class="search"><span class="hidden">Find a provider</span><input type="search" placeholder="Find by name or state" value=${words} onInput=${(event) => setWords(event.target.value)} /></label>`}
+      ${providers.size > 8 && html`<label class="search"><span class="hidden">Find a provider</span><input type="search" placeholder="Find by name or state" value=${words} onInput=${(event) => { setWords(event.target.value); setPage(0); }} /></label>`}
     </div>
     ${providers.size === 0 ? html`<${Empty} title="No providers yet">
       <p>A machine joins with one command. <a href="#/join">How to get a token</a></p>
       <${Copy} label="command to join as a provider" text=${`ravnest provide --server ${location.origin} --token TOKEN`} />
-    <//>` : html`<div class="scroll" role="region" aria-label="Providers" tabIndex="0"><table class="grid">
-      <thead><tr><th scope="col">Name</th><th scope="col">State</th><th scope="col">Work</th><th scope="col" class="n">Memory</th><th scope="col" class="n">Cores</th><th scope="col" class="n">Compute</th><th scope="col" class="n">Bandwidth</th><th scope="col">Reached</th></tr></thead>
+    <//>` : html`<div class="scroll" role="region" aria-label="Providers" tabIndex="0"><table class="grid stacked providers">
+      <thead><tr><th scope="col">Name</th><th scope="col">State</th><th scope="col">Work</th><th scope="col" class="n">Memory</th><th scope="col" class="n">Cores</th><th scope="col" class="n">Compute</th><th scope="col" class="n">Bandwidth</th><th scope="col">Reached</th><th scope="col">Delivered</th></tr></thead>
       <tbody>${shown.map((each) => html`<${ProviderRow} key=${each.id} provider=${each} job=${each.job ? jobs.get(each.job)?.name ?? each.job : ""} />`)}</tbody>
     </table></div>`}
     ${rows.length === 0 && providers.size > 0 && html`<p class="quiet">No provider matches “${words}”.</p>`}
-    ${rows.length > SHOWN_ROWS && html`<button type="button" class="link" onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${count(rows.length)}`}</button>`}
+    ${pages > 1 && html`<nav class="pages" aria-label="Pages of providers">
+      <button type="button" class="small" disabled=${first === 0} onClick=${() => setPage(first / PAGE_ROWS - 1)}>Previous</button>
+      <span role="status">${count(first + 1)}–${count(first + shown.length)} of ${count(rows.length)}</span>
+      <button type="button" class="small" disabled=${first + PAGE_ROWS >= rows.length} onClick=${() => setPage(first / PAGE_ROWS + 1)}>Next</button>
+    </nav>`}
   </section>`;
 }
 
 const ProviderRow = pure(({ provider, job }) => html`<tr class=${provider.state === "lost" || provider.silent ? "stale" : ""}>
   <th scope="row"><a href=${`#/providers/${provider.id}`}>${provider.name}</a></th>
   <td><${State} state=${provider.state} />${provider.silent && provider.state !== "lost" ? html`<div class="quiet">silent, seen <${Ago} time=${provider.silent} /></div>` : null}</td>
-  <td>${job ? html`<a href=${`#/jobs/${provider.job}`}>${job}</a>` : html`<span class="quiet">${provider.state === "lost" ? "–" : provider.state === "offered" ? "none" : "for another requester"}</span>`}</td>
+  <td class="work">${job ? html`<a href=${`#/jobs/${provider.job}`}>${job}</a>` : html`<span class="quiet">${provider.state === "lost" ? "–" : provider.state === "offered" ? "none" : "for another requester"}</span>`}</td>
   <td class="n">${gigabytes(provider.ram)}</td>
-  <td class="n">${provider.cores}</td>
+  <td class="n">${provider.cores}<span class="narrow"> ${provider.cores === 1 ? "core" : "cores"}</span></td>
   <td class="n">${compute(provider.compute)}</td>
   <td class="n">${bandwidth(provider.bandwidth)}</td>
   <td><span class=${`reach ${provider.reach}`} title=${provider.reach_reason}>${provider.reach}</span></td>
+  <td>${provider.finished || provider.failed ? html`${count(provider.finished)} done${provider.failed ? html`, <span class="bad">${count(provider.failed)} failed</span>` : null}` : html`<span class="quiet">nothing yet</span>`}</td>
 </tr>`);

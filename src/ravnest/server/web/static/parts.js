@@ -1,6 +1,6 @@
 // Small parts that several views use.
 import { html, pure, useEffect, useRef, useState } from "./html.js";
-import { ago, folded, moment } from "./format.js";
+import { ago, folded, moment, sentence } from "./format.js";
 import { now, store, subscribe } from "./store.js";
 
 const LONG = 220;
@@ -46,7 +46,7 @@ function FoldedReason({ text }) {
   if (!text) return null;
   const parts = folded(text);
   const isLong = text.length > LONG || parts.length > 3;
-  const shown = open || !isLong ? parts : cut(parts);
+  const shown = open ? folded(text, true) : isLong ? cut(parts) : parts;
   return html`<div class="reason">
     ${shown.map((part) => html`<p>${part.text}${part.times > 1 && html` <span class="times" title="said ${part.times} times">×${part.times}</span>`}</p>`)}
     ${isLong && html`<button type="button" class="link" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Less" : "More"}</button>`}
@@ -141,5 +141,5 @@ export function Loading({ what }) {
 }
 
 export function Problem({ error, again }) {
-  return html`<div class="notice bad" role="alert"><p>${error}</p>${again && html`<button type="button" class="small" onClick=${again}>Try again</button>`}</div>`;
+  return html`<div class="notice bad" role="alert"><p>${sentence(error)}</p>${again && html`<button type="button" class="small" onClick=${again}>Try again</button>`}</div>`;
 }

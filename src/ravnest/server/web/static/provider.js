@@ -1,8 +1,8 @@
 // One provider: what it offers, what it does now, and what it did.
 import { html } from "./html.js";
 import { bandwidth, compute, count, gigabytes, milliseconds } from "./format.js";
-import { Ago, Empty, Loading, Problem, Reason, State, useStore } from "./parts.js";
-import { Events } from "./job.js";
+import { Ago, Empty, Reason, State, useStore } from "./parts.js";
+import { Events, Missing } from "./job.js";
 import { useLatest } from "./latest.js";
 import { call } from "./store.js";
 
@@ -10,7 +10,7 @@ export function Provider({ id }) {
   const { providers, jobs } = useStore();
   const row = providers.get(id);
   const { data, error, again } = useLatest(() => call("GET", `/providers/${id}`), `${row?.changed}|${row?.state}`, 1000);
-  if (!data) return error ? html`<${Problem} error=${error} again=${again} />` : html`<${Loading} what="the provider" />`;
+  if (!data) return html`<${Missing} title=${row?.name ?? "Provider"} error=${error} again=${again} what="the provider" />`;
   const part = data.parts.find((each) => row && each.job === row.job && each.phase !== "lost" && each.phase !== "failed");
   return html`<nav class="crumbs" aria-label="Path"><a href="#/">Overview</a> <span aria-hidden="true">/</span> ${row?.name ?? id}</nav>
     <header class="head"><h1>${row?.name ?? id}</h1>${row ? html`<${State} state=${row.state} />` : html`<span class="state lost">gone</span>`}</header>

@@ -1,72 +1,126 @@
 // The pipelines of a job: clusters as rows, from the Root to the Leaf, with links and averaging rings.
-import { html, pure } from "./html.js";
+// In a narrow window the nodes of a cluster are below each other.
+import { html, pure, useLayoutEffect, useRef, useState } from "./html.js";
 import { bandwidth, count, gigabytes, milliseconds, percent } from "./format.js";
 
-const WIDTH = 196, HEIGHT = 118, GAP = 92, ROW_GAP = 46, LEFT = 84, TOP = 10;
+const HEIGHT = 118, ROW_GAP = 46, LEFT = 76, TOP = 10, EDGE = 8;
+const NARROW = 560; // pixels below which nodes are below each other
 
-export const Topology = pure(({ detail, isAveraging }) => {
-  const { nodes, links } = detail;
+export function Topology({ detail, isAveraging }) {
+  const place = useRef(null);
+  const [room, setRoom] = useState(0);
+  useLayoutEffect(() => {
+    const measure = () => setRoom(place.current.clientWidth);
+    const resized = new ResizeObserver(measure);
+    resized.observe(place.current);
+    measure();
+    return () => resized.disconnect();
+  }, []);
+  return html`<div class="scroll" role="region" aria-label="Pipelines of this job" tabIndex="0" ref=${place}>
+    ${room > 0 && html`<${Drawing} detail=${detail} isAveraging=${isAveraging} room=${room} />`}
+  </div>`;
+}
+
+// Returns sizes and places of all boxes for so many pixels.
+function layout(nodes, room) {
   const clusters = [...new Set(nodes.map((each) => each.cluster))].sort((a, b) => a - b);
   const columns = Math.max(...nodes.map((each) => each.stage)) + 1;
-  const width = LEFT + columns * WIDTH + (columns - 1) * GAP + 8;
-  const height = TOP + clusters.length * HEIGHT + (clusters.length - 1) * ROW_GAP + 10;
-  const place = (node) => ({ x: LEFT + node.stage * (WIDTH + GAP), y: TOP + clusters.indexOf(node.cluster) * (HEIGHT + ROW_GAP) });
+  const row = (node) => clusters.indexOf(node.cluster);
+  if (room < NARROW) {
+    const gap = 52, header = 26, stride = header + columns * HEIGHT + (columns - 1) * gap + ROW_GAP;
+    const width = room - 2 * EDGE;
+    const at = (node) => ({ x: EDGE, y: TOP + row(node) * stride + header + node.stage * (HEIGHT + gap) });
+    return { clusters, isNarrow: true, boxWidth: width, gap, at, width: room, height: TOP + clusters.length * stride - ROW_GAP + 10, stride };
+  }
+  const free = room - LEFT - 2 * EDGE;
+  const boxWidth = Math.max(206, Math.min(250, (free - (columns - 1) * 92) / columns));
+  const gap = columns === 1 ? 0 : Math.max(92, Math.min(170, (free - columns * boxWidth) / (columns - 1)));
+  const at = (node) => ({ x: LEFT + node.stage * (boxWidth + gap), y: TOP + row(node) * (HEIGHT + ROW_GAP) });
+  const width = LEFT + columns * boxWidth + (columns - 1) * gap + EDGE;
+  return { clusters, isNarrow: false, boxWidth, gap, at, width, height: TOP + clusters.length * (HEIGHT + ROW_GAP) - ROW_GAP + 10 };
+}
+
+const Drawing = pure(({ detail, isAveraging, room }) => {
+  const { nodes, links } = detail;
+  const plan = layout(nodes, room);
+  const { width, height, clusters, at } = plan;
   const byNode = new Map(nodes.map((each) => [each.node, each]));
+  const byPlace = new Map(nodes.map((each) => [`${each.cluster}-${each.stage}`, each]));
   const linkOf = new Map(links.map((each) => [`${each.node}-${each.next}`, each]));
-  return html`<div class="scroll" role="region" aria-label="Pipelines of this job" tabIndex="0">
-    <svg class="topology" width=${width} height=${height} viewBox=${`0 0 ${width} ${height}`}>
-      <defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" /></marker></defs>
-      ${clusters.map((cluster) => {
-        const y = TOP + clusters.indexOf(cluster) * (HEIGHT + ROW_GAP) + HEIGHT / 2;
-        return html`<text class="cluster" x="4" y=${y - 4}>Cluster</text><text class="cluster number" x="4" y=${y + 18}>${cluster}</text>`;
-      })}
-      ${detail.rings.flatMap((ring) => ring.slice(1).map((node, index) => html`<${Ring} key=${`r${ring[index]}-${node}`} upper=${byNode.get(ring[index])} lower=${byNode.get(node)} place=${place} isActive=${isAveraging} />`))}
-      ${nodes.map((node) => {
-        const next = nodes.find((each) => each.cluster === node.cluster && each.stage === node.stage + 1);
-        return next && html`<${Link} key=${`l${node.node}`} from=${place(node)} link=${linkOf.get(`${node.node}-${next.node}`)} />`;
-      })}
-      ${nodes.map((node) => html`<${Box} key=${node.node} node=${byNode.get(node.node)} at=${place(node)} />`)}
-    </svg>
-  </div>`;
+  return html`<svg class="topology" width=${width} height=${height} viewBox=${`0 0 ${width} ${height}`}>
+    <defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" /></marker></defs>
+    ${clusters.map((cluster, index) => html`<${ClusterName} key=${`c${cluster}`} cluster=${cluster} index=${index} plan=${plan} />`)}
+    ${plan.isNarrow
+      ? detail.rings.length > 0 && clusters.slice(1).map((_, index) => html`<${NarrowRing} key=${`n${index}`} y=${TOP + (index + 1) * plan.stride - ROW_GAP} width=${width} isActive=${isAveraging} />`)
+      : detail.rings.flatMap((ring) => ring.slice(1).map((node, index) => html`<${Ring} key=${`r${ring[index]}-${node}`} upper=${byNode.get(ring[index])} lower=${byNode.get(node)} plan=${plan} isActive=${isAveraging} />`))}
+    ${nodes.map((node) => {
+      const next = byPlace.get(`${node.cluster}-${node.stage + 1}`);
+      return next && html`<${Link} key=${`l${node.node}`} from=${at(node)} plan=${plan} link=${linkOf.get(`${node.node}-${next.node}`)} />`;
+    })}
+    ${nodes.map((node) => html`<${Box} key=${node.node} node=${node} at=${at(node)} width=${plan.boxWidth} />`)}
+  </svg>`;
 });
 
-function Ring({ upper, lower, place, isActive }) {
+function ClusterName({ cluster, index, plan }) {
+  if (plan.isNarrow) return html`<text class="cluster number" x=${EDGE} y=${TOP + index * plan.stride + 14}>Cluster ${cluster}</text>`;
+  const y = TOP + index * (HEIGHT + ROW_GAP) + HEIGHT / 2;
+  return html`<text class="cluster" x=${EDGE} y=${y - 5}>Cluster</text><text class="cluster number" x=${EDGE} y=${y + 16}>${cluster}</text>`;
+}
+
+function Ring({ upper, lower, plan, isActive }) {
   if (!upper || !lower) return null;
-  const from = place(upper), to = place(lower);
-  const out = from.x + WIDTH / 2 - 9, back = from.x + WIDTH / 2 + 9, top = from.y + HEIGHT;
-  const there = to.x + WIDTH / 2 - 9, here = to.x + WIDTH / 2 + 9, bend = (to.y - top) / 2;
+  const from = plan.at(upper), to = plan.at(lower), half = plan.boxWidth / 2;
+  const out = from.x + half - 9, back = from.x + half + 9, top = from.y + HEIGHT;
+  const there = to.x + half - 9, here = to.x + half + 9, bend = (to.y - top) / 2;
   return html`<g class=${`ring ${isActive ? "active" : ""}`}>
     <path d=${`M${out} ${top} C${out - 10} ${top + bend} ${there - 10} ${to.y - bend} ${there} ${to.y}`} />
     <path d=${`M${here} ${to.y} C${here + 10} ${to.y - bend} ${back + 10} ${top + bend} ${back} ${top}`} />
   </g>`;
 }
 
-function Link({ from, link }) {
-  const x = from.x + WIDTH, y = from.y + HEIGHT / 2;
-  const words = link && !link.failure ? [`${bandwidth(Math.min(link.forward, link.back))}`, `${milliseconds(link.delay)}`] : [];
-  return html`<g class=${`hop ${link?.route ?? "unknown"}`}>
-    <line x1=${x + 3} x2=${x + GAP - 4} y1=${y} y2=${y} marker-end="url(#arrow)" />
-    ${words.map((text, line) => html`<text x=${x + GAP / 2} y=${y - 20 + 12 * line}>${text}</text>`)}
-    ${link && html`<text x=${x + GAP / 2} y=${y + 18}>${link.failure ? "cannot connect" : link.route}</text>`}
+// All rings between two clusters that are below each other.
+function NarrowRing({ y, width, isActive }) {
+  const x = width / 2;
+  return html`<g class=${`ring ${isActive ? "active" : ""}`}>
+    <path d=${`M${x - 9} ${y} C${x - 20} ${y + 14} ${x - 20} ${y + 28} ${x - 9} ${y + 42}`} /><path d=${`M${x + 9} ${y + 42} C${x + 20} ${y + 28} ${x + 20} ${y + 14} ${x + 9} ${y}`} />
+    <text x=${x + 30} y=${y + 25}>${isActive ? "averaging now" : "averaging rings"}</text>
   </g>`;
 }
 
-function Box({ node, at }) {
+function Link({ from, link, plan }) {
+  const rate = link && !link.failure ? `${bandwidth(Math.min(link.forward, link.back))}` : "";
+  const delay = rate && milliseconds(link.delay);
+  const route = link ? (link.failure ? "cannot connect" : link.route) : "not measured";
+  if (plan.isNarrow) {
+    const x = from.x + 28, y = from.y + HEIGHT;
+    return html`<g class=${`hop narrow ${link?.route ?? "unknown"}`}>
+      <line x1=${x} x2=${x} y1=${y + 3} y2=${y + plan.gap - 4} marker-end="url(#arrow)" />
+      <text x=${x + 14} y=${y + plan.gap / 2 + 4}>${[rate, delay, route].filter(Boolean).join(" · ")}</text>
+    </g>`;
+  }
+  const x = from.x + plan.boxWidth, y = from.y + HEIGHT / 2, middle = x + plan.gap / 2;
+  return html`<g class=${`hop ${link?.route ?? "unknown"}`}>
+    <line x1=${x + 3} x2=${x + plan.gap - 4} y1=${y} y2=${y} marker-end="url(#arrow)" />
+    <text x=${middle} y=${y - 22}>${rate}</text><text x=${middle} y=${y - 8}>${delay}</text><text x=${middle} y=${y + 18}>${route}</text>
+  </g>`;
+}
+
+function Box({ node, at, width }) {
   const { x, y } = at;
-  const inner = WIDTH - 20;
+  const inner = width - 24, left = x + 12;
   const phase = node.phase === "training" && node.worker_phase && node.worker_phase !== "train" ? node.worker_phase : node.phase;
   const memory = node.ram && node.offered ? `${gigabytes(node.ram)} of ${gigabytes(node.offered)}` : node.ram ? gigabytes(node.ram) : "";
-  const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory ? `, memory ${memory}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time`}`;
+  const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory ? `, memory ${memory}` : ""}${node.layers ? `, layers ${node.layers.words}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time, sending ${percent(node.sending)}`}`;
   return html`<a href=${`#/providers/${node.provider}`} class=${`box ${node.phase}`}>
-    <rect class="frame" x=${x} y=${y} width=${WIDTH} height=${HEIGHT} rx="9" />
-    <text class="role" x=${x + 10} y=${y + 19}>${node.role}</text>
-    <text class="phase" x=${x + WIDTH - 10} y=${y + 19}>${phase}${node.generation ? ` · ${node.generation + 1}. machine` : ""}</text>
-    <text class="name" x=${x + 10} y=${y + 38}>${clip(node.name, 24)}</text>
-    <text class="layers" x=${x + 10} y=${y + 54}>${node.layers ? layers(node.layers) : `stage ${node.stage}`}</text>
-    ${memory && html`<${Meter} x=${x + 10} y=${y + 64} width=${inner} share=${node.offered ? node.ram / node.offered : 0} kind="memory" label="memory" value=${memory} />`}
+    <rect class="frame" x=${x} y=${y} width=${width} height=${HEIGHT} rx="9" />
+    <text class="role" x=${left} y=${y + 21}>${node.role}</text>
+    <text class="phase" x=${x + width - 12} y=${y + 21}>${phase}${node.generation ? ` · ${node.generation + 1}. machine` : ""}</text>
+    <text class="name" x=${left} y=${y + 39}>${clip(node.name, 26)}</text>
+    <text class="layers" x=${left} y=${y + 55}>${node.layers ? layers(node.layers, inner) : `stage ${node.stage}`}</text>
+    ${memory && html`<${Meter} x=${left} y=${y + 66} width=${inner} share=${node.offered ? node.ram / node.offered : 0} kind="memory" label="memory" value=${memory} />`}
     ${node.computing == null
-      ? html`<text class="meter" x=${x + 10} y=${y + 100}>${node.phase === "training" ? "times are not known yet" : ""}</text>`
-      : html`<${Shares} x=${x + 10} y=${y + 89} width=${inner} node=${node} />`}
+      ? html`<text class="meter" x=${left} y=${y + 102}>${node.phase === "training" ? "times are not known yet" : ""}</text>`
+      : html`<${Shares} x=${left} y=${y + 90} width=${inner} node=${node} />`}
     <title>${label}</title>
   </a>`;
 }
@@ -82,16 +136,17 @@ function Shares({ x, y, width, node }) {
   const computing = Math.min(1, node.computing);
   const sending = Math.min(1 - computing, node.sending);
   return html`<g class="shares">
-    <text class="meter" x=${x} y=${y + 6}>computing ${percent(computing)}</text><text class="meter value" x=${x + width} y=${y + 6}>waiting ${percent(1 - computing)}</text>
-    <rect class="track" x=${x} y=${y + 10} width=${width} height="8" rx="2" />
-    <rect class="computing" x=${x} y=${y + 10} width=${width * computing} height="8" rx="2" />
-    <rect class="sending" x=${x + width * computing} y=${y + 10} width=${width * sending} height="8" />
+    <text class="meter" x=${x} y=${y + 6}>compute ${percent(computing)} · wait ${percent(1 - computing)} · send ${percent(node.sending)}</text>
+    <rect class="track" x=${x} y=${y + 11} width=${width} height="7" rx="2" />
+    <rect class="computing" x=${x} y=${y + 11} width=${width * computing} height="7" rx="2" />
+    <rect class="sending" x=${x + width * computing} y=${y + 11} width=${width * sending} height="7" />
   </g>`;
 }
 
-function layers(found) {
+function layers(found, width) {
   const size = found.parameters >= 1e9 ? `${(found.parameters / 1e9).toFixed(1)} B` : found.parameters >= 1e6 ? `${(found.parameters / 1e6).toFixed(1)} M` : count(found.parameters);
-  return `${clip(found.words, 20)} · ${size} weights`;
+  const end = ` · ${size} weights`;
+  return `${clip(found.words, Math.floor(width / 6.1) - end.length)}${end}`;
 }
 
 function clip(text, most) {
