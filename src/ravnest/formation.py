@@ -18,6 +18,7 @@ from torch import nn
 from ravnest.errors import PlanError, SplitError, StageFormatError
 from ravnest.plan.explain import clusterize_log, explain, idle_nodes
 from ravnest.plan.infeasible import Infeasible
+from ravnest.plan.memory import averaging_copies
 from ravnest.plan.node_configs import NodeConfig, read_node_configs
 from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.plan.planner import make_plan
@@ -80,6 +81,7 @@ def clusterize(  # noqa: PLR0913 - the documented signature
     folder: str | Path = NODE_DATA,
     resume_from: str | Path | None = None,
     varying: Varying | None = None,
+    ema: float | None = None,
 ) -> Plan:
     """Group the nodes of ``node_data/node_configs.json`` into clusters and split the model for them.
 
@@ -88,7 +90,8 @@ def clusterize(  # noqa: PLR0913 - the documented signature
 
     ``pass_data`` measures costs with a real forward pass instead of computing them. ``clusters`` sets
     the number of clusters. Memory is planned for ``optimizer`` with ``optimizer_params`` (AdamW by
-    default) and ``update_frequency`` micro-batches per update. ``batch_dim`` is the dimension of the
+    default), ``update_frequency`` micro-batches per update and, with ``ema``, a moving average of the
+    weights, as ``Node`` takes it. ``batch_dim`` is the dimension of the
     inputs that counts samples. ``resume_from`` is a folder with the ``node_<i>`` checkpoint folders of
     an earlier training: every node gets the newest complete checkpoint, cut for its stage, and
     ``Trainer(resume=True)`` continues from it. ``varying`` are dimensions besides the batch whose sizes
@@ -111,6 +114,7 @@ def clusterize(  # noqa: PLR0913 - the documented signature
         update_frequency=update_frequency,
         batch_dim=batch_dim,
         varying=varying,
+        ema=ema,
     )
     splits = _checked_splits(formation)
     plan = formation.plan
@@ -137,6 +141,7 @@ def form_clusters(  # noqa: PLR0913 - the options of clusterize
     update_frequency: int = 1,
     batch_dim: int = 0,
     varying: Varying | None = None,
+    ema: float | None = None,
 ) -> Formation:
     """Capture, profile and plan a model without writing anything; ``PlanError`` if no plan exists.
 
@@ -152,14 +157,22 @@ def form_clusters(  # noqa: PLR0913 - the options of clusterize
         pass_data=pass_data,
         varying=varying,
     )
-    factor = optimizer_state_factor(optimizer, optimizer_params)
+    factor = optimizer_state_factor(optimizer, optimizer_params) + (ema is not None)
+    averaging = averaging_copies(ema=ema is not None)
     profile = replace(
         profile_model(prepared, optimizer_factor=factor), whole_reason=whole_reason(optimizer)
     )
     seed = torch.initial_seed() % 2**32
 
     def planned(of: ModelProfile) -> Plan | Infeasible:
-        return make_plan(of, nodes, clusters=clusters, seed=seed, update_frequency=update_frequency)
+        return make_plan(
+            of,
+            nodes,
+            clusters=clusters,
+            seed=seed,
+            update_frequency=update_frequency,
+            averaging=averaging,
+        )
 
     plan = planned(profile)
     if not isinstance(plan, Infeasible):

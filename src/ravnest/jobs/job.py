@@ -94,6 +94,9 @@ class Job:
     """Maximum norm of the gradients of the whole model."""
     clip_grad_value: float | None = None
     """Maximum absolute value of an element of the gradients; not together with `clip_grad_norm`."""
+    ema: float | None = None
+    """Decay of an exponential moving average of the weights, such as `0.999`: the average is validated
+    and is the result. See [Average of the weights](#average-of-the-weights)."""
     stop_on_nan: int | None = 1
     """Number of updates in a row with a loss that is NaN or infinite at which the job fails; the last
     checkpoint before is kept. `None`: training goes on. See [Diverged jobs](#diverged-jobs)."""

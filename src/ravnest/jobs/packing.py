@@ -195,6 +195,7 @@ def profile_job(job: Job, report: StepProgress) -> ProfiledJob:
     own = ({**job.optimizer_params, **group.params} for group in rule.groups)
     settings = (job.optimizer_params, *own)
     factor = max(optimizer_state_factor(job.optimizer, each) for each in settings)
+    factor += job.ema is not None
     profile = replace(
         profile_model(prepared, optimizer_factor=factor), whole_reason=whole_reason(job.optimizer)
     )

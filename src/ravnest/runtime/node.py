@@ -118,6 +118,7 @@ class Node:
                 settings.plateau_metric,
                 settings.look_ahead,
                 settings.stop_on_nan,
+                settings.ema,
             ),
             settings=settings,
             update_frequency=update_frequency,

@@ -53,6 +53,9 @@ class NodeSettings:
     """Number of updates in a row with a loss that is NaN or infinite at which training stops with an
     error, before the last of them is made. Weights that are not finite stop it at the next checkpoint.
     None: training goes on."""
+    ema: float | None = None
+    """Decay of an exponential moving average of the weights, such as 0.999, which is validated and saved
+    instead of the weights; see docs/trainer.md. None: no average."""
     metrics: Sequence[Any] | Mapping[str, Any] = ()
     """Metrics of validations, computed at the Leaf: names such as ``"accuracy"``, mappings with a name
     and parameters, or functions of the model's output and the labels. Empty: the accuracy if it is
@@ -165,6 +168,7 @@ class NodeSettings:
         for name in ("in_flight", "checkpoint_updates", "stop_on_nan"):
             if (count := getattr(self, name)) is not None and not is_count(count):
                 raise SettingsError(f"{name} must be a whole number from 1, not {count!r}")
+        check_ema(self.ema)
         if not self.scheduler_steps > 0:
             raise SettingsError(f"scheduler_steps must be positive, not {self.scheduler_steps!r}")
         for name in ("outage", "rejoin_timeout", "spot_checks"):
@@ -205,6 +209,16 @@ _NAMED = (
     "compression",
     "average_optim",
 )
+
+
+def check_ema(decay: object) -> None:
+    """Raise ``SettingsError`` unless a value is the decay of a moving average of weights, or None."""
+    given = isinstance(decay, int | float) and not isinstance(decay, bool) and 0 <= decay < 1
+    if decay is not None and not given:
+        raise SettingsError(
+            f"ema must be the decay of a moving average, a number from 0 and below 1 such as 0.999, not "
+            f"{decay!r}"
+        )
 
 
 def is_count(value: object) -> bool:

@@ -132,6 +132,7 @@ class TrainingSpec(Schema):
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     clip_grad_value: Annotated[float, Field(gt=0)] | None = None
     plateau_metric: Annotated[str, Field(max_length=100)] = ""
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
     stop_on_nan: Count | None = 1
     look_ahead: bool = True
     recompute: bool | Literal["auto"] = "auto"

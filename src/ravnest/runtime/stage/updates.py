@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ravnest.errors import SettingsError, StageFormatError
+from ravnest.runtime.stage.weight_average import WeightAverage, named_averages, take_averages
 from ravnest.split.element_wise import element_wise
 from ravnest.split.gradients import add_gradient
 from ravnest.split.graph import StateSpec
@@ -43,6 +44,8 @@ class UpdateRule:
     """Run forwards whose gradients are late on predicted weights (``LookAhead``)."""
     stop_on_nan: int | None = 1
     """Updates in a row with a loss that is not finite after which training stops; None: never."""
+    ema: float | None = None
+    """Decay of the exponential moving average of the weights; None: there is none."""
 
     def check(self) -> None:
         """Raise ``SettingsError`` if no stage could use the settings; it says what to pass instead."""
@@ -104,7 +107,11 @@ class Updates:
         """Steps that the scheduler has made after updates."""
         self.done = 0
         """Number of updates so far."""
+        self.average: WeightAverage | None = None
+        """Moving average of the weights; None if none is kept, or nothing trains."""
         if self._parameters:
+            if rule.ema is not None:
+                self.average = WeightAverage(rule.ema, self._parameters)
             self._optimizer = _make_optimizer(rule, self._parameters, names or {})
             if rule.scheduler is not None:
                 self._scheduler = _make_scheduler(rule, self._optimizer)
@@ -180,6 +187,11 @@ class Updates:
                 self._step_scheduler()
             self._scheduler_steps = due
 
+    def average_weights(self) -> None:
+        """Include the weights after an update in their moving average, if there is one."""
+        if self.average is not None:
+            self.average.update(first=self.done == 1)
+
     def end_epoch(self) -> None:
         """Step the scheduler after the stage's last update of an epoch."""
         if self._rule.scheduler_each_epoch and not isinstance(self._scheduler, ReduceLROnPlateau):
@@ -199,6 +211,8 @@ class Updates:
         plain: dict[str, Any] = {"done": self.done, "scheduler_steps": self._scheduler_steps}
         if self._optimizer is None:
             return tensors, plain
+        if self.average is not None:
+            tensors |= named_averages(self.average.tensors)
         fields: dict[str, dict[str, Any]] = {}
         for key, parameter in self._parameters.items():
             for name, value in self._optimizer.state.get(parameter, {}).items():
@@ -226,8 +240,12 @@ class Updates:
             )
         for group, stored in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(stored)
+        of_optimizer = dict(tensors)
+        averages = take_averages(of_optimizer)
+        if self.average is not None:
+            self.average.restore(averages)
         states: dict[str, dict[str, Any]] = {key: dict(f) for key, f in plain["fields"].items()}
-        for name, value in tensors.items():
+        for name, value in of_optimizer.items():
             key, _, field_name = name.rpartition("/")
             states.setdefault(key, {})[field_name] = value
         for key, state in states.items():
