@@ -335,6 +335,7 @@ def test_metrics_are_packed_as_names_and_graphs(tmp_path: Path) -> None:
         ({"metrics": ["accuracy"], "val_data": None}, "give val_data, or omit them"),
         ({"lr_scheduler": "plateau", "val_data": None}, "give val_data, or omit them"),
         ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "not both"),
+        ({"ema": 1.0}, "ema must be the decay of a moving average"),
         ({"keep_best": "acc"}, "keep_best names the metric 'acc', which is not one of "),
         ({"early_stopping": {"metric": "loss", "patience": 0}}, "patience of early_stopping must be"),
         ({"metrics": ["acc"]}, "no metric is called 'acc'"),

@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]
 def test_two_providers_train_and_the_root_uploads_the_model(
     server: LoopbackServer, tmp_path: Path
 ) -> None:
-    options = {"min_providers": 2, "metrics": ["accuracy", confidence], "keep_best": "loss"}
+    options = {"min_providers": 2, "metrics": ["accuracy", confidence], "keep_best": "loss", "ema": 0.5}
     with providers(server, tmp_path, "two-a", "two-b") as both, server.submit(**options) as handle:
         state = handle.result(timeout=SECONDS)
         assert len(state) == 6
@@ -49,6 +49,10 @@ def test_two_providers_train_and_the_root_uploads_the_model(
         best = handle.best(folder=tmp_path / "best")
         assert all(torch.equal(best[name], state[name]) for name in state), "the last epoch was better"
         assert (tmp_path / "best" / "best_state_dict.pt").is_file()
+        raw = handle.result(folder=tmp_path / "raw", raw=True)
+        assert (tmp_path / "raw" / "raw_state_dict.pt").is_file()
+        assert list(raw) == list(state)
+        assert not any(torch.equal(raw[name], state[name]) for name in state), "the result is averaged"
         history = handle.losses()
         assert len(history.losses) == 2 * UPDATES_PER_EPOCH
         assert all(loss is not None and loss > 0 for loss in history.losses)

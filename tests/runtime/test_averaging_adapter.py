@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,12 +37,12 @@ class SyncInbox(WorkerInbox):
 class Stage:
     """A stage with a BatchNorm, all of it in one ring."""
 
-    def __init__(self, *, with_optimizer: bool = False) -> None:
+    def __init__(self, *, with_optimizer: bool = False, ema: float | None = None) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         (part,) = split(model, (torch.randn(5, 3),), stages=1, check=False).stages
         self.module = StageModule(part.spec, {k: t.clone() for k, t in part.tensors.items()})
-        self.execution = StageExecution(self.module, RULE, seed=0, stash=False)
+        self.execution = StageExecution(self.module, replace(RULE, ema=ema), seed=0, stash=False)
         # Buffers before weights: the order of names must not matter.
         names = ["1.running_mean", "0.weight", "1.running_var", "0.bias", "1.weight", "1.bias"]
         ring = RingSpec(id=7, names=tuple(names), members=())
@@ -103,6 +104,24 @@ def test_a_waiting_average_is_not_applied_twice() -> None:
     torch.testing.assert_close(stage.weight, torch.full((4, 3), 12.0))
     assert stage.module.state_tensors()["1.running_mean"].tolist() == [12] * 4
     assert stage.copy().tolist() == pytest.approx([12.0] * 32)
+
+
+def test_moving_averages_of_weights_are_averaged_like_them() -> None:
+    stage = Stage(ema=0.9)
+    assert stage.adapter.moving() == {7: 2 * 24}
+    assert stage.adapter.sizes() == {7: 2 * 24 + 8}
+    average = stage.execution.updates.average
+    assert average is not None
+    stage.apply(torch.full((56,), 10.0))
+    average.tensors["0.bias"].add_(0.5)  # an update since the copy
+    assert stage.copy()[:48].tolist().count(pytest.approx(10.0)) == 44, "the waiting average counts"
+    stage.update()
+    assert average.tensors["0.weight"].flatten().tolist() == pytest.approx([10.0] * 12)
+    assert average.tensors["0.bias"].tolist() == pytest.approx([10.5] * 4)
+    average.tensors["0.bias"].fill_(float("nan"))
+    stage.apply(torch.full((56,), 3.0), faulty=True)
+    stage.update()
+    assert average.tensors["0.bias"].tolist() == [3.0] * 4
 
 
 def test_an_aborted_average_changes_nothing() -> None:

@@ -59,8 +59,8 @@ def test_shared_weights_stay_equal_on_all_stages(
     received: list[torch.Tensor] = []
     shared_weights, update_replicas = StageExecution.shared_weights, StageExecution.update_replicas
 
-    def sending(self: StageExecution) -> Any:
-        values = shared_weights(self)
+    def sending(self: StageExecution, *, trains: bool) -> Any:
+        values = shared_weights(self, trains=trains)
         sent.extend(value.clone() for value in values.values())
         return values
 

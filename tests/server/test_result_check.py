@@ -22,10 +22,11 @@ from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import NamedComponent, ResultFile, TrainingSpec
 from ravnest.schemas.providers import Assignment, DataShare
 from ravnest.server.result_check import ShippedResultCheck
+from ravnest.split.encoding import stage_from_json
 from ravnest.split.splitter import prepare
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE, load_module
 from ravnest.store.files import sha256_of
-from ravnest.store.trained import save_trained
+from ravnest.store.trained import raw_key, save_trained
 
 
 class Shop:
@@ -199,3 +200,37 @@ def test_only_a_root_has_a_result(tmp_path: Path) -> None:
         files = [{"name": "node_0.safetensors", "artifact": {"sha256": sha, "size": 6}}]
         bob.report("finished", 403, result=files)
         assert "which only a Root has" in case.refusals()[-1]
+
+
+def _averages(shop: Shop) -> None:
+    """Train the result with a moving average: its stages have the weights twice."""
+    for node in shop.cluster:
+        path = shop.trained / f"node_{node}.json"
+        spec = stage_from_json(json.loads(path.read_text())["stage"])
+        keys = [entry.key for entry in spec.state if entry.trainable]
+        shop.change_weights(
+            node, lambda tensors, keys=keys: tensors.update({raw_key(k): tensors[k] + 1 for k in keys})
+        )
+        shop.change_manifest(node, raw=True)
+
+
+def _with_ema(shop: Shop, ema: float | None) -> None:
+    training = next(iter(shop.cluster.values())).training.model_copy(update={"ema": ema})
+    shop.cluster = {
+        node: each.model_copy(update={"training": training}) for node, each in shop.cluster.items()
+    }
+
+
+def test_a_job_with_an_average_delivers_both_sets_of_weights(shop: Shop) -> None:
+    _with_ema(shop, 0.999)
+    _averages(shop)
+    assert shop.check() == ""
+    shop.change_weights(1, lambda tensors: tensors.update({raw_key("3.bias"): torch.ones(5)}))
+    assert "raw/3.bias has shape [5]" in shop.check()
+    shop.change_weights(1, lambda tensors: tensors.pop(raw_key("3.bias")))
+    assert "its tensors are not those that were shipped: raw/3.bias" in shop.check()
+
+
+def test_a_job_without_an_average_delivers_one_set_of_weights(shop: Shop) -> None:
+    _averages(shop)
+    assert "it has averages of weights, which the job does not keep" in shop.check()

@@ -38,6 +38,12 @@ Whole = Annotated[
 ]
 
 
+Raw = Annotated[
+    bool,
+    typer.Option("--raw", help="The weights themselves, of a job with `ema`, as `raw_state_dict.pt`."),
+]
+
+
 class JobUpdate(Schema):
     """A change of a job, as a line of `ravnest submit --json`."""
 
@@ -97,6 +103,7 @@ def fetch(
     server: Server = None,
     token: Token = None,
     whole: Whole = False,
+    raw: Raw = False,
     log_dir: LogDir = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -126,7 +133,7 @@ def fetch(
         elif partial_:
             _fetch_partial(handle, folder, as_json=as_json, quiet=quiet, whole=whole)
         else:
-            follow_and_fetch(handle, folder, as_json=as_json, quiet=quiet, log=log, whole=whole)
+            follow_and_fetch(handle, folder, as_json=as_json, quiet=quiet, log=log, whole=whole, raw=raw)
 
 
 def run_log(folder: Path | None) -> AbstractContextManager[RunLog | None]:
@@ -219,6 +226,7 @@ def follow_and_fetch(
     quiet: bool = False,
     own_server: str | None = None,
     whole: bool = False,
+    raw: bool = False,
     log: RunLog | None = None,
 ) -> None:
     """Show the progress of a job until it ends, then download its model.
@@ -226,6 +234,7 @@ def follow_and_fetch(
     ``as_json``: report the model as JSON; ``as_lines``: each change as a line of JSON, and the model as
     the last one. ``own_server``: address of the job's server, if it runs in this process.
     ``log`` gets the job's figures. ``whole``: the whole model, also if the job trains an adapter.
+    ``raw``: the weights themselves, if the result is their moving average.
     """
     console = err(quiet=quiet)
     try:
@@ -250,6 +259,7 @@ def follow_and_fetch(
                 folder or Path(f"ravnest-{handle.id}"),
                 progress=partial(bars.update, "downloading"),
                 whole=whole,
+                raw=raw,
             )
     except KeyboardInterrupt:
         err().print(_interrupted(handle.id, own_server))

@@ -182,17 +182,19 @@ class JobHandle:
         timeout: float | None = None,
         progress: Callable[[int, int], None] | None = None,
         whole: bool = False,
+        raw: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Wait for the job and return the trained ``state_dict``; of a ``peft`` model, the adapter.
 
         It is loaded ``into`` the model if one is given, and written to ``folder`` as ``fetch`` does if
-        a folder is given. ``progress`` is called with the bytes downloaded and the total. Raises
+        a folder is given. ``progress`` is called with the bytes downloaded and the total. With ``ema``
+        it is the moving average of the weights; ``raw``: the weights themselves. Raises
         ``JobEndedError`` with the reason if the job failed or was cancelled, and ``TimeoutError`` after
         ``timeout`` seconds.
         """
         with tempfile.TemporaryDirectory(prefix="ravnest-") as scratch:
             target = scratch if folder is None else folder
-            path = self.fetch(target, timeout=timeout, progress=progress, whole=whole)
+            path = self.fetch(target, timeout=timeout, progress=progress, whole=whole, raw=raw)
             state: dict[str, torch.Tensor] = _results().load_trained(path, into)
         return state
 
@@ -203,11 +205,13 @@ class JobHandle:
         timeout: float | None = None,
         progress: Callable[[int, int], None] | None = None,
         whole: bool = False,
+        raw: bool = False,
     ) -> Path:
         """Wait for the job, write ``folder/trained_state_dict.pt`` and return its path.
 
         If the model is one of ``peft``, write its adapter instead, as ``adapter_model.safetensors`` and
-        ``adapter_config.json``; with ``whole``, the whole model all the same. Log a
+        ``adapter_config.json``; with ``whole``, the whole model all the same. ``raw``: if the job kept
+        a moving average of the weights, write the weights themselves, to ``raw_state_dict.pt``. Log a
         warning if a cluster of the job did not finish; see ``degraded``.
         """
         ended = self.wait(timeout)
@@ -215,7 +219,9 @@ class JobHandle:
             raise ended_without_model(ended)
         if ended.degraded:
             logger.warning("job %s: %s", self.id, ended.degraded)
-        path: Path = _results().fetch_trained(self._api, self.id, Path(folder), progress, whole=whole)
+        path: Path = _results().fetch_trained(
+            self._api, self.id, Path(folder), progress, whole=whole, raw=raw
+        )
         return path
 
     def best(

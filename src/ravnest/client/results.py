@@ -16,7 +16,13 @@ from ravnest.jobs.adapter import ADAPTER_FILE, WEIGHTS_FILE, read_adapter, save_
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobResult
 from ravnest.store.files import write_atomically
-from ravnest.store.trained import FUSED_FILE, fuse_trained, lacks_frozen_weights, trained_tensors
+from ravnest.store.trained import (
+    FUSED_FILE,
+    RAW_FILE,
+    fuse_trained,
+    lacks_frozen_weights,
+    trained_tensors,
+)
 
 _STAGES = ".stages"
 _MODEL_WEIGHTS = "model.safetensors"
@@ -31,12 +37,15 @@ def fetch_trained(
     progress: Progress | None = None,
     *,
     whole: bool = False,
+    raw: bool = False,
 ) -> Path:
     """Download the trained stages of a job and fuse them into ``folder/trained_state_dict.pt``.
 
-    If the job trains an adapter, write the files of ``peft`` instead, unless ``whole``. Frozen weights
-    are downloaded for a whole model only. After an interruption the next call resumes with the files
-    that are already in ``folder``. ``progress`` is called with the bytes done and the total.
+    If the job trains an adapter, write the files of ``peft`` instead, unless ``whole``. ``raw``: if the
+    result is a moving average of the weights, write the weights themselves, as ``raw_state_dict.pt``.
+    Frozen weights are downloaded for a whole model only. After an interruption the next call resumes
+    with the files that are already in ``folder``. ``progress`` is called with the bytes done and the
+    total.
     """
     result = api.get(f"/api/jobs/{job}/result", JobResult)
     downloads = folder / _STAGES / job
@@ -44,14 +53,14 @@ def fetch_trained(
     if result.adapter is not None and not whole:
         description = downloads / ADAPTER_FILE
         download_files(api, [*files, (result.adapter, description)], progress)
-        path = save_adapter(read_adapter(description), trained_tensors(stages), folder)
+        path = save_adapter(read_adapter(description), trained_tensors(stages, raw=raw), folder)
     else:
         download_files(api, files, progress)
         weights = None
         if result.weights is not None and lacks_frozen_weights(stages):
             weights = downloads / _MODEL_WEIGHTS
             download_files(api, [(result.weights, weights)], progress)
-        path = _write_fused(folder / FUSED_FILE, stages, weights)
+        path = _write_fused(folder / (RAW_FILE if raw else FUSED_FILE), stages, weights, raw=raw)
     shutil.rmtree(folder / _STAGES)
     return path
 
@@ -72,8 +81,8 @@ def _stages(result: JobResult, downloads: Path) -> tuple[Path, list[tuple[Artifa
     return stages, [(file.artifact, stages / file.name) for file in result.files]
 
 
-def _write_fused(path: Path, stages: Path, weights: Path | None = None) -> Path:
-    state = fuse_trained(stages, weights)
+def _write_fused(path: Path, stages: Path, weights: Path | None = None, *, raw: bool = False) -> Path:
+    state = fuse_trained(stages, weights, raw=raw)
     write_atomically(path, lambda target: torch.save(state, target))
     return path
 

@@ -35,6 +35,9 @@ class Job:
     """Class of `torch.optim` whose step needs no closure."""
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the optimizer: numbers, strings, booleans, None, or lists of them."""
+    optimizer_state: Literal["float32", "int8"] = "float32"
+    """`"int8"`: providers keep the larger tensors of the optimizer's state in 8 bits per value. See
+    [Optimizer state in 8 bits](#optimizer-state-in-8-bits)."""
     parameter_groups: Sequence[Mapping[str, Any]] = ()
     """Other settings of the optimizer for parameters whose names match, such as
     `[{"match": "*.bias", "weight_decay": 0}]`. See [Parameter groups](#parameter-groups)."""
@@ -95,6 +98,9 @@ class Job:
     """Maximum norm of the gradients of the whole model."""
     clip_grad_value: float | None = None
     """Maximum absolute value of an element of the gradients; not together with `clip_grad_norm`."""
+    ema: float | None = None
+    """Decay of an exponential moving average of the weights, such as `0.999`: the average is validated
+    and is the result. See [Average of the weights](#average-of-the-weights)."""
     stop_on_nan: int | None = 1
     """Number of updates in a row with a loss that is NaN or infinite at which the job fails; the last
     checkpoint before is kept. `None`: training goes on. See [Diverged jobs](#diverged-jobs)."""

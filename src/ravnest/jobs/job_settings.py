@@ -21,7 +21,7 @@ from ravnest.jobs.registry import (
     named_optimizer,
     named_scheduler,
 )
-from ravnest.runtime.settings import codec_for, is_count
+from ravnest.runtime.settings import check_ema, check_state_form, codec_for, is_count
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import (
     DatasetFiles,
@@ -59,6 +59,7 @@ def check_settings(job: Job) -> UpdateSettings:
         check_shapes(job.optimizer, job.optimizer_params, job.model)
     if job.clip_grad_norm is not None and job.clip_grad_value is not None:
         raise JobError("give clip_grad_norm or clip_grad_value, not both")
+    _check_options(job)
     if job.robust_mean is not None and (job.clusters or 0) < ROBUST_CLUSTERS:
         raise JobError(
             f"robust_mean={job.robust_mean!r} needs {ROBUST_CLUSTERS} clusters or more, and the job has "
@@ -78,6 +79,14 @@ def check_settings(job: Job) -> UpdateSettings:
     except ValidationError as error:
         raise JobError(_first_problem(error)) from error
     return rule
+
+
+def _check_options(job: Job) -> None:
+    try:
+        check_ema(job.ema)
+        check_state_form(job.optimizer_state, average_optim=job.average_optim)
+    except SettingsError as error:
+        raise JobError(str(error)) from error
 
 
 def _check_given(job: Job) -> None:
@@ -164,6 +173,7 @@ def training_spec(
         epochs=job.epochs,
         batch_size=batch_size,
         optimizer=rule.optimizer,
+        optimizer_state=job.optimizer_state,
         parameter_groups=rule.groups,
         lr_step_on_epoch_change=job.lr_step_on_epoch_change and not _counts_updates(job),
         loss=loss,
@@ -178,6 +188,7 @@ def training_spec(
         clip_grad_norm=job.clip_grad_norm,
         clip_grad_value=job.clip_grad_value,
         plateau_metric=metric_of_plateau(job),
+        ema=job.ema,
         stop_on_nan=job.stop_on_nan,
         look_ahead=job.look_ahead,
         recompute=job.recompute,

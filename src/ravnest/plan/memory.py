@@ -17,8 +17,8 @@ A stage needs, all the time,
 - with a delay, one older version of its trained parameters and the activations of another batch (not
   the Leaf, which finishes each batch before it starts the next), unless they are recomputed;
 - the inputs of what is recomputed;
-- the optimizer state of its trained parameters, except those that an earlier stage has too: that stage
-  updates them;
+- the optimizer state of its trained parameters, and their moving average if one is kept, except those
+  that an earlier stage has too: that stage updates them;
 - its outputs of each micro-batch in flight, and the gradients at both ends of two micro-batches, one
   that is computed and one that has arrived or is being sent;
 - with several clusters, the copies for averaging (``averaging_copies``);
@@ -54,6 +54,11 @@ from ravnest.transport.acknowledgements import ACK_BYTES
 RECOMPUTATION = 1 / 3
 """Time of a forward pass as a share of forward and backward: what recomputing all activations adds."""
 
+PACKED_LEAST = 4096
+"""Values of a tensor from which on optimizer state in 8 bits is packed."""
+PACKED_BLOCK = 256
+"""Values for which packed optimizer state has a scale."""
+
 FloatArray = NDArray[np.float64]
 Bytes = TypeVar("Bytes", float, FloatArray)
 """Bytes of one stage, or of a grid of stages."""
@@ -86,15 +91,20 @@ class MemorySettings:
 
 
 def averaging_copies(
-    *, compressed: bool = False, with_optimizer: bool = False, optimizer_factor: float = 0.0
+    *,
+    compressed: bool = False,
+    with_optimizer: bool = False,
+    optimizer_factor: float = 0.0,
+    ema: bool = False,
 ) -> float:
     """Return the bytes that averaging keeps per byte of trainable parameters.
 
     These are the copy of the current round, and the previous average while it waits for an update.
-    Compression also keeps the last average and the accumulated rounding errors.
+    Compression also keeps the last average and the accumulated rounding errors. ``ema``: a moving
+    average of the weights is averaged too; ``optimizer_factor`` counts it as optimizer state.
     """
     copies = 4 if compressed else 2
-    return copies * (1 + optimizer_factor) if with_optimizer else copies
+    return copies * (1 + (optimizer_factor if with_optimizer else float(ema)))
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ class ModelProfile:
     chunkable: ChunkableHead | None = None
     """Last layer, if it can run in chunks of positions together with the loss."""
     optimizer_bytes_per_parameter_byte: float = 2.0
-    """Optimizer state per byte of parameter: 2 for AdamW, 0 for plain SGD."""
+    """Optimizer state per byte of parameter: 2 for AdamW, 0 for plain SGD; 1 more for a moving average
+    of the weights."""
     update_copies: float = 0.0
     """Temporaries of the update, as a multiple of the largest parameter."""
     smallest_rows: int | None = None

@@ -14,8 +14,9 @@ from ravnest.store.node_spec import NodeSpec
 from ravnest.store.plain_data import NotPlainError, decode
 
 LARGEST_MANIFEST = 16 << 20
-_COPIES = 4
-"""Size of a checkpoint in terms of the weights: AdamW stores two further tensors for each weight."""
+_COPIES = 5
+"""Size of a checkpoint in terms of the weights: AdamW stores two or three further tensors for each
+weight, and a moving average is another one."""
 _SLACK = 16 << 20
 
 

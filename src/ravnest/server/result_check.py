@@ -17,7 +17,7 @@ from ravnest.schemas.jobs import ResultFile
 from ravnest.schemas.providers import Assignment
 from ravnest.split.encoding import stage_from_json
 from ravnest.split.written_state import changing_state
-from ravnest.store.trained import FORMAT, VERSION
+from ravnest.store.trained import FORMAT, VERSION, raw_key, raw_state
 
 ResultCheck = Callable[[Sequence[ResultFile], Mapping[int, Assignment]], str]
 """Function of the files of a result and the cluster's assignments by node; returns what is wrong."""
@@ -58,18 +58,25 @@ class ShippedResultCheck:
         shipped.pop("weights", None)
         if _canonical(found.get("stage")) != _canonical(shipped):
             raise StageFormatError("it is another graph than the one that was shipped")
-        self._check_weights(assignment, weights, _written_keys(found))
+        if found.get("raw") is True and assignment.training.ema is None:
+            raise StageFormatError("it has averages of weights, which the job does not keep")
+        self._check_weights(assignment, weights, _written_keys(found), _raw_keys(found))
         return str(found.get("run"))
 
     def _check_weights(
-        self, assignment: Assignment, weights: ResultFile, written: frozenset[str] | None
+        self,
+        assignment: Assignment,
+        weights: ResultFile,
+        written: frozenset[str] | None,
+        raw: frozenset[str],
     ) -> None:
+        """Compare the tensors with those that were shipped; ``raw`` are weights that it has twice."""
         path = self._path_of(weights.artifact.sha256)
-        if path.stat().st_size > assignment.weights.size + _SLACK:
+        if path.stat().st_size > assignment.weights.size * (2 if raw else 1) + _SLACK:
             raise StageFormatError("its weights are larger than those that were shipped")
-        before = TensorFile.read(self._path_of(assignment.weights.sha256)).tensors
-        if written is not None:
-            before = {key: tensor for key, tensor in before.items() if key in written}
+        shipped = TensorFile.read(self._path_of(assignment.weights.sha256)).tensors
+        before = {key: t for key, t in shipped.items() if written is None or key in written}
+        before |= {raw_key(key): t for key, t in shipped.items() if key in raw}
         after = TensorFile.read(path).tensors
         if before.keys() != after.keys():
             other = sorted(before.keys() ^ after.keys())
@@ -103,6 +110,13 @@ def _written_keys(manifest: dict[str, Any]) -> frozenset[str] | None:
     if manifest.get("changed_only") is not True:
         return None
     return frozenset(entry.key for entry in changing_state(stage_from_json(manifest["stage"])))
+
+
+def _raw_keys(manifest: dict[str, Any]) -> frozenset[str]:
+    """Return the keys of the weights that a result has besides their moving averages."""
+    if manifest.get("raw") is not True:
+        return frozenset()
+    return frozenset(entry.names[0] for entry in raw_state(stage_from_json(manifest["stage"])))
 
 
 def _canonical(value: object) -> str:

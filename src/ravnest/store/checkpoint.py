@@ -36,6 +36,8 @@ SEED = "checkpoint"
 began elsewhere continues from it."""
 STATE, OPTIMIZER = "state/", "optimizer/"
 """Prefixes of the tensors' names: weights and buffers, and the optimizer's state of a weight."""
+EMA = "ema_weight"
+"""Name of the moving average of a weight, among the optimizer's state of the weight."""
 _LIMIT = 256 << 20
 _NAME = re.compile(r"update_(\d{1,15})_phase_(\d{1,15})")
 DTYPES = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ravnest.errors import StageFormatError
-from ravnest.store.checkpoint import OPTIMIZER, STATE, LazyTensor
+from ravnest.store.checkpoint import EMA, OPTIMIZER, STATE, LazyTensor
 from ravnest.store.checkpoint_sets import CheckpointSet
 from ravnest.store.robust_mean import trim_of, trimmed_mean
 
@@ -57,8 +57,9 @@ def mean_contents(
     """Return ``own`` with the mean of the weights and buffers of several clusters.
 
     Integers stay, like in an averaging round. ``optimizer``: optimizer state in the shape of its weight
-    is averaged too. ``robust``: from three clusters on, the trimmed mean is taken, for which a tensor of
-    all of them is in memory at once. ``StageFormatError`` if the mean is not finite.
+    is averaged too; moving averages of weights always are. ``robust``: from three clusters on, the
+    trimmed mean is taken, for which a tensor of all of them is in memory at once. ``StageFormatError``
+    if the mean is not finite.
     """
     tensors = dict(own.tensors)
     for name, tensor in own.tensors.items():
@@ -75,8 +76,13 @@ def mean_contents(
 def _is_averaged(name: str, own: StageContents, optimizer: bool) -> bool:
     if name.startswith(STATE):
         return True
-    weight = STATE + name.removeprefix(OPTIMIZER).rpartition("/")[0]
-    return optimizer and weight in own.tensors and own.tensors[weight].shape == own.tensors[name].shape
+    key, _, field = name.removeprefix(OPTIMIZER).rpartition("/")
+    weight = STATE + key
+    return (
+        (optimizer or field == EMA)
+        and weight in own.tensors
+        and own.tensors[weight].shape == own.tensors[name].shape
+    )
 
 
 def _mean(name: str, tensors: Sequence[tuple[LazyTensor, float]], robust: bool) -> torch.Tensor:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from ravnest.store.weights import load_model_weights, load_weights, save_weights
 FORMAT = "ravnest-trained-stage"
 VERSION = 1
 FUSED_FILE = "trained_state_dict.pt"
+RAW_FILE = "raw_state_dict.pt"
 _LIMIT = 512 << 20
 
 
@@ -42,6 +44,8 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """Digest of the weights file."""
     changed_only: bool = False
     """The file has only the state that training may change (``changing_state``)."""
+    raw: bool = False
+    """The trained weights are moving averages; the file has the weights themselves too (``raw_key``)."""
 
 
 @dataclass(frozen=True)
@@ -54,28 +58,48 @@ class _TrainedStage:
 
 
 def save_trained(
-    folder: Path, node: NodeSpec, module: StageModule, run: str, *, changed_only: bool = False
+    folder: Path,
+    node: NodeSpec,
+    module: StageModule,
+    run: str,
+    *,
+    changed_only: bool = False,
+    averages: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    raw: bool = False,
 ) -> tuple[str, dict[str, torch.Tensor]]:
     """Write a trained stage to ``folder/cluster_<c>/node_<i>.safetensors`` with its manifest.
 
     ``run`` names the training run, because stages of different runs do not form one model.
-    ``changed_only`` leaves out frozen weights, for a reader that has them. Returns the manifest as JSON
-    and the tensors, with which ``receive_trained`` writes the same files elsewhere.
+    ``changed_only`` leaves out frozen weights, for a reader that has them. ``averages``: moving averages
+    by key, which take the place of their weights; ``raw``: the weights are written too. Returns the
+    manifest as JSON and the tensors, with which ``receive_trained`` writes the same files elsewhere.
     """
-    manifest = _manifest(node, module, run, changed_only=changed_only)
-    tensors = _written_tensors(manifest, module)
+    manifest = _manifest(node, module, run, changed_only=changed_only, raw=raw)
+    own = module.state_tensors()
+    named = {**own, **{raw_key(key): own[key] for key in averages}, **averages}
+    tensors = {entry.key: named[entry.key] for entry in _written_state(manifest, module.spec)}
     _write(_weights_path(folder, node.cluster, node.node), tensors, manifest)
     return json.dumps(msgspec.to_builtins(manifest)), tensors
 
 
 def _written_state(manifest: _Manifest, spec: StageSpec) -> tuple[StateSpec, ...]:
     """Return the state whose tensors are in the file of a trained stage."""
-    return changing_state(spec) if manifest.changed_only else spec.state
+    state = changing_state(spec) if manifest.changed_only else spec.state
+    return (*state, *raw_state(spec)) if manifest.raw else state
 
 
-def _written_tensors(manifest: _Manifest, module: StageModule) -> dict[str, torch.Tensor]:
-    own = module.state_tensors()
-    return {entry.key: own[entry.key] for entry in _written_state(manifest, module.spec)}
+def raw_key(key: str) -> str:
+    """Return the name of a weight itself in a file that has its moving average under its own name."""
+    return f"raw/{key}"
+
+
+def raw_state(spec: StageSpec) -> tuple[StateSpec, ...]:
+    """Return the weights that a stage trains, as they are named beside their moving averages."""
+    return tuple(
+        msgspec.structs.replace(entry, key=raw_key(entry.key))
+        for entry in spec.state
+        if entry.kind == "parameter" and entry.trainable and entry.stages[0] == spec.index
+    )
 
 
 def trained_manifest(node: NodeSpec, module: StageModule, run: str) -> str:
@@ -83,9 +107,13 @@ def trained_manifest(node: NodeSpec, module: StageModule, run: str) -> str:
     return json.dumps(msgspec.to_builtins(_manifest(node, module, run)))
 
 
-def _manifest(node: NodeSpec, module: StageModule, run: str, *, changed_only: bool = False) -> _Manifest:
+def _manifest(
+    node: NodeSpec, module: StageModule, run: str, *, changed_only: bool = False, raw: bool = False
+) -> _Manifest:
     stage = stage_to_json(module.spec)
-    return _Manifest(FORMAT, VERSION, node.plan, run, node.node, stage, changed_only=changed_only)
+    return _Manifest(
+        FORMAT, VERSION, node.plan, run, node.node, stage, changed_only=changed_only, raw=raw
+    )
 
 
 def receive_trained(
@@ -127,42 +155,48 @@ def _weights_path(folder: Path, cluster: int, node: int) -> Path:
     return folder / f"cluster_{cluster}" / f"node_{node}.safetensors"
 
 
-def model_fusion(cluster_id: int = 0, *, folder: str | Path = "trained") -> Path:
+def model_fusion(cluster_id: int = 0, *, folder: str | Path = "trained", raw: bool = False) -> Path:
     """Combine a cluster's trained stages into ``<folder>/trained_state_dict.pt``.
 
-    The file holds the state_dict of the original model and loads with ``weights_only=True``.
-    ``FusionError`` says which stages are missing or do not belong together.
+    The file holds the state_dict of the original model and loads with ``weights_only=True``. After
+    training with ``ema`` it has the moving averages of the weights; with ``raw`` the weights themselves
+    are written, to ``<folder>/raw_state_dict.pt``. ``FusionError`` says which stages are missing or do
+    not belong together.
     """
     top = Path(folder)
-    state_dict = fuse_trained(top / f"cluster_{cluster_id}", None)
-    target = top / FUSED_FILE
+    state_dict = fuse_trained(top / f"cluster_{cluster_id}", None, raw=raw)
+    target = top / (RAW_FILE if raw else FUSED_FILE)
     write_atomically(target, lambda path: torch.save(state_dict, path))
     return target
 
 
-def fuse_trained(source: Path, weights: Path | None) -> dict[str, torch.Tensor]:
+def fuse_trained(source: Path, weights: Path | None, *, raw: bool = False) -> dict[str, torch.Tensor]:
     """Return the state_dict of the trained stages in a folder.
 
     ``weights`` is a file with all tensors of the model before training, for stages that were saved
-    without their frozen weights. Raises ``FusionError``.
+    without their frozen weights. ``raw``: the weights themselves instead of their moving averages.
+    Raises ``FusionError``.
     """
     saved = _read_all(source)
     _check_complete(source, saved)
     try:
         return fuse(
-            (stage.spec, _all_tensors(stage, weights))
+            (stage.spec, _all_tensors(stage, weights, raw=raw))
             for stage in sorted(saved, key=lambda s: s.spec.index)
         )
     except StageFormatError as error:
         raise FusionError(str(error)) from error
 
 
-def trained_tensors(source: Path) -> dict[str, torch.Tensor]:
-    """Return the trained parameters and the buffers of the stages in a folder, by name in the model."""
+def trained_tensors(source: Path, *, raw: bool = False) -> dict[str, torch.Tensor]:
+    """Return the trained parameters and the buffers of the stages in a folder, by name in the model.
+
+    ``raw``: the parameters themselves instead of their moving averages.
+    """
     found: dict[str, torch.Tensor] = {}
     blocks: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for stage in _read_all(source):
-        tensors = _own_tensors(stage)
+        tensors = _own_tensors(stage, raw=raw)
         for entry in changing_state(stage.spec):
             if entry.stages[0] != stage.spec.index:
                 continue
@@ -186,17 +220,23 @@ def _frozen_state(spec: StageSpec) -> list[StateSpec]:
     return [entry for entry in spec.state if entry.persistent and entry.key not in changing]
 
 
-def _own_tensors(stage: _TrainedStage) -> dict[str, torch.Tensor]:
+def _own_tensors(stage: _TrainedStage, *, raw: bool) -> dict[str, torch.Tensor]:
     path = stage.path.with_suffix(".safetensors")
     tensors = load_weights(path, _written_state(stage.manifest, stage.spec))
     if sha256_of(path) != stage.manifest.sha256:
         raise FusionError(f"{path} is not the file that {stage.path.name} describes")
-    return tensors
+    trained = raw_state(stage.spec) if raw else ()
+    if trained and not stage.manifest.raw:
+        raise FusionError(
+            f"{path} has one set of weights only: there are other ones besides the result if training "
+            "kept a moving average, with ema="
+        )
+    return tensors | {entry.names[0]: tensors[entry.key] for entry in trained}
 
 
-def _all_tensors(stage: _TrainedStage, weights: Path | None) -> dict[str, torch.Tensor]:
+def _all_tensors(stage: _TrainedStage, weights: Path | None, *, raw: bool) -> dict[str, torch.Tensor]:
     """Return the tensors of a stage; frozen ones that its file lacks come from ``weights``."""
-    tensors = _own_tensors(stage)
+    tensors = _own_tensors(stage, raw=raw)
     missing = [entry for entry in _frozen_state(stage.spec) if entry.key not in tensors]
     if missing and weights is None:
         raise FusionError(

@@ -14,7 +14,7 @@ from ravnest.transport.generations import Generations
 from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, Message
 
-SHARED_SETTINGS = ("averaging", "average_optim")
+SHARED_SETTINGS = ("averaging", "average_optim", "ema")
 """Settings that must be the same in all clusters."""
 
 

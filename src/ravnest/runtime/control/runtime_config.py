@@ -162,6 +162,7 @@ class RuntimeConfig:
             "averaging": self.settings.averaging,
             "robust_mean": str(self.settings.robust_mean),
             "average_optim": str(self.average_optim),
+            "ema": str(self.rule.ema),
         }
         return Hello(
             PROTOCOL,

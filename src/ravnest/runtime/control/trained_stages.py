@@ -27,12 +27,16 @@ class TrainedStages:
     def save(self, run: str, *, best: bool) -> tuple[str, dict[str, torch.Tensor]]:
         """Write this node's stage and return its manifest and tensors for the Root.
 
+        If a moving average of the weights is kept, it takes their place, and the result has both.
+
         ``best``: it is a stage of the best model so far, with frozen weights; only the Root writes it.
         """
         self.execution.write_replicas()
-        module = self.execution.module
+        module, average = self.execution.module, self.execution.updates.average
+        averages = {} if average is None else average.tensors
         if best and self.spec.stage > 0:
-            manifest, tensors = trained_manifest(self.spec, module, run), module.state_tensors()
+            manifest = trained_manifest(self.spec, module, run)
+            tensors = module.state_tensors() | averages
         else:
             manifest, tensors = save_trained(
                 self._folder(best=best),
@@ -40,6 +44,8 @@ class TrainedStages:
                 module,
                 run,
                 changed_only=self.changed_only and not best,
+                averages=averages,
+                raw=bool(averages) and not best,
             )
         return manifest, {k: t.detach().clone() for k, t in tensors.items()}
 

@@ -1,4 +1,4 @@
-"""The averaged tensors of a stage: weights, buffers and, on request, optimizer state."""
+"""The averaged tensors of a stage: weights and their moving averages, buffers, optimizer state."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from ravnest.averaging.vectors import copy_like, flatten, is_finite, views
 from ravnest.errors import SettingsError
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
+from ravnest.runtime.stage.weight_average import WeightAverage
+from ravnest.store.checkpoint import EMA
 from ravnest.store.node_spec import RingSpec
 from ravnest.wire.messages import RoundId
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A tensor of a ring: a weight, a buffer, or optimizer state of a weight."""
+    """A tensor of a ring: a weight, a buffer, or the moving average or optimizer state of a weight."""
 
     key: str
     state_name: str = ""
-    """Name in the optimizer's state; empty for the weight or buffer itself."""
+    """Name in the optimizer's state, or ``EMA``; empty for the weight or buffer itself."""
+
+    @property
+    def is_average(self) -> bool:
+        """True for the moving average of a weight."""
+        return self.state_name == EMA
 
     def __str__(self) -> str:
         return f"{self.state_name} of {self.key}" if self.state_name else self.key
@@ -59,6 +66,7 @@ class AveragingAdapter:
         optimizer = execution.updates.optimizer
         states = state_names(optimizer) if with_optimizer and optimizer is not None else {}
         weights = execution.trained()
+        averages = () if execution.updates.average is None else (EMA,)
         self._stored: dict[RoundId, _StoredAverage] = {}
         self._waiting: list[_StoredAverage] = []
         """Averages to apply after the next update, in this order."""
@@ -67,17 +75,21 @@ class AveragingAdapter:
             slots = [_Slot(keys[name]) for name in ring.names]
             for slot in list(slots):
                 if slot.key in weights:
-                    slots += [_Slot(slot.key, name) for name in states.get(tensors[slot.key].dim(), ())]
-            self._slots[ring.id] = sorted(slots, key=lambda slot: not self._is_weight(slot))
+                    of_optimizer = states.get(tensors[slot.key].dim(), ())
+                    slots += [_Slot(slot.key, name) for name in (*averages, *of_optimizer)]
+            self._slots[ring.id] = sorted(slots, key=lambda slot: not self._moves(slot))
 
     def sizes(self) -> dict[int, int]:
         """Return the number of elements in each ring."""
         return {ring: _count(self._tensors(slots)) for ring, slots in self._slots.items()}
 
     def moving(self) -> dict[int, int]:
-        """Return the number of elements of trained weights per ring; they come first."""
+        """Return the number of elements of trained weights and their moving averages per ring.
+
+        They come first.
+        """
         return {
-            ring: _count(self._tensors(filter(self._is_weight, slots)))
+            ring: _count(self._tensors(filter(self._moves, slots)))
             for ring, slots in self._slots.items()
         }
 
@@ -108,9 +120,9 @@ class AveragingAdapter:
         for waiting in self._waiting:
             for slot in slots:
                 name = str(slot)
-                if waiting.average.moves and self._is_weight(slot):
+                if waiting.average.moves and self._moves(slot):
                     values[name].add_(waiting.tensors[ring][name])
-                elif waiting.average.faulty and slot.state_name:
+                elif waiting.average.faulty and slot.state_name and not slot.is_average:
                     values[name].zero_()  # the optimizer state is reset
                 else:
                     values[name].copy_(waiting.tensors[ring][name])
@@ -128,15 +140,15 @@ class AveragingAdapter:
     def store(self, average: RoundAverage) -> None:
         """Store an average until its round is decided.
 
-        Weights stay in the vector of the round, from which they are added or copied; the other
-        tensors are replaced, and get memory of their own.
+        Weights and their moving averages stay in the vector of the round, from which they are added or
+        copied; the other tensors are replaced, and get memory of their own.
         """
         stored: dict[int, dict[str, torch.Tensor]] = {}
         for ring, slots in self._slots.items():
             tensors = self._tensors(slots)
             values = views(average.values[ring], _named(tensors))
             for slot in slots:
-                if not self._is_weight(slot):
+                if not self._moves(slot):
                     values[str(slot)] = copy_like(values[str(slot)], tensors[slot])
             stored[ring] = values
         self._stored[average.round] = _StoredAverage(average, stored)
@@ -162,11 +174,13 @@ class AveragingAdapter:
             self._add(stored)
 
     def _add(self, stored: _StoredAverage) -> None:
-        """Add the change (average - copy) to the weights; replace the other tensors."""
+        """Add the change (average - copy) to weights and moving averages; replace the other tensors."""
         for ring, slots in self._slots.items():
             tensors = stored.tensors[ring]
             weights = filter(self._is_weight, slots)
             self._execution.add({slot.key: tensors[str(slot)] for slot in weights})
+            if self._averages is not None:
+                self._averages.add({s.key: tensors[str(s)] for s in slots if s.is_average})
             self._replace(slots, tensors)
 
     def _assign(self, stored: _StoredAverage) -> None:
@@ -175,13 +189,22 @@ class AveragingAdapter:
             tensors = stored.tensors[ring]
             weights = filter(self._is_weight, slots)
             self._execution.assign({slot.key: tensors[str(slot)] for slot in weights})
+            if self._averages is not None:
+                self._averages.assign({s.key: tensors[str(s)] for s in slots if s.is_average})
             self._replace(slots, tensors)
 
     def _reset(self, stored: _StoredAverage) -> None:
         """Replace all tensors by the average, and clear the optimizer's state, which is faulty too."""
         self._assign(stored)
-        if self._execution.updates.optimizer is not None:
-            self._execution.updates.optimizer.state.clear()
+        self._execution.updates.clear_state()
+
+    @property
+    def _averages(self) -> WeightAverage | None:
+        return self._execution.updates.average
+
+    def _moves(self, slot: _Slot) -> bool:
+        """Return whether updates change the tensor while a round runs, so that the change is added."""
+        return slot.is_average or self._is_weight(slot)
 
     def _is_weight(self, slot: _Slot) -> bool:
         return not slot.state_name and slot.key in self._execution.trained()
@@ -189,6 +212,8 @@ class AveragingAdapter:
     def _replace(self, slots: Iterable[_Slot], average: Mapping[str, torch.Tensor]) -> None:
         """Replace buffers and optimizer state, in new memory: graphs in flight may use the old."""
         for slot in slots:
+            if slot.is_average:
+                continue
             if slot.state_name:
                 state = self._state_of(slot.key)
                 if slot.state_name in state:  # absent before the first update
@@ -201,6 +226,9 @@ class AveragingAdapter:
         return {slot: self._state(slot, own) if slot.state_name else own[slot.key] for slot in slots}
 
     def _state(self, slot: _Slot, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if slot.is_average:
+            assert self._averages is not None
+            return self._averages.tensors[slot.key]
         found = self._state_of(slot.key).get(slot.state_name)
         return torch.zeros_like(own[slot.key]) if found is None else found
 

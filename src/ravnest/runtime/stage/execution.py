@@ -14,7 +14,6 @@ import torch
 from ravnest.errors import SettingsError, StageInputError
 from ravnest.host import return_freed_memory
 from ravnest.runtime.stage.forward_passes import ForwardPasses, LossPart, SavedForward
-from ravnest.runtime.stage.look_ahead import LookAhead
 from ravnest.runtime.stage.updates import UpdateRule, Updates
 from ravnest.runtime.stage.weight_versions import WeightVersions
 from ravnest.split.chain import StagePass
@@ -88,12 +87,12 @@ class StageExecution:
         self._replica_gradients: dict[str, torch.Tensor] = {}
         """Gradients of replicas, accumulated for the update in progress."""
         self.updates = Updates(rule, trained, {e.key: e.model_names[0] for e in spec.state})
-        optimizer = self.updates.optimizer if rule.look_ahead else None
-        self._versions = WeightVersions(
-            trained, stash=stash, look_ahead=LookAhead(optimizer, trained) if optimizer else None
-        )
+        look_ahead = self.updates.look_ahead() if rule.look_ahead else None
+        self._versions = WeightVersions(trained, stash=stash, look_ahead=look_ahead)
+        averages = {} if self.updates.average is None else self.updates.average.tensors
         self._versions.memory.update(
-            tensor.untyped_storage().data_ptr() for tensor in module.state_tensors().values()
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*module.state_tensors().values(), *averages.values())
         )
         self._saved: dict[MicrobatchId, SavedForward] = {}
         self._deferred: dict[MicrobatchId, SavedForward] = {}
@@ -294,12 +293,13 @@ class StageExecution:
     def evaluate(self, microbatch: MicrobatchId, values: Mapping[str, Any]) -> tuple[Values, Any]:
         """Return outputs by name, in evaluation mode and without gradients, and the model's output.
 
-        The newest weights are used. The model's output is None except at the last stage.
+        The newest weights are used, or their moving average if there is one. The model's output is None
+        except at the last stage.
         """
         assert not self._versions.predicted, "an evaluation needs weights that are not predicted"
         self.module.eval()
         try:
-            parameters = {**self._versions.weights, **self._replicas}
+            parameters = {**self.evaluated(), **self._replicas}
             inputs = self._receive(values, gradients=False)
             with torch.no_grad(), self.passes.randomness(microbatch, "eval"):
                 outputs = self.module(*inputs, parameters=parameters)
@@ -314,7 +314,7 @@ class StageExecution:
         assert self.passes.chunked_loss is not None
         self.module.eval()
         try:
-            parameters = {**self._versions.weights, **self._replicas}
+            parameters = {**self.evaluated(), **self._replicas}
             inputs = self._receive(values, gradients=False)
             with self.passes.randomness(microbatch, "eval"):
                 for outputs in self.passes.chunked_loss.evaluate(inputs, parameters, sizes):
@@ -336,6 +336,7 @@ class StageExecution:
             return_freed_memory()
         self.updates.step(batches, total_norm)
         self.catch_up()
+        self.updates.average_weights()
 
     def after_step(self, change: Callable[[], None]) -> None:
         """Call ``change`` after the next update, or in ``catch_up``.
@@ -353,6 +354,11 @@ class StageExecution:
     def trained(self) -> Mapping[str, torch.Tensor]:
         """Return the weights that this stage owns and trains (not copies), as ``predicted`` says."""
         return self._versions.weights
+
+    def evaluated(self) -> Mapping[str, torch.Tensor]:
+        """Return the values of ``trained`` that are validated and delivered (not copies)."""
+        average = self.updates.average
+        return self._versions.weights if average is None else average.tensors
 
     def add(self, changes: Mapping[str, torch.Tensor]) -> None:
         """Add ``changes`` to the weights; micro-batches in flight keep their versions."""
@@ -385,13 +391,14 @@ class StageExecution:
         """Free a version that no micro-batch in flight uses."""
         self._versions.free(version)
 
-    def shared_weights(self) -> Values:
+    def shared_weights(self, *, trains: bool) -> Values:
         """Return the owned weights that later stages use too; copies if updates may overtake them.
 
-        Without a stash, the later stages must have received them before they can contribute to the next
-        update, so that the message may share the memory of the weights.
+        ``trains``: for training, else for an evaluation. Without a stash, the later stages must have
+        received them before they can contribute to the next update, so that the message may share the
+        memory of the weights.
         """
-        own = self.module.parameters_by_key()
+        own = self.module.parameters_by_key() if trains else self.evaluated()
         plain = {key: own[key].detach() for key in self._shared_keys}
         return {key: weight.clone() for key, weight in plain.items()} if self._stash else plain
 

@@ -115,9 +115,9 @@ class MicrobatchStore:
         self._ends: dict[int, PhaseEnd] = {}
         self._cuts: dict[int, RootCut] = {}
         """Positions of the data at the ends of phases that a checkpoint follows; at the Root."""
-        self._shared_version = -1, -1, False
+        self._shared_version = -1, -1, False, False
         """Version in which shared weights were last sent to the following stages, the number of
-        assignments until then, and whether they were predicted."""
+        assignments until then, and whether they were predicted, or moving averages."""
         self._labels: list[LabelPart] = []
         """Labels of the batch in progress, by part; at the Leaf."""
         self._loss: float | None = None
@@ -237,7 +237,7 @@ class MicrobatchStore:
             if self._leaf is not None:
                 microbatch.result, outputs = self._result(microbatch_id, output)
         if self._leaf is None:
-            outputs |= self._shared_for_next(shared, version)
+            outputs |= self._shared_for_next(shared, version, trains=trains)
         microbatch.outputs, microbatch.values = outputs, {}
         return microbatch
 
@@ -341,14 +341,18 @@ class MicrobatchStore:
             chunk.weight,
         )
 
-    def _shared_for_next(self, shared: Mapping[str, torch.Tensor], version: int) -> dict[str, Any]:
+    def _shared_for_next(
+        self, shared: Mapping[str, torch.Tensor], version: int, *, trains: bool
+    ) -> dict[str, Any]:
         """Return weights that the following stages use: earlier stages' and new values of our own."""
         last_users, index = self.execution.last_users, self.execution.index
         passed = {k: v for k, v in shared.items() if last_users.get(k, index + 1) > index}
-        newest = version, self.execution.assignments, self.execution.predicted
+        execution = self.execution
+        averaged = execution.updates.average is not None and not trains
+        newest = version, execution.assignments, execution.predicted, averaged
         if newest != self._shared_version:
             self._shared_version = newest
-            passed |= self.execution.shared_weights()
+            passed |= execution.shared_weights(trains=trains)
         return {SHARED + key: value for key, value in passed.items()}
 
     def _validate(self, leaf: Leaf, microbatch: Microbatch, item: Any) -> ForwardResult:

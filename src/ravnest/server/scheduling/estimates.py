@@ -141,7 +141,9 @@ def _averaging_bytes(
     rounds = spec.training.epochs if every is None else max(updates // every, 1)
     factor = 1.0
     if spec.training.average_optim:
-        factor += profile.optimizer_bytes_per_parameter_byte
+        factor += profile.optimizer_bytes_per_parameter_byte  # which counts a moving average too
+    elif spec.training.ema is not None:
+        factor += 1
     return sum(
         rounds * factor * 2 * (1 - 1 / len(ring.members)) * sum(sizes[name] for name in ring.names)
         for ring in plan.rings_of(stage.node.id)

@@ -227,6 +227,7 @@ def _plan(
                 compressed=training.compression is not None,
                 with_optimizer=training.average_optim,
                 optimizer_factor=profile.optimizer_bytes_per_parameter_byte,
+                ema=training.ema is not None,
             ),
             recompute=training.recompute is not False,
             source="",
