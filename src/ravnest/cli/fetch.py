@@ -97,7 +97,7 @@ class FetchedPartial(FetchedModel):
     """Clusters whose mean they are; or the one whose weights they are."""
 
 
-def fetch(
+def fetch(  # noqa: PLR0913, PLR0917 - each an option of the command
     job: JobId,
     folder: Out = None,
     server: Server = None,
