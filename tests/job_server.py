@@ -32,7 +32,7 @@ from ravnest.server.http.runner import RunningServer, serve
 from ravnest.split import StageModule
 from ravnest.split.split_stage import SplitStage
 from ravnest.store.bundle import load_stage
-from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
+from ravnest.store.checkpoint import EMA, CheckpointFolder, CheckpointManifest
 from ravnest.store.checkpoint_state import stored_entries, stored_tensors
 from ravnest.store.plain_data import encode
 from ravnest.store.trained import save_trained
@@ -143,10 +143,12 @@ class ScriptedProvider:
         download(self._api, self.assignment.weights, bundle / "weights.safetensors")
         return load_stage(bundle, self.assignment.stage.sha256)
 
-    def save_checkpoint(self, update: int, change: float, *, samples: int = 0) -> None:
+    def save_checkpoint(
+        self, update: int, change: float, *, samples: int = 0, average: float | None = None
+    ) -> None:
         """Upload a checkpoint in which trained weights have changed by ``change``, and report it.
 
-        ``samples``: those since the last average.
+        ``samples``: those since the last average. ``average``: change of the moving average of weights.
         """
         assert self.assignment is not None
         node, stage = self.assignment.node_spec, self._stage()
@@ -154,6 +156,11 @@ class ScriptedProvider:
             f"state/{entry.key}": (stage.tensors[entry.key] + change).to(entry.dtype)
             for entry in stored_entries(stage.spec)
         }
+        if average is not None:
+            tensors |= {
+                f"optimizer/{entry.key}/{EMA}": stage.tensors[entry.key] + average
+                for entry in stored_entries(stage.spec)
+            }
         root = {"epoch": 0, "batches": update, "microbatches": update, "samples": 4 * update}
         progress = {
             "root": root | {"data": "", "random": None},

@@ -88,3 +88,14 @@ def test_of_several_clusters_the_mean_is_fetched(
         state = torch.load(report["path"], weights_only=True)
         for name, tensor in job.model.state_dict().items():  # 3/4 of 1 and 1/4 of 5
             torch.testing.assert_close(state[name], tensor + 2)
+
+
+def test_a_moving_average_takes_the_place_of_the_weights(server: JobServer) -> None:
+    job = small_job(ema=0.9)
+    with handle_of(server, job) as handle, server.provider() as provider:
+        provider.take_assignment()
+        provider.report("training")
+        provider.save_checkpoint(2, change=1.0, average=0.5)
+        state = handle.partial().state_dict
+    for name, tensor in job.model.state_dict().items():
+        assert torch.equal(state[name], tensor + 0.5), name

@@ -18,13 +18,14 @@ import torch
 from ravnest.errors import StageFormatError
 from ravnest.split.graph import StageSpec
 from ravnest.store.checkpoint import (
+    EMA,
     OPTIMIZER,
     STATE,
     CheckpointFolder,
     CheckpointManifest,
     LazyTensor,
 )
-from ravnest.store.checkpoint_blocks import ClusterState
+from ravnest.store.checkpoint_blocks import ClusterState, StoredRows
 from ravnest.store.checkpoint_mean import StageContents, WeightedSet, mean_contents
 from ravnest.store.checkpoint_progress import CutProgress, EpochStart, cluster_progress
 from ravnest.store.checkpoint_sets import CheckpointSet
@@ -98,6 +99,7 @@ def stored_weights(
 ) -> dict[str, torch.Tensor]:
     """Return what training has changed in a model, by key: trained weights and buffers.
 
+    Moving averages of weights, where they are kept, take the place of the weights, as in a result.
     ``model``: the whole model as one stage. Of several clusters the mean is taken, and what has no mean
     is that of the first. ``StageFormatError`` if the checkpoints are not of this model.
     """
@@ -105,11 +107,15 @@ def stored_weights(
         found = []
         for each in sets:
             state = _state_of(each.checkpoints, stack)
-            tensors = {STATE + e.key: state.rows_of(e).weight() for e in stored_entries(model)}
+            tensors = {STATE + e.key: _delivered(state.rows_of(e)) for e in stored_entries(model)}
             state.check_all_used()
             found.append((StageContents(tensors, None), each.weight))
         mean = mean_contents(found[0][0], found, optimizer=False, robust=robust)
         return {name.removeprefix(STATE): tensor.load() for name, tensor in mean.tensors.items()}
+
+
+def _delivered(rows: StoredRows) -> LazyTensor:
+    return rows.optimizer_tensor(EMA) if EMA in rows.optimizer_fields else rows.weight()
 
 
 def _state_of(old: CheckpointSet, stack: ExitStack) -> ClusterState:
