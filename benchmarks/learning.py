@@ -51,8 +51,8 @@ _CONTEXT.set_forkserver_preload(["ravnest.runtime.node", "sklearn.datasets"])
 class Pipeline:
     """Stages of a task's model on disk, trained once per call of ``train``."""
 
-    def __init__(self, task: Task, stages: int, folder: Path) -> None:
-        """Split the model for ``stages`` equal nodes."""
+    def __init__(self, task: Task, stages: int, folder: Path, **options: Any) -> None:
+        """Split the model for ``stages`` equal nodes; ``options`` are keywords of ``clusterize``."""
         self._task, self._folder = task, folder
         node_data = folder / NODE_DATA
         node_data.mkdir(parents=True)
@@ -64,7 +64,7 @@ class Pipeline:
         (node_data / "node_configs.json").write_text(json.dumps(nodes), encoding="utf-8")
         example = next(iter(task.loaders(0)[0]))[:-1]
         with contextlib.redirect_stdout(io.StringIO()):
-            plan = clusterize(task.first(0), tuple(example), clusters=1, folder=node_data)
+            plan = clusterize(task.first(0), tuple(example), clusters=1, folder=node_data, **options)
         (cluster,) = plan.clusters
         self._names = [f"node_{stage.node.id}" for stage in cluster.stages]
         self.schedule = plan.schedule

@@ -25,6 +25,7 @@ from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
 from ravnest.plan.profiler import kept_state, optimizer_state_factor, profile_model, unit_names
 from ravnest.plan.row_cuts import row_cut_models, whole_reason
+from ravnest.split.precision import Precision
 from ravnest.split.self_check import verify
 from ravnest.split.splitter import PreparedModel, Split, prepare
 from ravnest.split.varying import Varying
@@ -84,6 +85,7 @@ def clusterize(  # noqa: PLR0913 - the documented signature
     varying: Varying | None = None,
     ema: float | None = None,
     optimizer_state: StateForm = "float32",
+    precision: Precision | None = None,
 ) -> Plan:
     """Group the nodes of ``node_data/node_configs.json`` into clusters and split the model for them.
 
@@ -98,7 +100,8 @@ def clusterize(  # noqa: PLR0913 - the documented signature
     an earlier training: every node gets the newest complete checkpoint, cut for its stage, and
     ``Trainer(resume=True)`` continues from it. ``varying`` are dimensions besides the batch whose sizes
     vary between batches, such as ``{"input_ids": [1]}``, up to those of the example inputs, for which
-    memory and links are planned.
+    memory and links are planned. ``precision="bf16"`` is mixed precision: weights stay float32, matrix
+    products and convolutions compute in bfloat16, and outputs are float32.
 
     Raises ``ValueError`` and writes nothing if the model cannot be split or the nodes cannot hold it.
     """
@@ -118,6 +121,7 @@ def clusterize(  # noqa: PLR0913 - the documented signature
         varying=varying,
         ema=ema,
         optimizer_state=optimizer_state,
+        precision=precision,
     )
     splits = _checked_splits(formation)
     plan = formation.plan
@@ -146,6 +150,7 @@ def form_clusters(  # noqa: PLR0913 - the options of clusterize
     varying: Varying | None = None,
     ema: float | None = None,
     optimizer_state: StateForm = "float32",
+    precision: Precision | None = None,
 ) -> Formation:
     """Capture, profile and plan a model without writing anything; ``PlanError`` if no plan exists.
 
@@ -160,6 +165,7 @@ def form_clusters(  # noqa: PLR0913 - the options of clusterize
         batch_dim=batch_dim,
         pass_data=pass_data,
         varying=varying,
+        precision=precision,
     )
     factor = optimizer_state_factor(optimizer, optimizer_params)
     kept = kept_state(factor, model.parameters(), optimizer_state, ema=ema is not None)

@@ -54,6 +54,14 @@ _ARENAS = 2
 """Number of heaps that the threads share; each keeps freed memory. With glibc's default of eight per
 core, a node used 50 MB more and was not faster."""
 _PR_SET_PDEATHSIG = 1
+_CPU_INFO = Path("/proc/cpuinfo")
+_KERNELS_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+WITHOUT_AMX = {_KERNELS_VARIABLE: "AVX512_CORE_FP16"}
+"""Environment of a process whose matrix products use everything but AMX instructions."""
+_BF16_PRODUCT = (
+    "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(a, a)"
+)
+_PRODUCT_SECONDS = 120.0
 
 
 def _optional_module(name: str) -> ModuleType | None:
@@ -73,6 +81,33 @@ def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+@functools.cache
+def bf16_products_work() -> bool:
+    """Return False if the system ends a process that multiplies matrices of bfloat16.
+
+    Some virtual machines report AMX instructions and do not execute them. Where they are reported, a
+    product is tried in a process of its own, unless the environment says which instructions to use.
+    """
+    if _KERNELS_VARIABLE in os.environ or not _reports_amx():
+        return True
+    quiet = subprocess.DEVNULL
+    command = [sys.executable, "-c", _BF16_PRODUCT]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own command
+            command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=_PRODUCT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return done.returncode != -signal.SIGILL
+
+
+def _reports_amx() -> bool:
+    try:
+        return "amx_bf16" in _CPU_INFO.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
 
 
 def user_id() -> str:

@@ -131,6 +131,7 @@ def test_training_arguments_become_the_fields_of_a_job(tmp_path: Path) -> None:
         example_kwargs=EXAMPLE,
     )
     assert (job.epochs, job.batch_size, job.update_frequency, job.seed) == (3, 4, 2, 7)
+    assert job.precision is None
     assert (job.clip_grad_norm, job.lr_scheduler) == (0.5, "cosine")
     assert (job.optimizer, job.optimizer_params["lr"]) == (torch.optim.AdamW, 3e-4)
     assert list(job.parameter_groups) == [{"match": "*bias|*norm*", "weight_decay": 0.0}]
@@ -158,6 +159,10 @@ def test_a_collator_becomes_that_of_a_loader(tmp_path: Path) -> None:
     assert isinstance(job.train_data, DataLoader)
     assert (job.train_data.batch_size, job.train_data.collate_fn) == (4, list)
     own = Job.from_training_arguments(
-        arguments(tmp_path), model=Classifier(), train_dataset=table(), optimizer=torch.optim.SGD
+        arguments(tmp_path, bf16=True, use_cpu=True),
+        model=Classifier(),
+        train_dataset=table(),
+        optimizer=torch.optim.SGD,
     )
+    assert own.precision == "bf16"
     assert (own.optimizer, dict(own.optimizer_params)) == (torch.optim.SGD, {})

@@ -119,6 +119,24 @@ def test_a_custom_loss_is_packed_as_a_graph(tmp_path: Path) -> None:
     assert torch.equal(loaded(output, {"labels": labels}), weighted(output, labels))
 
 
+def test_mixed_precision_is_packed_as_casts_of_model_and_loss(tmp_path: Path) -> None:
+    def contrastive(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output @ output.t(), labels)
+
+    packed = pack_job(_job(criterion=contrastive, precision="bf16"), tmp_path)
+    units = read_units(packed.files[packed.spec.model.units.sha256]).units
+    assert {entry.dtype for unit in units for entry in unit.state} == {torch.float32, torch.int64}
+    assert torch.bfloat16 in {value.dtype for unit in units for value in unit.graphs["train"].inputs}
+    loss = packed.spec.training.loss
+    assert isinstance(loss, GraphLoss)
+    loaded = load_loss(packed.files[loss.stage.sha256], packed.files[loss.weights.sha256])
+    output, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = contrastive(output, labels)
+    assert torch.equal(loaded(output, {"labels": labels}), expected)
+    assert not torch.equal(expected, contrastive(output, labels)), "its product is in bfloat16"
+
+
 def test_the_batch_size_comes_from_the_job_the_loader_or_the_example(tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(50, 4), torch.randint(0, 3, (50,)))
     cases = {

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ravnest.split import recurrent_deferral, split
+from ravnest.split import recurrent_deferral, shared_casts, split
 from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
 from ravnest.split.gradients import add_product
 from ravnest.split.module import StageModule
+from ravnest.split.precision import Precision
 from ravnest.split.split_stage import SplitStage
 
 
@@ -120,6 +121,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "RNN, ReLU, one step": (lambda: nn.RNN(8, 32, nonlinearity="relu", batch_first=True), (16, 1, 8)),
     "GRU, last step of two calls": (Encoder, (4, 5, 8)),
     "LSTM": (lambda: nn.LSTM(8, 4), (5, 4, 8)),
+    "residual in bf16": (Residual, (4, 6, 8)),
+    "used twice in bf16": (UsedTwice, (8, 32)),
+    "conv2d in bf16": (convolutions, (4, 2, 12, 12)),
 }
 
 
@@ -130,7 +134,8 @@ def stage_of(name: str) -> SplitStage:
     torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
     model(x)  # gives lazy layers their sizes
-    (stage,) = split(model, x, stages=1).stages
+    precision: Precision | None = "bf16" if name.endswith("bf16") else None
+    (stage,) = split(model, x, stages=1, precision=precision).stages
     return stage
 
 
@@ -172,6 +177,7 @@ def test_only_weights_that_nothing_else_uses_are_deferred() -> None:
         return set(deferrable_keys(stage_of(name).spec.graphs["train"]))
 
     assert keys("residual") == {"up.weight", "up.bias", "twice.weight", "down.weight", "down.bias"}
+    assert keys("residual in bf16") == keys("residual")
     assert keys("regularised") == set()
     assert keys("GRU") == {"weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"}
     assert keys("GRU, last step of two calls") == {f"layer.{key}" for key in keys("GRU")}
@@ -187,8 +193,9 @@ def test_a_forward_without_gradients_defers_nothing() -> None:
 
 @pytest.fixture(autouse=True)
 def _defer_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defer the weight gradients of recurrent layers of any size."""
+    """Defer the weight gradients of recurrent layers, and share casts, of any size."""
     monkeypatch.setattr(recurrent_deferral, "LEAST_PRODUCT", 0)
+    monkeypatch.setattr(shared_casts, "LEAST_ELEMENTS", 1)
 
 
 def test_a_recurrent_layer_with_small_steps_is_not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +296,8 @@ def test_the_gradient_of_an_output_is_taken_before_a_change_in_place() -> None:
         "conv2d",
         "GRU, two layers, two directions",
         "GRU, last step of two calls",
+        "residual in bf16",
+        "used twice in bf16",
     ],
 )
 def test_gradients_are_added_to_sums_without_a_change_of_bits(name: str, rows: int) -> None:

@@ -21,6 +21,7 @@ from ravnest.runtime.data import LABELS
 from ravnest.schemas.jobs import NamedComponent
 from ravnest.split.capture import Capture, mode_of
 from ravnest.split.chain import bind_inputs
+from ravnest.split.check_runs import call_model
 from ravnest.split.example import Example, bind_example
 from ravnest.split.graph import Mode
 from ravnest.split.kept_model import model_kept
@@ -182,5 +183,5 @@ def _output(capture: Capture, example: Example, tensors: Sequence[torch.Tensor])
     kept = model_kept(capture.model, capture.written_parameters)
     with kept, mode_of(capture.model, "train"), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(_SEED)
-        output = capture.model(*args, **kwargs)
+        output = call_model(capture, args, kwargs)
     return map_tensors(as_sent(output), torch.Tensor.cpu)

@@ -20,6 +20,7 @@ from ravnest.split.encoding import stage_from_json, stage_to_json
 from ravnest.split.graph import Dimension, StageGraph
 from ravnest.split.limits import MAX_STAGE_BYTES
 from ravnest.split.module import StageModule
+from ravnest.split.precision import Precision, computed_in
 from ravnest.split.structure import flatten, map_tensors, tensors_in
 from ravnest.store.files import read_json, write_json
 from ravnest.store.weights import load_weights, save_weights
@@ -104,12 +105,14 @@ def pack_loss(
     folder: Path,
     *,
     varying: Varying | None = None,
+    precision: Precision | None = None,
 ) -> PackedLoss:
     """Export a criterion below ``folder`` and compare the graph with the criterion on the example.
 
     The criterion is called with the model's output and the labels of a batch. It must return one
     number that depends on the output through differentiable torch operations. ``varying`` are
-    dimensions besides the batch whose sizes vary, up to those of the example. Raises ``JobError``.
+    dimensions besides the batch whose sizes vary, up to those of the example. ``precision`` is that of
+    the model, for matrix products in the criterion. Raises ``JobError``.
     """
     from ravnest.split.splitter import prepare  # noqa: PLC0415 - providers load losses, capture none
 
@@ -120,9 +123,9 @@ def pack_loss(
             "model, or call requires_grad_(False) on the criterion"
         )
     example = (as_sent(example_output), example_labels)
-    expected = evaluate_loss(criterion, *example)
+    expected = evaluate_loss(criterion, *example, precision)
     try:
-        prepared = prepare(loss, example, varying=varying)
+        prepared = prepare(loss, example, varying=varying, precision=precision)
     except CaptureError as error:
         raise JobError(f"the criterion cannot be captured as a graph. {error}") from error
     if prepared.capture.fixed_batch:
@@ -219,7 +222,10 @@ def load_loss(
 
 
 def evaluate_loss(
-    criterion: Callable[..., Any], output: Any, labels: torch.Tensor
+    criterion: Callable[..., Any],
+    output: Any,
+    labels: torch.Tensor,
+    precision: Precision | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Return the loss of an output and its gradients; raise ``JobError`` if it cannot train."""
     output = map_tensors(output, lambda t: t.detach().clone().requires_grad_(t.is_floating_point()))
@@ -227,7 +233,8 @@ def evaluate_loss(
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(_SEED)
         try:
-            loss = Criterion(criterion)(output, labels.clone())
+            with computed_in(precision):
+                loss = Criterion(criterion)(output, labels.clone())
         except DataError as error:
             raise JobError(str(error)) from error
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:

@@ -22,7 +22,7 @@ _OPTIMIZERS = {
     "rmsprop": torch.optim.RMSprop,
 }
 _NOT_DECAYED = ("*bias", "*norm*", "*Norm*", "*.ln_*")
-_FLAGS = ("fp16", "bf16", "group_by_length", "load_best_model_at_end", "torch_compile", "deepspeed")
+_FLAGS = ("fp16", "group_by_length", "load_best_model_at_end", "torch_compile", "deepspeed")
 """Arguments that change the training, and that a job does not have."""
 
 
@@ -86,6 +86,7 @@ def fields_of(args: Any, train_dataset: Any, eval_dataset: Any, data_collator: A
         "clip_grad_norm": args.max_grad_norm or None,
         "seed": int(args.seed),
         "drop_last": bool(args.dataloader_drop_last),
+        "precision": "bf16" if getattr(args, "bf16", False) else None,
     }
     return found
 

@@ -82,6 +82,9 @@ class Job:
     micro_batches: int | Literal["auto"] = "auto"
     """Number of micro-batches that each batch is split into. `auto`: chosen by predicted and then
     by measured times, and 1 if the result would not be that of the whole batch."""
+    precision: Literal["bf16"] | None = None
+    """`"bf16"`: mixed precision as under `torch.autocast`: weights stay float32, matrix products compute
+    in bfloat16. `None`: the types of the model. See [Mixed precision](#mixed-precision)."""
     compression: bool | str = False
     """Encoding of activations, gradients and averages between providers: `False` (none), `True` or
     `"fp16"`, `"bf16"`, `"int8"`. See [Compression](compression.md)."""

@@ -192,7 +192,7 @@ def profile_job(job: Job, report: StepProgress) -> ProfiledJob:
     example = example if sizes.largest is None else as_large_as(example, sizes.largest)
     args, kwargs = example.rebuild(example.tensors)
     inputs = {name: dims for name, dims in sizes.varying.items() if name != LABELS}
-    prepared = prepare(job.model, args, kwargs, varying=inputs)
+    prepared = prepare(job.model, args, kwargs, varying=inputs, precision=job.precision)
     _check_batch(job, prepared)
     report("packing the model", 1, _STEPS)
     own = ({**job.optimizer_params, **group.params} for group in rule.groups)
@@ -326,7 +326,12 @@ def _loss(
         )
     varying = {**varying_outputs(prepared.capture), **({"labels": label_dims} if label_dims else {})}
     packed = pack_loss(
-        job.criterion, first_batch.output, first_batch.labels, folder / "loss", varying=varying
+        job.criterion,
+        first_batch.output,
+        first_batch.labels,
+        folder / "loss",
+        varying=varying,
+        precision=job.precision,
     )
     return files.add_graph(packed)
 

@@ -17,6 +17,7 @@ from ravnest.plan.memory import PACKED_BLOCK, PACKED_LEAST
 from ravnest.plan.profile import ChunkableHead, ModelProfile, RowCut, TensorProfile, UnitCost
 from ravnest.split import state
 from ravnest.split.aliases import find_aliases
+from ravnest.split.casts import is_state_cast
 from ravnest.split.cuts import CutLayout
 from ravnest.split.deferred import deferrable_input
 from ravnest.split.eval_cuts import crossing_bytes, state_keys
@@ -325,6 +326,9 @@ def _deferred_bytes(prepared: PreparedModel, layout: CutLayout, measurement: Mea
         name
         for name, key in layout.capture.state_of.items()
         if prepared.capture.state.tensors[key].tensor.requires_grad
+    }
+    trained |= {
+        n.name for n in layout.capture.graph.nodes if is_state_cast(n) and str(n.args[0]) in trained
     }
     seen: set[torch.fx.Node] = set()
     for position, node in enumerate(layout.operations):

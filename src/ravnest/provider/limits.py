@@ -21,7 +21,10 @@ import psutil
 from ravnest import host
 from ravnest.provider.sandbox.entry import enter_sandbox
 
-_PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+_PASSED_ON = (
+    *("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"),
+    *host.WITHOUT_AMX,
+)
 _PASSED_ON_PREFIX = "LC_"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRPC_LOG = {"GRPC_VERBOSITY": "info"}

@@ -16,6 +16,7 @@ from torch import fx
 
 from ravnest.errors import CaptureError, OperatorError, SplitError
 from ravnest.split.aliases import Aliases, find_aliases
+from ravnest.split.casts import is_state_cast
 from ravnest.split.cuts import CutLayout
 from ravnest.split.dimensions import Dimensions, expression_of
 from ravnest.split.graph import (
@@ -118,7 +119,7 @@ class _Cutter:
             key = self.layout.capture.state_of.get(node.name)
             if node.op != "placeholder" or key is None or key not in homes:
                 continue
-            readers = [self._stage_of_user(user) for user in node.users]
+            readers = [stage for user in node.users for stage in self._stages_of_user(user)]
             if readers and min(readers) < homes[key]:
                 raise SplitError(
                     f"evaluation reads the buffer {key} in stage {min(readers)}, before stage "
@@ -127,8 +128,13 @@ class _Cutter:
             if readers and max(readers) > homes[key]:
                 yield node, homes[key], max(readers)
 
-    def _stage_of_user(self, user: fx.Node) -> int:
-        return self.last if user.op == "output" else self.stage_at(self.layout.position[user])
+    def _stages_of_user(self, user: fx.Node) -> Iterator[int]:
+        if is_state_cast(user):
+            for reader in user.users:
+                yield from self._stages_of_user(reader)
+        else:
+            output = user.op == "output"
+            yield self.last if output else self.stage_at(self.layout.position[user])
 
     @property
     def last(self) -> int:
@@ -209,6 +215,9 @@ class _StageBuilder:
             assert key is not None, f"input {node} does not reach stage {self._index}"
             self._state.append(StateUse(node.name, key))
             self._names[node] = node.name
+            return Ref(node.name)
+        if is_state_cast(node):
+            self._emit(node)
             return Ref(node.name)
         assert is_size(node), f"{node} does not reach stage {self._index}"
         return self._size(node)

@@ -32,6 +32,7 @@ from ravnest.split.graph import MODES, Mode
 from ravnest.split.kept_model import model_kept
 from ravnest.split.model_inspection import inspect_model, warn_of_resting_dropout
 from ravnest.split.outside_randomness import refuse_outside_randomness
+from ravnest.split.precision import Precision, check_precision, computed_in, delivered
 from ravnest.split.recurrent_shapes import lengths_vary
 from ravnest.split.size_conditions import SizeCondition, noted_conditions
 from ravnest.split.state import ModelState, read_state
@@ -75,6 +76,8 @@ class ModeCapture:
     """Conditions on sizes that forward evaluated; they hold in the graph."""
     batch_symbols: frozenset[sympy.Basic] = frozenset()
     """Symbols in the batch dimension of inputs. Others have at most the example's size."""
+    autocast: bool = False
+    """True if the program was traced under autocast, whose casts are not part of it."""
 
 
 @dataclass
@@ -85,6 +88,8 @@ class Capture:
     example: Example
     state: ModelState
     modes: dict[Mode, ModeCapture]
+    precision: Precision | None = None
+    """Precision that the model computes in; None for the types of its tensors."""
 
     @property
     def fixed_batch(self) -> tuple[str, ...]:
@@ -112,13 +117,16 @@ def capture(
     *,
     batch_dim: int = 0,
     varying: Varying | None = None,
+    precision: Precision | None = None,
 ) -> Capture:
     """Capture ``model`` in both modes, without changing it.
 
     ``varying`` are dimensions besides the batch whose sizes vary up to those of the example.
+    ``precision="bf16"`` captures it as it computes under autocast.
 
     Raises ``CaptureError``, which names the line of the user's code that cannot be captured.
     """
+    precision = check_precision(precision, model)
     if isinstance(model, torch.jit.ScriptModule):
         model = from_torchscript(model)
     if not isinstance(model, nn.Module):
@@ -128,8 +136,8 @@ def capture(
     inspect_model(model)
     warn_of_resting_dropout(model)
     state = read_state(model)
-    modes = {mode: _capture_mode(model, example, state, mode) for mode in MODES}
-    result = Capture(model, example, state, modes)
+    modes = {mode: _capture_mode(model, example, state, mode, precision) for mode in MODES}
+    result = Capture(model, example, state, modes, precision)
     if result.fixed_batch:
         logger.warning(
             "the batch size %d is fixed in the captured model (inputs: %s): forward uses it as a plain "
@@ -160,11 +168,18 @@ class _TracedOutput:
 class _Flat(nn.Module):
     """The model with flat tensors as inputs and outputs, so that export sees no classes of the user."""
 
-    def __init__(self, model: nn.Module, example: Example, traced: _TracedOutput) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        traced: _TracedOutput,
+        precision: Precision | None,
+    ) -> None:
         super().__init__()
         self.model = model
         self._example = example
         self._traced = traced
+        self._precision = precision
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         args, kwargs = self._example.rebuild(tensors)
@@ -172,7 +187,7 @@ class _Flat(nn.Module):
         output = self.model(*args, **kwargs)
         self._traced.reassigned.update(_write_reassigned_buffers(before))
         leaves, self._traced.structure = flatten(output, "output", self._traced.note_opaque)
-        return tuple(leaves)
+        return tuple(delivered(leaves, self._precision))
 
 
 def _write_reassigned_buffers(before: list[tuple[str, nn.Module, dict[str, Any]]]) -> list[str]:
@@ -191,14 +206,17 @@ def _write_reassigned_buffers(before: list[tuple[str, nn.Module, dict[str, Any]]
     return found
 
 
-def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: Mode) -> ModeCapture:
+def _capture_mode(
+    model: nn.Module, example: Example, state: ModelState, mode: Mode, precision: Precision | None
+) -> ModeCapture:
     traced = _TracedOutput()
-    flat = _Flat(model, example, traced)
+    flat = _Flat(model, example, traced, precision)
     with contextlib.ExitStack() as stack:
         stack.enter_context(refuse_outside_randomness())
         stack.enter_context(model_kept(model))
         stack.enter_context(mode_of(model, mode))
         checkpoints = stack.enter_context(noted_checkpoints(model))
+        stack.enter_context(computed_in(precision))
         exported = _export(flat, example)
     program = exported.program
     for (position, dim), line in exported.fixed_sizes.items():
@@ -228,6 +246,7 @@ def _capture_mode(model: nn.Module, example: Example, state: ModelState, mode: M
         reassigned=frozenset(state.key_of(name, "BUFFER", program, mode) for name in traced.reassigned),
         conditions=_in_final_symbols(program, exported.conditions),
         batch_symbols=_batch_symbols(program, example),
+        autocast=precision is not None,
     )
 
 

@@ -7,7 +7,7 @@ parameter. What autograd saves for backward is kept in a file.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ravnest.split.graph import Mode
 from ravnest.split.kept_model import model_kept
 from ravnest.split.module import StageModule
 from ravnest.split.outside_randomness import refuse_outside_randomness
+from ravnest.split.precision import computed_in, delivered
 from ravnest.split.spill_file import saved_tensors_on_disk
 from ravnest.split.structure import flatten
 
@@ -42,7 +43,7 @@ def run_model(capture: Capture, steps: Sequence[Example], mode: Mode, keep: Keep
         for index, example in enumerate(steps):
             kept = _of_step(keep, index)
             args, kwargs = _inputs(example)
-            ends = _ends(capture.model(*args, **kwargs), kept)
+            ends = _ends(call_model(capture, args, kwargs), kept)
             if ends and trainable:
                 receive = partial(_receive, kept)
                 with gradients_received(trainable, receive):
@@ -82,8 +83,15 @@ def run_forward(capture: Capture, example: Example, mode: Mode) -> dict[str, tor
 
     with _prepared(capture, mode, attributes=False), mode_of(capture.model, mode), torch.no_grad():
         args, kwargs = _inputs(example)
-        _ends(capture.model(*args, **kwargs), keep)
+        _ends(call_model(capture, args, kwargs), keep)
     return found
+
+
+def call_model(capture: Capture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the output of the unsplit model in its precision; the backward pass is the caller's."""
+    with computed_in(capture.precision):
+        output = capture.model(*args, **kwargs)
+    return delivered(output, capture.precision)
 
 
 class _BlockReceiver:

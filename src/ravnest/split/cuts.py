@@ -1,7 +1,7 @@
 """Find the legal cuts of a graph, and the values that cross each cut.
 
 Positions count the graph's operations in program order: cut ``c`` lies before operation ``c``.
-Arithmetic on sizes has no position; each stage repeats it for itself.
+Arithmetic on sizes and casts of weights have no position; each stage repeats them for itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import fx
 
 from ravnest.split.aliases import find_aliases
 from ravnest.split.capture import ModeCapture
+from ravnest.split.casts import is_state_cast
 from ravnest.split.normalise import is_size
 
 
@@ -73,7 +74,7 @@ class CutLayout:
 def lay_out(capture: ModeCapture) -> CutLayout:
     """Number the operations of a normalised graph and find its legal cuts."""
     graph = capture.graph
-    operations = tuple(n for n in graph.nodes if n.op == "call_function" and not is_size(n))
+    operations = tuple(n for n in graph.nodes if n.op == "call_function" and not _is_repeated(n))
     position = {node: index for index, node in enumerate(operations)}
     barred = [False] * (len(operations) + 1)
 
@@ -88,6 +89,11 @@ def lay_out(capture: ModeCapture) -> CutLayout:
     _bar_written_memory(capture, position, bar)
     legal = tuple(cut for cut in range(1, len(operations)) if not barred[cut])
     return CutLayout(capture, operations, legal)
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    """Return True for a node that each stage repeats for itself."""
+    return is_size(node) or is_state_cast(node)
 
 
 def _bar_written_memory(

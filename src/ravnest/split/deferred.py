@@ -10,6 +10,7 @@ ones that autograd calls, so that the results are the same to the last bit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
+from ravnest.split.casts import cast_keys
 from ravnest.split.deferral_rules import RULES, DeferralRule, SavedCall
 from ravnest.split.gradients import add_product, saves_product
 from ravnest.split.graph import Operation, Ref, StageGraph, refs_in
@@ -39,6 +41,10 @@ class WeightUse(Protocol):
     @property
     def several(self) -> bool:
         """True if its gradients are sums of several products."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of the weights, if their gradients are computed in another one."""
 
     def gradients(
         self, saved: Any, totals: Mapping[str, torch.Tensor], *, in_place: bool
@@ -165,11 +171,15 @@ class DeferredGradients:
                     if key in repeated:
                         partial[key] = partial[key].add_(gradient) if key in partial else gradient
                     else:
-                        _add(key, gradient, take, sums)
+                        _add(key, _cast(gradient, call.dtype), take, sums)
                 for name in call.keys if repeated else ():
                     uses[name] -= 1
                     if name is not None and name in partial and not uses[name]:
-                        _add(name, partial.pop(name), take, sums)
+                        _add(name, _cast(partial.pop(name), call.dtype), take, sums)
+
+
+def _cast(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return gradient if dtype is None else gradient.to(dtype)
 
 
 def _add(key: str, gradient: torch.Tensor, take: Take, sums: Mapping[str, torch.Tensor] | None) -> None:
@@ -210,13 +220,18 @@ class Deferral:
         keys: tuple[str, str | None],
         *,
         alone: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """``alone``: no other operation of the graph uses the weight or the bias."""
+        """``alone``: no other operation of the graph uses the weight or the bias.
+
+        ``dtype`` is the type of weight and bias, if the operator gets casts of them.
+        """
         self._function = function
         self._alone = alone
         self._rule = rule
         self.keys = keys
         """Keys of the weight and the bias."""
+        self.dtype = dtype
         self.several = False
         """True if its gradients are sums of several products."""
 
@@ -264,7 +279,8 @@ class Deferral:
     def _saves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Return whether it saves time, and changes no order of sums, to add the gradient in place."""
         terms = x.numel() // (x.shape[-1] or 1)
-        return self._alone and self._rule.factors is not None and saves_product(terms, weight)
+        alone = self._alone and self.dtype is None and self._rule.factors is not None
+        return alone and saves_product(terms, weight)
 
     def run(self, arguments: tuple[Any, ...]) -> torch.Tensor:
         """Call the operator as it is."""
@@ -348,13 +364,16 @@ class _DeferredCall(torch.autograd.Function):
 
 def deferrable_keys(graph: StageGraph) -> frozenset[str]:
     """Return the keys of the weights whose every use in the graph can be deferred."""
-    keys = {use.name: use.key for use in graph.state}
+    casts = cast_keys(graph)
+    keys = {use.name: use.key for use in graph.state} | casts
     calls = [{keys.get(name) for name in _weight_names(o)} for o in graph.operations]
     others = [
         {keys[name] for name in operation.refs() if name in keys} - weights
         for operation, weights in zip(graph.operations, calls, strict=True)
+        if operation.name not in casts
     ]
     excluded: set[str | None] = {None}.union(*others)
+    excluded |= _used_in_two_types(graph, casts)
     excluded |= {
         keys.get(output.value.name) for output in graph.outputs if isinstance(output.value, Ref)
     }
@@ -364,27 +383,39 @@ def deferrable_keys(graph: StageGraph) -> frozenset[str]:
     return frozenset(key for call in calls for key in call - excluded if key is not None)
 
 
+def _used_in_two_types(graph: StageGraph, casts: Mapping[str, str]) -> set[str]:
+    """Return the keys that operations read both as they are and cast, or in several casts."""
+    names = Counter(casts.values())
+    read = {name for o in graph.operations if o.name not in casts for name in o.refs()}
+    direct = {use.key for use in graph.state if use.name in read}
+    return {key for key, count in names.items() if count > 1 or key in direct}
+
+
 def deferral_of(
     operation: Operation,
     function: Callable[..., Any],
     keys: Mapping[str, str],
+    casts: Collection[str],
     deferrable: frozenset[str],
     uses: Mapping[str, int],
 ) -> Deferral | None:
     """Return the call of an operation as one that can be deferred, or ``None`` if it cannot.
 
-    ``keys`` maps the names of the graph's state to their keys; ``deferrable`` is of ``deferrable_keys``.
-    ``uses`` counts the operations that use each key.
+    ``keys`` maps the names of the graph's state and of its ``casts`` to their keys; ``deferrable`` is of
+    ``deferrable_keys``. ``uses`` counts the operations that use each key.
     """
     weights, rule = _weight_names(operation), RULES.get(operation.target)
     if rule is None or not weights or any(keys.get(name) not in deferrable for name in weights):
+        return None
+    if len({name in casts for name in weights}) > 1:
         return None
     bias = _argument(operation, rule.bias)
     bias_key = keys.get(bias.name) if isinstance(bias, Ref) else None
     weight = _argument(operation, rule.weight)
     assert isinstance(weight, Ref)
     alone = all(uses[keys[name]] == 1 for name in weights)
-    return Deferral(function, rule, (keys[weight.name], bias_key), alone=alone)
+    dtype = torch.float32 if weight.name in casts else None
+    return Deferral(function, rule, (keys[weight.name], bias_key), alone=alone, dtype=dtype)
 
 
 def deferrable_input(node: fx.Node, trained: Collection[str]) -> fx.Node | None:

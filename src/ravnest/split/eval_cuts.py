@@ -7,10 +7,12 @@ that cross.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from torch import fx
 
+from ravnest.split.casts import is_state_cast
 from ravnest.split.cuts import CutLayout
 from ravnest.split.measure import Measurement
 from ravnest.split.state import ModelState
@@ -73,9 +75,14 @@ def _misplaced(
 
 
 def state_keys(layout: CutLayout) -> Sequence[list[str]]:
-    """Return the state keys that each operation reads."""
+    """Return the state keys that each operation reads, directly or through a cast."""
     names = layout.capture.state_of
     return [
-        [names[node.name] for node in operation.all_input_nodes if node.name in names]
+        [names[name] for name in dict.fromkeys(_sources(operation)) if name in names]
         for operation in layout.operations
     ]
+
+
+def _sources(operation: fx.Node) -> Iterator[str]:
+    for node in operation.all_input_nodes:
+        yield node.all_input_nodes[0].name if is_state_cast(node) else node.name

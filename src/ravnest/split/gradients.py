@@ -69,7 +69,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 def product_adds_exactly(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether ``left @ right`` can be added to ``total`` in place without a change of bits."""
-    if total.device.type != "cpu" or left.shape[1] > _MOST_TERMS:
+    if total.device.type != "cpu" or left.shape[1] > _MOST_TERMS or left.dtype != total.dtype:
         return False
     if not (total.is_contiguous() and left.t().is_contiguous() and right.is_contiguous()):
         return False

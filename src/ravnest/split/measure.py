@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ravnest.split.aliases import find_aliases
 from ravnest.split.capture import Capture, ModeCapture
+from ravnest.split.casts import is_state_cast
 from ravnest.split.cuts import CutLayout
 from ravnest.split.normalise import NO_GRAD
 from ravnest.split.recurrent import STATES
@@ -224,7 +225,7 @@ class _Run:
         is_view = node in self._views and not (schema is not None and schema.is_mutable)
         total = 0
         for source in node.all_input_nodes:
-            if source.name not in self._mode.state_of:
+            if source.name not in self._mode.state_of and not is_state_cast(source):
                 for tensor in _tensors(self._values[source]):
                     whole = is_view and tensor.numel() == sum(o.numel() for o in outputs)
                     if tensor.requires_grad and not whole:

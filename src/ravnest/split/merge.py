@@ -34,6 +34,7 @@ _CLONE = "aten::clone.default"
 _OWN = "__own"
 """Suffix of the copy that a stage makes of a received tensor before it writes to it."""
 _SIZES = ("aten::sym_size.int", "aten::sym_numel.default", "aten::sym_stride.int")
+_CAST = "aten::_to_copy.default"
 _ARITHMETIC = ("python::", "math::", "size::")
 _KINDS = ("parameter", "buffer", "constant")
 
@@ -131,6 +132,8 @@ class _GraphMerger:
         self._values: dict[str, Argument] = {}
         """Values of the stage by their names in the current unit."""
         self._defined = {value.name for value in graphs[0].inputs}
+        self._casts: dict[str, Operation] = {}
+        """Casts of state tensors, which every unit that needs one repeats for itself."""
 
     def build(self) -> StageGraph:
         """Return the stage's graph."""
@@ -167,10 +170,15 @@ class _GraphMerger:
             if copied in received:  # made inside this stage, so it may be written in place
                 self._values[operation.name] = self._values[copied]
                 continue
-            if operation.name not in self._defined or not _is_size(operation):
+            if operation.name not in self._defined or not self._is_repeated(operation):
                 self._operations.append(_substituted(operation, self._values))
                 self._defined.add(operation.name)
+                if operation.target == _CAST and all(name in self._state for name in operation.refs()):
+                    self._casts[operation.name] = operation
             self._values[operation.name] = Ref(operation.name)
+
+    def _is_repeated(self, operation: Operation) -> bool:
+        return _is_size(operation) or self._casts.get(operation.name) == operation
 
     def _pass_on(self, graph: StageGraph, next_graph: StageGraph) -> dict[str, Argument]:
         """Return the values of the next unit's inputs, by name."""

@@ -15,6 +15,7 @@ from torch import fx
 from ravnest.errors import CaptureError
 from ravnest.split.aliases import find_aliases
 from ravnest.split.capture import ModeCapture
+from ravnest.split.casts import NO_AUTOCAST, add_casts
 from ravnest.split.recurrent import expand_recurrent_layers
 from ravnest.split.source import line_of_trace_text
 
@@ -39,6 +40,8 @@ def normalise(capture: ModeCapture) -> None:
         pass
     _drop_assertions(graph)
     _copy_instead_of_out(graph)
+    if capture.autocast:
+        add_casts(graph, list(capture.state_of))
     expand_recurrent_layers(graph)
     _settle_buffer_writes(graph, capture)
     _own_written_inputs(graph, capture)
@@ -68,24 +71,26 @@ def _inline_regions(graph: fx.Graph, owner: torch.nn.Module) -> bool:
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
-        no_grad = False
+        marks: dict[str, bool] = {}
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             enabled, body, *arguments = node.args
-            no_grad = not enabled
+            marks = {} if enabled else {NO_GRAD: True}
         elif node.target is torch.ops.higher_order.wrap_with_autocast:
             _, _, enabled, _, body, *arguments = node.args
             if enabled:
                 raise CaptureError(
                     f"{_line_of_body(owner, body)}\nautocast inside forward cannot be captured: "
                     "its casts depend on the machine. Remove the autocast block; choose the precision "
-                    "of the whole model instead (model.to(torch.bfloat16))"
+                    'of the whole model instead: precision="bf16" computes like autocast around all of '
+                    "forward, model.to(torch.bfloat16) has weights in bfloat16 too"
                 )
+            marks = {NO_AUTOCAST: True}
         else:
             raise CaptureError(
                 f"{line_of_trace_text(node.meta.get('stack_trace'))}\n{node.target} is a control-flow "
                 "region, which stages cannot represent: use torch.where or plain Python"
             )
-        _inline(graph, node, _body(owner, body), arguments, no_grad)
+        _inline(graph, node, _body(owner, body), arguments, marks)
         changed = True
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users:
@@ -105,8 +110,13 @@ def _line_of_body(owner: torch.nn.Module, reference: Any) -> str:
 
 
 def _inline(
-    graph: fx.Graph, call: fx.Node, body: fx.GraphModule, arguments: list[Any], no_grad: bool
+    graph: fx.Graph,
+    call: fx.Node,
+    body: fx.GraphModule,
+    arguments: list[Any],
+    marks: dict[str, bool],
 ) -> None:
+    """Replace the call of a region by its operations; ``marks`` are added to their meta."""
     values: dict[fx.Node, Any] = {}
     given = iter(arguments)
     results: Any = ()
@@ -118,8 +128,7 @@ def _inline(
                 results = fx.map_arg(node.args[0], lambda n: values[n])
             else:
                 copy = graph.node_copy(node, lambda n: values[n])
-                if no_grad:
-                    copy.meta[NO_GRAD] = True
+                copy.meta |= marks
                 if node.op == "get_attr":
                     copy.target = _nested_target(call, node)
                 values[node] = copy

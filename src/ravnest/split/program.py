@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ravnest.split.casts import cast_keys
 from ravnest.split.deferred import Deferral, DeferredGradients, deferrable_keys, deferral_of
 from ravnest.split.graph import Argument, Operation, Ref, StageDevice, StageGraph, refs_in
 from ravnest.split.operator_guards import executable
 from ravnest.split.recurrent_deferral import RecurrentDeferral, recurrent_deferral_of
+from ravnest.split.shared_casts import SharedCast
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,11 @@ class Program:
         self._given = len(names) + 1
         self._deferred = len(names)
         """Slot of the weight gradients that are left for later."""
-        self._keys = {use.name: use.key for use in graph.state}
+        self._casts = cast_keys(graph)
+        self._keys = {use.name: use.key for use in graph.state} | self._casts
         self._deferrable = deferrable_keys(graph)
-        read = (name for operation in graph.operations for name in operation.refs())
+        users = (operation for operation in graph.operations if operation.name not in self._casts)
+        read = (name for operation in users for name in operation.refs())
         self._uses = Counter(self._keys[name] for name in read if name in self._keys)
         self._rest: list[Any] = []
         """Initial contents of the slots after inputs and state."""
@@ -86,6 +90,8 @@ class Program:
         values = [*operation.args, *(value for _, value in operation.kwargs)]
         arguments = tuple(self._place(value, operation.no_grad) for value in values)
         function = executable(operation.target, operation.name)
+        if operation.name in self._casts:
+            function = SharedCast(function)
         if named:
             function = _by_name(function, named)
         elif deferral := self._deferral(operation, function):
@@ -97,7 +103,7 @@ class Program:
         self, operation: Operation, function: Callable[..., Any]
     ) -> Deferral | RecurrentDeferral | None:
         """Return the call of an operation whose weight gradients can be deferred, else None."""
-        found = deferral_of(operation, function, self._keys, self._deferrable, self._uses)
+        found = deferral_of(operation, function, self._keys, self._casts, self._deferrable, self._uses)
         return found or recurrent_deferral_of(operation, function, self._keys, self._deferrable)
 
     def _place(self, argument: Argument, no_grad: bool = False) -> int:

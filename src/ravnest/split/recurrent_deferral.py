@@ -98,6 +98,8 @@ class RecurrentSteps:
         assert all(node.name() == kind for node in nodes), f"nodes of another kind than {kind}"
         self.keys = [None if number is None else names[number] for number in (weight, bias)]
         """Keys of weight and bias."""
+        self.dtype: torch.dtype | None = None
+        """Gradients have the type of the weights."""
         self.several = len(nodes) > 1
         """True if its gradients are sums of several products."""
         self.edges = [GradientEdge(node, 0) for node in nodes]

@@ -222,6 +222,7 @@ class _Comparison:
         self._program = Program(graph, device)
         self._paths = [output.name for output in graph.outputs]
         types = {t.dtype for t in (*state, *capture.example.tensors) if t.is_floating_point()}
+        types |= set() if capture.precision is None else {torch.bfloat16}
         self._tolerance = max([_TOLERANCE.get(dtype, 0.0) for dtype in types] + [_USUAL_TOLERANCE])
 
     def run(self, smallest: int) -> str | None:

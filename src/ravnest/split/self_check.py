@@ -4,7 +4,8 @@ The model must repeat its own results first. Then the check compares outputs in 
 training, the gradient of every parameter, over several steps in a row, and the buffers after them. It
 expects bitwise equality. A difference is accepted if it is tiny, or if rounding errors of two runs of
 the unsplit model are as large. If tensors are cut along their rows, sums have another order, and
-rounding errors are accepted.
+rounding errors are accepted. So are those of a weight that several stages cast to bfloat16: autocast
+adds its gradients in bfloat16, stages add theirs in float32.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import xxhash
 from ravnest.errors import ExactnessError, SplitError, StageInputError
 from ravnest.host import large_blocks_mapped
 from ravnest.split.capture import Capture
+from ravnest.split.casts import keys_cast_apart
 from ravnest.split.chain import bind_inputs
-from ravnest.split.check_runs import Run, run_forward, run_model, run_stages
+from ravnest.split.check_runs import Run, gradient_name, run_forward, run_model, run_stages
 from ravnest.split.example import Example
 from ravnest.split.graph import MODES, Mode, StageSpec
 from ravnest.split.kept_model import model_kept
@@ -46,6 +48,8 @@ _ROW_BLOCKS_TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
 _USUAL_ROW_BLOCKS_TOLERANCE = 1e-4
 """Largest relative difference that is accepted if tensors are cut along their rows, by the least
 precise type of the parameters."""
+_CAST_TOLERANCE = 4e-2
+"""Largest relative difference that is accepted in gradients of weights that several stages cast."""
 _SMALL_BATCH = 2
 _FURTHER_SIZES = (3, 1, 2)
 """Batch sizes of further steps: a size of 1, and odd ones, often take other paths."""
@@ -270,6 +274,15 @@ def _log_differences(capture: Capture, differences: Mapping[str, float]) -> None
             worst,
         )
         return
+    if capture.precision is not None and differences[worst] > TOLERANCE:
+        logger.info(
+            "several stages cast the same weights to bfloat16: %d gradients differ from those of the "
+            "unsplit model, by at most %.1e (relative) in %s, which is rounding of bfloat16",
+            len(differences),
+            differences[worst],
+            worst,
+        )
+        return
     logger.warning(
         "split and unsplit model differ in %d tensors, by at most %.1e (relative) in %s: within the "
         "rounding error of float32. The usual reason is a library that takes another code path "
@@ -289,6 +302,7 @@ def _tolerance(capture: Capture) -> float:
     if not _row_blocks(capture):
         return TOLERANCE
     types = {entry.tensor.dtype for entry in capture.state.tensors.values()}
+    types |= set() if capture.precision is None else {torch.bfloat16}
     return max([_ROW_BLOCKS_TOLERANCE.get(t, 0.0) for t in types] + [_USUAL_ROW_BLOCKS_TOLERANCE])
 
 
@@ -332,10 +346,21 @@ def _compare_mode(
         with StoredResults.of(unsplit) as results:
             differences = results.differences(split)
             tolerance = _tolerance(capture)
-            if any(difference > tolerance for difference in differences.values()):
-                _refuse_large(differences, results.differences(unsplit), tolerance, mode)
+            rounded = {gradient_name(key) for key in keys_cast_apart([stage.spec for stage in stages])}
+            large = {
+                name: difference
+                for name, difference in differences.items()
+                if difference > (_CAST_TOLERANCE if _of_any_step(name) in rounded else tolerance)
+            }
+            if large:
+                _refuse_large(large, results.differences(unsplit), tolerance, mode)
         found |= {f"{name} ({mode})": difference for name, difference in differences.items()}
     return found
+
+
+def _of_any_step(name: str) -> str:
+    """Return the name of a result without its step."""
+    return name.partition(" (step ")[0]
 
 
 def _fingerprints(run: Run) -> dict[str, tuple[object, ...]]:

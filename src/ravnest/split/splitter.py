@@ -29,6 +29,7 @@ from ravnest.split.graph import (
 )
 from ravnest.split.measure import Measurement, measure
 from ravnest.split.normalise import normalise
+from ravnest.split.precision import Precision
 from ravnest.split.recurrent_shapes import lengths_vary
 from ravnest.split.row_blocks import cut_into_blocks
 from ravnest.split.self_check import verify
@@ -148,12 +149,21 @@ def prepare(
     batch_dim: int = 0,
     pass_data: bool = False,
     varying: Varying | None = None,
+    precision: Precision | None = None,
 ) -> PreparedModel:
     """Capture and measure a model. ``pass_data`` measures times with a real run on the example.
 
     ``varying`` are dimensions besides the batch whose sizes vary up to those of the example.
+    ``precision="bf16"`` captures the model as it computes under autocast.
     """
-    captured = capture(model, example_args, example_kwargs, batch_dim=batch_dim, varying=varying)
+    captured = capture(
+        model,
+        example_args,
+        example_kwargs,
+        batch_dim=batch_dim,
+        varying=varying,
+        precision=precision,
+    )
     with lengths_vary(any(captured.example.varying)):
         for mode in MODES:
             normalise(captured.modes[mode])
@@ -224,17 +234,26 @@ def split(
     batch_dim: int = 0,
     check: bool = True,
     varying: Varying | None = None,
+    precision: Precision | None = None,
 ) -> Split:
     """Split a model into stages of about equal work, or in the given proportions.
 
     ``varying``, such as ``{"input_ids": [1]}``, are dimensions besides the batch whose sizes vary
-    between batches, up to those of the example.
+    between batches, up to those of the example. ``precision="bf16"`` is mixed precision: weights stay
+    float32, matrix products and convolutions compute in bfloat16, and outputs are float32.
 
     ``ravnest.clusterize`` plans stages for given machines. With ``check`` the stages are compared with
     the model on the example; ``ExactnessError`` is raised if they differ.
     """
     shares = _shares(stages)
-    prepared = prepare(model, example_args, example_kwargs, batch_dim=batch_dim, varying=varying)
+    prepared = prepare(
+        model,
+        example_args,
+        example_kwargs,
+        batch_dim=batch_dim,
+        varying=varying,
+        precision=precision,
+    )
     result = prepared.cut(balanced_cuts(prepared, shares))
     if check:
         verify(prepared.capture, [result.stages], operation_bytes=prepared.operation_bytes)
