@@ -1,8 +1,8 @@
 """Time of an all-reduce in a ring, compared with gloo and hivemind.
 
 All members are processes on loopback with one torch thread each. A time lasts from the start signal to
-the answer of the last member, and the implementations take turns. Ravnest's all-reduce uses the gRPC
-transport, with frames, checksums, weights and a digest of the result; gloo's only sums. Hivemind has
+the answer of the last member, and the implementations take turns. Ravnest's all-reduce uses links on
+loopback, with frames, checksums, weights and a digest of the result; gloo's only sums. Hivemind has
 formed its group before the clock starts. Run as a script to print the report.
 """
 

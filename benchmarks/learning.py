@@ -4,7 +4,7 @@ Six small tasks train in one process, with Ravnest at its defaults (`schedule="a
 `schedule="async"`: a byte-level GPT with tied weights on Python's own standard library, a sine
 regression, a BERT-like classifier with an attention mask, the demo's CNN with batch norm and a ViT on
 scikit-learn's digits, and an LSTM tagger. All use AdamW with warm-up and decay (OneCycle) per update;
-the GPT clips its gradients. Each node is a process; they are connected by gRPC over loopback. They
+the GPT clips its gradients. Each node is a process; they are connected over loopback. They
 state a low computing speed, so that the plan splits batches as it does for models whose steps take
 seconds. Batch norm couples the samples of a batch, so that its batches are not split and `auto` chooses
 `async`; there the effect of `look_ahead` is measured too. Each run is evaluated in one process from the

@@ -5,7 +5,8 @@ schedule (`torch.distributed.pipelining.Schedule1F1B` on gloo) with the same sta
 model in one process. Ravnest has its default schedule: `sync` where batches can be split, so that all
 contenders learn the same. Compared with torch, both split each batch into the same micro-batches. The
 batches of the digits CNN are not split (batch norm), so that its schedule is `async`. Contenders take
-turns, start-up is left out, and the numbers are medians of ratios of neighbouring runs. In namespaces
+turns, start-up is left out, and the numbers are medians of ratios of neighbouring runs. The CPU time of
+all processes together, with ramp-up and drain, depends less on other load of the machine. In namespaces
 each process has its own link to a switch, limited to 100 Mbit/s in each direction (veth and tbf);
 Ravnest's traffic is encrypted there, gloo's is not. Run as a script to print the report; arguments
 choose tables (`single`, `loopback`, `links`).

@@ -1,27 +1,17 @@
-"""gRPC transport only: TLS, killed processes, clients that do not follow the protocol."""
+"""gRPC with TLS: certificates, and clients that do not follow the protocol."""
 
 import contextlib
-import multiprocessing
-import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 import grpc
 import pytest
 import torch
-from msgspec import structs
 from transport_nodes import EVERYWHERE, LOOPBACK, SECONDS, Inbox, Pair, connect, credentials, hello
 
 from ravnest.errors import RefusedError, TransportError, UnreachableError
 from ravnest.transport import grpc_server
-from ravnest.transport.base import Link
 from ravnest.transport.certificates import Authority
 from ravnest.transport.grpc_settings import METHOD
 from ravnest.transport.grpc_transport import GrpcTransport
@@ -29,8 +19,7 @@ from ravnest.transport.handshake import hello_frame
 from ravnest.transport.tls import Credentials, dial_address, is_loopback
 from ravnest.types import Address, MicrobatchId
 from ravnest.wire.frames import encode
-from ravnest.wire.header import Limits
-from ravnest.wire.messages import Forward, Goodbye, HelloRefused, Message, SaveStage
+from ravnest.wire.messages import Forward, Goodbye, HelloRefused, Message
 
 
 @pytest.fixture
@@ -188,18 +177,13 @@ def test_a_tls_client_cannot_use_an_unencrypted_port(
 # Clients that do not follow the protocol
 
 
-@pytest.fixture
-def plain(made: list[GrpcTransport]) -> tuple[Address, Inbox, SimpleQueue[Link]]:
-    links: SimpleQueue[Link] = SimpleQueue()
-    inbox = Inbox()
-    address = open_transport(made).serve(LOOPBACK, lambda peer: hello(1), inbox, links.put)
-    return address, inbox, links
-
-
 def raw_stream(
-    address: Address, *frames: bytes
+    address: Address, authority: Authority, *frames: bytes
 ) -> tuple[grpc.Channel, grpc.Call, SimpleQueue[bytes | None]]:
-    channel = grpc.insecure_channel(str(address))
+    own = credentials(authority, 5)
+    identity = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    name = ("grpc.ssl_target_name_override", "node_1")
+    channel = grpc.secure_channel(str(dial_address(address)), identity, [name])
     outgoing: SimpleQueue[bytes | None] = SimpleQueue()
     for frame in frames:
         outgoing.put(frame)
@@ -216,9 +200,9 @@ def raw_stream(
     ],
 )
 def test_a_first_frame_other_than_hello_is_refused(
-    plain: tuple[Address, Inbox, SimpleQueue[Link]], first: bytes, reason: str
+    guarded: tuple[Address, Inbox], authority: Authority, first: bytes, reason: str
 ) -> None:
-    channel, stream, outgoing = raw_stream(plain[0], first)
+    channel, stream, outgoing = raw_stream(guarded[0], authority, first)
     answer = b"".join(stream)
     assert reason.encode() in answer
     assert b"Refused" in answer
@@ -227,60 +211,32 @@ def test_a_first_frame_other_than_hello_is_refused(
 
 
 def test_a_client_without_a_hello_is_refused(
-    plain: tuple[Address, Inbox, SimpleQueue[Link]], monkeypatch: pytest.MonkeyPatch
+    guarded: tuple[Address, Inbox], authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_server, "LINK_HELLO", 0.1)
-    channel, stream, outgoing = raw_stream(plain[0])
+    channel, stream, outgoing = raw_stream(guarded[0], authority)
     assert b"no Hello arrived" in b"".join(stream)
+    monkeypatch.undo()
     outgoing.put(None)
     channel.close()
 
 
 def test_invalid_data_loses_the_link_with_the_reason(
-    plain: tuple[Address, Inbox, SimpleQueue[Link]], made: list[GrpcTransport]
+    guarded: tuple[Address, Inbox], authority: Authority
 ) -> None:
-    address, inbox, _ = plain
+    address, inbox = guarded
     for garbage, reason in [
         (b"garbage", "node_5 sent an invalid frame: a frame of 7 bytes is truncated"),
         (bytes(1000), "not a Ravnest frame"),
         (next(iter(encode(message())))[:-3] + b"abc", "checksum"),
     ]:
-        channel, stream, outgoing = raw_stream(address, hello_frame(hello(5)), garbage)
+        channel, stream, outgoing = raw_stream(address, authority, hello_frame(hello(5)), garbage)
         assert reason in inbox.loss()
         with contextlib.suppress(grpc.RpcError):  # it is cancelled, or has ended just before
             list(stream)
         assert stream.code() != grpc.StatusCode.DEADLINE_EXCEEDED
         outgoing.put(None)
         channel.close()
-    link = open_transport(made).dial(address, hello(0), Inbox(), deadline=SECONDS)
-    link.send(message())
-    inbox.next()
-
-
-def test_a_message_over_the_limits_loses_the_link() -> None:
-    near, far = GrpcTransport(), GrpcTransport(limits=Limits(max_message_bytes=1000))
-    pair = connect(near, far)
-    pair.near.send(message(0, 1000))
-    assert "4000 bytes of tensors exceed the limit of 1000" in pair.far_inbox.loss()
-    assert pair.near_inbox.loss()
-    near.close()
-    far.close()
-
-
-def test_another_grpc_service_is_not_a_node(made: list[GrpcTransport]) -> None:
-    server = grpc.server(grpc_server.DaemonThreads())
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with pytest.raises(UnreachableError, match="not a Ravnest node"):
-        open_transport(made).dial(Address("127.0.0.1", port), hello(0), Inbox(), deadline=0.3)
-    server.stop(None)
-
-
-def test_a_listener_that_never_answers_is_unreachable(made: list[GrpcTransport]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = Address("127.0.0.1", silent.getsockname()[1])
-        with pytest.raises(UnreachableError, match="no answer within"):
-            open_transport(made).dial(address, hello(0), Inbox(), deadline=0.5)
 
 
 def test_an_address_of_another_machine_cannot_be_served(
@@ -291,99 +247,10 @@ def test_an_address_of_another_machine_cannot_be_served(
         transport.serve(Address("192.0.2.1", 8080), lambda peer: hello(1), Inbox(), lambda link: None)
 
 
-def test_closing_ends_a_dial(made: list[GrpcTransport]) -> None:
-    transport = open_transport(made)
-    failed = threading.Event()
-    waiting = threading.Event()
-
-    def dial() -> None:
-        with pytest.raises(UnreachableError):
-            transport.dial(
-                Address("127.0.0.1", 1),
-                hello(0),
-                Inbox(),
-                deadline=600,
-                waiting=lambda reason: waiting.set(),
-            )
-        failed.set()
-
-    threading.Thread(target=dial, daemon=True).start()
-    assert waiting.wait(SECONDS)
-    transport.close()
-    assert failed.wait(SECONDS)
-
-
 def test_a_name_that_does_not_resolve(made: list[GrpcTransport], authority: Authority) -> None:
     transport = open_transport(made, credentials(authority, 0))
     with pytest.raises(UnreachableError, match=r"no-such-host\.invalid:80 in 0.5 s"):
         transport.dial(Address("no-such-host.invalid", 80), hello(0), Inbox(), deadline=0.5)
-
-
-# Killed processes
-
-
-def _child(control: Connection, port: int | None) -> None:
-    """Serve or dial, and send endlessly, so that the process is killed during a message."""
-    transport = GrpcTransport()
-    if port is None:
-        links: SimpleQueue[Link] = SimpleQueue()
-        control.send(transport.serve(LOOPBACK, lambda peer: hello(1), Inbox(), links.put).port)
-        link = links.get(timeout=SECONDS)
-    else:
-        own = transport.serve(LOOPBACK, lambda peer: hello(1), Inbox(), lambda link: None)
-        named = structs.replace(hello(1), addresses=(str(own),))
-        link = transport.dial(Address("127.0.0.1", port), named, Inbox(), deadline=SECONDS)
-    tensor = torch.randn(1_000_000)
-    while True:
-        link.send(Message(SaveStage("run"), {"x": tensor}))
-        link.flush(SECONDS)
-
-
-@pytest.mark.parametrize("dials", [False, True], ids=["server killed", "client killed"])
-def test_a_killed_peer_is_detected(made: list[GrpcTransport], dials: bool) -> None:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    inbox, transport = Inbox(), open_transport(made)
-    port = None
-    if dials:
-        port = transport.serve(LOOPBACK, lambda peer: hello(0), inbox, lambda link: None).port
-    child = context.Process(target=_child, args=(there, port), daemon=True)
-    child.start()
-    if not dials:
-        transport.dial(Address("127.0.0.1", here.recv()), hello(0), inbox, deadline=60)
-    inbox.messages.get(timeout=60)
-    assert child.pid is not None
-    os.kill(child.pid, signal.SIGKILL)
-    lost = inbox.lost.get(timeout=SECONDS)  # not after an outage of 60 s: nothing listens there
-    assert "lost node_1: " in lost
-    assert "nothing listens there" in lost
-    child.join(SECONDS)
-
-
-NEVER_CLOSES = """
-from ravnest.transport.grpc_transport import GrpcTransport
-from ravnest.wire.messages import Message, SaveStage
-from transport_nodes import connect
-pair = connect(GrpcTransport(), GrpcTransport())
-pair.near.send(Message(SaveStage("run")))
-pair.far_inbox.next()
-"""
-
-
-def test_a_program_ends_without_closing_its_links() -> None:
-    folder = os.path.dirname(__file__)  # noqa: PTH120
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])}
-    subprocess.run([sys.executable, "-c", NEVER_CLOSES], env=environment, timeout=60, check=True)
-
-
-def test_a_forked_child_does_not_disturb_the_link(made: list[GrpcTransport]) -> None:
-    """Data loaders fork workers while links are open."""
-    pair = connect(open_transport(made), open_transport(made))
-    child = multiprocessing.get_context("fork").Process(target=int)
-    child.start()
-    child.join(SECONDS)
-    assert child.exitcode == 0
-    assert_works(pair)
 
 
 def test_refusals_are_small() -> None:

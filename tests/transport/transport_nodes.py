@@ -1,9 +1,11 @@
-"""Pairs of linked nodes over either transport."""
+"""Pairs of linked nodes over each transport."""
 
 import datetime
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -63,7 +65,22 @@ class Pair:
     address: Address
 
 
-@pytest.fixture(params=["memory", "grpc"])
+class Encrypted(GrpcTransport):
+    """Transport that treats addresses of this machine as those of others: gRPC with TLS."""
+
+    def __init__(self, authority: Authority) -> None:
+        super().__init__(_issued(authority, 1))
+        self._authority = authority
+
+    def serve(self, address: Address, *args: Any, **settings: Any) -> Address:
+        return super().serve(replace(address, host=EVERYWHERE.host), *args, **settings)
+
+    def dial(self, address: Address, hello: Hello, *args: Any, **settings: Any) -> Link:
+        self._credentials = _issued(self._authority, hello.node)
+        return super().dial(replace(address, host=EVERYWHERE.host), hello, *args, **settings)
+
+
+@pytest.fixture(params=["memory", "socket", "grpc"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -74,12 +91,18 @@ def network() -> MemoryNetwork:
 
 
 @pytest.fixture
-def transport(kind: str, network: MemoryNetwork) -> Iterator[Opener]:
+def transport(kind: str, network: MemoryNetwork, authority: Authority) -> Iterator[Opener]:
     """Factory of transports, which are closed at the end."""
     made: list[Transport] = []
 
     def make() -> Transport:
-        made.append(network.transport() if kind == "memory" else GrpcTransport())
+        match kind:
+            case "memory":
+                made.append(network.transport())
+            case "socket":
+                made.append(GrpcTransport())  # loopback: without TLS, and so without gRPC
+            case _:
+                made.append(Encrypted(authority))
         return made[-1]
 
     yield make
@@ -116,6 +139,11 @@ def authority() -> Authority:
 def credentials(authority: Authority, node: int, host: str = "0.0.0.0") -> Credentials:
     identity = authority.issue(f"node_{node}", [host])
     return Credentials(authority.certificate, identity.certificate, identity.key)
+
+
+@cache
+def _issued(authority: Authority, node: int) -> Credentials:
+    return credentials(authority, node)
 
 
 def refuse(peer: Hello) -> Hello | HelloRefused:

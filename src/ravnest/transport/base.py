@@ -1,6 +1,6 @@
 """Protocols of the transport: links that carry messages in order, and how they are opened.
 
-Two transports implement them, gRPC and an in-memory one, and one test suite runs on both. Transports
+Implementations: gRPC, sockets on loopback, and memory; one test suite runs on all of them. Transports
 raise only the errors of ``ravnest.errors``, never those of the library below.
 """
 

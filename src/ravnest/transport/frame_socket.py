@@ -89,6 +89,10 @@ class FrameSocket:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def fileno(self) -> int:
+        """Return the number of the open file; -1 after ``close``."""
+        return self._socket.fileno()
+
     def close(self) -> None:
         """Close the socket; no other thread may use it any more."""
         self._socket.close()
