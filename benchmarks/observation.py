@@ -35,7 +35,7 @@ from ravnest.telemetry import RecordSink, WorkerRecord
 from ravnest.types import Address
 
 REPETITIONS = int(os.environ.get("RAVNEST_BENCH_REPETITIONS", "9"))
-UPDATES = {DIGITS.name: 400, MEDIUM_GPT.name: 12}
+UPDATES = {DIGITS.name: 400, MEDIUM_GPT.name: 40}
 """Updates of a run."""
 WARM_UP = 5
 """Updates before the clock starts; the share of the micro-batches is settled then."""

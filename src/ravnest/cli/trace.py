@@ -32,10 +32,11 @@ def trace(
     server: Server = None,
     token: Token = None,
 ) -> None:
-    """Write what each node and link of a run did when, for https://ui.perfetto.dev.
+    """Write what each node of a run did when, for Perfetto.
 
-    Of a job that trains, the nodes are asked for their last 8,192 spans; of one that has ended, the
-    server has the first and the last 2,048 of each node. Only the owner and admins may read them.
+    Open the file at https://ui.perfetto.dev. Of a job that trains, the nodes are asked for their last
+    8,192 spans; of one that has ended, the server has the first and the last 2,048 of each node. Only
+    the owner and admins may read them.
     """
     folder = Path(run)
     if folder.is_dir():
