@@ -37,7 +37,7 @@ DOCS = ROOT / "docs" / "images"
 SHOWN = {"overview": "page.png", "job": "page-job.png", "phone-dark-job": "page-phone.png"}
 """Pictures that the documents show, and their names there."""
 _COLOURS = 128
-_TALLEST = {"page-job.png": 1530, "page-phone.png": 1688}
+_TALLEST = {"page-job.png": 1460, "page-phone.png": 1688}
 """Pixels of pictures that are cut."""
 _UPDATES, _TOTAL = 1100, 2400
 """Updates of the running job, and of the one that is done."""
@@ -260,6 +260,8 @@ def take_disconnected(browser: Browser, folder: Path, only: str) -> None:
 def write_shown() -> None:
     """Write those pictures that the documents show, with few colours."""
     for name, shown in SHOWN.items():
+        if not (BUILD / f"{name}.png").exists():
+            continue
         with Image.open(BUILD / f"{name}.png") as picture:
             size = (0, 0, picture.width, min(picture.height, _TALLEST.get(shown, picture.height)))
             small = picture.convert("RGB").crop(size).quantize(_COLOURS, dither=Image.Dither.NONE)
@@ -282,8 +284,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         take_all(browser, Path(folder), options.only)
         browser.close()
-    if not options.only:
-        write_shown()
+    write_shown()
 
 
 if __name__ == "__main__":

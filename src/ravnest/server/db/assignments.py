@@ -179,7 +179,8 @@ class AssignmentRepository:
     def outcomes(self, providers: Iterable[str]) -> dict[str, PartOutcomes]:
         """Return how the parts of some providers ended; providers without such parts are left out."""
         finished = func.sum(assignments.c.phase == "finished")
-        failed = func.sum(assignments.c.phase.in_(("failed", "lost")))
+        of_provider = assignments.c.cause.in_(("machine", "check")) | (assignments.c.phase == LOST)
+        failed = func.sum(of_provider)
         query = (
             select(assignments.c.provider, finished, failed)
             .where(assignments.c.provider.in_(list(providers)))

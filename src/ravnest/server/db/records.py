@@ -159,7 +159,7 @@ class PartOutcomes:
 
     finished: int = 0
     failed: int = 0
-    """Parts that failed, or during which the provider was lost."""
+    """Parts that the provider could not do, or during which it was lost; not those whose job failed."""
 
 
 @dataclass(frozen=True)
