@@ -123,4 +123,5 @@ def _scales(largest: torch.Tensor, levels: int) -> torch.Tensor:
 @cache
 def _above_half(levels: int) -> float:
     """Return the smallest value above one half that a code stands for."""
-    return next(value for value in _decode(torch.arange(levels + 1.0), levels).tolist() if value > 0.5)
+    values: list[float] = _decode(torch.arange(levels + 1.0), levels).tolist()
+    return next(value for value in values if value > 0.5)
