@@ -1,21 +1,23 @@
 """Tensors of an optimizer's state in 8 bits per value.
 
-Values are packed in blocks with one scale each, a power of two that is not below any of them. A code c
-of L levels stands for ``scale * (c / L) ** 4``: small values of a block keep a relative precision, as
-the second moment of Adam needs, by whose root steps are divided. A value between two codes is rounded to
-one of them at random, so that its mean stays: an average that moves by less than the distance of two
-codes would otherwise not move at all. What is packed from unpacked values is the same again.
+Values are packed in blocks with one scale each. A code c of L levels stands for
+``scale * (c / L) ** 4``: small values of a block keep a relative precision, as the second moment of Adam
+needs, by whose root steps are divided. A value between two codes is rounded to one of them at random, so
+that its mean stays: an average that moves by less than the distance of two codes would otherwise not
+move at all. Scales are powers of two, so that a block keeps its scale, and its values, while the largest
+changes a little. What is packed from unpacked values is the same again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from ravnest.plan.memory import PACKED_BLOCK
 
-_CHUNK = 1 << 10
+_CHUNK = 1 << 7
 """Blocks that are packed at once: temporaries stay in the processor's cache."""
 _SIGNED, _UNSIGNED = 127, 255
 """Levels of values of both signs, and of values that are not negative."""
@@ -42,7 +44,7 @@ class PackedTensor:
         """Pack a float32 tensor; ``seed`` decides how values between two codes are rounded."""
         flat = tensor.detach().reshape(-1)
         count, device = -(-flat.numel() // PACKED_BLOCK), flat.device
-        signed = bool((flat < 0).any())
+        signed = not bool(flat.min() >= 0)  # NaN counts as signed
         codes = torch.empty(
             count, PACKED_BLOCK, dtype=torch.int8 if signed else torch.uint8, device=device
         )
@@ -66,10 +68,7 @@ class PackedTensor:
             codes, scales = self.codes[first : first + _CHUNK], self.scales[first : first + _CHUNK]
             values = flat[first * PACKED_BLOCK :][: codes.numel()].view(-1, PACKED_BLOCK)
             values.copy_(codes)
-            signs = values.sign() if codes.dtype == torch.int8 else None
-            _decode(values, _levels(codes)).mul_(scales)
-            if signs is not None:
-                values.mul_(signs)
+            _decode(values, _levels(codes), signed=codes.dtype == torch.int8).mul_(scales)
         whole = flat[: self.shape.numel()].view(self.shape)
         if like is None or like.is_contiguous():
             return whole
@@ -80,39 +79,49 @@ def _levels(codes: torch.Tensor) -> int:
     return _SIGNED if codes.dtype == torch.int8 else _UNSIGNED
 
 
-def _decode(codes: torch.Tensor, levels: int) -> torch.Tensor:
+def _decode(codes: torch.Tensor, levels: int, *, signed: bool = False) -> torch.Tensor:
     """Change float codes to values of a block with scale 1."""
     codes.div_(levels)
-    codes.mul_(codes)
-    return codes.mul_(codes)
+    for _ in range(2):
+        codes.mul_(codes.abs() if signed else codes)
+    return codes
 
 
 def _pack(
     blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, chances: torch.Tensor
 ) -> None:
-    """Pack blocks, one in each row; ``chances`` are random numbers from 0 to 1."""
+    """Pack blocks, one in each row; ``chances`` are random numbers from 0 to 1.
+
+    Comparisons of tensors are slow, so that this does without.
+    """
     levels = _levels(codes)
     values = blocks.abs()
-    scales.copy_(_scales(values.amax(1, keepdim=True)))
-    values.div_(scales)
+    scales.copy_(_scales(values.amax(1, keepdim=True), levels))
+    values.div_(scales).clamp_(max=1)
     low = values.sqrt().sqrt_().mul_(levels).floor_()
     below = _decode(low.clone(), levels)
-    above = _decode(low + 1, levels)
-    share = (values - below).div_(above.sub_(below))
-    up = chances[: len(values)].lt(share)
-    # The largest value stays above half of the scale, and what is not zero stays so: the same scale and
-    # signs follow from the unpacked values.
-    up |= (values > 0.5) & (below <= 0.5)
-    up |= (low == 0) & (blocks != 0)
-    low.add_(up)
-    if codes.dtype == torch.int8:
-        low.copysign_(blocks)
+    gap = _decode(low + 1, levels).sub_(below)
+    share = values.sub_(below).div_(gap)
+    low.add_(share.add_(chances[: len(low)]).floor_().clamp_(0, 1))
+    # Only zero becomes zero: steps are divided by the root of a second moment.
+    low.clamp_(1, levels).mul_(blocks.sign())
     codes.copy_(low.nan_to_num_(0.0))
 
 
-def _scales(largest: torch.Tensor) -> torch.Tensor:
-    """Return the smallest powers of two that are not below; NaN for what is not finite."""
+def _scales(largest: torch.Tensor, levels: int) -> torch.Tensor:
+    """Return the powers of two by which blocks with these largest values are divided.
+
+    They are the smallest that are not below, or half of that if the value could be rounded to the half:
+    the same scale follows from the unpacked values. NaN for what is not finite.
+    """
     fraction, exponent = torch.frexp(largest)
-    exponent = (exponent - (fraction == 0.5).int()).clamp_(min=_LEAST_EXPONENT)
+    exponent = (exponent - (fraction < _above_half(levels)).int()).clamp_(min=_LEAST_EXPONENT)
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     return scale.where(largest.isfinite(), torch.nan)
+
+
+@cache
+def _above_half(levels: int) -> float:
+    """Return the smallest value above one half that a code stands for."""
+    values: list[float] = _decode(torch.arange(levels + 1.0), levels).tolist()
+    return next(value for value in values if value > 0.5)
