@@ -103,6 +103,11 @@ def bf16_products_work() -> bool:
     return done.returncode != -signal.SIGILL
 
 
+def working_kernels() -> dict[str, str]:
+    """Return the variables with which processes of this machine multiply matrices of bfloat16."""
+    return {} if bf16_products_work() else dict(WITHOUT_AMX)
+
+
 def _reports_amx() -> bool:
     try:
         return "amx_bf16" in _CPU_INFO.read_text(encoding="ascii", errors="replace")

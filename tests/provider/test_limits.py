@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ravnest import host
 from ravnest.provider.events import WorkerEnded
 from ravnest.provider.job_dir import JobDir, WorkerSettings
 from ravnest.provider.limits import (
@@ -80,6 +81,13 @@ def test_only_known_variables_reach_a_worker(tmp_path: Path) -> None:
         "OPENBLAS_NUM_THREADS": "2",
         "GRPC_VERBOSITY": "info",
     }
+
+
+def test_a_worker_does_without_instructions_that_would_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "bf16_products_work", lambda: False)
+    assert environment(tmp_path, 2, {})["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_FP16"
 
 
 def test_the_reason_names_the_taken_and_the_offered_memory() -> None:

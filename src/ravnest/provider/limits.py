@@ -60,7 +60,7 @@ def environment(folder: Path, cores: int, source: Mapping[str, str] | None = Non
         if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIX)
     }
     own = {"HOME": str(folder / HOME), "TMPDIR": str(folder / TEMPORARY), **_GRPC_LOG}
-    return passed | own | dict.fromkeys(_THREADS, str(cores))
+    return passed | own | host.working_kernels() | dict.fromkeys(_THREADS, str(cores))
 
 
 def confine(sandbox: str = "", channel: int = -1) -> None:

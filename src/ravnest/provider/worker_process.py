@@ -19,16 +19,7 @@ from typing import IO
 import psutil
 
 from ravnest.deadlines import LAST_CHECKPOINT, OUTPUT_CLOSE, WORKER_STOP
-from ravnest.host import (
-    INTERRUPT,
-    KILL,
-    SIGNALLED,
-    TERMINATE,
-    WITHOUT_AMX,
-    bf16_products_work,
-    signal_name,
-    signal_process,
-)
+from ravnest.host import INTERRUPT, KILL, SIGNALLED, TERMINATE, signal_name, signal_process
 from ravnest.provider.child_process import ChildProcess
 from ravnest.provider.events import ConnectionsRejected, RecordsReceived, WorkerEnded
 from ravnest.provider.failure import cause_of_exit
@@ -149,11 +140,10 @@ class WorkerProcess:
 
     def _launch(self, output: IO[bytes], argv: list[str], descriptors: tuple[int, ...]) -> int:
         """Start the child process; return its process id."""
-        kernels = {} if bf16_products_work() else WITHOUT_AMX
         self._child = ChildProcess(
             f"worker {self.assignment}",
             argv,
-            environment(self.job_dir.scratch, self.settings.cores) | kernels,
+            environment(self.job_dir.scratch, self.settings.cores),
             self.job_dir.folder,
             stdout=output,
             pass_fds=descriptors,

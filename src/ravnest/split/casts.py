@@ -146,8 +146,11 @@ def _observed_casts(node: fx.Node) -> dict[fx.Node, torch.dtype]:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     if _has_kernel(target, "AutocastCPU"):
-        own = _observe(node, autocast=False).casts if observed.casts else {}
-        return {source: dtype for source, dtype in observed.casts.items() if own.get(source) != dtype}
+        wanted = next(iter(observed.casts.values()), None)  # casts to other types are the operator's own
+        casts = {source: dtype for source, dtype in observed.casts.items() if dtype is wanted}
+        mixed = len({n.meta["val"].dtype for n in node.all_input_nodes if _is_float(n)}) > 1
+        own = _observe(node, autocast=False).casts if casts and not mixed else {}
+        return {source: dtype for source, dtype in casts.items() if own.get(source) is not dtype}
     if not observed.lowers:
         return {}
     # An operator made of others, such as einsum, whose matrix products are cast.
@@ -156,7 +159,7 @@ def _observed_casts(node: fx.Node) -> dict[fx.Node, torch.dtype]:
 
 
 def _observe(node: fx.Node, *, autocast: bool) -> _Observer:
-    """Call an operation on fake tensors; without autocast, it may refuse them."""
+    """Call an operation on fake tensors."""
     values, mode = _values_of(node)
     observer = _Observer({id(value): source for source, value in values.items()})
     with contextlib.ExitStack() as stack:
@@ -166,8 +169,6 @@ def _observe(node: fx.Node, *, autocast: bool) -> _Observer:
         if autocast:
             cast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
             stack.enter_context(cast)
-        else:
-            stack.enter_context(contextlib.suppress(RuntimeError))
         stack.enter_context(observer)
         _call(node, values)
     return observer

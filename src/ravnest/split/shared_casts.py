@@ -49,9 +49,11 @@ class _CastOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, cast: list[torch.Tensor]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.dtype = weight.dtype
         return cast[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0].to(ctx.dtype), None
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        (gradient,) = gradients
+        return None if gradient is None else gradient.to(ctx.dtype), None
