@@ -20,12 +20,8 @@ from rich.text import Text
 
 from ravnest.deadlines import RECORDS_CLOSE
 from ravnest.errors import LaunchError
-<<<<<<< ours
-from ravnest.host import usable_cores
-from ravnest.logs.record_stream import RECORDS_VARIABLE
-=======
 from ravnest.host import usable_cores, working_kernels
->>>>>>> theirs
+from ravnest.logs.record_stream import RECORDS_VARIABLE
 from ravnest.provider.child_process import ChildProcess, run_together
 from ravnest.provider.record_pipe import read_records
 from ravnest.provider.supervision import RestartPolicy, Supervision
@@ -89,8 +85,7 @@ def launch(
         restart=RestartPolicy() if restart else None,
         groups={node.name: node.cluster for node in nodes},
     )
-<<<<<<< ours
-    environment = {"PYTHONUNBUFFERED": "1", **os.environ, **shares}
+    environment = {"PYTHONUNBUFFERED": "1", **working_kernels(), **os.environ, **shares}
     if trace is not None:
         environment[TRACE] = str(Path(trace).absolute())
     with ExitStack() as stack:
@@ -110,20 +105,6 @@ def launch(
         run_together(children, supervision, show, say=output.say, restarted={RESUME: "1"})
     if supervision.exit_code:
         output.show_kept()
-=======
-    environment = {"PYTHONUNBUFFERED": "1", **working_kernels(), **os.environ, **shares}
-    children = [
-        ChildProcess(
-            node.name,
-            (sys.executable, str(path), node.name, *arguments),
-            environment,
-            None if work is None else Path(work),
-            ends_with_us=True,
-        )
-        for node in nodes
-    ]
-    run_together(children, supervision, output.show, say=output.say, restarted={RESUME: "1"})
->>>>>>> theirs
     for line in supervision.summary():
         output.say(line)
     return supervision.exit_code

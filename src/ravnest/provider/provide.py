@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ravnest.errors import SettingsError
-from ravnest.host import make_private
+from ravnest.host import make_private, working_kernels
 from ravnest.http.credentials import home
 from ravnest.provider.addresses import MOST_ADDRESSES, Addresses, addresses
 from ravnest.provider.agent import Agent
@@ -86,6 +86,7 @@ def provide(  # noqa: PLR0913 - keywords, each an option of the command
         if value is not None and not value > 0:
             raise SettingsError(f"the {what} must be more than 0, not {value:g}")
     chosen = choose_sandbox(sandbox)
+    working_kernels()  # tried once per process, which takes seconds: now, not when a job begins
     show = _say if say is None else say
     own_name = (name or socket.gethostname())[:100]
     target = home() / "providers" / _slug(own_name) if folder is None else Path(folder)
