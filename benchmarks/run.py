@@ -39,6 +39,7 @@ SECTIONS = {
     "cluster_learning": "Learning of several clusters",
     "going_back": "Learning of clusters that go back to a checkpoint",
     "robust_mean": "Averages with a lying cluster",
+    "optimizer_state": "Optimizer state in 8 bits",
     "compression": "Savings and cost of compression",
     "averaging": "Value and cost of averaging clusters",
 }

@@ -23,7 +23,7 @@ from ravnest.plan.node_configs import NodeConfig, read_node_configs
 from ravnest.plan.plan import ClusterPlan, Plan
 from ravnest.plan.planner import make_plan
 from ravnest.plan.profile import ModelProfile
-from ravnest.plan.profiler import optimizer_state_factor, profile_model, unit_names
+from ravnest.plan.profiler import kept_state, optimizer_state_factor, profile_model, unit_names
 from ravnest.plan.row_cuts import row_cut_models, whole_reason
 from ravnest.split.self_check import verify
 from ravnest.split.splitter import PreparedModel, Split, prepare
@@ -37,6 +37,7 @@ from ravnest.store.file_set import Replacement
 from ravnest.store.files import convert, has_format, inside, read_json, write_json
 from ravnest.store.node_spec import NodeSpec, bundle_path, make_node_spec, plan_digest, write_node
 from ravnest.transport.certificates import Authority
+from ravnest.types import StateForm
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def clusterize(  # noqa: PLR0913 - the documented signature
     resume_from: str | Path | None = None,
     varying: Varying | None = None,
     ema: float | None = None,
+    optimizer_state: StateForm = "float32",
 ) -> Plan:
     """Group the nodes of ``node_data/node_configs.json`` into clusters and split the model for them.
 
@@ -91,7 +93,7 @@ def clusterize(  # noqa: PLR0913 - the documented signature
     ``pass_data`` measures costs with a real forward pass instead of computing them. ``clusters`` sets
     the number of clusters. Memory is planned for ``optimizer`` with ``optimizer_params`` (AdamW by
     default), ``update_frequency`` micro-batches per update and, with ``ema``, a moving average of the
-    weights, as ``Node`` takes it. ``batch_dim`` is the dimension of the
+    weights; ``ema`` and ``optimizer_state`` are those of ``Node``. ``batch_dim`` is the dimension of the
     inputs that counts samples. ``resume_from`` is a folder with the ``node_<i>`` checkpoint folders of
     an earlier training: every node gets the newest complete checkpoint, cut for its stage, and
     ``Trainer(resume=True)`` continues from it. ``varying`` are dimensions besides the batch whose sizes
@@ -115,6 +117,7 @@ def clusterize(  # noqa: PLR0913 - the documented signature
         batch_dim=batch_dim,
         varying=varying,
         ema=ema,
+        optimizer_state=optimizer_state,
     )
     splits = _checked_splits(formation)
     plan = formation.plan
@@ -142,6 +145,7 @@ def form_clusters(  # noqa: PLR0913 - the options of clusterize
     batch_dim: int = 0,
     varying: Varying | None = None,
     ema: float | None = None,
+    optimizer_state: StateForm = "float32",
 ) -> Formation:
     """Capture, profile and plan a model without writing anything; ``PlanError`` if no plan exists.
 
@@ -157,11 +161,10 @@ def form_clusters(  # noqa: PLR0913 - the options of clusterize
         pass_data=pass_data,
         varying=varying,
     )
-    factor = optimizer_state_factor(optimizer, optimizer_params) + (ema is not None)
+    factor = optimizer_state_factor(optimizer, optimizer_params)
+    kept = kept_state(factor, model.parameters(), optimizer_state, ema=ema is not None)
     averaging = averaging_copies(ema=ema is not None)
-    profile = replace(
-        profile_model(prepared, optimizer_factor=factor), whole_reason=whole_reason(optimizer)
-    )
+    profile = replace(kept.applied(profile_model(prepared)), whole_reason=whole_reason(optimizer))
     seed = torch.initial_seed() % 2**32
 
     def planned(of: ModelProfile) -> Plan | Infeasible:

@@ -336,6 +336,8 @@ def test_metrics_are_packed_as_names_and_graphs(tmp_path: Path) -> None:
         ({"lr_scheduler": "plateau", "val_data": None}, "give val_data, or omit them"),
         ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "not both"),
         ({"ema": 1.0}, "ema must be the decay of a moving average"),
+        ({"optimizer_state": "int4"}, "optimizer_state must be 'float32' or 'int8', not 'int4'"),
+        ({"optimizer_state": "int8", "average_optim": True}, "average_optim=True needs the optimizer's"),
         ({"keep_best": "acc"}, "keep_best names the metric 'acc', which is not one of "),
         ({"early_stopping": {"metric": "loss", "patience": 0}}, "patience of early_stopping must be"),
         ({"metrics": ["acc"]}, "no metric is called 'acc'"),

@@ -35,6 +35,9 @@ class Job:
     """Class of `torch.optim` whose step needs no closure."""
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the optimizer: numbers, strings, booleans, None, or lists of them."""
+    optimizer_state: Literal["float32", "int8"] = "float32"
+    """`"int8"`: providers keep the larger tensors of the optimizer's state in 8 bits per value. See
+    [Optimizer state in 8 bits](#optimizer-state-in-8-bits)."""
     parameter_groups: Sequence[Mapping[str, Any]] = ()
     """Other settings of the optimizer for parameters whose names match, such as
     `[{"match": "*.bias", "weight_decay": 0}]`. See [Parameter groups](#parameter-groups)."""

@@ -21,7 +21,7 @@ from ravnest.jobs.registry import (
     named_optimizer,
     named_scheduler,
 )
-from ravnest.runtime.settings import check_ema, codec_for, is_count
+from ravnest.runtime.settings import check_ema, check_state_form, codec_for, is_count
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import (
     DatasetFiles,
@@ -82,6 +82,7 @@ def check_settings(job: Job) -> UpdateSettings:
 def _check_options(job: Job) -> None:
     try:
         check_ema(job.ema)
+        check_state_form(job.optimizer_state, average_optim=job.average_optim)
     except SettingsError as error:
         raise JobError(str(error)) from error
 
@@ -166,6 +167,7 @@ def training_spec(
         epochs=job.epochs,
         batch_size=batch_size,
         optimizer=rule.optimizer,
+        optimizer_state=job.optimizer_state,
         parameter_groups=rule.groups,
         lr_step_on_epoch_change=job.lr_step_on_epoch_change and not _counts_updates(job),
         loss=loss,

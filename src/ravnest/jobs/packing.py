@@ -48,7 +48,7 @@ from ravnest.jobs.registry import (
 )
 from ravnest.jobs.value_checks import ValueScan, check_classes, check_extremes
 from ravnest.plan.profile import ModelProfile
-from ravnest.plan.profiler import optimizer_state_factor, profile_model
+from ravnest.plan.profiler import kept_state, optimizer_state_factor, profile_model
 from ravnest.plan.row_cuts import RowCutModel, row_cuts_to_ship, whole_reason
 from ravnest.runtime.data import LABELS
 from ravnest.schemas.jobs import (
@@ -195,10 +195,8 @@ def profile_job(job: Job, report: StepProgress) -> ProfiledJob:
     own = ({**job.optimizer_params, **group.params} for group in rule.groups)
     settings = (job.optimizer_params, *own)
     factor = max(optimizer_state_factor(job.optimizer, each) for each in settings)
-    factor += job.ema is not None
-    profile = replace(
-        profile_model(prepared, optimizer_factor=factor), whole_reason=whole_reason(job.optimizer)
-    )
+    kept = kept_state(factor, job.model.parameters(), job.optimizer_state, ema=job.ema is not None)
+    profile = replace(kept.applied(profile_model(prepared)), whole_reason=whole_reason(job.optimizer))
     if job.schedule == "async" and profile.late_reason:
         raise JobError(
             f"{profile.late_reason}, which an update could overtake with schedule='async': use 'sync' "

@@ -54,6 +54,11 @@ from ravnest.transport.acknowledgements import ACK_BYTES
 RECOMPUTATION = 1 / 3
 """Time of a forward pass as a share of forward and backward: what recomputing all activations adds."""
 
+PACKED_LEAST = 4096
+"""Values of a tensor from which on optimizer state in 8 bits is packed."""
+PACKED_BLOCK = 256
+"""Values for which packed optimizer state has a scale."""
+
 FloatArray = NDArray[np.float64]
 Bytes = TypeVar("Bytes", float, FloatArray)
 """Bytes of one stage, or of a grid of stages."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from ravnest.errors import PlanError
 from ravnest.plan.loss_chunks import LOSS_COPIES
+from ravnest.plan.memory import PACKED_BLOCK, PACKED_LEAST
 from ravnest.plan.profile import ChunkableHead, ModelProfile, RowCut, TensorProfile, UnitCost
 from ravnest.split import state
 from ravnest.split.aliases import find_aliases
@@ -25,6 +26,7 @@ from ravnest.split.recurrent import DEFERRED_COPIES
 from ravnest.split.sample_coupling import row_split
 from ravnest.split.splitter import PreparedModel
 from ravnest.split.written_state import written_weights
+from ravnest.types import StateForm
 
 _FLOPS_PER_BYTE = 4.0
 """Operations that a machine computes in the time of moving one byte. Most layers except matrix products
@@ -169,6 +171,24 @@ def unit_names(prepared: PreparedModel) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class KeptState:
+    """Memory of what is kept for updates besides parameters and gradients."""
+
+    factor: float
+    """Bytes per byte of parameter, as in ``ModelProfile.optimizer_bytes_per_parameter_byte``."""
+    update_copies: float
+    """Temporaries of an update, as a multiple of the largest parameter: packed state is unpacked."""
+
+    def applied(self, profile: ModelProfile) -> ModelProfile:
+        """Return the profile with these costs."""
+        return replace(
+            profile,
+            optimizer_bytes_per_parameter_byte=self.factor,
+            update_copies=self.update_copies,
+        )
+
+
 def optimizer_state_factor(
     optimizer: type[torch.optim.Optimizer] | None, params: Mapping[str, Any] | None = None
 ) -> float:
@@ -185,6 +205,22 @@ def optimizer_state_factor(
         raise PlanError(f"the optimizer cannot be used as given: {error}") from error
     kept = [v for v in instance.state[parameter].values() if isinstance(v, torch.Tensor) and v.dim()]
     return sum(v.numel() * v.element_size() for v in kept) / (parameter.numel() * 4)
+
+
+def kept_state(
+    factor: float, parameters: Iterable[torch.nn.Parameter], form: StateForm, *, ema: bool = False
+) -> KeptState:
+    """Return the state that is kept of an optimizer with ``factor`` bytes per byte of parameter.
+
+    ``ema``: a moving average of the parameters is kept as well.
+    """
+    if form == "float32":
+        return KeptState(factor + ema, _UPDATE_COPIES)
+    trained = [p for p in parameters if p.requires_grad]
+    large = [p for p in trained if p.numel() >= PACKED_LEAST and p.dtype == torch.float32]
+    share = sum(p.nbytes for p in large) / max(sum(p.nbytes for p in trained), 1)
+    packed = 1 - share + share * (1 + 4 / PACKED_BLOCK) / 4
+    return KeptState(factor * packed + ema, _UPDATE_COPIES + factor)
 
 
 def _work(measurement: Measurement) -> np.ndarray:

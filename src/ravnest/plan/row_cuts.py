@@ -106,4 +106,9 @@ def _profile(prepared: PreparedModel, whole: ModelProfile) -> ModelProfile:
     found = profile_model(
         prepared, optimizer_factor=whole.optimizer_bytes_per_parameter_byte, splits=False
     )
-    return replace(found, smallest_rows=whole.smallest_rows, unsplit_reason=whole.unsplit_reason)
+    return replace(
+        found,
+        smallest_rows=whole.smallest_rows,
+        unsplit_reason=whole.unsplit_reason,
+        update_copies=whole.update_copies,
+    )

@@ -88,6 +88,7 @@ def train(job_dir: JobDir, settings: WorkerSettings, sink: RecordSink | None = N
         clip_grad_value=training.clip_grad_value,
         plateau_metric=training.plateau_metric,
         ema=training.ema,
+        optimizer_state=training.optimizer_state,
         stop_on_nan=training.stop_on_nan,
         metrics=load_metrics(training.metrics, job_dir.metric),
         look_ahead=training.look_ahead,

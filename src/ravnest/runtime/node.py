@@ -28,7 +28,7 @@ from ravnest.runtime.inputs import bind
 from ravnest.runtime.machine_failures import is_machine_failure
 from ravnest.runtime.module_setup import device_for, initialise
 from ravnest.runtime.random_state import RandomState, capture_random_state, restore_random_state
-from ravnest.runtime.settings import NodeSettings, codec_for, is_count
+from ravnest.runtime.settings import NodeSettings, check_state_form, codec_for, is_count
 from ravnest.runtime.stage.updates import OptimizerParams, UpdateRule
 from ravnest.runtime.stage.validation_metrics import ChosenMetric, with_needed
 from ravnest.split.graph import InputEntry
@@ -101,6 +101,7 @@ class Node:
                 f"not {reduce_factor!r}"
             )
         settings = NodeSettings.of(kwargs)
+        check_state_form(settings.optimizer_state, average_optim=bool(average_optim))
         self._folder = Path(settings.folder)
         spec = read_node(self._folder, name)
         settings.check_clusters(len(spec.roots))
@@ -119,6 +120,7 @@ class Node:
                 settings.look_ahead,
                 settings.stop_on_nan,
                 settings.ema,
+                settings.optimizer_state,
             ),
             settings=settings,
             update_frequency=update_frequency,

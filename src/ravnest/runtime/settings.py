@@ -20,7 +20,7 @@ from ravnest.runtime.stage.validation_metrics import (
 )
 from ravnest.telemetry import RecordSink
 from ravnest.transport.base import Transport
-from ravnest.types import ROBUST_CLUSTERS, RobustMean, Schedule
+from ravnest.types import ROBUST_CLUSTERS, RobustMean, Schedule, StateForm
 from ravnest.wire.codecs import CODECS, FP16, RAW
 
 RESUME_VARIABLE = "RAVNEST_RESUME"
@@ -56,6 +56,9 @@ class NodeSettings:
     ema: float | None = None
     """Decay of an exponential moving average of the weights, such as 0.999, which is validated and saved
     instead of the weights; see docs/trainer.md. None: no average."""
+    optimizer_state: StateForm = "float32"
+    """``int8``: keep larger tensors of the optimizer's state in 8 bits per value between updates. Not
+    together with ``average_optim``. See docs/submitting.md."""
     metrics: Sequence[Any] | Mapping[str, Any] = ()
     """Metrics of validations, computed at the Leaf: names such as ``"accuracy"``, mappings with a name
     and parameters, or functions of the model's output and the labels. Empty: the accuracy if it is
@@ -149,6 +152,7 @@ class NodeSettings:
             )
         if self.recompute not in (True, False, "auto"):
             raise SettingsError(f"recompute must be True, False or 'auto', not {self.recompute!r}")
+        check_state_form(self.optimizer_state)
         if self.averaging not in ("background", "blocking"):
             raise SettingsError(f"averaging must be 'background' or 'blocking', not {self.averaging!r}")
         if self.robust_mean not in (None, "trimmed"):
@@ -218,6 +222,17 @@ def check_ema(decay: object) -> None:
         raise SettingsError(
             f"ema must be the decay of a moving average, a number from 0 and below 1 such as 0.999, not "
             f"{decay!r}"
+        )
+
+
+def check_state_form(form: object, *, average_optim: bool = False) -> None:
+    """Raise ``SettingsError`` unless a value is a form of optimizer state that can be used."""
+    if form not in ("float32", "int8"):
+        raise SettingsError(f"optimizer_state must be 'float32' or 'int8', not {form!r}")
+    if form == "int8" and average_optim:
+        raise SettingsError(
+            "average_optim=True needs the optimizer's state in float32, on all clusters at once, and "
+            "optimizer_state='int8' does not have the memory for it: leave out one of them"
         )
 
 

@@ -17,7 +17,7 @@ from ravnest.telemetry import (
     TimingRecord,
     ValidationRecord,
 )
-from ravnest.types import ROBUST_CLUSTERS, RobustMean
+from ravnest.types import ROBUST_CLUSTERS, RobustMean, StateForm
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 MOST_METRICS = 20
@@ -113,6 +113,7 @@ class TrainingSpec(Schema):
     epochs: Count = 1
     batch_size: Count = 64
     optimizer: NamedComponent
+    optimizer_state: StateForm = "float32"
     parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(max_length=100)] = ()
     scheduler: NamedComponent | None = None
     lr_step_on_epoch_change: bool = True

@@ -196,8 +196,7 @@ class AveragingAdapter:
     def _reset(self, stored: _StoredAverage) -> None:
         """Replace all tensors by the average, and clear the optimizer's state, which is faulty too."""
         self._assign(stored)
-        if self._execution.updates.optimizer is not None:
-            self._execution.updates.optimizer.state.clear()
+        self._execution.updates.clear_state()
 
     @property
     def _averages(self) -> WeightAverage | None:

@@ -14,7 +14,6 @@ import torch
 from ravnest.errors import SettingsError, StageInputError
 from ravnest.host import return_freed_memory
 from ravnest.runtime.stage.forward_passes import ForwardPasses, LossPart, SavedForward
-from ravnest.runtime.stage.look_ahead import LookAhead
 from ravnest.runtime.stage.updates import UpdateRule, Updates
 from ravnest.runtime.stage.weight_versions import WeightVersions
 from ravnest.split.chain import StagePass
@@ -88,10 +87,8 @@ class StageExecution:
         self._replica_gradients: dict[str, torch.Tensor] = {}
         """Gradients of replicas, accumulated for the update in progress."""
         self.updates = Updates(rule, trained, {e.key: e.model_names[0] for e in spec.state})
-        optimizer = self.updates.optimizer if rule.look_ahead else None
-        self._versions = WeightVersions(
-            trained, stash=stash, look_ahead=LookAhead(optimizer, trained) if optimizer else None
-        )
+        look_ahead = self.updates.look_ahead() if rule.look_ahead else None
+        self._versions = WeightVersions(trained, stash=stash, look_ahead=look_ahead)
         averages = {} if self.updates.average is None else self.updates.average.tensors
         self._versions.memory.update(
             tensor.untyped_storage().data_ptr()

@@ -43,9 +43,15 @@ class LookAhead:
     The state of the optimizer must not change in between; its learning rates may.
     """
 
-    def __init__(self, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> None:
-        """``weights`` are the optimizer's parameters by key."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        weights: Mapping[str, torch.Tensor],
+        state_of: Callable[[torch.Tensor], State] | None = None,
+    ) -> None:
+        """``weights`` are the optimizer's parameters by key, ``state_of`` returns the state of one."""
         self._optimizer = optimizer
+        self._state_of = state_of or (lambda weight: optimizer.state.get(weight, {}))
         self._weights = dict(weights)
         self._find = next((find for kind, find in _STEPS if isinstance(optimizer, kind)), None)
         self._predicted: dict[str, Settings] = {}
@@ -95,7 +101,7 @@ class LookAhead:
 
     def _step(self, weight: torch.Tensor, settings: Settings) -> _Step | None:
         """Return the expected step; None before the first update, or if the state does not tell it."""
-        state = self._optimizer.state.get(weight)
+        state = self._state_of(weight)
         return self._find(state, settings) if state and self._find is not None else None
 
 

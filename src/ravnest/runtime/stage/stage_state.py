@@ -10,7 +10,8 @@ import torch
 
 from ravnest.errors import StageFormatError
 from ravnest.runtime.stage.execution import StageExecution
-from ravnest.store.checkpoint import OPTIMIZER, STATE
+from ravnest.runtime.stage.optimizer_state import FieldValue
+from ravnest.store.checkpoint import OPTIMIZER, STATE, LazyTensor
 from ravnest.store.checkpoint_state import stored_entries
 
 
@@ -18,7 +19,7 @@ from ravnest.store.checkpoint_state import stored_entries
 class StageState:
     """Tensors by their names in a checkpoint, and the optimizer's other state as plain values."""
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor | LazyTensor]
     """Not copies: they change with the next computation."""
     updates: Mapping[str, Any]
 
@@ -27,7 +28,9 @@ def capture(execution: StageExecution) -> StageState:
     """Return the state of a stage after an update, before its next forward pass."""
     assert not execution.predicted, "predicted weights must not be stored"
     own = execution.module.state_tensors()
-    tensors = {STATE + entry.key: own[entry.key] for entry in stored_entries(execution.module.spec)}
+    tensors: dict[str, torch.Tensor | LazyTensor] = {
+        STATE + entry.key: own[entry.key] for entry in stored_entries(execution.module.spec)
+    }
     of_optimizer, updates = execution.updates.capture()
     tensors |= {OPTIMIZER + name: tensor for name, tensor in of_optimizer.items()}
     return StageState(tensors, updates)
@@ -41,11 +44,14 @@ def restore(
     """Continue from a checkpoint; ``StageFormatError`` if it is not one of this stage."""
     own = execution.module.state_tensors()
     missing = {entry.key for entry in stored_entries(execution.module.spec)}
-    of_optimizer: dict[str, torch.Tensor] = {}
+    of_optimizer: dict[str, FieldValue] = {}
     with torch.no_grad():
         for name, tensor in tensors:
             if name.startswith(OPTIMIZER):
-                of_optimizer[name.removeprefix(OPTIMIZER)] = execution.to_device(tensor.clone())
+                field = name.removeprefix(OPTIMIZER)
+                of_optimizer[field] = execution.updates.stored(
+                    field, execution.to_device(tensor.clone())
+                )
                 continue
             key = name.removeprefix(STATE)
             if key not in missing or own[key].shape != tensor.shape or own[key].dtype != tensor.dtype:

@@ -13,10 +13,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ravnest.errors import SettingsError, StageFormatError
-from ravnest.runtime.stage.weight_average import WeightAverage, named_averages, take_averages
+from ravnest.runtime.stage.look_ahead import LookAhead
+from ravnest.runtime.stage.optimizer_state import FieldValue, OptimizerState, PackedState
+from ravnest.runtime.stage.packed_tensor import PackedTensor
+from ravnest.runtime.stage.weight_average import WeightAverage
 from ravnest.split.element_wise import element_wise
 from ravnest.split.gradients import add_gradient
 from ravnest.split.graph import StateSpec
+from ravnest.store.checkpoint import EMA, LazyTensor
+from ravnest.types import StateForm
 
 _ROUNDING = 1e-6
 
@@ -46,6 +51,8 @@ class UpdateRule:
     """Updates in a row with a loss that is not finite after which training stops; None: never."""
     ema: float | None = None
     """Decay of the exponential moving average of the weights; None: there is none."""
+    state: StateForm = "float32"
+    """Form of the optimizer's state between updates."""
 
     def check(self) -> None:
         """Raise ``SettingsError`` if no stage could use the settings; it says what to pass instead."""
@@ -71,6 +78,12 @@ class UpdateRule:
         for name, limit in (("clip_grad_norm", self.clip), ("clip_grad_value", self.clip_value)):
             if limit is not None and not limit > 0:
                 raise SettingsError(f"{name} must be a positive number, not {limit!r}")
+        if self.state == "int8" and not getattr(optimizer, "__module__", "").startswith("torch.optim."):
+            name = getattr(optimizer, "__name__", repr(optimizer))
+            raise SettingsError(
+                f"optimizer_state='int8' updates parameters one after the other, which {name} may not "
+                "expect: use an optimizer of torch.optim, or optimizer_state='float32'"
+            )
         if self.clip is not None and self.clip_value is not None:
             raise SettingsError("give clip_grad_norm or clip_grad_value, not both")
 
@@ -102,6 +115,7 @@ class Updates:
         self._parameters = dict(parameters)
         self._names = names or {}
         self._optimizer: Optimizer | None = None
+        self._state: OptimizerState | None = None
         self._scheduler: Any = None
         self._scheduler_steps = 0
         """Steps that the scheduler has made after updates."""
@@ -113,6 +127,8 @@ class Updates:
             if rule.ema is not None:
                 self.average = WeightAverage(rule.ema, self._parameters)
             self._optimizer = _make_optimizer(rule, self._parameters, names or {})
+            make_state = PackedState if rule.state == "int8" else OptimizerState
+            self._state = make_state(self._optimizer, self._parameters)
             if rule.scheduler is not None:
                 self._scheduler = _make_scheduler(rule, self._optimizer)
 
@@ -135,6 +151,22 @@ class Updates:
     def optimizer(self) -> Optimizer | None:
         """Optimizer of the stage; None if nothing trains."""
         return self._optimizer
+
+    @property
+    def state(self) -> OptimizerState | None:
+        """State of the optimizer between updates; None if nothing trains."""
+        return self._state
+
+    def look_ahead(self) -> LookAhead | None:
+        """Return predictions of the weights by the optimizer's state; None if nothing trains."""
+        if self._optimizer is None or self._state is None:
+            return None
+        return LookAhead(self._optimizer, self._parameters, self._state.values)
+
+    def clear_state(self) -> None:
+        """Forget the optimizer's state."""
+        if self._state is not None:
+            self._state.clear()
 
     def add(self, key: str, gradient: torch.Tensor, taken: set[int]) -> None:
         """Accumulate a gradient, if the weight is trained here; see ``add_gradient``."""
@@ -175,11 +207,11 @@ class Updates:
         by the norm of this stage alone.
         """
         self.done += 1
-        if self._optimizer is None:
+        if self._optimizer is None or self._state is None:
             return
         self._take_mean(count)
         self._clip(total_norm)
-        self._optimizer.step()
+        self._state.step(self.done)
         self._optimizer.zero_grad(set_to_none=True)
         if not self._rule.scheduler_each_epoch and not isinstance(self._scheduler, ReduceLROnPlateau):
             due = int(self.done * self._rule.scheduler_steps + _ROUNDING)
@@ -202,22 +234,26 @@ class Updates:
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(metrics.get(self._rule.plateau_metric, value))
 
-    def capture(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def capture(self) -> tuple[dict[str, torch.Tensor | LazyTensor], dict[str, Any]]:
         """Return the optimizer's tensors, by ``key/field``, and everything else as plain values.
 
-        The tensors are not copies. Nothing is accumulated between two updates.
+        The tensors are not copies; packed ones are unpacked when they are loaded. Nothing is accumulated
+        between two updates.
         """
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor | LazyTensor] = {}
         plain: dict[str, Any] = {"done": self.done, "scheduler_steps": self._scheduler_steps}
-        if self._optimizer is None:
+        if self._optimizer is None or self._state is None:
             return tensors, plain
         if self.average is not None:
-            tensors |= named_averages(self.average.tensors)
+            # In a checkpoint they follow their weights, also to stages that are cut elsewhere.
+            tensors |= {f"{key}/{EMA}": average for key, average in self.average.tensors.items()}
         fields: dict[str, dict[str, Any]] = {}
-        for key, parameter in self._parameters.items():
-            for name, value in self._optimizer.state.get(parameter, {}).items():
+        for key in self._parameters:
+            for name, value in self._state.fields(key).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{key}/{name}"] = value
+                elif isinstance(value, PackedTensor):
+                    tensors[f"{key}/{name}"] = LazyTensor(torch.float32, value.shape, value.unpack)
                 else:
                     fields.setdefault(key, {})[name] = value
         groups = [
@@ -227,10 +263,18 @@ class Updates:
         scheduler = None if self._scheduler is None else self._scheduler.state_dict()
         return tensors, plain | {"fields": fields, "groups": groups, "scheduler": scheduler}
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Continue from what ``capture`` has returned; ``StageFormatError`` if it does not fit."""
+    def stored(self, name: str, tensor: torch.Tensor) -> FieldValue:
+        """Return a tensor of a checkpoint, by ``key/field``, in the form in which it is kept."""
+        is_average = name.rpartition("/")[2] == EMA
+        return tensor if is_average or self._state is None else self._state.stored(name, tensor)
+
+    def restore(self, tensors: Mapping[str, FieldValue], plain: Mapping[str, Any]) -> None:
+        """Continue from what ``capture`` has returned; ``StageFormatError`` if it does not fit.
+
+        ``tensors`` are those of a checkpoint that have gone through ``stored``.
+        """
         self.done, self._scheduler_steps = plain["done"], plain["scheduler_steps"]
-        if self._optimizer is None:
+        if self._optimizer is None or self._state is None:
             return
         groups = plain["groups"]
         if len(groups) != len(self._optimizer.param_groups):
@@ -240,17 +284,19 @@ class Updates:
             )
         for group, stored in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(stored)
-        of_optimizer = dict(tensors)
-        averages = take_averages(of_optimizer)
+        averages: dict[str, torch.Tensor] = {}
+        states: dict[str, dict[str, Any]] = {key: dict(f) for key, f in plain["fields"].items()}
+        for name, value in tensors.items():
+            key, _, field_name = name.rpartition("/")
+            if field_name == EMA:
+                averages[key] = value
+            else:
+                states.setdefault(key, {})[field_name] = value
         if self.average is not None:
             self.average.restore(averages)
-        states: dict[str, dict[str, Any]] = {key: dict(f) for key, f in plain["fields"].items()}
-        for name, value in of_optimizer.items():
-            key, _, field_name = name.rpartition("/")
-            states.setdefault(key, {})[field_name] = value
         for key, state in states.items():
             if key in self._parameters:
-                self._optimizer.state[self._parameters[key]] = state
+                self._state.restore(key, state)
         if self._scheduler is not None and plain["scheduler"] is not None:
             self._scheduler.load_state_dict(plain["scheduler"])
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from ravnest.errors import StageFormatError
-from ravnest.store.checkpoint import EMA
 
 
 class WeightAverage:
@@ -57,17 +56,3 @@ class WeightAverage:
                 raise StageFormatError(f"the checkpoint has an average of {key} that does not fit it")
         now = {key: w.detach() for key, w in self._weights.items() if key not in stored}
         self.assign({**now, **stored})
-
-
-def named_averages(averages: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return averages by the names that they have among an optimizer's tensors, ``key/field``.
-
-    In a checkpoint they follow their weights, also to stages that are cut elsewhere.
-    """
-    return {f"{key}/{EMA}": average for key, average in averages.items()}
-
-
-def take_averages(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Remove the averages from the tensors of an optimizer, by ``key/field``; return them by key."""
-    found = [name for name in tensors if name.rpartition("/")[2] == EMA]
-    return {name.rpartition("/")[0]: tensors.pop(name) for name in found}
