@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +27,16 @@ import torch
 from workloads import DIGITS, MEDIUM_GPT, NODE_DATA, Workload, free_addresses, loss_of
 
 from ravnest import Callbacks, Node, RunLog, Trainer
+from ravnest.logs.background import TimedRecord
 from ravnest.provider.figures import ProviderFigures, provider_figures
 from ravnest.provider.metrics_page import metrics_page
 from ravnest.provider.record_pipe import read_records, record_writer
 from ravnest.schemas.providers import ProviderOffer
-from ravnest.telemetry import RecordSink, WorkerRecord
+from ravnest.telemetry import LossRecord, RecordSink, WorkerRecord
+from ravnest.tracing.files import SpanFiles
+from ravnest.tracing.node_trace import TracedNode
+from ravnest.tracing.recorder import SpanRecorder, now
+from ravnest.tracing.spans import SpanKind
 from ravnest.types import Address
 
 REPETITIONS = int(os.environ.get("RAVNEST_BENCH_REPETITIONS", "9"))
@@ -40,6 +45,7 @@ UPDATES = {DIGITS.name: 400, MEDIUM_GPT.name: 40}
 WARM_UP = 5
 """Updates before the clock starts; the share of the micro-batches is settled then."""
 GOAL = 0.01
+_CALLS = 2000
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,48 @@ def measure() -> str:
         "processor time with all, relative to it |",
         "|---|--:|--:|--:|",
     ]
-    return "\n".join([*rows, *(_row(work) for work in (MEDIUM_GPT, DIGITS))])
+    return "\n".join([*rows, *(_row(work) for work in (MEDIUM_GPT, DIGITS)), "", parts()])
+
+
+def parts() -> str:
+    """Return the processor time of single parts in Markdown; it depends little on other programs."""
+    recorder = SpanRecorder(2 * _CALLS)
+    loss = TimedRecord(1.0, LossRecord(1, 0, 1.0, 8, 0))
+    with tempfile.TemporaryDirectory(prefix="ravnest-") as name, RunLog(Path(name) / "run") as log:
+        files = SpanFiles(Path(name) / "traces", TracedNode(0, 0, 0, "Root"))
+        found = {
+            "record a span, in the thread that computes": _least(
+                lambda: recorder.add(SpanKind.FORWARD, now(), 1, 2)
+            ),
+            "write it to a file, in another thread": _least(
+                lambda: files.write(recorder.take()), setup=lambda: _record(recorder)
+            )
+            / _CALLS,
+            "write the loss of an update to a `RunLog`": _least(lambda: log.handle(loss)),
+        }
+        files.close()
+    rows = [f"| {what} | {1e6 * seconds:.1f} |" for what, seconds in found.items()]
+    return "\n".join(["| processor time | microseconds |", "|---|--:|", *rows])
+
+
+def _record(recorder: SpanRecorder) -> None:
+    recorder.take()
+    for _ in range(_CALLS):
+        recorder.add(SpanKind.FORWARD, now(), 1, 2)
+
+
+def _least(call: Callable[[], object], setup: Callable[[], None] | None = None) -> float:
+    """Return the least processor time of a call; that of ``setup`` before each is not counted."""
+    found = []
+    for _ in range(20):
+        if setup is not None:
+            setup()
+        calls = 1 if setup is not None else _CALLS
+        began = time.thread_time()
+        for _ in range(calls):
+            call()
+        found.append((time.thread_time() - began) / calls)
+    return min(found)
 
 
 def _row(work: Workload) -> str:
