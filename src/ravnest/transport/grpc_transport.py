@@ -2,8 +2,9 @@
 
 One connection serves both directions, so only one connection has to be opened, authenticated and
 watched. The earlier stage dials first; after a loss, both sides do. Between machines it is a gRPC
-stream, which provides TLS and flow control; on loopback it is a plain socket, which takes a fifth of the
-computing time. Frames have their own format instead of protobuf, which would copy and parse the tensors.
+stream, which provides TLS and flow control; on loopback it is a plain socket, which takes about half of
+the computing time. Frames have their own format instead of protobuf, which would copy and parse the
+tensors.
 """
 
 from __future__ import annotations

@@ -289,7 +289,8 @@ class FrameLink:
         with self._inbound:
             if self.stale(connection):
                 return
-            self._state.detector.arrived(time.monotonic())
+            with self._lock:  # the heartbeat reads the detector
+                self._state.detector.arrived(time.monotonic())
             self.received_bytes += len(data)
             try:
                 for part in split(data):
