@@ -108,7 +108,7 @@ class VirtualStream:
         link, end = self.pair.links[side], self.ends[side]
         while not self.broken and (batch := link.next_batch(end)) is not None:
             self._send(side, batch)
-        if not self.broken and link._writes_end(end):
+        if not self.broken and link.writes_end(end):
             self._send(side, b"".join(encode_control(Closing())))
             self._hang_up_after(side)
 

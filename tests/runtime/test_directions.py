@@ -75,7 +75,7 @@ def rendezvous() -> Rendezvous:
     roots = (NeighbourSpec(0, "127.0.0.1:1"), NeighbourSpec(4, "127.0.0.1:2"))
     ring = RingSpec(0, ("w",), (NeighbourSpec(0, "127.0.0.1:1"), NeighbourSpec(5, "127.0.0.1:3")))
     spec = node_file(0, roots=roots, rings=(ring,))
-    settings = {"averaging": "async", "average_optim": "False"}
+    settings = {"averaging": "async", "average_optim": "False", "ema": "None"}
     hello = Hello(PROTOCOL, "plan", 0, 0, 0, settings=settings)
     return Rendezvous(spec, hello, Address("127.0.0.1", 1), 1.0, lambda _: None, Generations())
 

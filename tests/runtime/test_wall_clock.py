@@ -22,10 +22,13 @@ WALL = {"time.time", "time.time_ns", "datetime.datetime.now", "datetime.datetime
 USES = {
     "formation.py": "validity of the certificates of a plan",
     "logs/background.py": "times of log lines, which people read",
+    "logs/json_lines.py": "times of log lines, which programs read",
     "logs/run_log.py": "times of log lines, which people read",
     "provider/dial_back.py": "validity of a certificate for one check",
     "relay/service.py": "end of tickets, which servers sign with their time",
     "server/artifacts.py": "age of files on the disk, which the file system counts by the wall clock",
+    "tracing/files.py": "names of files, so that a later run has others",
+    "tracing/recorder.py": "common origin of the spans of several machines; durations are monotonic",
     "server/settings.py": "times that people read, and validity of tokens and certificates",
 }
 """Modules that read the wall clock: for points in time that another machine or a person reads."""

@@ -22,7 +22,8 @@ def trace(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="JOB|FOLDER", help="Job of a server, or the folder of `ravnest launch --trace`."
+            metavar="JOB|FOLDER",
+            help="Job of a server, or the folder of `ravnest launch SCRIPT --trace FOLDER`.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("trace.json"),

@@ -82,8 +82,8 @@ def read_traces(folder: Path) -> list[NodeTrace]:
     paths = sorted(folder.glob(PATTERN))
     if not paths:
         raise SettingsError(
-            f"there is no trace in {folder}: train with Node(trace=folder) or `ravnest launch --trace "
-            "folder`, then give that folder"
+            f"there is no trace in {folder}: train with Node(trace=folder) or `ravnest launch "
+            "SCRIPT --trace FOLDER`, then give that folder"
         )
     parts: dict[str, list[NodeTrace]] = {}
     for path in paths:
