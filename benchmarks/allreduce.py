@@ -29,7 +29,7 @@ from ravnest.averaging.allreduce import AllReduce, AllReduceResult, RingPart
 from ravnest.averaging.ring import PIECE_BYTES
 from ravnest.averaging.sinks import Sink
 from ravnest.transport.base import Link
-from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Hello, Message, RoundId
 
@@ -148,7 +148,7 @@ def ravnest(piece_bytes: int, rank: int, count: int, elements: int) -> None:
     """Run a member of Ravnest."""
     torch.set_num_threads(1)
     exchange = AllReduce({0: elements}, piece_bytes=piece_bytes)
-    transport, handler = GrpcTransport(), _Handler(exchange)
+    transport, handler = SocketTransport(), _Handler(exchange)
     hello = Hello(PROTOCOL, "benchmark", rank, rank, 0)
     address = transport.serve(Address("127.0.0.1", 0), lambda peer: hello, handler, lambda link: None)
     say(address.port)

@@ -20,10 +20,10 @@ from queue import SimpleQueue
 
 import grpc
 import torch
+from ravnest.transport.grpc_settings import options
 
 from ravnest.transport.base import Link
-from ravnest.transport.grpc_settings import options
-from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.types import Address, MicrobatchId
 from ravnest.wire.messages import PROTOCOL, Forward, Goodbye, Hello, Message, SaveStage
 
@@ -75,7 +75,7 @@ class _Near:
 def _serve(control: Connection) -> None:
     """Run the other process: a node, a bare socket and a unary method."""
     torch.set_num_threads(1)
-    transport = GrpcTransport()
+    transport = SocketTransport()
     address = transport.serve(LOOPBACK, lambda hello: _hello(1), _Far(), lambda link: None)
     listener = socket.create_server((LOOPBACK.host, 0))
     threading.Thread(target=_drain, args=(listener,), daemon=True).start()
@@ -122,7 +122,7 @@ class Bench:
     def __init__(self, control: Connection, ports: tuple[int, int, int]) -> None:
         self._control = control
         self._near = _Near()
-        self._transport = GrpcTransport()
+        self._transport = SocketTransport()
         address = Address(LOOPBACK.host, ports[0])
         self._link = self._transport.dial(address, _hello(0), self._near, deadline=10)
         self._socket = socket.create_connection((LOOPBACK.host, ports[1]))

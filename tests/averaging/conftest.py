@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ravnest.transport.base import Transport
-from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.memory import MemoryNetwork, MemoryTransport
+from ravnest.transport.socket_transport import SocketTransport
 
 
 class Closing(MemoryNetwork):
@@ -35,13 +35,13 @@ def network() -> Iterator[MemoryNetwork]:
     made.close()
 
 
-@pytest.fixture(params=["memory", "grpc"])
+@pytest.fixture(params=["memory", "socket"])
 def opener(request: pytest.FixtureRequest, network: MemoryNetwork) -> Iterator[Callable[[], Transport]]:
     """Return a function that makes transports; they are closed after the test."""
     made: list[Transport] = []
 
     def make() -> Transport:
-        made.append(network.transport() if request.param == "memory" else GrpcTransport())
+        made.append(network.transport() if request.param == "memory" else SocketTransport())
         return made[-1]
 
     yield make

@@ -2,9 +2,8 @@
 
 import datetime
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
-import grpc
 import pytest
 
 import ravnest.provider.addresses
@@ -12,7 +11,8 @@ from ravnest.errors import ServerUnreachableError, SettingsError
 from ravnest.provider.addresses import addresses
 from ravnest.provider.interfaces import candidate_hosts, interface_hosts, local_host
 from ravnest.transport.certificates import Authority
-from ravnest.transport.listen_address import bound_socket
+from ravnest.transport.socket_transport import SocketTransport
+from ravnest.transport.tls import Credentials
 from ravnest.types import Address
 
 SERVER = "http://127.0.0.1:8400"
@@ -34,7 +34,7 @@ def test_the_port_is_reserved_and_a_node_can_listen_there() -> None:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(where)
         with socket.socket() as node:
-            node.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+            node.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as nodes do
             node.bind(where)
             node.listen()
             with socket.create_connection(where, 5):
@@ -63,20 +63,20 @@ def test_all_addresses_are_announced_and_the_node_listens_at_all() -> None:
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_a_grpc_listener_takes_the_reserved_port_for_ipv4_and_ipv6() -> None:
+def test_a_listener_takes_the_reserved_port_for_ipv4_and_ipv6() -> None:
+    identity = Authority("test", datetime.datetime.now(datetime.UTC))
+    issued = identity.issue("node_0", ["localhost"])
+    transport = SocketTransport(Credentials(identity.certificate, issued.certificate, issued.key))
     with addresses("https://server:7100") as found:
-        bound_socket(Address.parse(found.listen)).close()
-        server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
-        identity = Authority("test", datetime.datetime.now(datetime.UTC)).issue("node_0", ["localhost"])
-        credentials = grpc.ssl_server_credentials([(identity.key, identity.certificate)])
-        assert server.add_secure_port(found.listen, credentials) == found.port
-        server.start()
         try:
+            listen = Address.parse(found.listen)
+            bound = transport.serve(listen, Mock(), Mock(), Mock())
+            assert bound.port == found.port
             for host in ("127.0.0.1", "::1"):
                 with socket.create_connection((host, found.port), 5):
                     pass
         finally:
-            server.stop(None).wait()
+            transport.close()
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -79,7 +79,6 @@ def test_only_known_variables_reach_a_worker(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "2",
         "MKL_NUM_THREADS": "2",
         "OPENBLAS_NUM_THREADS": "2",
-        "GRPC_VERBOSITY": "info",
     }
 
 

@@ -24,7 +24,7 @@ from ravnest.schemas.link_tests import LinkTestOrder, LinkTestResult
 from ravnest.store.node_spec import RelaySpec
 from ravnest.transport.base import Transport
 from ravnest.transport.certificates import Authority
-from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.transport.tls import Credentials
 from ravnest.types import Address
 
@@ -264,5 +264,5 @@ def test_a_long_way_needs_longer_transfers() -> None:
 def test_the_default_transport_is_that_of_nodes() -> None:
     transport = LinkTest(order("127.0.0.1:9", listens=True), Address("127.0.0.1", 9), never)
     opened = transport.open_transport(None, None, "")
-    assert isinstance(opened, GrpcTransport)
+    assert isinstance(opened, SocketTransport)
     opened.close()

@@ -11,9 +11,9 @@ from transport_nodes import LOOPBACK, SECONDS, Inbox, connect, hello
 
 from ravnest.errors import RefusedError
 from ravnest.transport.base import Link
-from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.handshake import DialHandshake, Greeting, ListenHandshake, hello_frame
 from ravnest.transport.link_secret import new_secret
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.types import Address
 from ravnest.wire.envelope import split
 from ravnest.wire.frames import encode
@@ -23,19 +23,19 @@ SECRET, OTHER = new_secret(), new_secret()
 
 
 @pytest.fixture
-def made() -> Iterator[list[GrpcTransport]]:
-    transports: list[GrpcTransport] = []
+def made() -> Iterator[list[SocketTransport]]:
+    transports: list[SocketTransport] = []
     yield transports
     for each in transports:
         each.close()
 
 
-def opened(made: list[GrpcTransport], secret: str) -> GrpcTransport:
-    made.append(GrpcTransport(secret=secret))
+def opened(made: list[SocketTransport], secret: str) -> SocketTransport:
+    made.append(SocketTransport(secret=secret))
     return made[-1]
 
 
-def serving(made: list[GrpcTransport], secret: str) -> tuple[Address, Inbox, list[str]]:
+def serving(made: list[SocketTransport], secret: str) -> tuple[Address, Inbox, list[str]]:
     """Start node_1; return its address, its messages, and who was admitted."""
     inbox, admitted = Inbox(), []  # type: ignore[var-annotated]
 
@@ -47,7 +47,7 @@ def serving(made: list[GrpcTransport], secret: str) -> tuple[Address, Inbox, lis
     return address, inbox, admitted
 
 
-def test_nodes_with_the_same_secret_connect_and_connect_again(made: list[GrpcTransport]) -> None:
+def test_nodes_with_the_same_secret_connect_and_connect_again(made: list[SocketTransport]) -> None:
     pair = connect(opened(made, SECRET), opened(made, SECRET), expect=1)
     pair.near.send(Message(Goodbye(0)))
     assert pair.far_inbox.next().head == Goodbye(0)
@@ -55,7 +55,7 @@ def test_nodes_with_the_same_secret_connect_and_connect_again(made: list[GrpcTra
 
 
 @pytest.mark.parametrize("secret", ["", OTHER], ids=["none", "another"])
-def test_a_process_without_the_secret_is_refused(made: list[GrpcTransport], secret: str) -> None:
+def test_a_process_without_the_secret_is_refused(made: list[SocketTransport], secret: str) -> None:
     """On loopback, a process of another user joined a job as any node that it named."""
     address, inbox, admitted = serving(made, SECRET)
     with pytest.raises(RefusedError, match="secret"):
@@ -66,7 +66,7 @@ def test_a_process_without_the_secret_is_refused(made: list[GrpcTransport], secr
 
 
 @pytest.mark.parametrize("secret", ["", OTHER], ids=["none", "another"])
-def test_a_listener_without_the_secret_gets_nothing(made: list[GrpcTransport], secret: str) -> None:
+def test_a_listener_without_the_secret_gets_nothing(made: list[SocketTransport], secret: str) -> None:
     """A process of another user listened at the port of a node that had not started yet."""
     address, inbox, _ = serving(made, secret)
     with pytest.raises(RefusedError, match="secret"):
@@ -75,7 +75,7 @@ def test_a_listener_without_the_secret_gets_nothing(made: list[GrpcTransport], s
         inbox.messages.get_nowait()
 
 
-def test_messages_before_the_proof_are_not_obeyed(made: list[GrpcTransport]) -> None:
+def test_messages_before_the_proof_are_not_obeyed(made: list[SocketTransport]) -> None:
     address, inbox, admitted = serving(made, SECRET)
     first = hello_frame(structs.replace(hello(0), nonce=secrets.token_hex(8)))
     (goodbye,) = encode(Message(Goodbye(0)))
@@ -149,7 +149,7 @@ def test_a_proof_is_for_one_hello() -> None:
     assert isinstance(listen.next(hello_frame(proof)), HelloRefused)
 
 
-def test_one_peer_cannot_take_all_links(made: list[GrpcTransport]) -> None:
+def test_one_peer_cannot_take_all_links(made: list[SocketTransport]) -> None:
     address, _, _ = serving(made, SECRET)
 
     def dial() -> Link:

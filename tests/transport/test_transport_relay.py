@@ -23,7 +23,7 @@ from ravnest.relay.tickets import RelayTicket, sign_ticket
 from ravnest.transport import link_keeper
 from ravnest.transport.base import Link
 from ravnest.transport.certificates import Authority
-from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.types import Address
 
 JOB = "job-1"
@@ -59,7 +59,7 @@ class Nodes:
     def __init__(self, authority: Authority, relays: list[Relay]) -> None:
         self.inboxes = [Inbox(), Inbox()]
         self.transports = [
-            GrpcTransport(credentials(authority, node), relay=access(relays, node)) for node in (0, 1)
+            SocketTransport(credentials(authority, node), relay=access(relays, node)) for node in (0, 1)
         ]
         self.accepted: SimpleQueue[Link] = SimpleQueue()
         self.bound = self.transports[1].serve(
@@ -126,7 +126,7 @@ def test_another_machine_at_an_address_of_the_peer_is_passed_over(
     """Private addresses are used in many networks: another node may have the same one."""
     with relay() as service:
         nodes = open_nodes([service])
-        other = GrpcTransport(credentials(authority, 5))
+        other = SocketTransport(credentials(authority, 5))
         try:
             there = other.serve(EVERYWHERE, lambda _: hello(5), Inbox(), lambda _: None)
             near, far = open_pair(nodes, direct=there)
@@ -173,7 +173,7 @@ def test_the_reason_says_that_the_peer_is_not_at_the_relay(
     open_nodes: OpenNodes, authority: Authority
 ) -> None:
     with relay() as service:
-        alone = GrpcTransport(credentials(authority, 0), relay=access([service], 0))
+        alone = SocketTransport(credentials(authority, 0), relay=access([service], 0))
         try:
             with pytest.raises(UnreachableError, match="it is not registered at the relay"):
                 alone.dial(nowhere(), hello(0), Inbox(), deadline=2, expect=1)

@@ -20,8 +20,8 @@ from ravnest.errors import UnreachableError, WireError
 from ravnest.transport import socket_server
 from ravnest.transport.base import Link
 from ravnest.transport.frame_socket import CLOSED_IN_CHILDREN, FrameSocket
-from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.handshake import hello_frame
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.types import Address, MicrobatchId
 from ravnest.wire import envelope
 from ravnest.wire.envelope import Kind, seal
@@ -33,15 +33,15 @@ LARGEST = 1 << 20
 
 
 @pytest.fixture
-def made() -> Iterator[list[GrpcTransport]]:
-    transports: list[GrpcTransport] = []
+def made() -> Iterator[list[SocketTransport]]:
+    transports: list[SocketTransport] = []
     yield transports
     for transport in transports:
         transport.close()
 
 
-def open_transport(made: list[GrpcTransport]) -> GrpcTransport:
-    made.append(GrpcTransport())
+def open_transport(made: list[SocketTransport]) -> SocketTransport:
+    made.append(SocketTransport())
     return made[-1]
 
 
@@ -147,7 +147,7 @@ def test_what_the_system_does_not_take_at_once_is_left(
 
 
 @pytest.fixture
-def plain(made: list[GrpcTransport]) -> Iterator[tuple[Address, Inbox]]:
+def plain(made: list[SocketTransport]) -> Iterator[tuple[Address, Inbox]]:
     """node_1 on loopback; at the end it must still accept nodes of its plan."""
     inbox = Inbox()
     address = open_transport(made).serve(LOOPBACK, lambda peer: hello(1), inbox, lambda link: None)
@@ -207,17 +207,33 @@ def test_invalid_data_loses_the_link_with_the_reason(plain: tuple[Address, Inbox
             assert reason in inbox.loss()
 
 
-def test_connections_are_bounded(plain: tuple[Address, Inbox], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_who_say_nothing_do_not_keep_peers_out(
+    plain: tuple[Address, Inbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(socket_server, "MAX_LINKS", 2)
-    silent = [raw(plain[0]) for _ in range(2)]
-    assert answer(raw(plain[0])) == b""
+    silent = [raw(plain[0]) for _ in range(5)]
+    assert [answer(client) for client in silent[:3]] == [b"", b"", b""]
+    with raw(plain[0], hello_frame(hello(5))) as peer:
+        assert b"Refused" not in peer.recv(1000)
     for client in silent:
         client.close()
     monkeypatch.undo()
 
 
+def test_connections_are_bounded(plain: tuple[Address, Inbox], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_server, "MAX_LINKS", 2)
+    peers = [raw(plain[0], hello_frame(hello(node))) for node in (5, 6)]
+    for peer in peers:
+        assert b"Refused" not in peer.recv(1000)
+    with raw(plain[0], hello_frame(hello(7))) as one_more:
+        assert b"2 connections already" in answer(one_more)
+    for peer in peers:
+        peer.close()
+    monkeypatch.undo()
+
+
 def test_a_message_over_the_limits_loses_the_link() -> None:
-    near, far = GrpcTransport(), GrpcTransport(limits=Limits(max_message_bytes=1000))
+    near, far = SocketTransport(), SocketTransport(limits=Limits(max_message_bytes=1000))
     pair = connect(near, far)
     pair.near.send(message(0, 1000))
     assert "4000 bytes of tensors exceed the limit of 1000" in pair.far_inbox.loss()
@@ -226,7 +242,7 @@ def test_a_message_over_the_limits_loses_the_link() -> None:
     far.close()
 
 
-def test_another_service_is_not_a_node(made: list[GrpcTransport]) -> None:
+def test_another_service_is_not_a_node(made: list[SocketTransport]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def serve() -> None:
@@ -244,14 +260,14 @@ def test_another_service_is_not_a_node(made: list[GrpcTransport]) -> None:
         other.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_listener_that_never_answers_is_unreachable(made: list[GrpcTransport]) -> None:
+def test_a_listener_that_never_answers_is_unreachable(made: list[SocketTransport]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("127.0.0.1", silent.getsockname()[1])
         with pytest.raises(UnreachableError, match="no answer within"):
             open_transport(made).dial(address, hello(0), Inbox(), deadline=0.5)
 
 
-def test_closing_ends_a_dial(made: list[GrpcTransport]) -> None:
+def test_closing_ends_a_dial(made: list[SocketTransport]) -> None:
     transport = open_transport(made)
     failed = threading.Event()
     waiting = threading.Event()
@@ -278,7 +294,7 @@ def test_closing_ends_a_dial(made: list[GrpcTransport]) -> None:
 
 def _child(control: Connection, port: int | None) -> None:
     """Serve or dial, and send endlessly, so that the process is killed during a message."""
-    transport = GrpcTransport()
+    transport = SocketTransport()
     if port is None:
         links: SimpleQueue[Link] = SimpleQueue()
         control.send(transport.serve(LOOPBACK, lambda peer: hello(1), Inbox(), links.put).port)
@@ -294,7 +310,7 @@ def _child(control: Connection, port: int | None) -> None:
 
 
 @pytest.mark.parametrize("dials", [False, True], ids=["server killed", "client killed"])
-def test_a_killed_peer_is_detected(made: list[GrpcTransport], dials: bool) -> None:
+def test_a_killed_peer_is_detected(made: list[SocketTransport], dials: bool) -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     inbox, transport = Inbox(), open_transport(made)
@@ -315,10 +331,10 @@ def test_a_killed_peer_is_detected(made: list[GrpcTransport], dials: bool) -> No
 
 
 NEVER_CLOSES = """
-from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.wire.messages import Message, SaveStage
 from transport_nodes import connect
-pair = connect(GrpcTransport(), GrpcTransport())
+pair = connect(SocketTransport(), SocketTransport())
 pair.near.send(Message(SaveStage("run")))
 pair.far_inbox.next()
 """
@@ -330,7 +346,7 @@ def test_a_program_ends_without_closing_its_links() -> None:
     subprocess.run([sys.executable, "-c", NEVER_CLOSES], env=environment, timeout=60, check=True)
 
 
-def test_a_forked_child_does_not_disturb_the_link(made: list[GrpcTransport]) -> None:
+def test_a_forked_child_does_not_disturb_the_link(made: list[SocketTransport]) -> None:
     """Data loaders fork workers while links are open."""
     pair = connect(open_transport(made), open_transport(made))
     child = multiprocessing.get_context("fork").Process(target=int)
@@ -343,7 +359,7 @@ def test_a_forked_child_does_not_disturb_the_link(made: list[GrpcTransport]) -> 
 # Full buffers, and messages that cannot be sent
 
 
-def test_send_does_not_wait_for_a_peer_that_does_not_read(made: list[GrpcTransport]) -> None:
+def test_send_does_not_wait_for_a_peer_that_does_not_read(made: list[SocketTransport]) -> None:
     go_on = threading.Event()
     slow = Inbox(reply=lambda link, message: go_on.wait(SECONDS))
     pair = connect(open_transport(made), open_transport(made), far_inbox=slow)
@@ -356,7 +372,9 @@ def test_send_does_not_wait_for_a_peer_that_does_not_read(made: list[GrpcTranspo
         assert torch.equal(torch.as_tensor(pair.far_inbox.next().values["x"]), tensor)
 
 
-def test_a_message_that_cannot_be_sent_is_reported_by_another_thread(made: list[GrpcTransport]) -> None:
+def test_a_message_that_cannot_be_sent_is_reported_by_another_thread(
+    made: list[SocketTransport],
+) -> None:
     """The caller of ``send`` may hold a lock that the handler needs."""
     lost_in: SimpleQueue[int] = SimpleQueue()
 
@@ -374,7 +392,7 @@ def test_a_message_that_cannot_be_sent_is_reported_by_another_thread(made: list[
     assert pair.far_inbox.loss()
 
 
-def test_a_forked_child_does_not_keep_connections_open(made: list[GrpcTransport]) -> None:
+def test_a_forked_child_does_not_keep_connections_open(made: list[SocketTransport]) -> None:
     """Workers of data loaders may outlive a process that was killed."""
     pair = connect(open_transport(made), open_transport(made))
     own = [each.fileno() for each in CLOSED_IN_CHILDREN]

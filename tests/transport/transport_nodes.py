@@ -11,8 +11,8 @@ import pytest
 
 from ravnest.transport.base import Link, Transport
 from ravnest.transport.certificates import Authority
-from ravnest.transport.grpc_transport import GrpcTransport
 from ravnest.transport.memory import MemoryNetwork
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.transport.tls import Credentials
 from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Hello, HelloRefused, Message
@@ -65,8 +65,8 @@ class Pair:
     address: Address
 
 
-class Encrypted(GrpcTransport):
-    """Transport that treats addresses of this machine as those of others: gRPC with TLS."""
+class Encrypted(SocketTransport):
+    """Transport that treats addresses of this machine as those of others: with TLS."""
 
     def __init__(self, authority: Authority) -> None:
         super().__init__(_issued(authority, 1))
@@ -80,7 +80,7 @@ class Encrypted(GrpcTransport):
         return super().dial(replace(address, host=EVERYWHERE.host), hello, *args, **settings)
 
 
-@pytest.fixture(params=["memory", "socket", "grpc"])
+@pytest.fixture(params=["memory", "socket", "tls"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -100,7 +100,7 @@ def transport(kind: str, network: MemoryNetwork, authority: Authority) -> Iterat
             case "memory":
                 made.append(network.transport())
             case "socket":
-                made.append(GrpcTransport())  # loopback: without TLS, and so without gRPC
+                made.append(SocketTransport())  # loopback: without TLS
             case _:
                 made.append(Encrypted(authority))
         return made[-1]

@@ -27,14 +27,12 @@ _PASSED_ON = (
 )
 _PASSED_ON_PREFIX = "LC_"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_GRPC_LOG = {"GRPC_VERBOSITY": "info"}
-"""Makes gRPC log rejected certificates; ``tls_rejections.py`` reads the lines."""
 WORKER_NICE = 10
 _STACKS = 1 << 30
 """Address space for the stacks of threads: the system counts it as data, but little of it is used."""
 
 BUFFERS = 64 << 20
-"""Bytes that libraries take beside a job's tensors while they work: buffers of gRPC and oneDNN, and
+"""Bytes that libraries take beside a job's tensors while they work: buffers of links and oneDNN, and
 freed memory that the allocator keeps. They count as the process's own."""
 
 MOST_ENTRIES = 100_000
@@ -59,7 +57,7 @@ def environment(folder: Path, cores: int, source: Mapping[str, str] | None = Non
         for name, value in found.items()
         if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIX)
     }
-    own = {"HOME": str(folder / HOME), "TMPDIR": str(folder / TEMPORARY), **_GRPC_LOG}
+    own = {"HOME": str(folder / HOME), "TMPDIR": str(folder / TEMPORARY)}
     return passed | own | host.working_kernels() | dict.fromkeys(_THREADS, str(cores))
 
 

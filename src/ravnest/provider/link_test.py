@@ -21,7 +21,7 @@ from ravnest.relay.access import RelayAccess
 from ravnest.relay.tickets import Endpoint
 from ravnest.schemas.link_tests import LinkTestOrder, LinkTestResult
 from ravnest.transport.base import Link, Transport
-from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.transport.tls import Credentials
 from ravnest.types import Address
 from ravnest.wire.messages import PROTOCOL, Goodbye, Hello, HelloRefused, Message, RateProbe
@@ -44,8 +44,8 @@ _TRIES = 5
 TransportFactory = Callable[[Credentials | None, RelayAccess | None, str], Transport]
 
 
-def _grpc(credentials: Credentials | None, relay: RelayAccess | None, secret: str) -> Transport:
-    return GrpcTransport(credentials, relay=relay, secret=secret)
+def _sockets(credentials: Credentials | None, relay: RelayAccess | None, secret: str) -> Transport:
+    return SocketTransport(credentials, relay=relay, secret=secret)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class LinkTest:
     """Address at which this provider's node listens."""
     certify: Callable[[str], Credentials]
     """Returns the credentials of a node name; used for tests with TLS."""
-    open_transport: TransportFactory = _grpc
+    open_transport: TransportFactory = _sockets
     _stopped: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _transport: Transport | None = None

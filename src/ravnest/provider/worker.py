@@ -18,6 +18,7 @@ from ravnest.provider.record_pipe import record_writer
 from ravnest.provider.training import train, warm_up
 from ravnest.runtime.machine_failures import is_out_of_memory
 from ravnest.store.files import write_json
+from ravnest.transport.tls_rejections import write_rejections
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ def work(folder: str, records: int | None = None) -> int:
     line on stderr says why, and the exit code says if it would fail elsewhere too.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    write_rejections(sys.stderr)  # the agent counts these lines
     job_dir = JobDir(Path(folder))
     settings = job_dir.read_settings()
     try:

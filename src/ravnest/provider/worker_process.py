@@ -46,10 +46,10 @@ from ravnest.provider.sandbox.worker_network import (
     network_policy,
     with_ip_addresses,
 )
-from ravnest.provider.tls_rejections import is_log_line, rejection_kind
 from ravnest.schemas.providers import FailureCause, TlsRejections
 from ravnest.store.node_spec import read_node, write_node
 from ravnest.telemetry import WorkerRecord
+from ravnest.transport.tls_rejections import rejection_kind
 
 _SAMPLE_SECONDS = 0.25
 _LONGEST_REASON = 2000
@@ -208,12 +208,12 @@ class WorkerProcess:
         self._child.wait(WORKER_STOP)
 
     def _on_error_line(self, line: str) -> None:
-        """Keep a line of stderr; lines of gRPC about rejected connections are only counted."""
+        """Keep a line of stderr; lines about rejected connections are only counted."""
         if kind := rejection_kind(line):
             found = self._rejections
             self._rejections = found.model_copy(update={kind: getattr(found, kind) + 1})
             self.on_event(ConnectionsRejected(self.assignment, self._rejections))
-        elif not is_log_line(line):
+        else:
             with suppress(OSError), self.job_dir.errors.open("ab") as errors:
                 errors.write(f"{line}\n".encode())
 

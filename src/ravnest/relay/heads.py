@@ -1,13 +1,10 @@
 """Heads of requests to a relay and of its answers, in the form of HTTP/1.1; bytes from strangers.
 
-gRPC itself sends CONNECT through a proxy, so a relay speaks as much of HTTP as that needs. The other
-methods are for nodes of Ravnest.
+Proxies and firewalls know CONNECT, so a relay speaks as much of HTTP as that needs.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,8 +19,7 @@ _END = b"\r\n\r\n"
 _REQUEST_LINE = re.compile(r"([A-Z]{1,16}) ([\x21-\x7e]{1,400}) HTTP/1\.[01]")
 _STATUS_LINE = re.compile(r"HTTP/1\.[01] ([1-9][0-9]{2})(?: ([\x20-\x7e]{0,400}))?")
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e\t]*?)[ \t]*")
-_TICKET_FIELDS = ("authorization", "proxy-authorization")
-_USER = "ticket"
+_TICKET_FIELD = "authorization"
 
 
 class RelayMethod(StrEnum):
@@ -87,7 +83,7 @@ def parse_request(head: bytes) -> RequestHead:
     if name not in RelayMethod.__members__:
         raise RelayError(f"a relay has no method {name}")
     tickets = [
-        _ticket(value) for field in fields for key, value in [_field(field)] if key in _TICKET_FIELDS
+        _ticket(value) for field in fields for key, value in [_field(field)] if key == _TICKET_FIELD
     ]
     if len(tickets) > 1:
         raise RelayError("the request has several tickets")
@@ -130,18 +126,6 @@ def _field(line: str) -> tuple[str, str]:
 
 def _ticket(value: str) -> str:
     scheme, _, rest = value.partition(" ")
-    match scheme.lower():
-        case "bearer":
-            return rest.strip()
-        case "basic":
-            try:
-                user, _, ticket = (
-                    base64.b64decode(rest.strip(), validate=True).decode("ascii").partition(":")
-                )
-            except (binascii.Error, ValueError):
-                raise RelayError("the ticket is not base64") from None
-            if user != _USER:
-                raise RelayError(f'the user name of a ticket must be "{_USER}"')
-            return ticket
-        case _:
-            raise RelayError("a ticket is sent as Bearer or Basic authorization")
+    if scheme.lower() != "bearer":
+        raise RelayError("a ticket is sent as Bearer authorization")
+    return rest.strip()

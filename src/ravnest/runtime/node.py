@@ -41,7 +41,7 @@ from ravnest.tracing.files import SpanFiles
 from ravnest.tracing.node_trace import TracedNode
 from ravnest.tracing.recorder import SpanRecorder, SpanWriter
 from ravnest.transport.base import Transport
-from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.socket_transport import SocketTransport
 from ravnest.transport.tls import Credentials
 from ravnest.types import MicrobatchId, Role
 from ravnest.wire.messages import Call, PhaseKind, ValidationResult
@@ -561,7 +561,7 @@ class Node:
         identity = None
         if all(path.exists() for path in paths):
             identity = Credentials(*(path.read_bytes() for path in paths))
-        return GrpcTransport(
+        return SocketTransport(
             identity,
             outage=spec.outage if outage is None else outage,
             relay=spec.relay_access,

@@ -1,7 +1,1 @@
-"""Links between nodes: gRPC, an in-memory implementation, and certificates."""
-
-import os
-
-# gRPC writes to stderr when a connection closes, which happens at the end of every run. It reads this
-# variable when it is imported, and only this package imports it.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+"""Links between nodes: TCP connections with TLS, an in-memory implementation, and certificates."""

@@ -1,14 +1,16 @@
-"""Stream of frames over a TCP connection, without encryption: for peers on the same machine."""
+"""Stream of frames over a TCP connection, with TLS or, for peers on the same machine, without."""
 
 from __future__ import annotations
 
 import os
 import socket
+import ssl
 import time
 import weakref
 from contextlib import suppress
 
 from ravnest.errors import WireError
+from ravnest.transport.tls_channel import TlsChannel
 from ravnest.wire import envelope
 from ravnest.wire.envelope import Buffer, frame_size
 
@@ -24,7 +26,9 @@ class FrameSocket:
     """Connected socket that carries frames; one thread reads, and one thread at a time sends."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+        self.socket = connected
+        """The connection; used by others only before it is encrypted."""
+        self._tls: TlsChannel | None = None
         self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._begin = self._end = 0
         """Bounds of what was received and not returned yet."""
@@ -33,8 +37,19 @@ class FrameSocket:
 
     def start(self) -> None:
         """Send small frames at once, and stay closed in processes that are forked from this one."""
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         CLOSED_IN_CHILDREN.add(self)
+
+    def secure(self, context: ssl.SSLContext, deadline: float, *, listens: bool) -> str:
+        """Encrypt the connection, and return the name in the peer's certificate.
+
+        Before anything is read or sent. ``ssl.SSLError`` if either side rejects the other,
+        ``TimeoutError`` at this time of ``time.monotonic()``. ``listens``: the other side has dialled.
+        """
+        tls = TlsChannel(context, self.socket, listens=listens)
+        tls.handshake(deadline)
+        self._tls = tls
+        return tls.peer_name
 
     def read(self, limit: int) -> memoryview | None:
         """Return the next whole frames, valid until the next call; None at the end of the stream.
@@ -50,21 +65,29 @@ class FrameSocket:
         """Return the next frame like ``read``; ``TimeoutError`` at this time of ``time.monotonic()``."""
         try:
             while not (count := self._complete(limit, single=True)):
-                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
                 if not self._receive():
                     return None
                 if time.monotonic() >= deadline:
                     raise TimeoutError
         finally:
-            self._socket.settimeout(None)
+            self.socket.settimeout(None)
         return self._taken(count)
 
+    def send_frame(self, frame: bytes) -> None:
+        """Send a frame, and wait until it is sent."""
+        self.send(self.sealed([frame]), wait=True)
+
+    def sealed(self, parts: list[Buffer]) -> list[Buffer]:
+        """Return the bytes to send for some parts of frames, encrypted if the connection is."""
+        return parts if self._tls is None else self._tls.seal(parts)
+
     def send(self, parts: list[Buffer], *, wait: bool) -> list[Buffer]:
-        """Send bytes and return those that are left; ``wait`` until nothing is left."""
+        """Send sealed bytes and return those that are left; ``wait`` until nothing is left."""
         flags = 0 if wait else socket.MSG_DONTWAIT
         while parts:
             try:
-                sent = self._socket.sendmsg(parts[:_MOST_PARTS], (), flags)
+                sent = self.socket.sendmsg(parts[:_MOST_PARTS], (), flags)
             except BlockingIOError:
                 return parts
             parts = _without(parts, sent)
@@ -73,29 +96,29 @@ class FrameSocket:
     def end_writing(self) -> None:
         """Tell the peer that nothing follows."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+            self.socket.shutdown(socket.SHUT_WR)
 
     def await_end(self, seconds: float | None = None) -> None:
         """Read until the peer ends the stream, and ignore what arrives; at most for this time."""
         end = None if seconds is None else time.monotonic() + seconds
         with suppress(OSError):
             while end is None or time.monotonic() < end:
-                self._socket.settimeout(None if end is None else max(end - time.monotonic(), 0.001))
-                if not self._socket.recv_into(self._view):
+                self.socket.settimeout(None if end is None else max(end - time.monotonic(), 0.001))
+                if not self.socket.recv_into(self._view):
                     return
 
     def hang_up(self) -> None:
         """End the stream in both directions; calls that wait in other threads return."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
         """Return the number of the open file; -1 after ``close``."""
-        return self._socket.fileno()
+        return self.socket.fileno()
 
     def close(self) -> None:
         """Close the socket; no other thread may use it any more."""
-        self._socket.close()
+        self.socket.close()
 
     def _complete(self, limit: int, *, single: bool = False) -> int:
         """Return the number of received bytes that are whole frames; ``single``: the first one."""
@@ -127,10 +150,12 @@ class FrameSocket:
         """
         self._make_room()
         free = self._view[self._end :]
-        if self._missing:
-            count = self._socket.recv_into(free[: self._missing], 0, socket.MSG_WAITALL)
+        if self._tls is not None:
+            count = self._tls.receive(free, self._missing)
+        elif self._missing:
+            count = self.socket.recv_into(free[: self._missing], 0, socket.MSG_WAITALL)
         else:
-            count = self._socket.recv_into(free)
+            count = self.socket.recv_into(free)
         self._end += count
         return count
 

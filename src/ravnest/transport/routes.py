@@ -13,6 +13,7 @@ from typing import Literal
 
 from ravnest.deadlines import LINK_DIRECT_FIRST, LINK_NEAREST_FIRST
 from ravnest.relay.access import RelayAccess
+from ravnest.relay.sockets import resolve
 from ravnest.relay.tickets import Endpoint
 from ravnest.transport.tls import dial_address, is_loopback
 from ravnest.types import Address
@@ -68,12 +69,29 @@ def routes_to(addresses: Sequence[Address], relay: RelayAccess | None, peer: int
 
 def reach(address: Address, seconds: float) -> Unanswered | None:
     """Open and close a TCP connection; return the failure, or None."""
-    target = dial_address(address)
     try:
-        socket.create_connection((target.host, target.port), max(seconds, 0.001)).close()
+        connect(address, seconds).close()
     except OSError as error:
         return failed_connection(error, seconds)
     return None
+
+
+def connect(address: Address, seconds: float) -> socket.socket:
+    """Return a TCP connection to an address; ``OSError`` if there is none within this time."""
+    end = time.monotonic() + seconds
+    failure: OSError = OSError(f"the name {address.host} is not known")
+    for family, where in resolve([dial_address(address)], seconds):
+        connecting = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connecting.settimeout(max(end - time.monotonic(), 0.001))
+            connecting.connect(where)
+            connecting.settimeout(None)
+        except OSError as error:
+            connecting.close()
+            failure = error
+        else:
+            return connecting
+    raise failure
 
 
 def failed_connection(error: OSError, seconds: float) -> Unanswered:

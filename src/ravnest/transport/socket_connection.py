@@ -20,9 +20,11 @@ class SocketConnection(Connection):
     the buffers of the system, control frames, and the end.
     """
 
-    def __init__(self, stream: FrameSocket, link: FrameLink, largest: int) -> None:
+    def __init__(
+        self, stream: FrameSocket, link: FrameLink, largest: int, *, relayed: bool = False
+    ) -> None:
         """``largest``: maximum size of a received frame, in bytes."""
-        super().__init__(stream.hang_up)
+        super().__init__(stream.hang_up, relayed=relayed)
         self._stream = stream
         self._link = link
         self._largest = largest
@@ -103,7 +105,8 @@ class SocketConnection(Connection):
                 parts = self._link.next_parts(self)
                 if parts is None:
                     break
-                self._rest, self._begun = parts, (sum(map(len, parts)), time.perf_counter())
+                self._begun = sum(map(len, parts)), time.perf_counter()
+                self._rest = self._stream.sealed(parts)
         except WireError as error:
             self._unsendable = error
         except OSError:  # the reader notices the end of the connection
@@ -116,7 +119,7 @@ class SocketConnection(Connection):
             if self._broken:
                 return
             try:
-                self._stream.send(encode_control(Closing()), wait=True)
+                self._stream.send(self._stream.sealed(encode_control(Closing())), wait=True)
             except OSError:
                 self._broken = True
             self._stream.end_writing()

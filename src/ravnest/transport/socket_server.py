@@ -1,9 +1,10 @@
-"""Listening side of links over sockets: peers on the same machine."""
+"""Listening side of links over sockets, with TLS except for peers on the same machine."""
 
 from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from ravnest.transport.handshake import LARGEST_HELLO, Greeting, ListenHandshake
 from ravnest.transport.link import FrameLink
 from ravnest.transport.listen_address import MAX_LINKS, bound_socket
 from ravnest.transport.socket_connection import SocketConnection
+from ravnest.transport.tls import Credentials, listening_context
+from ravnest.transport.tls_rejections import report_rejection
 from ravnest.types import Address
 from ravnest.wire.frames import largest_frame
 from ravnest.wire.header import Limits
@@ -37,16 +40,23 @@ class SocketListener:
         find: Callable[[str], FrameLink | None],
         open_link: Callable[[Greeting], FrameLink],
         limits: Limits,
+        credentials: Credentials | None,
         secret: str,
     ) -> None:
-        """``secret``: what peers have to prove; empty: nothing."""
+        """``credentials``: identity of this node; None: no TLS, and peers have to prove ``secret``.
+
+        With an empty secret they have to prove nothing.
+        """
         self._admit = admit
         self._find = find
         self._open_link = open_link
         self._largest = largest_frame(limits)
+        self._context = None if credentials is None else listening_context(credentials)
         self._secret = secret
         self._listening: socket.socket | None = None
         self._lock = threading.Lock()
+        self._strangers: dict[FrameSocket, None] = {}
+        """Connections of peers that are not admitted yet, the oldest first."""
         self._streams: set[FrameSocket] = set()
 
     def start(self, address: Address) -> int:
@@ -66,32 +76,30 @@ class SocketListener:
                 self._listening.shutdown(socket.SHUT_RDWR)  # otherwise accept() goes on
             self._listening.close()
         with self._lock:
-            streams = list(self._streams)
+            streams = [*self._strangers, *self._streams]
         for stream in streams:
             stream.hang_up()
 
     def _accept(self, listening: socket.socket) -> None:
         while True:
             try:
-                connected, _ = listening.accept()
+                connected, where = listening.accept()
             except ConnectionAbortedError:
                 continue
             except OSError:
                 return
             stream = FrameSocket(connected)
             with self._lock:
-                free = len(self._streams) < MAX_LINKS
-                if free:
-                    self._streams.add(stream)
-            if free:
-                threading.Thread(
-                    target=self._serve, args=(stream,), name="ravnest link reader", daemon=True
-                ).start()
-            else:
-                stream.close()
+                self._strangers[stream] = None
+                oldest = next(iter(self._strangers)) if len(self._strangers) > MAX_LINKS else None
+            if oldest is not None:  # strangers who say nothing must not keep peers out
+                oldest.hang_up()
+            threading.Thread(
+                target=self._serve, args=(stream, str(where[0])), name="ravnest link reader", daemon=True
+            ).start()
 
-    def _serve(self, stream: FrameSocket) -> None:
-        """Answer the Hello of a peer, then read what it sends."""
+    def _serve(self, stream: FrameSocket, peer: str) -> None:
+        """Answer the Hello of a peer, then read what it sends; ``peer`` is its address."""
         try:
             stream.start()
             answered = self._greet(stream)
@@ -99,17 +107,23 @@ class SocketListener:
                 _refuse(stream, answered)
             elif answered is not None:
                 answered.read()
+        except ssl.SSLError as error:
+            report_rejection(error, peer)
         except OSError:  # the peer has ended the connection
             return
         finally:
             with self._lock:
+                self._strangers.pop(stream, None)
                 self._streams.discard(stream)
             stream.close()
 
     def _greet(self, stream: FrameSocket) -> SocketConnection | HelloRefused | None:
         """Return the connection of a peer that is admitted, a refusal, or None if the peer is gone."""
-        handshake = ListenHandshake(self._admit, self._find, None, self._secret)
         deadline = time.monotonic() + LINK_HELLO
+        certified = None
+        if self._context is not None:
+            certified = stream.secure(self._context, deadline, listens=True)
+        handshake = ListenHandshake(self._admit, self._find, certified, self._secret)
         while True:
             try:
                 frame = stream.read_one(LARGEST_HELLO, deadline)
@@ -124,23 +138,28 @@ class SocketListener:
                 return reply
             if isinstance(reply, Greeting):
                 return self._opened(stream, reply)
-            stream.send([hello_frame(reply)], wait=True)
+            stream.send_frame(hello_frame(reply))
 
     def _opened(self, stream: FrameSocket, greeting: Greeting) -> SocketConnection | HelloRefused | None:
+        with self._lock:
+            if len(self._streams) >= MAX_LINKS:
+                return HelloRefused(f"this node has {MAX_LINKS} connections already")
+            self._strangers.pop(stream, None)
+            self._streams.add(stream)
         try:
             link = greeting.link or self._open_link(greeting)
         except RefusedError as error:
             return HelloRefused(str(error))
         except LinkClosedError:  # the peer dials again
             return None
-        stream.send([greeting.frame], wait=True)
-        connection = SocketConnection(stream, link, self._largest)
+        stream.send_frame(greeting.frame)
+        connection = SocketConnection(stream, link, self._largest, relayed=greeting.theirs.relayed)
         connection.start()
         return connection
 
 
 def _refuse(stream: FrameSocket, reason: HelloRefused) -> None:
     """Send the reason and wait until the peer has read it: closing earlier could discard it."""
-    stream.send([hello_frame(reason)], wait=True)
+    stream.send_frame(hello_frame(reason))
     stream.end_writing()
     stream.await_end(_FAREWELL_SECONDS)

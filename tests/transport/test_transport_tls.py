@@ -1,37 +1,38 @@
-"""gRPC with TLS: certificates, and clients that do not follow the protocol."""
+"""Connections with TLS: certificates, and clients that do not follow the protocol."""
 
-import contextlib
+import socket
+import ssl
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
-from queue import SimpleQueue
 
-import grpc
 import pytest
 import torch
 from transport_nodes import EVERYWHERE, LOOPBACK, SECONDS, Inbox, Pair, connect, credentials, hello
 
 from ravnest.errors import RefusedError, TransportError, UnreachableError
-from ravnest.transport import grpc_server
+from ravnest.transport import socket_server
 from ravnest.transport.certificates import Authority
-from ravnest.transport.grpc_settings import METHOD
-from ravnest.transport.grpc_transport import GrpcTransport
+from ravnest.transport.frame_socket import FrameSocket
 from ravnest.transport.handshake import hello_frame
-from ravnest.transport.tls import Credentials, dial_address, is_loopback
+from ravnest.transport.socket_transport import SocketTransport
+from ravnest.transport.tls import Credentials, dial_address, dialling_context, is_loopback
 from ravnest.types import Address, MicrobatchId
 from ravnest.wire.frames import encode
 from ravnest.wire.messages import Forward, Goodbye, HelloRefused, Message
 
 
 @pytest.fixture
-def made() -> Iterator[list[GrpcTransport]]:
-    transports: list[GrpcTransport] = []
+def made() -> Iterator[list[SocketTransport]]:
+    transports: list[SocketTransport] = []
     yield transports
     for transport in transports:
         transport.close()
 
 
-def open_transport(made: list[GrpcTransport], identity: Credentials | None = None) -> GrpcTransport:
-    made.append(GrpcTransport(identity))
+def open_transport(made: list[SocketTransport], identity: Credentials | None = None) -> SocketTransport:
+    made.append(SocketTransport(identity))
     return made[-1]
 
 
@@ -77,14 +78,14 @@ def test_a_wildcard_address_is_dialled_by_loopback() -> None:
 
 @pytest.mark.parametrize("expect", [None, 1])
 def test_nodes_of_a_plan_talk_over_tls(
-    made: list[GrpcTransport], authority: Authority, expect: int | None
+    made: list[SocketTransport], authority: Authority, expect: int | None
 ) -> None:
     near = open_transport(made, credentials(authority, 0))
     far = open_transport(made, credentials(authority, 1))
     assert_works(connect(near, far, address=EVERYWHERE, expect=expect))
 
 
-def test_without_certificates_only_loopback_is_possible(made: list[GrpcTransport]) -> None:
+def test_without_certificates_only_loopback_is_possible(made: list[SocketTransport]) -> None:
     transport = open_transport(made)
     with pytest.raises(TransportError, match="needs certificates"):
         transport.serve(EVERYWHERE, lambda peer: hello(1), Inbox(), lambda link: None)
@@ -93,7 +94,7 @@ def test_without_certificates_only_loopback_is_possible(made: list[GrpcTransport
 
 
 def test_a_public_address_needs_certificates_even_if_the_node_listens_at_loopback(
-    made: list[GrpcTransport], authority: Authority
+    made: list[SocketTransport], authority: Authority
 ) -> None:
     public = Address("192.0.2.1", 8080)
     with pytest.raises(TransportError, match="needs certificates"):
@@ -108,7 +109,7 @@ def test_a_public_address_needs_certificates_even_if_the_node_listens_at_loopbac
 
 
 @pytest.fixture
-def guarded(made: list[GrpcTransport], authority: Authority) -> Iterator[tuple[Address, Inbox]]:
+def guarded(made: list[SocketTransport], authority: Authority) -> Iterator[tuple[Address, Inbox]]:
     """node_1 with TLS; at the end it must still accept nodes of its plan."""
     far, inbox = open_transport(made, credentials(authority, 1)), Inbox()
     address = far.serve(EVERYWHERE, lambda peer: hello(1), inbox, lambda link: None)
@@ -120,7 +121,7 @@ def guarded(made: list[GrpcTransport], authority: Authority) -> Iterator[tuple[A
 
 
 def test_a_certificate_of_another_authority_is_refused(
-    made: list[GrpcTransport], guarded: tuple[Address, Inbox], authority: Authority
+    made: list[SocketTransport], guarded: tuple[Address, Inbox], authority: Authority
 ) -> None:
     foreign = credentials(Authority("plan", authority._now), 0)
     pretender = replace(
@@ -132,20 +133,31 @@ def test_a_certificate_of_another_authority_is_refused(
 
 
 def test_no_certificate_is_refused(guarded: tuple[Address, Inbox], authority: Authority) -> None:
-    trusting = grpc.ssl_channel_credentials(authority.certificate)
-    with grpc.secure_channel(str(dial_address(guarded[0])), trusting) as channel:
-        stream = channel.stream_stream(METHOD)(iter([hello_frame(hello(0))]), timeout=SECONDS)
-        with pytest.raises(grpc.RpcError):
-            next(stream)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(cadata=authority.certificate.decode())
+    with closing(opened(guarded[0], context)) as stream:
+        stream.send_frame(hello_frame(hello(0)))
+        with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+            stream.read(1000)
 
 
-def test_plaintext_is_refused(made: list[GrpcTransport], guarded: tuple[Address, Inbox]) -> None:
+def test_older_versions_of_tls_are_refused(guarded: tuple[Address, Inbox], authority: Authority) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(cadata=authority.certificate.decode())
+    with pytest.raises(ssl.SSLError):
+        opened(guarded[0], context)
+
+
+def test_plaintext_is_refused(made: list[SocketTransport], guarded: tuple[Address, Inbox]) -> None:
     with pytest.raises(UnreachableError):
         open_transport(made).dial(dial_address(guarded[0]), hello(0), Inbox(), deadline=0.5)
 
 
 def test_a_client_cannot_claim_to_be_another_node(
-    made: list[GrpcTransport], guarded: tuple[Address, Inbox], authority: Authority
+    made: list[SocketTransport], guarded: tuple[Address, Inbox], authority: Authority
 ) -> None:
     two = open_transport(made, credentials(authority, 2))
     with pytest.raises(
@@ -155,7 +167,7 @@ def test_a_client_cannot_claim_to_be_another_node(
 
 
 def test_a_server_cannot_claim_to_be_another_node(
-    made: list[GrpcTransport], authority: Authority
+    made: list[SocketTransport], authority: Authority
 ) -> None:
     impostor = open_transport(made, credentials(authority, 2))
     address = impostor.serve(EVERYWHERE, lambda peer: hello(1), Inbox(), lambda link: None)
@@ -165,7 +177,7 @@ def test_a_server_cannot_claim_to_be_another_node(
 
 
 def test_a_tls_client_cannot_use_an_unencrypted_port(
-    made: list[GrpcTransport], authority: Authority
+    made: list[SocketTransport], authority: Authority
 ) -> None:
     far = open_transport(made)
     port = far.serve(LOOPBACK, lambda peer: hello(1), Inbox(), lambda link: None).port
@@ -177,24 +189,33 @@ def test_a_tls_client_cannot_use_an_unencrypted_port(
 # Clients that do not follow the protocol
 
 
-def raw_stream(
-    address: Address, authority: Authority, *frames: bytes
-) -> tuple[grpc.Channel, grpc.Call, SimpleQueue[bytes | None]]:
-    own = credentials(authority, 5)
-    identity = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
-    name = ("grpc.ssl_target_name_override", "node_1")
-    channel = grpc.secure_channel(str(dial_address(address)), identity, [name])
-    outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+def opened(address: Address, context: ssl.SSLContext) -> FrameSocket:
+    target = dial_address(address)
+    stream = FrameSocket(socket.create_connection((target.host, target.port), SECONDS))
+    stream.secure(context, time.monotonic() + SECONDS, listens=False)
+    return stream
+
+
+def raw_stream(address: Address, authority: Authority, *frames: bytes) -> FrameSocket:
+    stream = opened(address, dialling_context(credentials(authority, 5)))
     for frame in frames:
-        outgoing.put(frame)
-    return channel, channel.stream_stream(METHOD)(iter(outgoing.get, None), timeout=SECONDS), outgoing
+        stream.send_frame(frame)
+    return stream
+
+
+def answer(stream: FrameSocket) -> bytes:
+    """Return everything that the listener sends before it ends the connection."""
+    found = b""
+    while (frames := stream.read(1 << 20)) is not None:
+        found += bytes(frames)
+    return found
 
 
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (b"hello", "truncated"),
-        (hello_frame(hello(0))[:-1], "announces"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "not a Ravnest frame"),
+        (hello_frame(hello(0))[:-1] + b"?", "checksum"),
         (next(iter(encode(Message(Goodbye(0))))), "begins with a Hello, not with Goodbye"),
         (next(iter(encode(message()))), "exceed the limit"),
     ],
@@ -202,23 +223,30 @@ def raw_stream(
 def test_a_first_frame_other_than_hello_is_refused(
     guarded: tuple[Address, Inbox], authority: Authority, first: bytes, reason: str
 ) -> None:
-    channel, stream, outgoing = raw_stream(guarded[0], authority, first)
-    answer = b"".join(stream)
-    assert reason.encode() in answer
-    assert b"Refused" in answer
-    outgoing.put(None)
-    channel.close()
+    with closing(raw_stream(guarded[0], authority, first)) as stream:
+        stream.end_writing()
+        found = answer(stream)
+    assert reason.encode() in found
+    assert b"Refused" in found
 
 
 def test_a_client_without_a_hello_is_refused(
     guarded: tuple[Address, Inbox], authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_server, "LINK_HELLO", 0.1)
-    channel, stream, outgoing = raw_stream(guarded[0], authority)
-    assert b"no Hello arrived" in b"".join(stream)
+    monkeypatch.setattr(socket_server, "LINK_HELLO", 0.5)
+    with closing(raw_stream(guarded[0], authority)) as stream:
+        assert b"no Hello arrived" in answer(stream)
     monkeypatch.undo()
-    outgoing.put(None)
-    channel.close()
+
+
+def test_a_client_that_begins_no_handshake_is_hung_up(
+    guarded: tuple[Address, Inbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_server, "LINK_HELLO", 0.1)
+    target = dial_address(guarded[0])
+    with socket.create_connection((target.host, target.port), SECONDS) as client:
+        assert client.recv(1) == b""
+    monkeypatch.undo()
 
 
 def test_invalid_data_loses_the_link_with_the_reason(
@@ -226,28 +254,31 @@ def test_invalid_data_loses_the_link_with_the_reason(
 ) -> None:
     address, inbox = guarded
     for garbage, reason in [
-        (b"garbage", "node_5 sent an invalid frame: a frame of 7 bytes is truncated"),
-        (bytes(1000), "not a Ravnest frame"),
+        (bytes(1000), "node_5 sent an invalid frame: the data is not a Ravnest frame"),
         (next(iter(encode(message())))[:-3] + b"abc", "checksum"),
     ]:
-        channel, stream, outgoing = raw_stream(address, authority, hello_frame(hello(5)), garbage)
-        assert reason in inbox.loss()
-        with contextlib.suppress(grpc.RpcError):  # it is cancelled, or has ended just before
-            list(stream)
-        assert stream.code() != grpc.StatusCode.DEADLINE_EXCEEDED
-        outgoing.put(None)
-        channel.close()
+        with closing(raw_stream(address, authority, hello_frame(hello(5)), garbage)):
+            assert reason in inbox.loss()
+
+
+def test_damaged_records_lose_the_connection_but_not_the_listener(
+    guarded: tuple[Address, Inbox], authority: Authority
+) -> None:
+    with closing(raw_stream(guarded[0], authority)) as stream:
+        sealed = b"".join(stream.sealed([hello_frame(hello(5))]))
+        stream.send([sealed[:-1] + bytes([sealed[-1] ^ 1])], wait=True)
+        assert answer(stream) == b""
 
 
 def test_an_address_of_another_machine_cannot_be_served(
-    made: list[GrpcTransport], authority: Authority
+    made: list[SocketTransport], authority: Authority
 ) -> None:
     transport = open_transport(made, credentials(authority, 1))
     with pytest.raises(TransportError, match=r"cannot listen at 192\.0\.2\.1:8080"):
         transport.serve(Address("192.0.2.1", 8080), lambda peer: hello(1), Inbox(), lambda link: None)
 
 
-def test_a_name_that_does_not_resolve(made: list[GrpcTransport], authority: Authority) -> None:
+def test_a_name_that_does_not_resolve(made: list[SocketTransport], authority: Authority) -> None:
     transport = open_transport(made, credentials(authority, 0))
     with pytest.raises(UnreachableError, match=r"no-such-host\.invalid:80 in 0.5 s"):
         transport.dial(Address("no-such-host.invalid", 80), hello(0), Inbox(), deadline=0.5)

@@ -1,10 +1,8 @@
-"""Links over the network: one long-lived stream for each pair of neighbours, with frames both ways.
+"""Links over the network: one long-lived connection for each pair of neighbours, with frames both ways.
 
 One connection serves both directions, so only one connection has to be opened, authenticated and
-watched. The earlier stage dials first; after a loss, both sides do. Between machines it is a gRPC
-stream, which provides TLS and flow control; on loopback it is a plain socket, which takes about half of
-the computing time. Frames have their own format instead of protobuf, which would copy and parse the
-tensors.
+watched. The earlier stage dials first; after a loss, both sides do. It is a TCP connection, with mutual
+TLS except on loopback, that carries nothing but frames.
 """
 
 from __future__ import annotations
@@ -24,13 +22,11 @@ from ravnest.relay.access import RelayAccess
 from ravnest.relay.listener import RelayListener
 from ravnest.tracing.recorder import SpanRecorder
 from ravnest.transport.base import Admit, Link, LinkHandler
-from ravnest.transport.grpc_client import DialRequest, try_dial
-from ravnest.transport.grpc_server import GrpcListener
 from ravnest.transport.handshake import Greeting, new_session
 from ravnest.transport.link import FrameLink
 from ravnest.transport.link_keeper import LinkKeeper
 from ravnest.transport.routes import Route, RouteSearch, Unanswered, combined, routes_to
-from ravnest.transport.socket_client import SocketRequest, try_connect
+from ravnest.transport.socket_client import DialRequest, try_dial
 from ravnest.transport.socket_server import SocketListener
 from ravnest.transport.tls import Credentials, dial_address, is_loopback
 from ravnest.types import Address
@@ -43,8 +39,8 @@ _LONGEST_PAUSE = 2.0
 _WAITING_SECONDS = 10.0
 
 
-class GrpcTransport:
-    """Transport over gRPC, and over sockets on loopback; implements ``base.Transport``."""
+class SocketTransport:
+    """Transport over TCP connections; implements ``base.Transport``."""
 
     def __init__(
         self,
@@ -68,7 +64,7 @@ class GrpcTransport:
         self._credentials = credentials
         self._limits = limits
         self._lock = threading.Lock()
-        self._listeners: list[GrpcListener | SocketListener] = []
+        self._listeners: list[SocketListener] = []
         self._links = LinkKeeper(self._redial, outage, self._leave_relay, trace)
 
     def serve(
@@ -91,13 +87,10 @@ class GrpcTransport:
 
         keep_freed_memory()
         credentials = self._credentials_for(known_as or address)
-        listener: GrpcListener | SocketListener
-        if credentials is None:
-            listener = SocketListener(admit, self._links.find, open_link, self._limits, self._secret)
-            port = listener.start(address)
-        else:
-            listener = GrpcListener(admit, self._links.find, open_link, self._limits)
-            port = listener.start(address, credentials)
+        listener = SocketListener(
+            admit, self._links.find, open_link, self._limits, credentials, self._secret
+        )
+        port = listener.start(address)
         bound = replace(address, port=port)
         with self._lock:
             self._listeners.append(listener)
@@ -202,11 +195,16 @@ class GrpcTransport:
         self, route: Route, request: _Request, credentials: Credentials | None, seconds: float
     ) -> FrameLink | Unanswered:
         """Try once to connect on one route; without credentials the peer is on this machine."""
-        hello, open_link, expect, limits = request.hello, request.open_link, request.expect, self._limits
-        if credentials is not None:
-            return try_dial(DialRequest(route, hello, open_link, expect, credentials, limits), seconds)
-        local = SocketRequest(route.address, hello, open_link, expect, limits, self._secret)
-        return try_connect(local, seconds)
+        dialled = DialRequest(
+            route,
+            request.hello,
+            request.open_link,
+            request.expect,
+            self._limits,
+            credentials,
+            self._secret,
+        )
+        return try_dial(dialled, seconds)
 
     def _credentials_for(self, address: Address) -> Credentials | None:
         if is_loopback(address):
