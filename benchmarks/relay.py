@@ -1,8 +1,8 @@
 """Cost of a relay, compared with a direct connection.
 
-Two processes on loopback exchange messages over a gRPC stream with mutual TLS, directly and through a
-relay in a third process. The far process registers at the relay as a node behind NAT does, so each byte
-passes through the relay and through the far process's own forwarding thread. The measurements alternate,
+Two processes on loopback exchange frames over a connection with mutual TLS, as nodes do, directly and
+through a relay in a third process. The far process registers at the relay as a node behind NAT does, so
+each byte passes through the relay and through the far process's own forwarding thread. The measurements alternate,
 so that other load on the machine affects both. Each number is a median of its own; the last column but
 one is the median over pairs of adjacent measurements, which differs from the quotient of the medians
 while the load changes. Run as a script to print the
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import socket
 import statistics
+import threading
 import time
 from collections.abc import Iterator
-from concurrent import futures
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 
-import grpc
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -30,8 +29,13 @@ from ravnest.relay.limits import RelayLimits
 from ravnest.relay.listener import RelayListener
 from ravnest.relay.process import RelayProcess
 from ravnest.relay.tickets import Endpoint, RelayTicket, sign_ticket
-from ravnest.transport.certificates import Authority, Identity
+from ravnest.transport.certificates import Authority
+from ravnest.transport.frame_socket import FrameSocket
+from ravnest.transport.routes import Route, connect
+from ravnest.transport.socket_client import pass_relay
+from ravnest.transport.tls import Credentials, dialling_context, listening_context
 from ravnest.types import Address
+from ravnest.wire.envelope import SIZE, Kind, seal
 
 ROUNDS = 9
 LARGE_BYTES = 4 << 20
@@ -40,84 +44,87 @@ SMALL_BYTES = 1 << 10
 SMALL_MESSAGES = 200
 LOOPBACK = "127.0.0.1"
 JOB = "benchmark"
-METHOD = "/ravnest.Benchmark/Exchange"
-OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.max_send_message_length", 2 * LARGE_BYTES),
-    ("grpc.max_receive_message_length", 2 * LARGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),
-]
-ECHO, TAKE, LAST = b"e", b"t", b"l"
-"""First bytes of messages: send it back, take it, take it and answer."""
+SECONDS = 60.0
+"""Longest wait for a connection."""
+ECHO, TAKE, LAST = range(3)
+"""Numbers of frames: send it back, take it, take it and answer."""
 
 
-def _exchange(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    for message in requests:
-        kind = message[:1]
-        if kind == ECHO:
-            yield message
-        elif kind == LAST:
-            yield b""
+def _frame(number: int, size: int) -> bytes:
+    return b"".join(seal(Kind.CHUNK, number, [bytes(size)]))
 
 
-def _serve(control: Connection, authority: bytes, identity: Identity, access: RelayAccess) -> None:
-    """Run the far process: a server, reachable directly and through the relay."""
-    server = grpc.server(futures.ThreadPoolExecutor(4), options=OPTIONS)
-    handler = grpc.stream_stream_rpc_method_handler(_exchange)
-    service, name = METHOD.strip("/").split("/")
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
-    credentials = grpc.ssl_server_credentials(
-        [(identity.key, identity.certificate)], authority, require_client_auth=True
-    )
-    port = server.add_secure_port(f"{LOOPBACK}:0", credentials)
-    server.start()
+def _answer(connection: socket.socket, credentials: Credentials) -> None:
+    stream = FrameSocket(connection)
+    stream.start()
+    stream.secure(listening_context(credentials), time.monotonic() + SECONDS, listens=True)
+    while (frames := stream.read(2 * LARGE_BYTES)) is not None:
+        while frames:
+            number = int.from_bytes(frames[8:12], "little")
+            size = SIZE + int.from_bytes(frames[12:16], "little")
+            if number == ECHO:
+                stream.send_frame(bytes(frames[:size]))
+            elif number == LAST:
+                stream.send_frame(_frame(LAST, 0))
+            frames = frames[size:]
+
+
+def _serve(control: Connection, credentials: Credentials, access: RelayAccess) -> None:
+    """Run the far process: a listener, reachable directly and through the relay."""
+    server = socket.create_server((LOOPBACK, 0))
+    port = server.getsockname()[1]
+
+    def accept() -> None:
+        while True:
+            connection, _ = server.accept()
+            threading.Thread(target=_answer, args=(connection, credentials), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
     listener = RelayListener(access, Address(LOOPBACK, port))
     listener.start()
-    assert listener.wait_registered(60)
+    assert listener.wait_registered(SECONDS)
     control.send(port)
     control.recv()
     listener.close()
-    server.stop(None).wait(5)
 
 
 class Stream:
-    """Open stream to the far process."""
+    """Open connection to the far process."""
 
-    def __init__(self, target: str, credentials: grpc.ChannelCredentials, proxy: str | None) -> None:
-        route: list[tuple[str, int | str]] = (
-            [("grpc.enable_http_proxy", 0)]
-            if proxy is None
-            else [("grpc.http_proxy", proxy), ("grpc.enable_http_proxy", 1)]
-        )
-        options = [*OPTIONS, *route, ("grpc.ssl_target_name_override", "node_1")]
-        self._channel = grpc.secure_channel(target, credentials, options)
-        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
-        self._incoming = self._channel.stream_stream(METHOD)(iter(self._outgoing.get, None))
-        self._large = bytes(LARGE_BYTES - 1)
-        self._small = ECHO + bytes(SMALL_BYTES - 1)
+    def __init__(self, route: Route, credentials: Credentials) -> None:
+        connection = connect(route.address, SECONDS)
+        deadline = time.monotonic() + SECONDS
+        if route.endpoint is not None:
+            pass_relay(connection, route, deadline)
+        self._stream = FrameSocket(connection)
+        self._stream.start()
+        self._stream.secure(dialling_context(credentials), deadline, listens=False)
+        self._large = {number: _frame(number, LARGE_BYTES - SIZE) for number in (TAKE, LAST)}
+        self._small = _frame(ECHO, SMALL_BYTES - SIZE)
 
     def rate(self) -> float:
-        """Return the bytes per second of a series of large messages."""
-        take, last = TAKE + self._large, LAST + self._large
+        """Return the bytes per second of a series of large frames."""
         begin = time.perf_counter()
         for _ in range(LARGE_MESSAGES - 1):
-            self._outgoing.put(take)
-        self._outgoing.put(last)
-        next(self._incoming)
+            self._stream.send_frame(self._large[TAKE])
+        self._stream.send_frame(self._large[LAST])
+        self._stream.read(LARGE_BYTES)
         return LARGE_MESSAGES * LARGE_BYTES / (time.perf_counter() - begin)
 
     def round_trip(self) -> float:
-        """Return the median of the round trips of small messages, in seconds."""
+        """Return the median of the round trips of small frames, in seconds."""
         taken = []
         for _ in range(SMALL_MESSAGES):
             begin = time.perf_counter()
-            self._outgoing.put(self._small)
-            next(self._incoming)
+            self._stream.send_frame(self._small)
+            self._stream.read(LARGE_BYTES)
             taken.append(time.perf_counter() - begin)
         return statistics.median(taken)
 
     def close(self) -> None:
-        self._outgoing.put(None)
-        self._channel.close()
+        """End the connection."""
+        self._stream.hang_up()
+        self._stream.close()
 
 
 class Processor:
@@ -136,7 +143,8 @@ def streams() -> Iterator[tuple[Stream, Stream, Processor, Processor]]:
     """Open a direct and a relayed stream, with the processors of the relay and the far process."""
     now = datetime.datetime.now(datetime.UTC)
     authority = Authority("benchmark", now)
-    near, far = (authority.issue(f"node_{number}", [LOOPBACK]) for number in (0, 1))
+    identities = [authority.issue(f"node_{number}", [LOOPBACK]) for number in (0, 1)]
+    near, far = (Credentials(authority.certificate, each.certificate, each.key) for each in identities)
     key = Ed25519PrivateKey.generate()
     ends = time.time() + 3600
     tickets = [sign_ticket(RelayTicket(JOB, node, (1 - node,), ends), key) for node in (0, 1)]
@@ -145,14 +153,12 @@ def streams() -> Iterator[tuple[Stream, Stream, Processor, Processor]]:
     access = RelayAccess(((relay.address,),), Endpoint(JOB, 1), tickets[1])
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, authority.certificate, far, access))
+    process = context.Process(target=_serve, args=(there, far, access))
     process.start()
     try:
         port = here.recv()
-        credentials = grpc.ssl_channel_credentials(authority.certificate, near.key, near.certificate)
-        proxy = f"http://ticket:{tickets[0]}@{relay.address}"
-        direct = Stream(f"{LOOPBACK}:{port}", credentials, None)
-        relayed = Stream(f"{Endpoint(JOB, 1)}:1", credentials, proxy)
+        direct = Stream(Route(Address(LOOPBACK, port)), near)
+        relayed = Stream(Route(relay.address, Endpoint(JOB, 1), tickets[0]), near)
         assert relay.pid is not None
         assert process.pid is not None
         yield direct, relayed, Processor(relay.pid), Processor(process.pid)

@@ -20,7 +20,6 @@ from queue import SimpleQueue
 
 import grpc
 import torch
-from ravnest.transport.grpc_settings import options
 
 from ravnest.transport.base import Link
 from ravnest.transport.socket_transport import SocketTransport
@@ -35,6 +34,10 @@ SMALL_MESSAGES = 300
 IDLE_SECONDS = 5.0
 LOOPBACK = Address("127.0.0.1", 0)
 SERVICE = "ravnest.Benchmark"
+OPTIONS = [
+    ("grpc.max_send_message_length", TENSOR_BYTES),
+    ("grpc.max_receive_message_length", TENSOR_BYTES),
+]
 
 
 def _hello(node: int) -> Hello:
@@ -104,7 +107,7 @@ def _drain(listener: socket.socket) -> None:
 
 
 def _unary_server() -> tuple[grpc.Server, int]:
-    server = grpc.server(futures.ThreadPoolExecutor(4), options=options(TENSOR_BYTES))
+    server = grpc.server(futures.ThreadPoolExecutor(4), options=OPTIONS)
     methods = {
         "Take": grpc.unary_unary_rpc_method_handler(lambda request, context: b""),
         "Echo": grpc.unary_unary_rpc_method_handler(lambda request, context: request),
@@ -126,7 +129,7 @@ class Bench:
         address = Address(LOOPBACK.host, ports[0])
         self._link = self._transport.dial(address, _hello(0), self._near, deadline=10)
         self._socket = socket.create_connection((LOOPBACK.host, ports[1]))
-        self._channel = grpc.insecure_channel(f"{LOOPBACK.host}:{ports[2]}", options(TENSOR_BYTES))
+        self._channel = grpc.insecure_channel(f"{LOOPBACK.host}:{ports[2]}", OPTIONS)
         self._take = self._channel.unary_unary(f"/{SERVICE}/Take")
         self._echo = self._channel.unary_unary(f"/{SERVICE}/Echo")
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()

@@ -289,7 +289,7 @@ class Node:
             logger.warning("init_server ignores %s: the node has its own buffers", sorted(given))
 
     def start_grpc_server(self) -> None:
-        """Start the node, including its gRPC server."""
+        """Start the node, including its listener."""
         self.start()
 
     def check_load_forward_buffer(self) -> None:

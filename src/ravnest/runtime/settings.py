@@ -120,7 +120,8 @@ class NodeSettings:
     """Show a progress line; validation results and waiting messages are always printed. The default is
     True, unless ``ravnest launch`` shows the progress of all nodes."""
     transport: Transport | Callable[[], Transport] | None = None
-    """Transport to use instead of gRPC, or a function that makes one each time the node connects."""
+    """Transport to use instead of TCP connections, or a function that makes one each time the node
+    connects."""
     record_sink: RecordSink | None = None
     """Receiver of the node's records: a ``RunLog``, ``Callbacks`` or another object with ``emit``.
     Losses and validation results are those of the Root."""

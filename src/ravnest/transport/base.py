@@ -1,7 +1,7 @@
 """Protocols of the transport: links that carry messages in order, and how they are opened.
 
-Implementations: gRPC, sockets on loopback, and memory; one test suite runs on all of them. Transports
-raise only the errors of ``ravnest.errors``, never those of the library below.
+Implementations: sockets, with TLS or on loopback without, and memory; one test suite runs on all of
+them. Transports raise only the errors of ``ravnest.errors``, never those of the library below.
 """
 
 from __future__ import annotations

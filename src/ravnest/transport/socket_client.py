@@ -84,13 +84,13 @@ def _open(stream: FrameSocket, request: DialRequest, deadline: float) -> FrameLi
     """Return the link to the peer at the other end of a new connection."""
     stream.start()
     if request.route.endpoint is not None:
-        _pass_relay(stream.socket, request.route, deadline)
+        pass_relay(stream.socket, request.route, deadline)
     if request.credentials is not None:
         _secure(stream, request, request.credentials, deadline)
     return request.open_link(_greet(stream, request, deadline))
 
 
-def _pass_relay(connection: socket.socket, route: Route, deadline: float) -> None:
+def pass_relay(connection: socket.socket, route: Route, deadline: float) -> None:
     """Ask a relay for its connection to the peer; ``RelayError`` if it has none."""
     reader = HeadReader()
     connection.sendall(request(RelayMethod.CONNECT, str(route.endpoint), route.ticket))

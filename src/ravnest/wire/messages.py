@@ -14,7 +14,7 @@ import torch
 
 from ravnest.types import CheckpointId, MicrobatchId
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the protocol; nodes with different versions refuse each other."""
 
 PhaseKind = Literal["train", "validate", "predict"]
