@@ -2,11 +2,10 @@
 
 Two processes on loopback exchange frames over a connection with mutual TLS, as nodes do, directly and
 through a relay in a third process. The far process registers at the relay as a node behind NAT does, so
-each byte passes through the relay and through the far process's own forwarding thread. The measurements alternate,
-so that other load on the machine affects both. Each number is a median of its own; the last column but
-one is the median over pairs of adjacent measurements, which differs from the quotient of the medians
-while the load changes. Run as a script to print the
-report.
+each byte passes through the relay and the forwarding thread of the far process. The measurements
+alternate, so that other load on the machine affects both. Each number is a median of its own; the last
+column but one is the median over pairs of adjacent measurements, which differs from the quotient of the
+medians while the load changes. Run as a script to print the report.
 """
 
 from __future__ import annotations
