@@ -150,6 +150,33 @@ def test_a_job_has_nodes_curves_and_events(case: Case) -> None:
     assert [each["value"] for each in curves["validations"]] == [0.875]
 
 
+def test_a_job_has_the_measured_memory_of_its_nodes(case: Case) -> None:
+    rita, alice = case.requester(), case.provider("alice", ram=4.5)
+    job = case.submit(rita)
+    case.match()
+    client = browser(case, token(case))
+
+    def memory() -> dict[str, int | None]:
+        (node,) = client.get(f"/page/jobs/{job}").json()["nodes"]
+        found: dict[str, int | None] = node["memory"]
+        return found
+
+    alice.report("training", records=losses(3.0))
+    offered = 4_500_000_000
+    assert memory() == {"planned": None, "offered": offered, "used": None, "peak": None}
+    alice.report("training", records=losses(3.0, 2.0), memory={"now": 700, "peak": 900})
+    assert memory() == {"planned": None, "offered": offered, "used": 700, "peak": 900}
+    restarted = {"now": 300, "peak": 400, "of_a_later_version": 1}
+    alice.report("training", records=losses(3.0, 2.0, 1.0), memory=restarted)
+    assert memory() == {"planned": None, "offered": offered, "used": 300, "peak": 900}
+    alice.report("training", records=losses(3.0, 2.0, 1.0, 1.0))
+    assert (memory()["used"], memory()["peak"]) == (300, 900), "an older version does not say it"
+    alice.report("uploading", memory={"now": 100, "peak": 2**53 - 1})
+    assert (memory()["used"], memory()["peak"]) == (100, 2**53 - 1), "stored with the phase"
+    for wrong in ({"now": -1, "peak": 1}, {"now": 1, "peak": 2**53}, {"now": 1}):
+        alice.report("uploading", 422, memory=wrong)
+
+
 def test_a_provider_has_a_history(case: Case) -> None:
     job = training_job(case)
     viewer = browser(case, token(case))

@@ -26,6 +26,7 @@ function App() {
       document.getElementById("main")?.focus({ preventScroll: true });
     };
     addEventListener("hashchange", moved);
+    setView(viewOf(location.hash)); // it may have changed since the first drawing
     return () => removeEventListener("hashchange", moved);
   }, []);
   useLayoutEffect(() => {

@@ -86,7 +86,7 @@ function LitTopology({ detail, job }) {
 
 function Legend({ detail }) {
   return html`<p class="legend"><span><i class="swatch computing"></i> computing</span><span><i class="swatch sending"></i> sending</span><span><i class="swatch waiting"></i> waiting (the rest)</span>
-    <span><i class="swatch memory"></i> memory that the plan needs, of what is offered</span>${detail.rings.length > 0 && html`<span><i class="swatch ring"></i> averaging ring, bright during a round</span>`}</p>`;
+    <span><i class="swatch memory"></i> memory used, of what is offered</span><span><i class="tick peak"></i> its peak</span><span><i class="tick needed"></i> what the plan needs</span>${detail.rings.length > 0 && html`<span><i class="swatch ring"></i> averaging ring, bright during a round</span>`}</p>`;
 }
 
 function Rounds({ rounds, clusters }) {
