@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.web.assets import assets
+from ravnest.telemetry import PaceRecord
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 PAGE = {"X-Ravnest-Page": "1"}
@@ -175,6 +176,19 @@ def test_a_job_has_the_measured_memory_of_its_nodes(case: Case) -> None:
     assert (memory()["used"], memory()["peak"]) == (100, 2**53 - 1), "stored with the phase"
     for wrong in ({"now": -1, "peak": 1}, {"now": 1, "peak": 2**53}, {"now": 1}):
         alice.report("uploading", 422, memory=wrong)
+
+
+def test_more_updates_than_predicted_are_not_more_than_all(case: Case) -> None:
+    job = training_job(case)
+    client = browser(case, token(case))
+    (alice,) = (each["provider"] for each in client.get(f"/page/jobs/{job}").json()["nodes"])
+    with case.server.db.write(1.0) as db:
+        own = db.assignments.current(alice)
+        assert own is not None
+        db.telemetry.add(own, own.records, [PaceRecord(0, 2, 10.0, 0.0)])
+        db.jobs.touch(job)
+    progress = client.get(f"/page/jobs/{job}").json()["view"]["progress"]
+    assert (progress["updates"], progress["total_updates"]) == (3, 3)
 
 
 def test_a_provider_has_a_history(case: Case) -> None:

@@ -219,9 +219,11 @@ def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentReco
     last = _last_loss(db, chain)
     validation = _newest(db, chain, ValidationRecord)
     pace = _newest(db, chain, PaceRecord) or PaceRecord(0, None, None, None)
+    updates = 0 if last is None else last.update + 1
     return JobProgress(
-        updates=0 if last is None else last.update + 1,
-        total_updates=pace.updates,
+        updates=updates,
+        # A prediction, made before clusters were averaged or an epoch was cut anew.
+        total_updates=None if pace.updates is None else max(pace.updates, updates),
         epoch=0 if last is None else last.epoch + 1,
         samples_per_second=pace.samples_per_second,
         seconds_left=None if record.state.is_final else pace.seconds_left,

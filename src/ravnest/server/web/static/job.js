@@ -24,8 +24,8 @@ export function Job({ id, theme }) {
   const resubmit = async () => { location.hash = `#/jobs/${(await call("POST", `/jobs/${id}/resubmit`, {})).id}`; };
   return html`<nav class="crumbs" aria-label="Path"><a href="#/">Overview</a> <span aria-hidden="true">/</span> ${job.name}</nav>
     <header class="head"><h1>${job.name}</h1><${State} state=${job.state} />
-      ${mayCancel && html`<${Confirm} label="Cancel job" question="Stop this training?" sure="Yes, cancel" act=${() => call("POST", `/jobs/${id}/cancel`)} />`}
-      ${isOwn && html`<${Confirm} label="Resubmit like this" question="Submit a new job with the same model, data and settings?" sure="Yes, submit" act=${resubmit} />`}
+      <span class="actions">${mayCancel && html`<${Confirm} label="Cancel job" question="Stop this training?" sure="Yes, cancel" act=${() => call("POST", `/jobs/${id}/cancel`)} />`}
+      ${isOwn && html`<${Confirm} label="Resubmit like this" question="Submit a new job with the same model, data and settings?" sure="Yes, submit" act=${resubmit} />`}</span>
     </header>
     <p class="quiet"><code>${id}</code> · submitted ${moment(data.view.created)} · last report <${Ago} time=${job.changed} /></p>
     ${error && html`<p class="notice warn" role="status">What you see is old: ${error}</p>`}

@@ -50,8 +50,8 @@ function CapacityTiles({ jobs, waiting, providers }) {
 }
 
 function InUse({ what, used, all, words }) {
-  if (!all) return html`<div><dt>${what} in use</dt><dd><b>–</b></dd><dd class="quiet">nothing is offered</dd></div>`;
-  return html`<div><dt>${what} in use</dt><dd><b>${percent(used / all)}</b> of ${words(all)}</dd><dd><${Bar} share=${used / all} label=${`share of the offered ${what.toLowerCase()} that is reserved`} /></dd></div>`;
+  if (!all) return html`<div><dt>${what} reserved</dt><dd><b>–</b></dd><dd class="quiet">nothing is offered</dd></div>`;
+  return html`<div><dt>${what} reserved</dt><dd><b>${percent(used / all)}</b> of ${words(all)}</dd><dd><${Bar} share=${used / all} label=${`share of the offered ${what.toLowerCase()} that is reserved`} /></dd></div>`;
 }
 
 function totals(providers) {

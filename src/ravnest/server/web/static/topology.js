@@ -5,6 +5,7 @@ import { bandwidth, count, gigabytes, milliseconds, percent } from "./format.js"
 
 const HEIGHT = 134, ROW_GAP = 46, LEFT = 76, TOP = 10, EDGE = 8;
 const WORK = { connect: "connecting", validate: "validating", predict: "predicting", average: "averaging", save: "saving", end: "ending", rejoin: "waiting for a node" };
+const ENDED = new Set(["finished", "failed", "stopped", "lost"]);
 const NARROW = 560; // pixels below which nodes are below each other
 
 export function Topology({ detail, isAveraging }) {
@@ -110,7 +111,7 @@ function Box({ node, at, width }) {
   const { x, y } = at;
   const inner = width - 24, left = x + 12;
   const phase = node.phase === "training" && node.worker_phase && node.worker_phase !== "train" ? WORK[node.worker_phase] ?? node.worker_phase : node.phase;
-  const memory = memoryWords(node.memory);
+  const memory = memoryWords(node.memory, ENDED.has(node.phase));
   const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory.value ? `, ${memory.label} ${memory.value}` : ""}${memory.rest ? `, ${memory.rest}` : ""}${node.layers ? `, layers ${node.layers.words}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time, sending ${percent(node.sending)}`}`;
   return html`<a href=${`#/providers/${node.provider}`} class=${`box ${node.phase}`}>
     <rect class="frame" x=${x} y=${y} width=${width} height=${HEIGHT} rx="9" />
@@ -126,14 +127,15 @@ function Box({ node, at, width }) {
   </a>`;
 }
 
-// Returns the memory of a stage in words: what is used of what is offered, or, before it is measured, what the
-// plan needs; `rest` has the other figures.
-function memoryWords({ used, peak, planned, offered }) {
+// Returns the memory of a stage in words: what is used of what is offered, or, after the end of the worker, its
+// peak, or, before it is measured, what the plan needs; `rest` has the other figures.
+function memoryWords({ used, peak, planned, offered }, hasEnded) {
   const size = (bytes) => gigabytes(bytes / 1e9);
-  const shown = used ?? planned;
+  const isMeasured = used != null;
+  const shown = !isMeasured ? planned : hasEnded ? peak : used;
   const value = shown == null ? "" : offered == null ? size(shown) : `${size(shown)} of ${size(offered)}`;
-  const others = used == null ? [] : [peak != null && `peak ${size(peak)}`, planned != null && `plan ${size(planned)}`];
-  return { label: used == null ? "memory, planned" : "memory", value, rest: others.filter(Boolean).join(" · ") };
+  const rest = !isMeasured ? [] : [!hasEnded && peak != null && `peak ${size(peak)}`, planned != null && `plan ${size(planned)}`];
+  return { label: !isMeasured ? "memory, planned" : hasEnded ? "memory, peak" : "memory", shown, value, rest: rest.filter(Boolean).join(" · ") };
 }
 
 function Memory({ x, y, width, memory, words }) {
@@ -142,7 +144,7 @@ function Memory({ x, y, width, memory, words }) {
   const mark = (kind, bytes) => bytes != null && offered && html`<line class=${kind} x1=${x + at(bytes)} x2=${x + at(bytes)} y1=${y + 8} y2=${y + 16} />`;
   return html`<g class=${`memory ${used == null ? "planned" : ""}`}>
     <text class="meter" x=${x} y=${y + 6}>${words.label}</text><text class="meter value" x=${x + width} y=${y + 6}>${words.value}</text>
-    <rect class="track" x=${x} y=${y + 10} width=${width} height="4" rx="2" /><rect class="fill" x=${x} y=${y + 10} width=${at(used ?? planned)} height="4" rx="2" />
+    <rect class="track" x=${x} y=${y + 10} width=${width} height="4" rx="2" /><rect class="fill" x=${x} y=${y + 10} width=${at(words.shown)} height="4" rx="2" />
     ${used != null && html`${mark("peak", peak)}${mark("needed", planned)}<text class="meter value" x=${x + width} y=${y + 28}>${words.rest}</text>`}
   </g>`;
 }
