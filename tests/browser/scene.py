@@ -319,7 +319,10 @@ def busy_scene(scene: Scene, updates: int = 1100) -> str:
             else RoundRecord(3, 2, "background", False, (0,), 30.0, 96_000_000, _MISSING),
         ])  # fmt: skip
     for name, (now, peak) in zip(holders[1:], _MEMORY[1:], strict=True):
-        records = [PhaseRecord("train", 5), CheckpointRecord(updates // 120 * 120, 0, 1, 0.2)]
+        records: list[WorkerRecord] = [
+            PhaseRecord("train", 5),
+            CheckpointRecord(updates // 120 * 120, 0, 1, 0.2),
+        ]
         scene.report(name, records, memory={"now": now, "peak": peak})
     now, peak = _MEMORY[0]
     scene.report(root, [PhaseRecord("train", 5)], memory={"now": now, "peak": peak})
