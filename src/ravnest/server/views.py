@@ -222,7 +222,7 @@ def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentReco
     updates = 0 if last is None else last.update + 1
     return JobProgress(
         updates=updates,
-        # A prediction, made before clusters were averaged or an epoch was cut anew.
+        # A prediction: a run of examples/digits made 440 updates of 438.
         total_updates=None if pace.updates is None else max(pace.updates, updates),
         epoch=0 if last is None else last.epoch + 1,
         samples_per_second=pace.samples_per_second,
