@@ -27,6 +27,7 @@ from ravnest.schemas.providers import (
     HeartbeatReply,
     ProviderOffer,
     ProviderView,
+    UsedMemory,
 )
 from ravnest.server.http.runner import RunningServer, serve
 from ravnest.split import StageModule
@@ -110,6 +111,7 @@ class ScriptedProvider:
         reason: str = "",
         result: tuple[ResultFile, ...] = (),
         checkpoints: tuple[UploadedCheckpoint, ...] = (),
+        memory: UsedMemory | None = None,
     ) -> None:
         assert self.assignment is not None
         report = AssignmentReport(
@@ -120,6 +122,7 @@ class ScriptedProvider:
             first_record=self._records,
             records=records,
             checkpoints=checkpoints,
+            memory=memory,
         )
         self._beat(Heartbeat(report=report, known=self.assignment.id, wait=0))
         self._records += len(records)

@@ -66,6 +66,11 @@ OFFERS = (
     (12.0, 12, 164.0, 940.0), (12.0, 12, 159.0, 938.0), (6.0, 6, 72.0, 120.0),
 )  # fmt: skip
 _LAYERS = (("embed", 4), ("blocks", 5), ("blocks", 4))
+_MEMORY = (
+    (2_830_000_000, 3_020_000_000), (2_310_000_000, 2_450_000_000), (2_640_000_000, 3_180_000_000),
+    (2_790_000_000, 2_960_000_000), (2_280_000_000, 2_390_000_000), (2_610_000_000, 2_740_000_000),
+)  # fmt: skip
+"""Bytes that the workers take, and took at most."""
 _SECONDS = 20.0
 _LOST = "node_1 (lab-03) left: its owner took it back"
 _MISSING = "cluster 1 missing: it did not answer within 30 s"
@@ -313,8 +318,14 @@ def busy_scene(scene: Scene, updates: int = 1100) -> str:
             if begin != 300
             else RoundRecord(3, 2, "background", False, (0,), 30.0, 96_000_000, _MISSING),
         ])  # fmt: skip
-    for name in holders[1:]:
-        scene.report(name, [PhaseRecord("train", 5), CheckpointRecord(updates // 120 * 120, 0, 1, 0.2)])
+    for name, (now, peak) in zip(holders[1:], _MEMORY[1:], strict=True):
+        records: list[WorkerRecord] = [
+            PhaseRecord("train", 5),
+            CheckpointRecord(updates // 120 * 120, 0, 1, 0.2),
+        ]
+        scene.report(name, records, memory={"now": now, "peak": peak})
+    now, peak = _MEMORY[0]
+    scene.report(root, [PhaseRecord("train", 5)], memory={"now": now, "peak": peak})
     other = holders[3]
     scene.report(other, training_records(0, 20))
     scene.report(other, [

@@ -8,10 +8,11 @@ import pytest
 from loopback_server import loopback_server, small_job
 from running_providers import providers
 from scene import NAMES, Scene, busy_scene, running, training_records
-from watched import Watched
+from watched import TIMEOUT, Watched
 
 import ravnest
 from ravnest.schemas.auth import ApiRole
+from ravnest.telemetry import PhaseRecord, QueueRecord, RoundRecord
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 OpenPage = Callable[..., Watched]
@@ -95,6 +96,47 @@ def test_an_update_is_shown_without_a_reload(busy: tuple[Scene, str], open_page:
         watched.sees(title, ".chart figcaption")
     watched.sees("Utilisation of the stages", ".chart figcaption")
     watched.sees("compute ", ".topology")
+    assert watched.problems == []
+
+
+def test_the_memory_of_each_stage_is_the_measured_one(
+    busy: tuple[Scene, str], open_page: OpenPage
+) -> None:
+    scene, job = busy
+    watched = open_page()
+    watched.page.goto(scene.link())
+    watched.page.goto(f"{scene.url}/#/jobs/{job}")
+    watched.sees("2.8 GB of", ".topology .box")
+    watched.sees("peak 3.0 GB · plan 3.1 GB", ".topology .box")
+    memory = {"now": 4_400_000_000, "peak": 4_700_000_000}
+    scene.report(root_of(scene, job), [QueueRecord(5, 6, 1)], memory=memory)
+    watched.sees("4.4 GB of", ".topology .box")
+    watched.sees("peak 4.7 GB · plan 3.1 GB", ".topology .box")
+    assert watched.problems == []
+
+
+@pytest.mark.parametrize(("width", "rings"), [(1280, 3), (390, 1)])
+def test_the_rings_light_up_during_a_round(
+    busy: tuple[Scene, str], open_page: OpenPage, width: int, rings: int
+) -> None:
+    """A ring for each stage; in a narrow window, one drawing for all rings between two clusters."""
+    scene, job = busy
+    watched = open_page(viewport={"width": width, "height": 900})
+    watched.page.goto(scene.link())
+    watched.page.goto(f"{scene.url}/#/jobs/{job}")
+    lit = watched.page.locator(".topology .ring.active")
+    playwright.expect(watched.page.locator(".topology .ring")).to_have_count(rings, timeout=TIMEOUT)
+    playwright.expect(lit).to_have_count(0, timeout=TIMEOUT)
+    for name in NAMES:
+        scene.report(name, [PhaseRecord("average", 5)])
+    playwright.expect(lit).to_have_count(rings, timeout=TIMEOUT)
+    number = 1000 + width
+    done = RoundRecord(number, 1, "blocking", True, (0, 1), 1.9, 412_000_000, "")
+    for name in NAMES:
+        scene.report(name, [PhaseRecord("train", 5)])
+    scene.report(root_of(scene, job), [done])
+    watched.sees(str(number), "section[aria-labelledby=rounds] tbody")
+    playwright.expect(lit).to_have_count(0, timeout=TIMEOUT)
     assert watched.problems == []
 
 

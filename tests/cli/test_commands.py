@@ -32,7 +32,7 @@ from ravnest.http.credentials import memberships
 from ravnest.plan.node_configs import read_node_configs
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import EventView, JobState, JobView
-from ravnest.schemas.providers import ProviderView
+from ravnest.schemas.providers import ProviderView, UsedMemory
 from ravnest.schemas.reachability import AddressCheck
 from ravnest.telemetry import PaceRecord, ScheduleRecord, WarningRecord
 
@@ -138,7 +138,9 @@ def test_status_lists_jobs_and_shows_one(ravnest: Command, job: str, provider: S
     losses = loss_record(0, 0.75), loss_record(1, 0.5)
     schedule = ScheduleRecord("sync", 4, "each batch of 8 is split")
     pace = PaceRecord(0, 40, 123.4, 3725.0)
-    provider.report("training", schedule, *losses, pace, validation_record(0, 0.9), warning)
+    memory = UsedMemory(now=1_250_000_000, peak=1_500_000_000)
+    records = (schedule, *losses, pace, validation_record(0, 0.9), warning)
+    provider.report("training", *records, memory=memory)
     ended = ravnest("status")
     assert ended.code == ExitCode.OK, ended.err
     (line,) = (line for line in ended.out.splitlines() if line.startswith(job))
@@ -147,7 +149,7 @@ def test_status_lists_jobs_and_shows_one(ravnest: Command, job: str, provider: S
     assert figures in line
     shown = ravnest("status", job).out
     assert f"digits ({job}) of " in shown
-    assert "cluster 0, node 0 (Root) on pc: training" in shown
+    assert "cluster 0, node 0 (Root) on pc: training, memory 1.25 GB, peak 1.5 GB, planned " in shown
     assert "warning of node 0: the loader is slow" in shown
     assert "schedule sync, 4 micro-batches per batch: each batch of 8 is split" in shown
     assert "1 node in 1 cluster" in shown, "the plan"
@@ -157,6 +159,8 @@ def test_status_as_json(ravnest: Command, job: str, provider: ScriptedProvider) 
     provider.report("training", loss_record(0, 0.75), ScheduleRecord("async", 1, "batch norm"))
     one = JobView.model_validate_json(ravnest("status", job, "--json").out)
     assert (one.id, one.state, one.progress.loss) == (job, JobState.TRAINING, 0.75)
+    assert one.assignments[0].memory is not None
+    assert one.assignments[0].memory.used is None, "this provider does not report it"
     assert one.progress.schedule == ScheduleRecord("async", 1, "batch norm")
     listed = json.loads(ravnest("status", "--json").out)
     assert (job, "training") in {(entry["id"], entry["state"]) for entry in listed}

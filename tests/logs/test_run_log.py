@@ -59,8 +59,8 @@ def test_the_checksum_is_that_of_the_standard() -> None:
 
 def test_an_event_file_has_the_bytes_of_the_format(tmp_path: Path) -> None:
     with EventFile(tmp_path, 3.0, "a") as file:
-        file.add("x", 1.0, 300, 4.0)
-        file.add("y", 1e300, 1, 4.0)
+        file.add([("x", 1.0)], 300, 4.0)
+        file.add([("y", 1e300)], 1, 4.0)
     version, scalar, huge = frames(file.path.read_bytes())
     assert version == b"\x09" + struct.pack("<d", 3.0) + b"\x1a\x0dbrain.Event:2"
     value = b"\x0a\x01x\x15" + struct.pack("<f", 1.0)
@@ -98,7 +98,12 @@ def test_a_run_is_logged_and_continued(tmp_path: Path) -> None:
         record.kind for record in RECORDS_OF_A_RUN
     ]
     events = sorted((tmp_path / "run").glob("events.out.tfevents.*"))
-    assert [len(frames(each.read_bytes())) for each in events] == [1 + len(rows) // 2] * 2
+    with_figures = [record for record in RECORDS_OF_A_RUN if scalars_of(record)]
+    for each in events:
+        _, *found = frames(each.read_bytes())
+        assert len(found) == len(with_figures), "one event for each record"
+        for event, record in zip(found, with_figures, strict=True):
+            assert all(name.encode() in event for name, _ in scalars_of(record))
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:

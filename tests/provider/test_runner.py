@@ -53,6 +53,12 @@ def test_two_providers_train_and_the_root_uploads_the_model(
         assert (tmp_path / "raw" / "raw_state_dict.pt").is_file()
         assert list(raw) == list(state)
         assert not any(torch.equal(raw[name], state[name]) for name in state), "the result is averaged"
+        for node in handle.view().assignments:
+            assert node.memory is not None
+            used, peak = node.memory.used, node.memory.peak
+            assert used is not None
+            assert peak is not None
+            assert 0 <= used <= peak < 1e9, "what imported modules hold is not the job's"
         history = handle.losses()
         assert len(history.losses) == 2 * UPDATES_PER_EPOCH
         assert all(loss is not None and loss > 0 for loss in history.losses)

@@ -294,7 +294,8 @@ def make_old(db: Database, version: int) -> None:
         connection.exec_driver_sql("ALTER TABLE losses DROP COLUMN learning_rate")
         for column in ("attempt", "replans", "resumed"):
             connection.exec_driver_sql(f"ALTER TABLE jobs DROP COLUMN {column}")
-        for column in ("attempt", "generation", "cause", "phase_before", "refills", "checkpoint"):
+        later = ("attempt", "generation", "cause", "phase_before", "refills", "checkpoint")
+        for column in (*later, "used_memory", "peak_memory"):
             connection.exec_driver_sql(f"ALTER TABLE assignments DROP COLUMN {column}")
         if version == 4:
             connection.exec_driver_sql("PRAGMA user_version=4")
@@ -368,8 +369,10 @@ def test_the_learning_rate_of_an_update_is_stored(db: Database) -> None:
     records = [LossRecord(0, 0, 3.0, 1, 0, 0.1), LossRecord(1, 0, 2.0, 1, 0, 0.3)]
     with db.write(1.0) as tx:
         fill(tx)
-        make_old_rates = "ALTER TABLE losses DROP COLUMN learning_rate"
-        tx.telemetry._connection.exec_driver_sql(make_old_rates)
+        later = {"losses": ["learning_rate"], "assignments": ["used_memory", "peak_memory"]}
+        for table, column in ((table, each) for table, columns in later.items() for each in columns):
+            drop = f"ALTER TABLE {table} DROP COLUMN {column}"
+            tx.telemetry._connection.exec_driver_sql(drop)
         tx.telemetry._connection.exec_driver_sql("PRAGMA user_version=6")
     db.open()
     with db.write(2.0) as tx:

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.web.assets import assets
+from ravnest.telemetry import PaceRecord
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 PAGE = {"X-Ravnest-Page": "1"}
@@ -148,6 +149,46 @@ def test_a_job_has_nodes_curves_and_events(case: Case) -> None:
     curves = client.get(f"/page/jobs/{job}/curves").json()
     assert [each["mean"] for each in curves["loss"]["buckets"]] == [3.0, 2.0, 1.5]
     assert [each["value"] for each in curves["validations"]] == [0.875]
+
+
+def test_a_job_has_the_measured_memory_of_its_nodes(case: Case) -> None:
+    rita, alice = case.requester(), case.provider("alice", ram=4.5)
+    job = case.submit(rita)
+    case.match()
+    client = browser(case, token(case))
+
+    def memory() -> dict[str, int | None]:
+        (node,) = client.get(f"/page/jobs/{job}").json()["nodes"]
+        found: dict[str, int | None] = node["memory"]
+        return found
+
+    alice.report("training", records=losses(3.0))
+    offered = 4_500_000_000
+    assert memory() == {"planned": None, "offered": offered, "used": None, "peak": None}
+    alice.report("training", records=losses(3.0, 2.0), memory={"now": 700, "peak": 900})
+    assert memory() == {"planned": None, "offered": offered, "used": 700, "peak": 900}
+    restarted = {"now": 300, "peak": 400, "of_a_later_version": 1}
+    alice.report("training", records=losses(3.0, 2.0, 1.0), memory=restarted)
+    assert memory() == {"planned": None, "offered": offered, "used": 300, "peak": 900}
+    alice.report("training", records=losses(3.0, 2.0, 1.0, 1.0))
+    assert (memory()["used"], memory()["peak"]) == (300, 900), "an older version does not say it"
+    alice.report("uploading", memory={"now": 100, "peak": 2**53 - 1})
+    assert (memory()["used"], memory()["peak"]) == (100, 2**53 - 1), "stored with the phase"
+    for wrong in ({"now": -1, "peak": 1}, {"now": 1, "peak": 2**53}, {"now": 1}):
+        alice.report("uploading", 422, memory=wrong)
+
+
+def test_more_updates_than_predicted_are_not_more_than_all(case: Case) -> None:
+    job = training_job(case)
+    client = browser(case, token(case))
+    (alice,) = (each["provider"] for each in client.get(f"/page/jobs/{job}").json()["nodes"])
+    with case.server.db.write(1.0) as db:
+        own = db.assignments.current(alice)
+        assert own is not None
+        db.telemetry.add(own, own.records, [PaceRecord(0, 2, 10.0, 0.0)])
+        db.jobs.touch(job)
+    progress = client.get(f"/page/jobs/{job}").json()["view"]["progress"]
+    assert (progress["updates"], progress["total_updates"]) == (3, 3)
 
 
 def test_a_provider_has_a_history(case: Case) -> None:

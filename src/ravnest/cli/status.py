@@ -20,7 +20,7 @@ from ravnest.cli.options import Json, Server, Token
 from ravnest.client.handle import JobHandle, ended_without_model
 from ravnest.client.progress_text import progress_text, schedule_text
 from ravnest.client.server_selection import READ_ROLES, select_server
-from ravnest.schemas.jobs import JobState, JobView
+from ravnest.schemas.jobs import JobState, JobView, MemoryView
 
 
 def status(
@@ -77,6 +77,20 @@ def _state(view: JobView) -> str:
     return f"{view.state} (degraded)" if view.degraded else view.state
 
 
+def _memory(memory: MemoryView | None) -> str:
+    """Return the memory of a stage in words, after a comma; nothing if it was not measured."""
+    if memory is None or memory.used is None:
+        return ""
+    named = {
+        "memory": memory.used,
+        "peak": memory.peak,
+        "planned": memory.planned,
+        "offered": memory.offered,
+    }
+    known = (f", {name} {value / 1e9:.3g} GB" for name, value in named.items() if value is not None)
+    return "".join(known)
+
+
 def _show(view: JobView) -> None:
     console = out()
     console.print(f"{view.name} ({view.id}) of {view.owner} is {view.state}: {view.reason}")
@@ -90,6 +104,7 @@ def _show(view: JobView) -> None:
     for one in view.assignments:
         console.print(
             f"  cluster {one.cluster}, node {one.node} ({one.role}) on {one.provider_name}: {one.phase}"
+            f"{_memory(one.memory)}"
         )
     if view.checkpoint is not None:
         console.print(

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 _FLUSH = 1.0
 """Seconds after which what was taken is written at the latest."""
+_PAUSE = 0.2
+"""Seconds for which records are collected before they are handled: a thread that wakes up for each one
+takes Python's lock from the threads that train."""
 _MOST = 100_000
 """Records that may wait; more are dropped, so that a slow disk costs no memory."""
 
@@ -80,14 +83,22 @@ class BackgroundSink(ABC):
         """Called in the thread after the last record."""
 
     def _work(self) -> None:
-        due = 0.0
-        while (item := self._waiting.get()) is not None:
-            self._guarded(partial(self.handle, item))
-            now = time.monotonic()
-            if self._waiting.empty() or now >= due:
-                due = now + _FLUSH
-                self._guarded(self.flush)
+        is_last = False
+        while not is_last:
+            first = self._waiting.get()
+            self._closed.wait(_PAUSE)
+            is_last = self._handle_all(first, time.monotonic() + _FLUSH)
+            self._guarded(self.flush)
         self._guarded(self.end)
+
+    def _handle_all(self, item: TimedRecord | None, due: float) -> bool:
+        """Handle a record and those that wait, until ``due``; return whether they were the last."""
+        while item is not None:
+            self._guarded(partial(self.handle, item))
+            if self._waiting.empty() or time.monotonic() >= due:
+                return False
+            item = self._waiting.get()
+        return True
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:

@@ -7,7 +7,10 @@ so that nothing has to be installed.
 
 from __future__ import annotations
 
+import functools
+import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +20,8 @@ _MASK = 0xA282EAD8
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
 """Wire types of protocol buffers."""
 _VERSION = b"brain.Event:2"
+_FLOAT_VALUE = bytes([2 << 3 | _FLOAT])
+"""Tag of the value of a scalar."""
 
 
 def _make_table() -> tuple[int, ...]:
@@ -60,6 +65,11 @@ def _field(number: int, kind: int, content: bytes) -> bytes:
     return _varint(number << 3 | kind) + length + content
 
 
+@functools.lru_cache(maxsize=1000)
+def _name(name: str) -> bytes:
+    return _field(1, _BYTES, name.encode())
+
+
 def _event(time: float, content: bytes, step: int = 0) -> bytes:
     return (
         _field(1, _DOUBLE, struct.pack("<d", time))
@@ -68,14 +78,22 @@ def _event(time: float, content: bytes, step: int = 0) -> bytes:
     )
 
 
-def _summary(name: str, value: float) -> bytes:
-    scalar = _field(1, _BYTES, name.encode()) + _field(2, _FLOAT, struct.pack("<f", value))
-    return _field(5, _BYTES, _field(1, _BYTES, scalar))
+def _scalar(name: str, value: float) -> bytes:
+    try:
+        number = struct.pack("<f", value)
+    except OverflowError:
+        number = struct.pack("<f", math.copysign(math.inf, value))
+    return _field(1, _BYTES, _name(name) + _FLOAT_VALUE + number)
+
+
+@functools.lru_cache(maxsize=1000)
+def _length(size: int) -> bytes:
+    length = struct.pack("<Q", size)
+    return length + _masked(length)
 
 
 def _record(message: bytes) -> bytes:
-    length = struct.pack("<Q", len(message))
-    return length + _masked(length) + message + _masked(message)
+    return _length(len(message)) + message + _masked(message)
 
 
 class EventFile:
@@ -96,13 +114,10 @@ class EventFile:
     ) -> None:
         self.close()
 
-    def add(self, name: str, value: float, step: int, time: float) -> None:
-        """Write a scalar; a value beyond the range of float32 becomes infinite."""
-        try:
-            content = _summary(name, value)
-        except OverflowError:
-            content = _summary(name, float("inf") if value > 0 else float("-inf"))
-        self._file.write(_record(_event(time, content, step)))
+    def add(self, scalars: Sequence[tuple[str, float]], step: int, time: float) -> None:
+        """Write scalars by name in one event; a value beyond the range of float32 becomes infinite."""
+        summary = _field(5, _BYTES, b"".join(_scalar(name, value) for name, value in scalars))
+        self._file.write(_record(_event(time, summary, step)))
 
     def flush(self) -> None:
         """Have readers see what was written."""

@@ -53,9 +53,10 @@ class RunLog(BackgroundSink):
             self._update = record.update
         fields = msgspec.json.encode(record).decode()  # an object with one field at least: its kind
         self._records.write(f'{{"time":{moment:.3f},{fields[1:]}\n')
-        for name, value in scalars_of(record):
-            self._rows.writerow((f"{moment:.3f}", self._update, name, "nan" if value is None else value))
-            self._events.add(name, math.nan if value is None else value, self._update, moment)
+        scalars = [(name, math.nan if value is None else value) for name, value in scalars_of(record)]
+        if scalars:
+            self._rows.writerows((f"{moment:.3f}", self._update, *each) for each in scalars)
+            self._events.add(scalars, self._update, moment)
 
     def flush(self) -> None:
         """Have readers see what was written."""

@@ -31,6 +31,9 @@ BACKLOG = 4096
 LONGEST_MESSAGE = 2000
 """Characters of a warning."""
 _LONGEST_LINE = 1 << 16
+_PAUSE = 0.1
+"""Seconds between two writes: a thread that wakes up for each record takes Python's lock from those that
+train, at both ends."""
 
 _records: TypeAdapter[WorkerRecord] = TypeAdapter(Record)
 
@@ -54,6 +57,8 @@ class RecordWriter:
         self._waiting: deque[WorkerRecord] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._over = threading.Event()
+        """Set with ``_closing``."""
         self._thread = threading.Thread(target=self._run, name="telemetry records", daemon=True)
 
     def start(self) -> None:
@@ -76,6 +81,7 @@ class RecordWriter:
         with self._changed:
             self._closing = True
             self._changed.notify()
+        self._over.set()
         self._thread.join(RECORDS_CLOSE)
         if self.dropped:
             logger.info("%d timings and queue lengths were not sent: the pipe was full", self.dropped)
@@ -86,6 +92,7 @@ class RecordWriter:
                 while records := self._next():
                     pipe.write(b"".join(_encoded(record) for record in records))
                     pipe.flush()
+                    self._over.wait(_PAUSE)
         except OSError as error:  # the agent has ended, and this process is about to
             logger.info("records cannot be sent to the provider agent: %s", error)
             with self._changed:

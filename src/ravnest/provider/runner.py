@@ -76,6 +76,7 @@ from ravnest.schemas.link_tests import LinkTestOrder
 from ravnest.schemas.providers import (
     LARGEST_RATE,
     ExcludedNode,
+    Heartbeat,
     HeartbeatReply,
     PeerAddresses,
     ProviderOffer,
@@ -158,7 +159,8 @@ class Provider:
 
     def _count(self) -> None:
         task = self._task
-        used = 0 if task is None or task.worker is None else task.worker.used_memory
+        memory = None if task is None or task.worker is None else task.worker.memory
+        used = 0 if memory is None else memory.now
         self.figures.note(self.agent.work, used, is_connected=self.agent.is_connected)
 
     def interrupt(self) -> None:
@@ -309,6 +311,16 @@ class Provider:
 
         threading.Thread(target=put, daemon=True).start()
 
+    def _measured(self, heartbeat: Heartbeat) -> Heartbeat:
+        """Return a heartbeat whose report has the memory of the worker, if there is one."""
+        report, task = heartbeat.report, self._task
+        if report is None or task is None or task.worker is None:
+            return heartbeat
+        if task.assignment != report.assignment:
+            return heartbeat
+        measured = report.model_copy(update={"memory": task.worker.memory})
+        return heartbeat.model_copy(update={"report": measured})
+
     def _send(self, action: SendHeartbeat | SendOffer) -> AgentEvent:
         try:
             if isinstance(action, SendOffer):
@@ -316,7 +328,7 @@ class Provider:
                 self.offer = self.check_routes(self.offer).having_trained(trained)
                 self.id = self.api.post("/api/providers", self.offer, ProviderView).id
                 return OfferAccepted()
-            beat = action.heartbeat
+            beat = self._measured(action.heartbeat)
             path = f"/api/providers/{self.id}/heartbeat"
             within = POLL_ANSWER if beat.report is None else HTTP_ANSWER
             reply = self.api.post(path, beat, HeartbeatReply, wait=beat.wait, within=within)

@@ -46,7 +46,7 @@ from ravnest.provider.sandbox.worker_network import (
     network_policy,
     with_ip_addresses,
 )
-from ravnest.schemas.providers import FailureCause, TlsRejections
+from ravnest.schemas.providers import FailureCause, TlsRejections, UsedMemory
 from ravnest.store.node_spec import read_node, write_node
 from ravnest.telemetry import WorkerRecord
 from ravnest.transport.tls_rejections import rejection_kind
@@ -86,8 +86,8 @@ class WorkerProcess:
     """Called from several threads; ``WorkerEnded`` comes last."""
     sandbox: Sandbox | None
     find_peers: FindPeers
-    used_memory: int = field(default=0, init=False)
-    """Bytes that the job takes, as far as they were measured last."""
+    memory: UsedMemory | None = field(default=None, init=False)
+    """Memory that the job takes; ``None``: not measured yet."""
     _child: ChildProcess = field(init=False)
     _records: threading.Thread = field(init=False)
     _rejections: TlsRejections = field(default_factory=TlsRejections)
@@ -241,8 +241,9 @@ class WorkerProcess:
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._signal(KILL)
             held = held_memory(process)
-            self.used_memory = held - (self._idle or 0)
             reason = self._memory_excess(held)
+            if self._idle is not None and held:  # 0: it has just ended
+                self.memory = following(self.memory, held - self._idle)
             found: _Excess | None = (reason, "machine") if reason else None
             if found is None and sample % _SAMPLES_PER_WALK == 0:
                 found = self._job_excess(thread_count(process))
@@ -278,6 +279,12 @@ class WorkerProcess:
         if code < 0:
             return f"the worker was ended by {signal_name(-code)}"
         return last_line(self.job_dir.errors) or f"the worker ended with exit code {code}"
+
+
+def following(before: UsedMemory | None, used: int) -> UsedMemory:
+    """Return the memory of a worker that takes ``used`` bytes now; libraries may have freed some."""
+    now = max(used, 0)
+    return UsedMemory(now=now, peak=now if before is None else max(now, before.peak))
 
 
 def _idle_memory(path: Path) -> int | None:

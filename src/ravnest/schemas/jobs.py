@@ -211,6 +211,19 @@ class JobState(StrEnum):
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
 
+class MemoryView(TolerantSchema):
+    """Memory of a stage in bytes; ``None``: not known."""
+
+    planned: int | None = None
+    """Bytes that the plan needs."""
+    offered: int | None = None
+    """Bytes that the provider offers."""
+    used: int | None = None
+    """Bytes that the worker takes, as its provider measured them last."""
+    peak: int | None = None
+    """Largest of these figures."""
+
+
 class AssignmentView(TolerantSchema):
     """One provider's assignment, as its requester sees it."""
 
@@ -227,6 +240,8 @@ class AssignmentView(TolerantSchema):
     """Newest phase that the worker process reported; not in lists of jobs."""
     queue: QueueRecord | None = None
     """Newest queue lengths of the node; not in lists of jobs."""
+    memory: MemoryView | None = None
+    """Memory of the stage; not in lists of jobs."""
 
 
 class JobProgress(TolerantSchema):

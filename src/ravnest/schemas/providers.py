@@ -285,6 +285,15 @@ class TlsRejections(TolerantSchema):
     """Connections without TLS."""
 
 
+class UsedMemory(TolerantSchema):
+    """Bytes that the worker of an assignment takes, as its provider measures them."""
+
+    now: Count
+    """Newest figure; after the end of the worker, its last one."""
+    peak: Count
+    """Largest figure since the worker started."""
+
+
 class AssignmentReport(TolerantSchema):
     """Progress of an assignment, as its provider reports it."""
 
@@ -309,6 +318,8 @@ class AssignmentReport(TolerantSchema):
     """Last order of the server that was carried out."""
     checks: Annotated[tuple[CheckEvidence, ...], Field(max_length=MOST_CHECKS)] = ()
     """Newest files of spot checks that the provider has uploaded."""
+    memory: UsedMemory | None = None
+    """Memory of the worker; ``None``: not measured yet, or the provider does not report it."""
 
 
 class Heartbeat(TolerantSchema):

@@ -82,6 +82,7 @@ class ReportService:
         has_news = self._has_new_best(uow, report) or not self._spot_checks.knows(report)
         if not same or explains or has_gap or report.result or has_news:
             return None
+        assignment = assignment.with_memory(report.memory)
         self._store_records(uow, assignment, report)
         known = max(assignment.records, report.first_record + len(report.records))
         return replace(assignment, records=known) if report.records else assignment
@@ -105,7 +106,10 @@ class ReportService:
                 self._gaps.pop(report.assignment, None)
                 self._activity.forget(report.assignment)
                 return True  # the reply names the right one
+            before, assignment = assignment, assignment.with_memory(report.memory)
             self._store_records(uow, assignment, report)
+            if assignment != before:
+                uow.db.assignments.set_memory(assignment)
             if report.tls_rejections != assignment.tls_rejections:
                 self._store_rejections(uow, assignment, report.tls_rejections)
             if report.phase == "finished" and report.result:

@@ -14,6 +14,7 @@ from ravnest.schemas.jobs import (
     JobState,
     JobView,
     LossHistory,
+    MemoryView,
     NodeWarning,
 )
 from ravnest.schemas.link_tests import LinkView
@@ -115,6 +116,8 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
     assignments = db.assignments.of_job(record.id)
     names = db.providers.names(each.provider for each in assignments)
     root = leading_root(assignments)
+    held = holders(assignments)
+    memory = _memory(db, record.id, held) if with_records else {}
     return JobView(
         id=record.id,
         name=record.name,
@@ -125,7 +128,8 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
         changed=record.changed,
         progress=_progress(db, record, history(db, record.id, assignments)),
         assignments=tuple(
-            _assignment_view(db, each, names, with_records=with_records) for each in holders(assignments)
+            _assignment_view(db, each, names, memory.get(each.id), with_records=with_records)
+            for each in held
         ),
         clusters=_clusters(db, assignments) if with_records else (),
         warnings=_warnings(db, assignments) if with_records else (),
@@ -215,9 +219,11 @@ def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentReco
     last = _last_loss(db, chain)
     validation = _newest(db, chain, ValidationRecord)
     pace = _newest(db, chain, PaceRecord) or PaceRecord(0, None, None, None)
+    updates = 0 if last is None else last.update + 1
     return JobProgress(
-        updates=0 if last is None else last.update + 1,
-        total_updates=pace.updates,
+        updates=updates,
+        # A prediction: a run of examples/digits made 440 updates of 438.
+        total_updates=None if pace.updates is None else max(pace.updates, updates),
         epoch=0 if last is None else last.epoch + 1,
         samples_per_second=pace.samples_per_second,
         seconds_left=None if record.state.is_final else pace.seconds_left,
@@ -232,8 +238,28 @@ def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentReco
     )
 
 
+def _memory(db: Transaction, job: str, held: Sequence[AssignmentRecord]) -> dict[str, MemoryView]:
+    """Return the memory of the nodes of a job, by assignment."""
+    stages = db.assignments.stages(job)
+    offers = {each.id: each.offer.ram for each in db.providers.chosen({each.provider for each in held})}
+    return {
+        each.id: MemoryView(
+            planned=stages[each.id].ram or None,
+            offered=int(1e9 * offers[each.provider]) if each.provider in offers else None,
+            used=each.used_memory,
+            peak=each.peak_memory,
+        )
+        for each in held
+    }
+
+
 def _assignment_view(
-    db: Transaction, assignment: AssignmentRecord, names: Mapping[str, str], *, with_records: bool
+    db: Transaction,
+    assignment: AssignmentRecord,
+    names: Mapping[str, str],
+    memory: MemoryView | None,
+    *,
+    with_records: bool,
 ) -> AssignmentView:
     phases = db.telemetry.newest(assignment.id, PhaseRecord) if with_records else []
     queues = db.telemetry.newest(assignment.id, QueueRecord) if with_records else []
@@ -247,6 +273,7 @@ def _assignment_view(
         generation=assignment.generation,
         worker_phase=phases[0] if phases else None,
         queue=queues[0] if queues else None,
+        memory=memory,
     )
 
 

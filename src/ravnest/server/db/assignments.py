@@ -30,6 +30,7 @@ from ravnest.server.db.tables import assignments, jobs
 _PLAIN = (
     *("id", "job", "provider", "node", "cluster", "role", "phase", "reason", "records", "losses"),
     *("generation", "cause", "phase_before", "refills", "checkpoint", "attempt"),
+    *("used_memory", "peak_memory"),
 )
 """Columns that are fields of a record as they are."""
 _SHORT = [
@@ -55,6 +56,7 @@ _STAGES_OF_JOB = select(
     assignments.c.id,
     func.json_extract(assignments.c.body, "$.node_spec.stage").label("stage"),
     func.coalesce(func.json_extract(assignments.c.body, "$.needs.work"), 0.0).label("work"),
+    func.coalesce(func.json_extract(assignments.c.body, "$.needs.ram"), 0).label("ram"),
 ).where(assignments.c.job == bindparam("job"), assignments.c.attempt == _CURRENT_PLAN)
 _RUNNING = select(jobs.c.id).where(jobs.c.state.in_(_SHIPPED))
 _LEFT_BY = (
@@ -72,6 +74,8 @@ class AssignedStage:
     number: int
     work: float
     """GFLOP per batch; 0: not known."""
+    ram: int = 0
+    """Bytes that the plan needs; 0: not known."""
 
 
 class AssignmentRepository:
@@ -132,7 +136,7 @@ class AssignmentRepository:
         SQLite reads them from the bodies, which takes a fraction of the time that ``body`` takes.
         """
         found = self._connection.execute(_STAGES_OF_JOB, {"job": job})
-        return {row.id: AssignedStage(row.stage, row.work) for row in found}
+        return {row.id: AssignedStage(row.stage, row.work, row.ram) for row in found}
 
     def of_earlier_plans(self, job: str) -> list[AssignmentRecord]:
         """Return the assignments of a job's plans that were given up, by plan, node and generation."""
@@ -231,6 +235,11 @@ class AssignmentRepository:
     def set_tls_rejections(self, assignment: AssignmentRecord, rejections: TlsRejections) -> None:
         """Store the number of connections that the node has rejected so far."""
         self._update(assignment, tls_rejections=rejections.model_dump_json())
+
+    def set_memory(self, assignment: AssignmentRecord) -> None:
+        """Store the memory of an assignment's worker."""
+        memory = {"used_memory": assignment.used_memory, "peak_memory": assignment.peak_memory}
+        self._update(assignment, **memory)
 
     def _update(self, assignment: AssignmentRecord, **columns: Any) -> None:
         self._changed_jobs.add(assignment.job)

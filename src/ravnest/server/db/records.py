@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.link_tests import LinkRoute
-from ravnest.schemas.providers import FailureCause, ProviderOffer, ProviderState, TlsRejections
+from ravnest.schemas.providers import (
+    FailureCause,
+    ProviderOffer,
+    ProviderState,
+    TlsRejections,
+    UsedMemory,
+)
 from ravnest.schemas.reachability import AddressCheck
 from ravnest.types import CheckpointId
 
@@ -193,6 +199,17 @@ class AssignmentRecord:
     """Updates of the newest checkpoint of its cluster when it got its place."""
     attempt: int = 0
     """Number of plans of its job before the one that it belongs to."""
+    used_memory: int | None = None
+    """Bytes that its worker takes, newest figure; ``None``: not known."""
+    peak_memory: int | None = None
+    """Largest of these figures."""
+
+    def with_memory(self, memory: UsedMemory | None) -> AssignmentRecord:
+        """Return the record with the figures of a report; the peak of an earlier worker stays."""
+        if memory is None:
+            return self
+        peak = max(memory.now, memory.peak, self.peak_memory or 0)
+        return replace(self, used_memory=memory.now, peak_memory=peak)
 
     @property
     def has_ended(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 7
+VERSION = 8
 """Version of this layout; the server refuses a database of a later one."""
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: ("ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{}'",),
@@ -39,6 +39,10 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "ALTER TABLE assignments ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0",
     ),
     6: ("ALTER TABLE losses ADD COLUMN learning_rate FLOAT",),
+    7: (
+        "ALTER TABLE assignments ADD COLUMN used_memory INTEGER",
+        "ALTER TABLE assignments ADD COLUMN peak_memory INTEGER",
+    ),
 }
 """Statements that turn each earlier layout into the next one; tables that are missing exist by then."""
 
@@ -131,6 +135,8 @@ assignments = Table(
     Column("refills", Integer, nullable=False, server_default="0"),  # of the place since `checkpoint`
     Column("checkpoint", Integer, nullable=False, server_default="0"),  # when it got the place
     Column("attempt", Integer, nullable=False, server_default="0"),  # plans of the job before
+    Column("used_memory", Integer),  # bytes that its worker takes, newest figure; NULL: not known
+    Column("peak_memory", Integer),  # largest figure
 )
 
 checkpoints = Table(

@@ -95,7 +95,12 @@ _KINDS = {
 _COUNT_RECORDS = (
     update(assignments)
     .where(assignments.c.id == bindparam("assignment"))
-    .values(records=bindparam("received"), losses=bindparam("kept"))
+    .values(
+        records=bindparam("received"),
+        losses=bindparam("kept"),
+        used_memory=bindparam("used"),
+        peak_memory=bindparam("peak"),
+    )
 )
 _REMOVE_LOSSES = delete(losses).where(
     losses.c.assignment == bindparam("assignment_id"),
@@ -171,6 +176,7 @@ class TelemetryRepository:
     ) -> Sequence[WorkerRecord]:
         """Store those of the reported records that are new, and return them.
 
+        With them, the figures of the assignment's memory are stored: they cost no statement more.
         ``first`` is the position of the first of them among all records of the assignment. A report is
         sent again until it is acknowledged, so that its beginning may be known already.
         """
@@ -182,8 +188,9 @@ class TelemetryRepository:
         if kept > most_losses:
             kept = self._thin_losses(assignment.id, most_losses)
         self._add_others(assignment.id, start, new)
-        counts = {"assignment": assignment.id, "received": start + len(new), "kept": kept}
-        self._connection.execute(_COUNT_RECORDS, counts)
+        counts = {"received": start + len(new), "kept": kept}
+        memory = {"used": assignment.used_memory, "peak": assignment.peak_memory}
+        self._connection.execute(_COUNT_RECORDS, {"assignment": assignment.id, **counts, **memory})
         return new
 
     def losses(self, assignment: str, first: int = 0) -> list[LossRecord]:

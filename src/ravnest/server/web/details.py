@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ravnest.schemas.jobs import EventView, GraphLoss, JobSpec, JobView, NamedComponent
+from ravnest.schemas.jobs import (
+    EventView,
+    GraphLoss,
+    JobSpec,
+    JobView,
+    MemoryView,
+    NamedComponent,
+)
 from ravnest.schemas.providers import Assignment
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord, LinkRecord
@@ -47,10 +54,7 @@ class StageBox:
     phase: str
     worker_phase: str
     generation: int
-    ram: float
-    """GB that the plan needs; 0: not known."""
-    offered: float
-    """GB that the provider offers; 0: not known."""
+    memory: MemoryView
     layers: StageLayers | None
     computing: float | None
     """Shares of time, between 0 and 1; ``None``: not known yet."""
@@ -155,7 +159,7 @@ def job_detail(db: Transaction, record: JobRecord, path_of: Callable[[str], Path
     shares = _shares(view, spec)
     held = holders(assignments)
     bodies = {each.node: db.assignments.body(each.id) for each in held}
-    nodes = _nodes(db, view, held, bodies, shares, path_of)
+    nodes = _nodes(view, held, bodies, shares, path_of)
     chain = history(db, record.id, assignments)
     rounds = sorted(_rounds(db, assignments), key=lambda each: -each.time)[:_ROUNDS]
     return JobDetail(
@@ -226,20 +230,17 @@ def _shares(view: JobView, spec: JobSpec) -> Mapping[tuple[int, int], TimeShares
 
 
 def _nodes(
-    db: Transaction,
     view: JobView,
     held: Sequence[AssignmentRecord],
     bodies: Mapping[int, Assignment],
     shares: Mapping[tuple[int, int], TimeShares],
     path_of: Callable[[str], Path],
 ) -> tuple[StageBox, ...]:
-    offers = {each.id: each.offer for each in db.providers.chosen({each.provider for each in held})}
     seen = {each.node: each for each in view.assignments}
     found = []
     for each in held:
         body = bodies[each.node]
         known, share = seen[each.node], shares.get((each.cluster, body.node_spec.stage))
-        offer = offers.get(each.provider)
         found.append(
             StageBox(
                 node=each.node,
@@ -251,8 +252,7 @@ def _nodes(
                 phase=each.phase,
                 worker_phase="" if known.worker_phase is None else known.worker_phase.phase,
                 generation=each.generation,
-                ram=body.needs.ram / 1e9,
-                offered=0.0 if offer is None else offer.ram,
+                memory=known.memory or MemoryView(),
                 layers=stage_layers(path_of(body.weights.sha256)),
                 computing=None if share is None else share.computing,
                 sending=None if share is None else share.sending,

@@ -1,5 +1,5 @@
 // The page: header, connection, and the view that the address names.
-import { html, render, useEffect, useLayoutEffect, useState } from "./html.js";
+import { html, render, useEffect, useState } from "./html.js";
 import { clock, sentence } from "./format.js";
 import { Join } from "./join.js";
 import { Job } from "./job.js";
@@ -16,7 +16,7 @@ function viewOf(hash) {
 }
 
 function App() {
-  const { status, me } = useStore();
+  const { status, me } = useStore(({ status, me, problem, version }) => ({ status, me, problem, version }));
   const [view, setView] = useState(viewOf(location.hash));
   const [theme, setTheme] = useState(document.documentElement.dataset.theme ?? "system");
   useEffect(() => {
@@ -26,14 +26,9 @@ function App() {
       document.getElementById("main")?.focus({ preventScroll: true });
     };
     addEventListener("hashchange", moved);
+    setView(viewOf(location.hash)); // it may have changed since the first drawing
     return () => removeEventListener("hashchange", moved);
   }, []);
-  useLayoutEffect(() => {
-    if (!performance.getEntriesByName("message").length) return;
-    if (performance.getEntriesByName("update").length > 200) performance.clearMeasures("update");
-    performance.measure("update", "message"); // for measurements in the browser
-    performance.clearMarks("message");
-  });
   const isDark = useDark();
   const choose = () => {
     const next = THEMES[theme];

@@ -1,5 +1,5 @@
 // All curves of a job, with what is common to them: zoom, scale, smoothing, marks.
-import { html, useMemo, useState } from "./html.js";
+import { html, pure, useMemo, useState } from "./html.js";
 import { Chart } from "./chart.js";
 import { figure } from "./format.js";
 import { Loading, Problem } from "./parts.js";
@@ -17,10 +17,17 @@ export function Curves({ job, marks, theme }) {
   const query = range ? `&first=${Math.max(0, Math.floor(range[0]))}&last=${Math.max(0, Math.ceil(range[1]))}` : "";
   const version = range ? query : `${job.updates}|${job.validation}|${job.state}`;
   const { data, error, again } = useLatest(() => call("GET", `/jobs/${job.id}/curves?points=${POINTS}${query}`), version, PAUSE);
+  const [first, last] = [data?.loss.first ?? 0, data?.loss.last ?? 0];
+  // Updates since these curves were loaded are shown once they are as wide as a bucket: before, nothing new would be seen.
+  const isNewer = !range && (job.updates - 1 - last) * POINTS > last - first;
+  const newest = useMemo(() => (isNewer ? { update: job.updates - 1, loss: job.loss } : null), [isNewer && job.updates]);
+  const end = newest ? newest.update : last;
+  const extent = useMemo(() => (end > first ? [first, end] : null), [first, end]);
+  const zoom = useMemo(() => (found) => setRange(found && [Math.max(first, found[0]), Math.min(Math.max(last, found[0] + 1), found[1])]), [first, last]);
   if (error && !data) return html`<${Problem} error=${error} again=${again} />`;
   if (!data) return html`<${Loading} what="the curves" />`;
-  const extent = data.loss.last > data.loss.first ? [data.loss.first, Math.max(data.loss.last, job.updates - 1)] : null;
-  const zoom = (found) => setRange(found && [Math.max(data.loss.first, found[0]), Math.min(Math.max(data.loss.last, found[0] + 1), found[1])]);
+  const { loss, validations, paces, stages } = data;
+  const common = { range, extent, zoom, marks, theme };
   return html`<div class="toolbar">
       <label class="switch"><input type="checkbox" checked=${isLog} onChange=${(event) => setLog(event.target.checked)} /> Logarithmic</label>
       <label class="slider">Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${smoothing} onInput=${(event) => setSmoothing(Number(event.target.value))} /><span>${smoothing.toFixed(2)}</span></label>
@@ -30,22 +37,25 @@ export function Curves({ job, marks, theme }) {
     </div>
     ${error && html`<p class="notice warn">These curves are old: ${error}</p>`}
     <div class="charts">
-      <${LossChart} ...${{ data, job, range, extent, zoom, isLog, smoothing, marks, theme }} />
-      <${ValidationCharts} ...${{ data, range, extent, zoom, marks, theme }} />
-      <${LearningRateChart} ...${{ data, range, extent, zoom, marks, theme }} />
-      <${RateChart} data=${data} theme=${theme} />
-      <${StageCharts} data=${data} theme=${theme} />
-      <${StalenessChart} ...${{ data, range, extent, zoom, marks, theme }} />
+      <${LossChart} ...${{ ...common, loss, newest, isLog, smoothing }} />
+      <${ValidationCharts} ...${common} validations=${validations} />
+      <${LearningRateChart} ...${common} loss=${loss} />
+      <${RateChart} paces=${paces} theme=${theme} />
+      <${StageCharts} stages=${stages} theme=${theme} />
+      <${StalenessChart} ...${common} loss=${loss} />
     </div>`;
 }
 
-function LossChart({ data, job, range, extent, zoom, isLog, smoothing, marks, theme }) {
-  const { buckets, step } = data.loss;
+// Charts are drawn again only if what they show is other data: a job's messages change little of it.
+const LossChart = pure((props) => html`<${LossCurve} ...${props} />`);
+
+function LossCurve({ loss, newest, range, extent, zoom, isLog, smoothing, marks, theme }) {
+  const { buckets, step } = loss;
   const shown = useMemo(() => {
     const x = buckets.map((each) => each.last), mean = buckets.map((each) => each.mean);
-    if (!range && job.loss != null && job.updates - 1 > (x[x.length - 1] ?? -1)) {
-      x.push(job.updates - 1); // newer than the curve
-      mean.push(job.loss);
+    if (newest && newest.loss != null) {
+      x.push(newest.update);
+      mean.push(newest.loss);
     }
     const pad = (name) => mean.map((value, i) => (buckets[i] ? buckets[i][name] : value));
     const series = [{ label: smoothing ? "smoothed" : step > 1 ? "mean" : "loss", colour: "--c1", values: smoothed(mean, smoothing) }];
@@ -55,7 +65,7 @@ function LossChart({ data, job, range, extent, zoom, isLog, smoothing, marks, th
       series.push({ label: "lowest", colour: "--c1", values: pad("low"), isHidden: true });
     }
     return { x, series };
-  }, [data, smoothing, range ? 0 : job.updates]);
+  }, [loss, smoothing, newest]);
   const values = shown.series[0].values.filter((each) => each != null);
   const label = values.length ? `Loss from ${values[0].toPrecision(3)} to ${values[values.length - 1].toPrecision(3)}` : "Loss: none yet";
   const count = shown.series.length;
@@ -63,46 +73,50 @@ function LossChart({ data, job, range, extent, zoom, isLog, smoothing, marks, th
     band=${step > 1 ? { series: [count - 1, count], colour: "--c1" } : null} isLog=${isLog} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
 }
 
-function ValidationCharts({ data, range, extent, zoom, marks, theme }) {
-  const names = [...new Set(data.validations.map((each) => each.name))];
+const ValidationCharts = pure(({ validations, range, extent, zoom, marks, theme }) => {
+  const names = [...new Set(validations.map((each) => each.name))];
   return names.map((name, index) => {
-    const own = data.validations.filter((each) => each.name === name);
+    const own = validations.filter((each) => each.name === name);
     const series = [{ label: name, colour: COLOURS[(index + 1) % COLOURS.length], values: own.map((each) => each.value), hasPoints: true }];
     return html`<${Chart} key=${name} title=${`Validation ${name}`} unit="after an epoch" label=${`Validation ${name}, ${own.length} results`} x=${own.map((each) => each.update)}
       series=${series} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
   });
-}
+});
 
-function LearningRateChart({ data, range, extent, zoom, marks, theme }) {
-  const known = data.loss.buckets.filter((each) => each.learning_rate != null);
+const LearningRateChart = pure(({ loss, range, extent, zoom, marks, theme }) => {
+  const known = loss.buckets.filter((each) => each.learning_rate != null);
   if (!known.length) return null;
   const values = known.map((each) => each.learning_rate);
   const series = [{ label: "learning rate", colour: "--c5", values }];
   return html`<${Chart} title="Learning rate" unit="first parameter group" label=${`Learning rate, now ${figure(values[values.length - 1])}`} x=${known.map((each) => each.last)}
     series=${series} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
-}
+});
 
-function RateChart({ data, theme }) {
+const RateChart = pure((props) => html`<${RateCurve} ...${props} />`);
+
+function RateCurve({ paces, theme }) {
   const [range, setRange] = useState(null);
-  if (data.paces.length < 2) return null;
-  const series = [{ label: "samples/s", colour: "--c3", values: data.paces.map((each) => each[1]) }];
-  return html`<${Chart} title="Samples per second" unit="last half hour" label="Samples per second over time" isTime=${true} x=${data.paces.map((each) => each[0])}
+  if (paces.length < 2) return null;
+  const series = [{ label: "samples/s", colour: "--c3", values: paces.map((each) => each[1]) }];
+  return html`<${Chart} title="Samples per second" unit="last half hour" label="Samples per second over time" isTime=${true} x=${paces.map((each) => each[0])}
     series=${series} range=${range} onRange=${setRange} theme=${theme} />`;
 }
 
-function StalenessChart({ data, range, extent, zoom, marks, theme }) {
-  const { buckets } = data.loss;
+const StalenessChart = pure(({ loss, range, extent, zoom, marks, theme }) => {
+  const { buckets } = loss;
   if (!buckets.some((each) => each.staleness > 0)) return null;
   const series = [{ label: "staleness", colour: "--c4", values: buckets.map((each) => each.staleness) }];
   return html`<${Chart} title="Staleness" unit="updates, at the Root" label="Staleness of gradients" x=${buckets.map((each) => each.last)} series=${series} marks=${marks}
     range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
-}
+});
 
-function StageCharts({ data, theme }) {
+const StageCharts = pure((props) => html`<${StageCurves} ...${props} />`);
+
+function StageCurves({ stages, theme }) {
   const [range, setRange] = useState(null);
-  const x = useMemo(() => [...new Set(data.stages.flatMap((each) => each.times))].sort((a, b) => a - b), [data]);
-  const shares = useMemo(() => stageSeries(data.stages, x, "shares", 100), [data]);
-  const seconds = useMemo(() => stageSeries(data.stages, x, "seconds", 1000), [data]);
+  const x = useMemo(() => [...new Set(stages.flatMap((each) => each.times))].sort((a, b) => a - b), [stages]);
+  const shares = useMemo(() => stageSeries(stages, x, "shares", 100), [stages]);
+  const seconds = useMemo(() => stageSeries(stages, x, "seconds", 1000), [stages]);
   if (x.length < 2) return null;
   const common = { isTime: true, x, range, onRange: setRange, theme, hasLegend: true };
   return html`${shares.some((each) => each.values.some((value) => value != null)) && html`<${Chart} ...${common} title="Utilisation of the stages" unit="% of the time computing" label="Share of time in which each stage computes" series=${shares} low=${0} high=${100} />`}

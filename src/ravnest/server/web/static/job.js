@@ -1,12 +1,12 @@
 // One job: pipelines, curves, rounds, events, plan and what can be done with it.
-import { html, useState } from "./html.js";
+import { html, pure, useMemo, useState } from "./html.js";
 import { bytes, clock, count, duration, figure, foldedEvents, milliseconds, moment, percent, plural } from "./format.js";
 import { Ago, Bar, Confirm, Copy, Empty, Loading, Problem, Reason, State, useSecond, useStore } from "./parts.js";
 import { Curves } from "./curves.js";
 import { Silence } from "./overview.js";
 import { Topology } from "./topology.js";
 import { useLatest } from "./latest.js";
-import { call, now } from "./store.js";
+import { call, now, store } from "./store.js";
 
 const PAUSE = 900;
 const LIT = 4; // seconds for which the rings light up after a round
@@ -14,8 +14,7 @@ const FINAL = new Set(["done", "failed", "cancelled"]);
 const SHOWN = 25;
 
 export function Job({ id, theme }) {
-  const { jobs, me, status } = useStore();
-  const card = jobs.get(id);
+  const { card, me, status } = useStore(({ jobs, me, status }) => ({ card: jobs.get(id), me, status }));
   const { data, error, again } = useLatest(() => call("GET", `/jobs/${id}`), `${card?.changed}|${card?.state}|${status}`, PAUSE);
   if (!data) return html`<${Missing} title=${card?.name ?? "Job"} error=${error} again=${again} what="the job" />`;
   const job = card ?? cardOf(data.view);
@@ -25,8 +24,8 @@ export function Job({ id, theme }) {
   const resubmit = async () => { location.hash = `#/jobs/${(await call("POST", `/jobs/${id}/resubmit`, {})).id}`; };
   return html`<nav class="crumbs" aria-label="Path"><a href="#/">Overview</a> <span aria-hidden="true">/</span> ${job.name}</nav>
     <header class="head"><h1>${job.name}</h1><${State} state=${job.state} />
-      ${mayCancel && html`<${Confirm} label="Cancel job" question="Stop this training?" sure="Yes, cancel" act=${() => call("POST", `/jobs/${id}/cancel`)} />`}
-      ${isOwn && html`<${Confirm} label="Resubmit like this" question="Submit a new job with the same model, data and settings?" sure="Yes, submit" act=${resubmit} />`}
+      <span class="actions">${mayCancel && html`<${Confirm} label="Cancel job" question="Stop this training?" sure="Yes, cancel" act=${() => call("POST", `/jobs/${id}/cancel`)} />`}
+      ${isOwn && html`<${Confirm} label="Resubmit like this" question="Submit a new job with the same model, data and settings?" sure="Yes, submit" act=${resubmit} />`}</span>
     </header>
     <p class="quiet"><code>${id}</code> · submitted ${moment(data.view.created)} · last report <${Ago} time=${job.changed} /></p>
     ${error && html`<p class="notice warn" role="status">What you see is old: ${error}</p>`}
@@ -35,7 +34,7 @@ export function Job({ id, theme }) {
     ${data.view.degraded && html`<p class="notice warn">${data.view.degraded}</p>`}
     ${!isNew && html`<${Figures} job=${job} detail=${data} />`}
     <section aria-labelledby="pipelines"><h2 id="pipelines">Pipelines</h2>
-      ${data.nodes.length ? html`<${LitTopology} detail=${data} job=${job} /><${Legend} detail=${data} />` : html`<${Empty} title="No pipelines yet"><p>${job.state === "submitted" ? "The job waits until there is a plan for it." : "The job ended before it was shipped."}</p><//>`}
+      ${data.nodes.length ? html`<${LitTopology} detail=${data} job=${job} /><${Legend} hasRings=${data.rings.length > 0} />` : html`<${Empty} title="No pipelines yet"><p>${job.state === "submitted" ? "The job waits until there is a plan for it." : "The job ended before it was shipped."}</p><//>`}
     </section>
     ${!isNew && html`<section aria-labelledby="curves"><h2 id="curves">Curves</h2>
       ${job.updates ? html`<${Curves} job=${job} marks=${data.marks} theme=${theme} />` : html`<${Empty} title="No losses"><p>${FINAL.has(job.state) ? "The job ended before its first update." : "Curves begin with the first update."}</p><//>`}
@@ -49,7 +48,7 @@ export function Job({ id, theme }) {
     </div>
     <div class="columns">
       <section aria-labelledby="plan"><h2 id="plan">Plan</h2>${data.view.plan ? html`<pre class="plan" tabIndex="0">${data.view.plan}</pre>` : html`<p class="quiet">There is no plan yet.</p>`}</section>
-      <section aria-labelledby="settings"><h2 id="settings">Settings</h2><dl class="settings">${data.settings.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl></section>
+      <section aria-labelledby="settings"><h2 id="settings">Settings</h2><${Settings} settings=${data.settings} /></section>
     </div>`;
 }
 
@@ -84,12 +83,14 @@ function LitTopology({ detail, job }) {
   return html`<${Topology} detail=${detail} isAveraging=${Boolean(isLit)} />`;
 }
 
-function Legend({ detail }) {
+const Legend = pure(({ hasRings }) => {
   return html`<p class="legend"><span><i class="swatch computing"></i> computing</span><span><i class="swatch sending"></i> sending</span><span><i class="swatch waiting"></i> waiting (the rest)</span>
-    <span><i class="swatch memory"></i> memory that the plan needs, of what is offered</span>${detail.rings.length > 0 && html`<span><i class="swatch ring"></i> averaging ring, bright during a round</span>`}</p>`;
-}
+    <span><i class="swatch memory"></i> memory used, of what is offered</span><span><i class="tick peak"></i> its peak</span><span><i class="tick needed"></i> what the plan needs</span>${hasRings && html`<span><i class="swatch ring"></i> averaging ring, bright during a round</span>`}</p>`;
+});
 
-function Rounds({ rounds, clusters }) {
+const Settings = pure(({ settings }) => html`<dl class="settings">${settings.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`);
+
+const Rounds = pure(({ rounds, clusters }) => {
   if (clusters < 2 && !rounds.length) return null;
   return html`<section aria-labelledby="rounds"><h2 id="rounds">Averaging rounds</h2>
     ${rounds.length === 0 ? html`<p class="quiet">No round so far.</p>` : html`<div class="scroll" role="region" aria-label="Averaging rounds" tabIndex="0"><table class="grid compact">
@@ -97,12 +98,15 @@ function Rounds({ rounds, clusters }) {
       <tbody>${rounds.slice(0, 12).map((each) => html`<tr key=${each.time}><th scope="row" class="n">${each.round}</th><td>${clock(each.time)}</td><td>${each.clusters.join(", ") || "–"}</td><td class="n">${milliseconds(each.seconds)}</td><td class="n wide">${bytes(each.sent_bytes)}</td><td>${each.committed ? html`<span class="good">averaged</span>` : html`<span class="bad">given up</span>`}${each.reason ? html`<div class="quiet">${each.reason}</div>` : null}</td></tr>`)}</tbody>
     </table></div>`}
   </section>`;
-}
+});
 
-export function Events({ events }) {
-  const { providers } = useStore();
+export const Events = pure((props) => html`<${EventList} ...${props} />`);
+
+function EventList({ events }) {
   const [all, setAll] = useState(false);
-  const found = foldedEvents(events);
+  const found = useMemo(() => foldedEvents(events), [events]);
+  // Names do not change while a provider is known; new ones come with new events.
+  const providers = store.providers;
   const shown = all ? found : found.slice(0, SHOWN);
   if (!found.length) return html`<p class="quiet">No events so far.</p>`;
   return html`<ol class="events">${shown.map((each) => html`<li key=${each.sequence} class=${each.kind}>

@@ -20,7 +20,7 @@ function commandOf(role, token) {
 }
 
 export function Join() {
-  const { me } = useStore();
+  const { me } = useStore(({ me }) => ({ me }));
   return html`<h1>Join</h1>
     <div class="columns">
       <section aria-labelledby="lend"><h2 id="lend">Lend a machine</h2>

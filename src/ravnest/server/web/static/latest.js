@@ -1,6 +1,21 @@
 // Loads something again whenever `version` changes, not more often than every `pause` milliseconds.
 import { useEffect, useRef, useState } from "./html.js";
 
+// Returns `next` with the parts of `known` that are equal to its own, so that what shows them is not drawn again.
+export function shared(known, next) {
+  if (known === next || !known || !next || typeof known !== "object" || typeof next !== "object") return next;
+  const isList = Array.isArray(next);
+  if (isList !== Array.isArray(known)) return next;
+  const names = Object.keys(next);
+  const found = isList ? [] : {};
+  let isSame = names.length === Object.keys(known).length;
+  for (const name of names) {
+    found[name] = shared(known[name], next[name]);
+    isSame &&= found[name] === known[name];
+  }
+  return isSame ? known : found;
+}
+
 export function useLatest(load, version, pause) {
   const [found, setFound] = useState({ data: null, error: "" });
   const state = useRef({ isBusy: false, isDue: false, last: -Infinity, timer: 0, isGone: false });
@@ -15,7 +30,7 @@ export function useLatest(load, version, pause) {
     const asked = current.current;
     try {
       const data = await asked();
-      if (!own.isGone) setFound({ data, error: "" });
+      if (!own.isGone) setFound((known) => ({ data: shared(known.data, data), error: "" }));
     } catch (error) {
       if (!own.isGone) setFound((known) => ({ data: known.data, error: error.message }));
     }

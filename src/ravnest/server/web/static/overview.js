@@ -10,7 +10,8 @@ const PAGE_ROWS = 50;
 const SILENT_JOB = 45;
 
 export function Overview() {
-  const { jobs, providers, me, removed } = useStore();
+  const { jobs, providers, me, removed } = useStore(({ jobs, providers, me, removed }) => ({ jobs, providers, me, removed }));
+  const names = useNames(jobs);
   const active = [], waiting = [], ended = [];
   for (const job of jobs.values()) (FINAL.has(job.state) ? ended : job.state === "submitted" ? waiting : active).push(job);
   const maySeeJobs = me.role !== "provider" && me.role !== "relay";
@@ -27,10 +28,18 @@ export function Overview() {
       ${ended.length > 0 && html`<${Ended} jobs=${ended} />`}
       ${removed && html`<p class="quiet">${plural(removed.count, "older job")} ${removed.count === 1 ? "was" : "were"} removed; the last ended <${Ago} time=${removed.time} />.</p>`}
     </section>`}
-    <${Providers} providers=${providers} jobs=${jobs} />`;
+    <${Providers} providers=${providers} names=${names} />`;
 }
 
-function Capacity({ jobs, waiting, providers }) {
+// Returns the names of the jobs by id; the same object while they are the same.
+function useNames(jobs) {
+  const key = JSON.stringify([...jobs.values()].map((job) => [job.id, job.name]));
+  return useMemo(() => new Map(JSON.parse(key)), [key]);
+}
+
+const Capacity = pure((props) => html`<${CapacityTiles} ...${props} />`);
+
+function CapacityTiles({ jobs, waiting, providers }) {
   const total = useMemo(() => totals(providers), [providers]);
   return html`<dl class="tiles">
     <div><dt>Jobs</dt><dd><b>${count(jobs)}</b> running</dd><dd class="quiet">${waiting ? `${plural(waiting, "job")} waiting` : "none waits"}</dd></div>
@@ -41,8 +50,8 @@ function Capacity({ jobs, waiting, providers }) {
 }
 
 function InUse({ what, used, all, words }) {
-  if (!all) return html`<div><dt>${what} in use</dt><dd><b>–</b></dd><dd class="quiet">nothing is offered</dd></div>`;
-  return html`<div><dt>${what} in use</dt><dd><b>${percent(used / all)}</b> of ${words(all)}</dd><dd><${Bar} share=${used / all} label=${`share of the offered ${what.toLowerCase()} that is reserved`} /></dd></div>`;
+  if (!all) return html`<div><dt>${what} reserved</dt><dd><b>–</b></dd><dd class="quiet">nothing is offered</dd></div>`;
+  return html`<div><dt>${what} reserved</dt><dd><b>${percent(used / all)}</b> of ${words(all)}</dd><dd><${Bar} share=${used / all} label=${`share of the offered ${what.toLowerCase()} that is reserved`} /></dd></div>`;
 }
 
 function totals(providers) {
@@ -112,7 +121,9 @@ const EndedJob = pure(({ job }) => html`<li>
 
 const ORDER = { training: 0, reserved: 1, offered: 2, lost: 3 };
 
-function Providers({ providers, jobs }) {
+const Providers = pure((props) => html`<${ProviderTable} ...${props} />`);
+
+function ProviderTable({ providers, names }) {
   const [words, setWords] = useState("");
   const [page, setPage] = useState(0);
   const rows = useMemo(() => {
@@ -132,7 +143,7 @@ function Providers({ providers, jobs }) {
       <${Copy} label="command to join as a provider" text=${`ravnest provide --server ${location.origin} --token TOKEN`} />
     <//>` : html`<div class="scroll" role="region" aria-label="Providers" tabIndex="0"><table class="grid stacked providers">
       <thead><tr><th scope="col">Name</th><th scope="col">State</th><th scope="col">Work</th><th scope="col" class="n">Memory</th><th scope="col" class="n">Cores</th><th scope="col" class="n">Compute</th><th scope="col" class="n">Bandwidth</th><th scope="col">Reached</th><th scope="col">Delivered</th></tr></thead>
-      <tbody>${shown.map((each) => html`<${ProviderRow} key=${each.id} provider=${each} job=${each.job ? jobs.get(each.job)?.name ?? each.job : ""} />`)}</tbody>
+      <tbody>${shown.map((each) => html`<${ProviderRow} key=${each.id} provider=${each} job=${each.job ? names.get(each.job) ?? each.job : ""} />`)}</tbody>
     </table></div>`}
     ${rows.length === 0 && providers.size > 0 && html`<p class="quiet">No provider matches “${words}”.</p>`}
     ${pages > 1 && html`<nav class="pages" aria-label="Pages of providers">

@@ -5,11 +5,21 @@ import { now, store, subscribe } from "./store.js";
 
 const LONG = 220;
 
-// Returns the current state of the store, and draws again when it changes.
-export function useStore() {
+// Returns what `select` takes from the store, and draws again when one of these values is another one.
+export function useStore(select) {
   const [, draw] = useState(0);
-  useEffect(() => subscribe(() => draw((n) => n + 1)), []);
-  return store;
+  const drawn = useRef(null);
+  drawn.current = { select, values: select(store) };
+  useEffect(() => {
+    const check = () => {
+      const { select: chosen, values } = drawn.current;
+      const next = chosen(store);
+      if (Object.keys(next).some((name) => next[name] !== values[name])) draw((n) => n + 1);
+    };
+    check(); // it may have changed since the first drawing
+    return subscribe(check);
+  }, []);
+  return drawn.current.values;
 }
 
 const tickers = new Set();

@@ -7,8 +7,7 @@ import { useLatest } from "./latest.js";
 import { call } from "./store.js";
 
 export function Provider({ id }) {
-  const { providers, jobs } = useStore();
-  const row = providers.get(id);
+  const { row, name } = useStore(({ providers, jobs }) => ({ row: providers.get(id), name: jobs.get(providers.get(id)?.job)?.name }));
   const { data, error, again } = useLatest(() => call("GET", `/providers/${id}`), `${row?.changed}|${row?.state}`, 1000);
   if (!data) return html`<${Missing} title=${row?.name ?? "Provider"} error=${error} again=${again} what="the provider" />`;
   const part = data.parts.find((each) => row && each.job === row.job && each.phase !== "lost" && each.phase !== "failed");
@@ -28,7 +27,7 @@ export function Provider({ id }) {
       <div><dt>versions</dt><dd>ravnest ${row.version}, torch ${row.torch}</dd></div>
     </dl>` : html`<p class="notice warn">This provider left some time ago.</p>`}
     <section aria-labelledby="part"><h2 id="part">Current part</h2>
-      ${part ? html`<p><b>${part.role}</b> node_${part.node} of cluster ${part.cluster} in <a href=${`#/jobs/${part.job}`}>${jobs.get(part.job)?.name ?? part.job_name}</a>: ${part.phase}</p>` : html`<p class="quiet">It works for no job that you may see.</p>`}
+      ${part ? html`<p><b>${part.role}</b> node_${part.node} of cluster ${part.cluster} in <a href=${`#/jobs/${part.job}`}>${name ?? part.job_name}</a>: ${part.phase}</p>` : html`<p class="quiet">It works for no job that you may see.</p>`}
     </section>
     <div class="columns">
       <section aria-labelledby="parts"><h2 id="parts">History</h2>

@@ -3,7 +3,9 @@
 import { html, pure, useLayoutEffect, useRef, useState } from "./html.js";
 import { bandwidth, count, gigabytes, milliseconds, percent } from "./format.js";
 
-const HEIGHT = 118, ROW_GAP = 46, LEFT = 76, TOP = 10, EDGE = 8;
+const HEIGHT = 134, ROW_GAP = 46, LEFT = 76, TOP = 10, EDGE = 8;
+const WORK = { connect: "connecting", validate: "validating", predict: "predicting", average: "averaging", save: "saving", end: "ending", rejoin: "waiting for a node" };
+const ENDED = new Set(["finished", "failed", "stopped", "lost"]);
 const NARROW = 560; // pixels below which nodes are below each other
 
 export function Topology({ detail, isAveraging }) {
@@ -108,27 +110,42 @@ function Link({ from, link, plan }) {
 function Box({ node, at, width }) {
   const { x, y } = at;
   const inner = width - 24, left = x + 12;
-  const phase = node.phase === "training" && node.worker_phase && node.worker_phase !== "train" ? node.worker_phase : node.phase;
-  const memory = node.ram && node.offered ? `${gigabytes(node.ram)} of ${gigabytes(node.offered)}` : node.ram ? gigabytes(node.ram) : "";
-  const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory ? `, memory ${memory}` : ""}${node.layers ? `, layers ${node.layers.words}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time, sending ${percent(node.sending)}`}`;
+  const phase = node.phase === "training" && node.worker_phase && node.worker_phase !== "train" ? WORK[node.worker_phase] ?? node.worker_phase : node.phase;
+  const memory = memoryWords(node.memory, ENDED.has(node.phase));
+  const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory.value ? `, ${memory.label} ${memory.value}` : ""}${memory.rest ? `, ${memory.rest}` : ""}${node.layers ? `, layers ${node.layers.words}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time, sending ${percent(node.sending)}`}`;
   return html`<a href=${`#/providers/${node.provider}`} class=${`box ${node.phase}`}>
     <rect class="frame" x=${x} y=${y} width=${width} height=${HEIGHT} rx="9" />
     <text class="role" x=${left} y=${y + 21}>${node.role}</text>
     <text class="phase" x=${x + width - 12} y=${y + 21}>${phase}${node.generation ? ` · ${node.generation + 1}. machine` : ""}</text>
     <text class="name" x=${left} y=${y + 39}>${clip(node.name, 26)}</text>
     <text class="layers" x=${left} y=${y + 55}>${node.layers ? layers(node.layers, inner) : `stage ${node.stage}`}</text>
-    ${memory && html`<${Meter} x=${left} y=${y + 66} width=${inner} share=${node.offered ? node.ram / node.offered : 0} kind="memory" label="memory" value=${memory} />`}
+    ${memory.value && html`<${Memory} x=${left} y=${y + 66} width=${inner} memory=${node.memory} words=${memory} />`}
     ${node.computing == null
-      ? html`<text class="meter" x=${left} y=${y + 102}>${node.phase === "training" ? "times are not known yet" : ""}</text>`
-      : html`<${Shares} x=${left} y=${y + 90} width=${inner} node=${node} />`}
+      ? html`<text class="meter" x=${left} y=${y + 118}>${node.phase === "training" ? "times are not known yet" : ""}</text>`
+      : html`<${Shares} x=${left} y=${y + 106} width=${inner} node=${node} />`}
     <title>${label}</title>
   </a>`;
 }
 
-function Meter({ x, y, width, share, kind, label, value }) {
-  return html`<g class=${kind}>
-    <text class="meter" x=${x} y=${y + 6}>${label}</text><text class="meter value" x=${x + width} y=${y + 6}>${value}</text>
-    <rect class="track" x=${x} y=${y + 10} width=${width} height="4" rx="2" /><rect class="fill" x=${x} y=${y + 10} width=${width * Math.min(1, share)} height="4" rx="2" />
+// Returns the memory of a stage in words: what is used of what is offered, or, after the end of the worker, its
+// peak, or, before it is measured, what the plan needs; `rest` has the other figures.
+function memoryWords({ used, peak, planned, offered }, hasEnded) {
+  const size = (bytes) => gigabytes(bytes / 1e9);
+  const isMeasured = used != null;
+  const shown = !isMeasured ? planned : hasEnded ? peak : used;
+  const value = shown == null ? "" : offered == null ? size(shown) : `${size(shown)} of ${size(offered)}`;
+  const rest = !isMeasured ? [] : [!hasEnded && peak != null && `peak ${size(peak)}`, planned != null && `plan ${size(planned)}`];
+  return { label: !isMeasured ? "memory, planned" : hasEnded ? "memory, peak" : "memory", shown, value, rest: rest.filter(Boolean).join(" · ") };
+}
+
+function Memory({ x, y, width, memory, words }) {
+  const { used, peak, planned, offered } = memory;
+  const at = (bytes) => (offered ? width * Math.min(1, bytes / offered) : 0);
+  const mark = (kind, bytes) => bytes != null && offered && html`<line class=${kind} x1=${x + at(bytes)} x2=${x + at(bytes)} y1=${y + 8} y2=${y + 16} />`;
+  return html`<g class=${`memory ${used == null ? "planned" : ""}`}>
+    <text class="meter" x=${x} y=${y + 6}>${words.label}</text><text class="meter value" x=${x + width} y=${y + 6}>${words.value}</text>
+    <rect class="track" x=${x} y=${y + 10} width=${width} height="4" rx="2" /><rect class="fill" x=${x} y=${y + 10} width=${at(words.shown)} height="4" rx="2" />
+    ${used != null && html`${mark("peak", peak)}${mark("needed", planned)}<text class="meter value" x=${x + width} y=${y + 28}>${words.rest}</text>`}
   </g>`;
 }
 
