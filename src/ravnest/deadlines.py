@@ -94,6 +94,8 @@ LAST_CHECKPOINT = 15.0
 """Longest wait of a node that leaves for a last checkpoint at its neighbour."""
 CHECKPOINT_UPLOAD = 600.0
 """Time between two checkpoints that a cluster uploads to the server."""
+UPLOAD_SENT = 300.0
+"""Time in which a file is uploaded beside training, if the connection is fast enough for it."""
 REPLAN_AFTER = 10.0
 """Time for a lost provider to return before its job is planned anew without it."""
 RESCUE_GRACE = 60.0
@@ -326,6 +328,7 @@ RELATIONS = (
         "the same if nobody but the server notices the loss",
     ),
     Relation(POLL_WAIT, CHECKPOINT_UPLOAD, "a poll brings the order to upload a checkpoint in time"),
+    Relation(UPLOAD_SENT, CHECKPOINT_UPLOAD, "a checkpoint is uploaded before the next one is due"),
     Relation(
         REJOIN_SILENCE, REPLAN_AFTER, "a spare gets the place of a lost provider before a plan is made"
     ),
