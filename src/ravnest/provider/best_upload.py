@@ -31,8 +31,8 @@ def upload_best(
 ) -> BestFiles | None:
     """Upload the best model in the folder of an assignment and return its files; None without one.
 
-    ``paced``: beside training. ``check`` is called now and then and raises to end the upload. ``StageFormatError`` if the model was
-    replaced meanwhile: another call uploads the next one.
+    ``check`` is called now and then and raises to end the upload, ``paced``: beside training.
+    ``StageFormatError`` if the model was replaced meanwhile: another call uploads the next one.
     """
     folder = BestModelFolder(job_dir.trained, job_dir.read_assignment().node_spec.cluster)
     best = folder.read()

@@ -74,10 +74,6 @@ class Link(Protocol):
     def clamped(self) -> int:
         """Number of values sent so far that were outside the range of the codec."""
 
-    @property
-    def queued(self) -> int:
-        """Number of messages queued so far."""
-
     def send(self, message: Message) -> None:
         """Queue a message; never blocks. ``LinkClosedError`` after ``close`` or a loss.
 

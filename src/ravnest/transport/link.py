@@ -146,12 +146,6 @@ class FrameLink:
 
     # Methods of base.Link
 
-    @property
-    def queued(self) -> int:
-        """Number of messages queued so far."""
-        with self._lock:
-            return self._state.outbox.queued
-
     def send(self, message: Message) -> None:
         """Queue a message."""
         now = time.perf_counter()

@@ -18,6 +18,8 @@ from ravnest.runtime.control.state_blocks import BLOCK
 
 PIECE_SECONDS = 0.01
 """Time for which a piece occupies the link: a message of training waits for one at most."""
+LOOK_SECONDS = 0.02
+"""Time between two looks at the links. Looks and pieces cost processor time that training needs."""
 SMALLEST_PIECE = 16 << 10
 _FIRST_PIECE = 64 << 10
 _SHARE = 0.04
@@ -28,7 +30,7 @@ _GAPS = 64
 """Last gaps that are remembered."""
 _FEWEST_GAPS = 8
 """Gaps that must be known before their lengths count."""
-_QUIET_SHARE = 0.1
+_QUIET_SHARE = 0.2
 """Time of a piece in terms of the time for which the link was quiet, if that is long."""
 _REMEMBERED = 16
 _LEAST_PART = 0.1
@@ -45,7 +47,7 @@ class ReplicaPacer:
         """Bytes of the replica that have not arrived."""
         self._deadline = 0.0
         self._quiet_since = 0.0
-        """Time since which training has nothing on the links; infinity while it has."""
+        """Time at which the last bytes of training have left the links, or will have left them."""
         self._arrived_at = 0.0
         """Time at which the last piece arrived."""
         self._fresh = 0.0
@@ -66,24 +68,23 @@ class ReplicaPacer:
         self._left = size
         self._deadline, self._fresh = now + REPLICA_SENT, now + _FRESH_SECONDS
         self._arrived_at = now
-        self._quiet_since = math.inf
+        self._quiet_since = now
         self._gaps.clear()
         self._patience = PIECE_SECONDS
         self.delayed = 0.0
 
-    def busy(self, now: float) -> None:
-        """Record that training has sent a message that may not have arrived yet."""
-        if not math.isinf(self._quiet_since):
-            self._gaps.append((now, now - self._quiet_since))
-            self._quiet_since = math.inf
-            if len(self._gaps) >= _FEWEST_GAPS:
-                span = now - self._gaps[0][0] + self._gaps[0][1]
-                needed = self._seconds(self._left) / max(self._fresh - now, 1e-6)
-                self._patience = best_patience([gap for _, gap in self._gaps], needed * span)
+    def training_sent(self, count: int, now: float) -> None:
+        """Record that training has sent ``count`` bytes since the last look at the links."""
+        if self._quiet_since < now:
+            self._end_gap(now)
+        self._quiet_since = max(self._quiet_since, now) + self._seconds(count)
 
-    def quiet(self, now: float) -> None:
-        """Record that everything that training has sent has arrived."""
-        self._quiet_since = now
+    def _end_gap(self, now: float) -> None:
+        self._gaps.append((now, now - self._quiet_since))
+        if len(self._gaps) >= _FEWEST_GAPS:
+            span = now - self._gaps[0][0] + self._gaps[0][1]
+            needed = self._seconds(self._left) / max(self._fresh - now, 1e-6)
+            self._patience = best_patience([gap for _, gap in self._gaps], needed * span)
 
     def pause(self, now: float) -> float:
         """Return the seconds until the next piece may be sent, if training sends nothing meanwhile."""
@@ -106,15 +107,15 @@ class ReplicaPacer:
         rate = count / max(seconds - round_trip, _LEAST_PART * seconds, 1e-6)
         # Others may use the path behind this node's own link.
         late = bool(self._rates) and seconds > 2 * (self._seconds(count) + round_trip) + _LATE_SECONDS
-        shared = disturbed or math.isinf(self._quiet_since)
+        shared = disturbed or self._quiet_since > now - seconds + _LATE_SECONDS
         (self._shared_rates if shared else self._rates).append(rate)
         self._left -= count
         self._arrived_at = now
         if shared or late:
             self.delayed += self._seconds(count) / 2
         if late and not shared:
-            self.busy(now)
-            self.quiet(now)
+            self._end_gap(now)
+            self._quiet_since = now
 
     def _share(self, now: float) -> float:
         """Return the share of the link's time that the replica gets in any case: it ends in time."""

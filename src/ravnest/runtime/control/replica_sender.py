@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from ravnest.deadlines import BLOCK_WRITTEN
-from ravnest.runtime.control.replica_pacer import PIECE_SECONDS, ReplicaPacer
+from ravnest.runtime.control.replica_pacer import LOOK_SECONDS, ReplicaPacer
 from ravnest.runtime.control.state_blocks import BLOCK, data_bytes, part_of
 from ravnest.transport.base import Link
 from ravnest.wire.messages import Message
+
+_LEAST_BYTES = 4 << 10
+"""Bytes between two looks that do not count: acknowledgements, heartbeats and the like."""
 
 
 class ReplicaSender:
@@ -33,15 +36,14 @@ class ReplicaSender:
         self._hurry = hurry
         self._is_wanted = is_wanted
         self._pacer = pacer
-        self._seen = -1
-        """Messages that were queued on all links when they were found quiet, and pieces since then."""
+        self._looked_at = self._sent_bytes()
+        """Bytes that all links had sent at the last look."""
 
     def send(self, block: Message) -> bool:
         """Send a block; return False if that fails, or if the rest is of no use."""
         size = data_bytes(block)
         if size == 0:  # the neighbour has the bytes
             self._link.send(block)
-            self._seen += 1
             return self._link.wait_written(BLOCK_WRITTEN) and self._is_wanted()
         sent = 0
         while sent < size:
@@ -55,44 +57,37 @@ class ReplicaSender:
 
     def _await_turn(self) -> int:
         """Wait until a piece may be sent; return its size."""
-        pacer = self._pacer
         while not self._hurry.is_set():
-            queued = self._queued()
-            if queued != self._seen:
-                pacer.busy(time.monotonic())
-                if self._drained(pacer.pause(time.monotonic())):
-                    self._seen = queued
-                    pacer.quiet(time.monotonic())
-                    continue
+            self._look(0)
             now = time.monotonic()
-            pause = pacer.pause(now)
+            pause = self._pacer.pause(now)
             if pause <= 0:
-                return pacer.piece(now)
-            self._hurry.wait(min(pause, PIECE_SECONDS))  # the end of a gap is noticed meanwhile
+                return self._pacer.piece(now)
+            self._hurry.wait(min(pause, LOOK_SECONDS))
         return BLOCK
 
     def _send_piece(self, piece: Message) -> bool:
         began = time.monotonic()
         self._link.send(piece)
-        self._seen += 1
         if self._hurry.is_set():
             return self._link.wait_written(BLOCK_WRITTEN)
         if not self._link.flush(BLOCK_WRITTEN):
             return False
-        now = time.monotonic()
-        self._pacer.arrived(
-            data_bytes(piece),
-            now - began,
-            self._link.delay().round_trip,
-            now,
-            disturbed=self._queued() != self._seen,
-        )
+        now, count = time.monotonic(), data_bytes(piece)
+        disturbed = self._look(count)
+        round_trip = self._link.delay().round_trip
+        self._pacer.arrived(count, now - began, round_trip, now, disturbed=disturbed)
         return True
 
-    def _queued(self) -> int:
-        return sum(link.queued for link in self._links)
+    def _look(self, own: int) -> bool:
+        """Return whether training has sent anything since the last look, besides ``own`` bytes."""
+        total = self._sent_bytes()
+        count = total - self._looked_at - own
+        self._looked_at = total
+        if count <= _LEAST_BYTES:
+            return False
+        self._pacer.training_sent(count, time.monotonic())
+        return True
 
-    def _drained(self, seconds: float) -> bool:
-        """Wait until everything that was queued has arrived; return False on a timeout."""
-        until = time.monotonic() + seconds
-        return all(link.flush(max(until - time.monotonic(), 0.0)) for link in self._links)
+    def _sent_bytes(self) -> int:
+        return sum(link.sent_bytes for link in self._links)
