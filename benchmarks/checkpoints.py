@@ -225,19 +225,21 @@ class Slow:
     counted: list[Counted]
     """Checkpoints of the team that takes them, by stage."""
 
+    @property
+    def sides(self) -> tuple[list[Run], list[Run]]:
+        """Runs without checkpoints and with the default settings."""
+        return self.without, self.default
+
     def row(self) -> str:
         """Return a row of the table."""
         ratios = [b.rate / a.rate for a, b in zip(self.without, self.default, strict=True)]
-        costs = [
-            (1 - ratio) * LINK_SECONDS / max(run.checkpoints, 1)
-            for ratio, run in zip(ratios, self.default, strict=True)
-        ]
-        count = statistics.median(run.checkpoints for run in self.default)
+        cpu = [1000 * statistics.median(run.cpu / run.samples for run in side) for side in self.sides]
+        count = len(self.counted[0].seconds)
         replica = max(statistics.median(each.seconds) for each in self.counted)
         return (
             f"| {self.work.name} | {_median(self.without):.0f} | **{statistics.median(ratios):.3f}** "
-            f"| {min(ratios):.3f} to {max(ratios):.3f} | {count:.0f} "
-            f"| **{statistics.median(costs) / 60:.1%}** "
+            f"| {min(ratios):.3f} to {max(ratios):.3f} | {count} "
+            f"| {cpu[0]:.2f} | {cpu[1]:.2f} "
             f"| {_gaps(self.without)} | {_gaps(self.default)} | {replica:.0f} s |"
         )
 
@@ -278,13 +280,12 @@ def links(models: Sequence[str] = ()) -> str:
     results = [compare_on_links(work) for work in _chosen(models)]
     lines = [
         f"In network namespaces with links of {MEGABITS} Mbit/s, {LINK_REPETITIONS} pairs of runs of "
-        f"{LINK_SECONDS:.0f} s. Runs are longer than a minute apart, so that each begins with a "
-        "checkpoint and has another one after a minute:",
+        f"{LINK_SECONDS:.0f} s in turns, which are longer than the time between two checkpoints:",
         "",
         "| model | without, samples/s | default settings, relative to it (below 1 is slower) "
-        "| all pairs | checkpoints in a run | at one per minute | longest gap without | with "
-        "| replica |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| all pairs | checkpoints in all runs | CPU ms/sample without | with | longest gap without "
+        "| with | replica |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
         *(result.row() for result in results),
     ]
     return "\n".join(lines)
