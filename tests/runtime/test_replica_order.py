@@ -50,7 +50,7 @@ class HeldLink:
 
     def until_last_block(self) -> list[Any]:
         """Return what was sent, up to the last block of a replica."""
-        found = []
+        found: list[Any] = []
         while not (found and isinstance(found[-1], StateBlock) and found[-1].is_last):
             found.append(self.sent.get(timeout=SECONDS))
         return found
