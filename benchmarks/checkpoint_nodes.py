@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 from contenders import Racing, Rate, Seat, ravnest
 
+from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.state_blocks import BYTES, BlockReader
+from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
 from ravnest.telemetry import CheckpointRecord
 from ravnest.wire.messages import Message
 
@@ -32,8 +35,6 @@ class Stored(Rate):
 
     checkpoints: int = 0
     """Checkpoints that the Root has finished while it trained."""
-    trained: int = 0
-    """Samples, from the beginning to the end of the run."""
 
 
 @dataclass
@@ -46,6 +47,10 @@ class Counted:
     """Bytes of each checkpoint."""
     sent: list[int] = field(default_factory=list)
     """Bytes that were sent for each replica."""
+    seconds: list[float] = field(default_factory=list)
+    """Seconds in which each replica was sent."""
+    delayed: list[float] = field(default_factory=list)
+    """Seconds for which training waited for each replica, as the node estimates them."""
 
     def emit(self, record: Any) -> None:
         """Count a checkpoint."""
@@ -59,11 +64,9 @@ COUNTED = Counted()
 
 class _CountingRacing(Racing):
     def _run(self, seconds: float) -> Rate:
-        state = self.node._ensure_started().progress.state
-        before, done = len(COUNTED.pauses), state.done
+        before = len(COUNTED.pauses)
         rate = super()._run(seconds)
-        trained = (state.done - done) * self._samples
-        return Stored(**asdict(rate), checkpoints=len(COUNTED.pauses) - before, trained=trained)
+        return Stored(**asdict(rate), checkpoints=len(COUNTED.pauses) - before)
 
 
 def _count_blocks() -> None:
@@ -80,6 +83,18 @@ def _count_blocks() -> None:
     BlockReader.messages = counted  # type: ignore[method-assign]
 
 
+def _time_replicas() -> None:
+    replicate = Checkpoints._replicate
+
+    def timed(self: Checkpoints, folder: CheckpointFolder, manifest: CheckpointManifest) -> None:
+        began = time.monotonic()
+        replicate(self, folder, manifest)
+        COUNTED.seconds.append(time.monotonic() - began)
+        COUNTED.delayed.append(self._pacer.delayed)
+
+    Checkpoints._replicate = timed  # type: ignore[method-assign]
+
+
 def _half(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
     """Return a parameter group with the first half of a stage's parameters."""
     parameters = [parameter for _, parameter in named]
@@ -90,6 +105,7 @@ def main(seat: Seat) -> None:
     """Run one node."""
     torch.set_num_threads(1)
     _count_blocks()
+    _time_replicas()
     settings: dict[str, Any] = {"optimizer_params": _half} if seat.team == FROZEN else {}
     ravnest(seat, _CountingRacing, record_sink=COUNTED, **settings)
     path = Path(seat.folder) / f"stored_{seat.team}_{seat.name}.json"

@@ -10,8 +10,10 @@ training is longer, and as processor time of all three processes, which depends 
 on the machine; the share of it at one per minute is that of all cores. "Pause" is the time for which a
 stage stops, "memory" the largest resident memory of a node without that of files, and its difference
 from the same node without checkpoints. The last table shows the bytes that are sent for a replica if the
-optimizer changes only half of the parameters. Run as a script to print the report; arguments choose
-models by the beginnings of their names.
+optimizer changes only half of the parameters. On slow links, replicas share each machine's link with
+activations and gradients: "longest gap" is the longest time between two updates, "replica" the time in
+which the slowest stage sends one. Run as a script to print the report; arguments choose tables
+(`loopback`, `links`) and models by the beginnings of their names.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from pathlib import Path
 import psutil
 from checkpoint_nodes import FROZEN, Counted, Stored
 from contenders import Seat
-from pipeline import Team
+from lan import Lan, possible
+from pipeline import MEGABITS, PORT, Team
 from workloads import MEDIUM_GPT, MLP, Workload, free_addresses
 
 STAGES = 3
@@ -42,6 +45,11 @@ RARE, OFTEN = 1.0, 0.5 / 60
 """Minutes between checkpoints: by default, and as often as their cost allows."""
 SETTLING = 2.0
 """Seconds after a run in which its last checkpoint is stored, before the next one begins."""
+LINK_REPETITIONS = int(os.environ.get("RAVNEST_BENCH_LINK_REPETITIONS", "3"))
+LINK_SECONDS = float(os.environ.get("RAVNEST_BENCH_LINK_SECONDS", "75"))
+"""Longer than the time between two checkpoints."""
+LINK_SETTLING = 12.0
+"""The same as ``SETTLING`` on slow links."""
 SAMPLED = 0.05
 _NODE = Path(__file__).with_name("checkpoint_nodes.py")
 
@@ -57,17 +65,26 @@ class Run:
     """Samples, from the beginning to the end of the run."""
     cpu: float
     """Processor time of all processes in the run."""
+    gap: float
+    """Longest time between two updates."""
 
 
 class Measured(Team):
     """Processes of one team, with the largest memory of each."""
 
-    def __init__(self, seats: Sequence[Seat]) -> None:
+    def __init__(self, seats: Sequence[Seat], lan: Lan | None = None) -> None:
+        """``lan``: the machines on which the processes run; None: all on this one."""
         command = [sys.executable, str(_NODE)]
-        super().__init__([[*command, json.dumps(asdict(seat))] for seat in seats])
+        places = [[] if lan is None else lan.inside(place) for place in range(len(seats))]
+        super().__init__(
+            [
+                [*place, *command, json.dumps(asdict(seat))]
+                for place, seat in zip(places, seats, strict=True)
+            ]
+        )
         self.memory = [0 for _ in seats]
 
-    def measure(self, seconds: float) -> Run:
+    def measure(self, seconds: float, settling: float = SETTLING) -> Run:
         """Train for this long, and watch the memory."""
         over = threading.Event()
         watching = threading.Thread(target=self._watch, args=(over,))
@@ -79,8 +96,8 @@ class Measured(Team):
         finally:
             over.set()
             watching.join()
-        time.sleep(SETTLING)
-        return Run(found.samples, found.checkpoints, found.trained, self._cpu() - before)
+        time.sleep(settling)
+        return Run(found.samples, found.checkpoints, found.trained, self._cpu() - before, found.gap)
 
     def _cpu(self) -> float:
         times = [psutil.Process(pid).cpu_times() for pid in self.pids]
@@ -160,9 +177,9 @@ def _ratio(runs: Sequence[Run], others: Sequence[Run]) -> float:
 
 
 @contextmanager
-def team(seats: Sequence[Seat]) -> Iterator[Measured]:
+def team(seats: Sequence[Seat], lan: Lan | None = None) -> Iterator[Measured]:
     """Run a team for the duration of the context."""
-    processes = Measured(seats)
+    processes = Measured(seats, lan)
     try:
         yield processes
     finally:
@@ -198,6 +215,82 @@ def compare(work: Workload) -> Result:
     return Result(work, found["without"], found["rare"], found["often"], counted, memory)
 
 
+@dataclass(frozen=True)
+class Slow:
+    """Runs of one model on slow links."""
+
+    work: Workload
+    without: list[Run]
+    default: list[Run]
+    counted: list[Counted]
+    """Checkpoints of the team that takes them, by stage."""
+
+    @property
+    def sides(self) -> tuple[list[Run], list[Run]]:
+        """Runs without checkpoints and with the default settings."""
+        return self.without, self.default
+
+    def row(self) -> str:
+        """Return a row of the table."""
+        ratios = [b.rate / a.rate for a, b in zip(self.without, self.default, strict=True)]
+        cpu = [1000 * statistics.median(run.cpu / run.samples for run in side) for side in self.sides]
+        count = len(self.counted[0].seconds)
+        replica = max(statistics.median(each.seconds) for each in self.counted)
+        return (
+            f"| {self.work.name} | {_median(self.without):.0f} | **{statistics.median(ratios):.3f}** "
+            f"| {min(ratios):.3f} to {max(ratios):.3f} | {count} "
+            f"| {cpu[0]:.2f} | {cpu[1]:.2f} "
+            f"| {_gaps(self.without)} | {_gaps(self.default)} | {replica:.0f} s |"
+        )
+
+
+def _gaps(runs: Sequence[Run]) -> str:
+    gaps = [run.gap for run in runs]
+    return f"{statistics.median(gaps):.2f} s, at most {max(gaps):.2f} s"
+
+
+def compare_on_links(work: Workload) -> Slow:
+    """Train with the default settings and without checkpoints in turns, on slow links."""
+    found: dict[str, list[Run]] = {"without": [], "default": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        with Lan(STAGES, MEGABITS) as lan, ExitStack() as stack:
+            teams: dict[str, Measured] = {}
+            for name, minutes in (("without", None), ("default", RARE)):
+                addresses = [f"{host}:{PORT + len(teams)}" for host in lan.hosts]
+                names = work.form(Path(scratch, name), addresses, MEGABITS)
+                assert names == sorted(names), "the Root is node_0 in a pool of equal nodes"
+                seat = Seat(work.name, str(Path(scratch, name)), checkpoint_minutes=minutes, team=name)
+                seats = [replace(seat, name=node) for node in names]
+                teams[name] = stack.enter_context(team(seats, lan))
+            for each in teams.values():
+                each.measure(5.0)  # warm-up
+            for repetition in range(LINK_REPETITIONS):
+                for name in list(teams) if repetition % 2 else reversed(teams):
+                    found[name].append(teams[name].measure(LINK_SECONDS, LINK_SETTLING))
+                print(work.name, {k: v[-1] for k, v in found.items()}, file=sys.stderr, flush=True)
+        counted = _counted(Path(scratch, "default"), seats)
+    print(*((each.seconds, each.delayed) for each in counted), file=sys.stderr, flush=True)
+    return Slow(work, found["without"], found["default"], counted)
+
+
+def links(models: Sequence[str] = ()) -> str:
+    """Return the report on slow links as Markdown."""
+    if not possible():
+        return f"Links of {MEGABITS} Mbit/s were not measured: that needs root and iproute2."
+    results = [compare_on_links(work) for work in _chosen(models)]
+    lines = [
+        f"In network namespaces with links of {MEGABITS} Mbit/s, {LINK_REPETITIONS} pairs of runs of "
+        f"{LINK_SECONDS:.0f} s in turns, which are longer than the time between two checkpoints:",
+        "",
+        "| model | without, samples/s | default settings, relative to it (below 1 is slower) "
+        "| all pairs | checkpoints in all runs | CPU ms/sample without | with | longest gap without "
+        "| with | replica |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        *(result.row() for result in results),
+    ]
+    return "\n".join(lines)
+
+
 def frozen(work: Workload) -> list[str]:
     """Return rows about replicas if the optimizer has half of the parameters."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -214,9 +307,14 @@ def frozen(work: Workload) -> list[str]:
     ]
 
 
-def measure(models: Sequence[str] = ()) -> str:
-    """Return the report as Markdown."""
-    chosen = [w for w in (MEDIUM_GPT, MLP) if not models or any(w.name.startswith(m) for m in models)]
+def _chosen(models: Sequence[str]) -> list[Workload]:
+    """Return the models whose names begin like this; all if there is no beginning."""
+    return [w for w in (MEDIUM_GPT, MLP) if not models or any(w.name.startswith(m) for m in models)]
+
+
+def loopback(models: Sequence[str] = ()) -> str:
+    """Return the report on loopback as Markdown."""
+    chosen = _chosen(models)
     results = [compare(work) for work in chosen]
     lines = [
         f"Medians of {REPETITIONS} runs of {SECONDS:.0f} s. The goal is a cost of at most {GOAL:.0%} at "
@@ -239,6 +337,16 @@ def measure(models: Sequence[str] = ()) -> str:
         *(row for work in chosen for row in frozen(work)),
     ]
     return "\n".join(lines)
+
+
+TABLES = {"loopback": loopback, "links": links}
+
+
+def measure(arguments: Sequence[str] = ()) -> str:
+    """Return the report as Markdown; arguments choose tables and models."""
+    tables = [name for name in TABLES if name in arguments] or list(TABLES)
+    models = [each for each in arguments if each not in TABLES]
+    return "\n\n".join(TABLES[name](models) for name in tables)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from ravnest.store.node_spec import read_node
 
 WARM_SHARE = 0.25
 """Share of the time that is not measured, while the pipeline fills."""
+LONGEST_WARM = 5.0
+"""Most seconds of it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Rate:
     """All samples, those of ramp-up and drain included."""
     cpu: float = 0.0
     """CPU milliseconds per sample, of all processes together."""
+    gap: float = 0.0
+    """Longest time between two updates, in seconds; a pipeline that stands still has a long one."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Clock:
         self._end = now + seconds
         self._first: tuple[float, int] | None = None
         self._last = (now, 0)
+        self.gap = 0.0
+        """Longest time between two marks after the warm-up."""
 
     @property
     def over(self) -> bool:
@@ -101,6 +107,8 @@ class Clock:
         """Record the number of finished samples."""
         now = time.perf_counter()
         if now >= self._warm and done > self._last[1]:
+            if self._first is not None:
+                self.gap = max(self.gap, now - self._last[0])
             self._last = (now, done)
             self._first = self._first or self._last
 
@@ -136,7 +144,8 @@ class Racing(Trainer):
         yield from self.train_loader
 
     def _run(self, seconds: float) -> Rate:
-        state, clock = self.node._ensure_started().progress.state, Clock(seconds)
+        state = self.node._ensure_started().progress.state
+        clock = Clock(seconds, min(WARM_SHARE * seconds, LONGEST_WARM))
         begin, staleness, count = state.done, [0], type(state).add
 
         def add(batches: int, now: float, samples: int) -> None:
@@ -153,7 +162,8 @@ class Racing(Trainer):
         del state.add  # that of the class again
         self.node.wait_for_backwards()
         trained = (state.done - begin) * self._samples
-        return Rate(clock.rate(), state.window, statistics.median(staleness), trained)
+        staleness_seen = statistics.median(staleness)
+        return Rate(clock.rate(), state.window, staleness_seen, trained, gap=clock.gap)
 
 
 def ravnest(seat: Seat, racing: type[Racing] = Racing, **settings: Any) -> None:

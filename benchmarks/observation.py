@@ -3,7 +3,7 @@
 Two stages in one process train over loopback, with one thread each, so that everything that observes
 them competes with them for Python's lock. "All" is: traces of both nodes written to files, callbacks, a
 `RunLog` (TensorBoard, CSV, JSON), records through a pipe that are checked on its other side, as between
-a worker and its agent, and a page for Prometheus that is read every five seconds. Runs with and without
+a worker and its agent, and a page for Prometheus that is read once per second. Runs with and without
 take turns for some minutes; the numbers are medians of the ratios of neighbouring runs, and in brackets
 their range. The main figure is the processor time of the whole process, which depends less on what else
 runs on the machine than the time does. *Noise* is the same ratio of neighbouring runs without anything:

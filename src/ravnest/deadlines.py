@@ -85,11 +85,17 @@ NODE_RETURN = 600.0
 ROOTS_RETURN = 10.0
 """Longest wait of a cluster that continues for the connections to the other clusters."""
 BLOCK_WRITTEN = 120.0
-"""Longest wait for one block of a checkpoint to leave for a neighbour."""
+"""Longest wait for one block of a checkpoint to leave for a neighbour, or to arrive there."""
+REPLICA_SENT = 300.0
+"""Time in which a replica arrives at a neighbour beside training, if the link is fast enough for it."""
+REPLICA_MOST = 900.0
+"""Time after which a checkpoint whose replicas are not known to be stored does not delay the next."""
 LAST_CHECKPOINT = 15.0
 """Longest wait of a node that leaves for a last checkpoint at its neighbour."""
 CHECKPOINT_UPLOAD = 600.0
 """Time between two checkpoints that a cluster uploads to the server."""
+UPLOAD_SENT = 300.0
+"""Time in which a file is uploaded beside training, if the connection is fast enough for it."""
 REPLAN_AFTER = 10.0
 """Time for a lost provider to return before its job is planned anew without it."""
 RESCUE_GRACE = 60.0
@@ -322,6 +328,7 @@ RELATIONS = (
         "the same if nobody but the server notices the loss",
     ),
     Relation(POLL_WAIT, CHECKPOINT_UPLOAD, "a poll brings the order to upload a checkpoint in time"),
+    Relation(UPLOAD_SENT, CHECKPOINT_UPLOAD, "a checkpoint is uploaded before the next one is due"),
     Relation(
         REJOIN_SILENCE, REPLAN_AFTER, "a spare gets the place of a lost provider before a plan is made"
     ),
@@ -348,6 +355,8 @@ RELATIONS = (
     Relation(NEIGHBOUR_CONNECT, NODE_RETURN, "a lost node has more time than one that starts"),
     Relation(ROOTS_RETURN, NEIGHBOUR_CONNECT, "a cluster that continues does not wait for ended ones"),
     Relation(LINK_OUTAGE, BLOCK_WRITTEN, "a checkpoint on its way outlasts an outage of its link"),
+    Relation(BLOCK_WRITTEN, REPLICA_SENT, "a replica outlasts the wait for one of its blocks"),
+    Relation(REPLICA_SENT, REPLICA_MOST, "the next checkpoint waits for replicas on busy links"),
     Relation(WITNESSED_LIMIT, RESULT_WAIT, "a finished training gets more time than a running one"),
     Relation(RESTART_GRACE, RESULT_WAIT, "a finished training outlasts a restart of the server"),
     Relation(LINK_OUTAGE + LINK_HELLO, ROUND_REACH, "a member of a ring is dialled for a whole outage"),

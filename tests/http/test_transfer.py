@@ -249,3 +249,20 @@ def test_other_bytes_than_requested_are_an_error(
     with pytest.raises(ServerError, match=r"sent other bytes|sends more than"):
         download(api, ARTIFACT, tmp_path / "got")
     assert not (tmp_path / "got").exists()
+
+
+def test_a_paced_upload_has_pauses_between_small_parts(
+    server: LoopbackServer,
+    wire: BreakingWire,
+    api: ApiClient,
+    pauses: list[float],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(bytes(700_000))
+    artifact = artifact_of(path)
+    upload(api, {artifact.sha256: path}, paced=True)
+    assert stored(server, artifact.sha256) == path.read_bytes()
+    assert len(pauses) == puts(wire) > 1
+    assert all(pause > 0 for pause in pauses[:-1])
+    assert pauses[-1] == 0.0, "nothing follows"

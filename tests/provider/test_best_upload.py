@@ -34,12 +34,14 @@ def test_the_files_are_uploaded_with_their_description(
     job_dir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(best_upload, "upload", lambda _api, files, _report: sent.append(files))
+    monkeypatch.setattr(best_upload, "upload", lambda _api, files, _report, paced: sent.append(files))
     api: Any = None
-    assert best_upload.upload_best(api, job_dir, lambda: None) is None, "there is no model yet"
+    assert best_upload.upload_best(api, job_dir, lambda: None, paced=True) is None, (
+        "there is no model yet"
+    )
     keep(job_dir.trained, b"first", 0.5)
     keep(job_dir.trained, b"second", 0.25)
-    found = best_upload.upload_best(api, job_dir, lambda: None)
+    found = best_upload.upload_best(api, job_dir, lambda: None, paced=True)
     assert found is not None
     assert (found.epoch, found.metric, found.value) == (2, "loss", 0.25)
     assert [file.name for file in found.files] == ["node_0.json", "node_0.safetensors"]
@@ -50,7 +52,7 @@ def test_the_files_are_uploaded_with_their_description(
 def test_links_are_not_followed(
     job_dir: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(best_upload, "upload", lambda *_: pytest.fail("nothing may be sent"))
+    monkeypatch.setattr(best_upload, "upload", lambda *_, paced: pytest.fail("nothing may be sent"))
     best = keep(job_dir.trained, b"model", 0.5)
     secret = tmp_path / "secret"
     secret.mkdir()
@@ -63,4 +65,4 @@ def test_links_are_not_followed(
         best.stages.symlink_to(secret)
     api: Any = None
     with pytest.raises(StageFormatError, match="is not a file of this job"):
-        best_upload.upload_best(api, job_dir, lambda: None)
+        best_upload.upload_best(api, job_dir, lambda: None, paced=True)

@@ -66,7 +66,8 @@ class Folder(JobDir):
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     found: list[bytes] = []
 
-    def upload(_api: object, files: dict[str, Path], _progress: object) -> None:
+    def upload(_api: object, files: dict[str, Path], _progress: object, *, paced: bool) -> None:
+        assert paced, "training goes on"
         found.extend(path.read_bytes() for path in files.values())
 
     monkeypatch.setattr(check_upload, "upload", upload)

@@ -40,8 +40,12 @@ class Sent:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
+        self.paced: list[bool] = []
 
-    def upload(self, _api: object, files: Mapping[str, Path], _progress: object) -> None:
+    def upload(
+        self, _api: object, files: Mapping[str, Path], _progress: object, *, paced: bool = False
+    ) -> None:
+        self.paced.append(paced)
         self.files |= {digest: path.read_bytes() for digest, path in files.items()}
 
 
@@ -114,6 +118,15 @@ def test_a_rescue_uploads_everything_the_newest_first(job_dir: JobDir, sent: Sen
     assert run(job_dir, rescue=True, stages=(2,)) == [(1, 7), (1, 4), (2, 4)]
     assert run(job_dir, rescue=True, stages=(0, 2)) == [(1, 7), (1, 4), (0, 7), (0, 4), (2, 4)]
     assert sent.files
+
+
+def test_uploads_leave_the_connection_to_training_unless_it_has_stopped(
+    job_dir: JobDir, sent: Sent
+) -> None:
+    write(own(job_dir), 1, 4)
+    run(job_dir, at_least=4)
+    run(job_dir, rescue=True)
+    assert sent.paced == [True, False]
 
 
 def test_a_damaged_checkpoint_is_left_out(job_dir: JobDir, sent: Sent) -> None:

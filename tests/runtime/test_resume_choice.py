@@ -200,12 +200,22 @@ def test_short_epochs_have_no_checkpoint_each() -> None:
 def test_the_next_checkpoint_waits_until_all_have_stored_the_last_one() -> None:
     rule = policy(updates=1)
     assert rule.due_after_update(1, 0.0)
-    rule.wanted = True
     assert not rule.due_after_update(2, 100.0)
     assert not rule.due_after_epoch(2, 100.0)
     rule.settled += 1
     assert rule.due_after_update(3, 100.0)
+
+
+def test_a_node_that_leaves_waits_for_one_checkpoint_less() -> None:
+    rule = policy(updates=1)
+    assert rule.due_after_update(1, 0.0)
+    rule.wanted = True
+    assert rule.due_after_update(2, 1.0)
     assert not rule.wanted
+    rule.wanted = True
+    assert not rule.due_after_update(3, 2.0), "two are being stored"
+    rule.settled += 1
+    assert rule.due_after_update(4, 3.0)
 
 
 def test_an_outcome_that_never_comes_does_not_stop_checkpoints_for_good() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from urllib.parse import quote
 from ravnest.errors import ServerError, ServerRefusedError
 from ravnest.http.api import ApiClient, is_temporary, pause_after
 from ravnest.http.retry import RetryPolicy
+from ravnest.http.upload_pacer import UploadPacer
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import MissingArtifacts, UploadStatus
 from ravnest.store.files import sha256_of
@@ -32,9 +34,12 @@ def upload(
     files: Mapping[str, Path],
     progress: Progress | None = None,
     retry: RetryPolicy = TRANSFER_RETRY,
+    *,
+    paced: bool = False,
 ) -> None:
     """Upload those of ``files`` (by sha256) that the server does not have.
 
+    ``paced``: in small parts with pauses, because training needs the connection.
     Raises ``ServerUnreachableError`` if the server stays unreachable; another call continues from there.
     """
     missing = {digest: files[digest] for digest in missing_of(api, files)}
@@ -43,7 +48,7 @@ def upload(
     report = progress or _no_progress
     report(0, total)
     for digest, path in missing.items():
-        one = _Upload(api, digest, path, retry)
+        one = _Upload(api, digest, path, retry, UploadPacer(time.monotonic()) if paced else None)
         one.run(partial(_report_total, report, before, total))
         before += one.size
 
@@ -62,8 +67,11 @@ def missing_of(api: ApiClient, digests: Mapping[str, object]) -> list[str]:
 class _Upload:
     """Upload of one file in parts, each from the position that the server has reached."""
 
-    def __init__(self, api: ApiClient, digest: str, path: Path, retry: RetryPolicy) -> None:
+    def __init__(
+        self, api: ApiClient, digest: str, path: Path, retry: RetryPolicy, pacer: UploadPacer | None
+    ) -> None:
         self._api = api
+        self._pacer = pacer
         self._retry = retry
         self._route = f"/api/artifacts/{digest}/upload"
         self._path = path
@@ -97,10 +105,14 @@ class _Upload:
         return min(self.size, self._api.get(self._route, UploadStatus).received)
 
     def _send(self, offset: int, report: Callable[[int], None]) -> int:
-        stop = min(self.size, offset + _PART)
+        pacer, began = self._pacer, time.monotonic()
+        stop = min(self.size, offset + (_PART if pacer is None else pacer.part))
         params = {"offset": offset, "size": self.size}
         self._api.put_bytes(self._route, self._read(offset, stop, report), stop - offset, params=params)
         report(stop)
+        if pacer is not None:
+            now = time.monotonic()
+            self._retry.sleep(pacer.sent(stop - offset, now - began, self.size - stop, now))
         return stop
 
     def _read(self, start: int, stop: int, report: Callable[[int], None]) -> Iterator[bytes]:

@@ -26,11 +26,13 @@ def _check_own(path: Path, folder: Path) -> None:
         raise StageFormatError(f"{path} is not a file of this job")
 
 
-def upload_best(api: ApiClient, job_dir: JobDir, check: Callable[[], None]) -> BestFiles | None:
+def upload_best(
+    api: ApiClient, job_dir: JobDir, check: Callable[[], None], *, paced: bool
+) -> BestFiles | None:
     """Upload the best model in the folder of an assignment and return its files; None without one.
 
-    ``check`` is called now and then and raises to end the upload. ``StageFormatError`` if the model was
-    replaced meanwhile: another call uploads the next one.
+    ``check`` is called now and then and raises to end the upload, ``paced``: beside training.
+    ``StageFormatError`` if the model was replaced meanwhile: another call uploads the next one.
     """
     folder = BestModelFolder(job_dir.trained, job_dir.read_assignment().node_spec.cluster)
     best = folder.read()
@@ -43,7 +45,7 @@ def upload_best(api: ApiClient, job_dir: JobDir, check: Callable[[], None]) -> B
     if folder.read() != best:
         raise StageFormatError("another best model has taken its place")
     by_digest = {artifact.sha256: path for path, artifact in files.items()}
-    upload(api, by_digest, lambda _done, _total: check())
+    upload(api, by_digest, lambda _done, _total: check(), paced=paced)
     return BestFiles(
         epoch=best.epoch,
         metric=best.metric,

@@ -69,7 +69,7 @@ class CheckUpload:
         try:
             link_file(path, linked := folder / path.name)
             artifact = artifact_of(linked)
-            upload(self.api, {artifact.sha256: linked}, lambda _done, _total: self.check())
+            upload(self.api, {artifact.sha256: linked}, lambda _done, _total: self.check(), paced=True)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return CheckEvidence(

@@ -47,7 +47,7 @@ class CheckpointUpload:
                 for each in own.ids()
                 if each.update >= order.at_least and each.phase >= order.phases
             ]
-            return tuple(self._upload(own, found[:1]))
+            return tuple(self._upload(own, found[:1], paced=True))
         uploaded = self._upload(own, own.ids()[-KEPT:])
         for stage in order.stages:
             replicas = CheckpointFolder(own.path / f"replica_of_stage_{stage}")
@@ -55,19 +55,21 @@ class CheckpointUpload:
         return tuple(uploaded)
 
     def _upload(
-        self, folder: CheckpointFolder, checkpoints: list[CheckpointId]
+        self, folder: CheckpointFolder, checkpoints: list[CheckpointId], *, paced: bool = False
     ) -> list[UploadedCheckpoint]:
-        """Upload checkpoints of a folder, the newest first."""
+        """Upload checkpoints of a folder, the newest first; ``paced``: beside training."""
         uploaded = []
         for checkpoint in reversed(checkpoints):
             try:
                 with _Linked(folder, self.job_dir.uploads, checkpoint) as linked:
-                    uploaded.append(self._upload_one(linked, checkpoint))
+                    uploaded.append(self._upload_one(linked, checkpoint, paced))
             except (StageFormatError, FileNotFoundError) as error:
                 logger.info("a checkpoint is not uploaded: %s", error)
         return uploaded
 
-    def _upload_one(self, linked: CheckpointFolder, checkpoint: CheckpointId) -> UploadedCheckpoint:
+    def _upload_one(
+        self, linked: CheckpointFolder, checkpoint: CheckpointId, paced: bool
+    ) -> UploadedCheckpoint:
         manifest = linked.manifest(checkpoint)
         tensors, description = linked.tensors_path(checkpoint), linked.manifest_path(checkpoint)
         result = UploadedCheckpoint(
@@ -84,7 +86,7 @@ class CheckpointUpload:
         if result.tensors.sha256 != manifest.sha256:
             raise StageFormatError(f"{tensors} is damaged: its manifest has another digest")
         files = {result.tensors.sha256: tensors, result.manifest.sha256: description}
-        upload(self.api, files, lambda _done, _total: self.check())
+        upload(self.api, files, lambda _done, _total: self.check(), paced=paced)
         return result
 
 

@@ -411,7 +411,7 @@ class Provider:
     def _best_of(self, job_dir: JobDir, task: _Task) -> BestFiles | None:
         """Upload the best model beside a trained one, which does not depend on it."""
         try:
-            return upload_best(self.api, job_dir, task.check)
+            return upload_best(self.api, job_dir, task.check, paced=False)
         except (StageFormatError, OSError) as error:
             logger.warning("the best model cannot be uploaded: %s", error)
             return None
@@ -419,7 +419,7 @@ class Provider:
     def _upload_best(self, task: _Task) -> AgentEvent:
         name = task.assignment
         try:
-            best = upload_best(self.api, self.jobs_dir.job_dir(name), task.check)
+            best = upload_best(self.api, self.jobs_dir.job_dir(name), task.check, paced=True)
         except (RavnestError, OSError) as error:
             logger.info("the best model of %s is not uploaded: %s", name, error)
             again = not task.stopped.is_set() and not (

@@ -38,7 +38,7 @@ from ravnest.wire.control import (
 from ravnest.wire.envelope import Buffer, Frame, Kind, split, unseal
 from ravnest.wire.frames import CHUNK_BYTES, DEFAULT_LIMITS, encode_parts, largest_frame
 from ravnest.wire.header import Limits
-from ravnest.wire.messages import LOSSY, Goodbye, Hello, Message, RingChunk
+from ravnest.wire.messages import LOSSY, Goodbye, Hello, Message, RingChunk, StateBlock
 
 _FAREWELL_SECONDS = 1.0
 """Time to send the last frame of a link that has failed."""
@@ -548,6 +548,6 @@ class FrameLink:
 def _unmetered(message: Message) -> bool:
     """Return whether a message is excluded from the delay measurement.
 
-    Ring chunks come in bursts in one direction, and their delay is not used.
+    Ring chunks and replicas come in bursts in one direction, and their delay is not used.
     """
-    return isinstance(message.head, RingChunk)
+    return isinstance(message.head, RingChunk | StateBlock)

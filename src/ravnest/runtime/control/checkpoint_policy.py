@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ravnest.deadlines import REPLICA_MOST
+
 _LEAST_SECONDS = 2.0
 """Shortest time between the checkpoints of two epochs, if epochs are shorter."""
 _COST = 100.0
 """Least time between two checkpoints, in terms of the time that one takes from training: 1% is lost."""
 _MOST_COST = 36.0
 """Seconds of cost that count at most, so that there is a checkpoint per hour whatever a node reports."""
-_LONGEST = 900.0
-"""Seconds after which a checkpoint whose outcome is unknown does not delay the next any longer."""
 
 
 @dataclass
@@ -67,8 +67,12 @@ class CheckpointPolicy:
         return _COST * min(self.cost, _MOST_COST)
 
     def _waits(self, now: float) -> bool:
-        """Return whether a checkpoint is still being stored: nodes keep only a few of them."""
-        return self.taken > self.settled and now - self.last_time < _LONGEST
+        """Return whether a checkpoint is still being stored: nodes keep only a few of them.
+
+        A node that leaves cannot wait for replicas on busy links; there is room for one more.
+        """
+        open_ones = self.taken - self.settled
+        return open_ones > int(self.wanted) and now - self.last_time < REPLICA_MOST
 
     def _take(self, update: int, now: float) -> bool:
         self.last_update, self.last_time, self.wanted = update, now, False

@@ -16,6 +16,8 @@ import torch
 from ravnest.deadlines import BLOCK_WRITTEN, LINK_CLOSE
 from ravnest.errors import RavnestError, StageFormatError
 from ravnest.runtime.control.rendezvous import Links
+from ravnest.runtime.control.replica_pacer import ReplicaPacer
+from ravnest.runtime.control.replica_sender import ReplicaSender
 from ravnest.runtime.control.state_blocks import BlockReader, BlockWriter, ExpectedFile, SentFile
 from ravnest.runtime.control.stored_checkpoints import StoredCheckpoints
 from ravnest.runtime.stage.execution import StageExecution
@@ -121,6 +123,11 @@ class Checkpoints:
         """Seconds for which the last checkpoint stopped the stage."""
         self._background = 0.0
         """Processor time of the last one in the background."""
+        self._pacer = ReplicaPacer()
+        self._saved: CheckpointId | None = None
+        """Newest checkpoint that was written."""
+        self._hurry = threading.Event()
+        """Set when this node leaves: replicas do not wait for training any more."""
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._work, name=f"ravnest-checkpoints-{spec.name}", daemon=True
@@ -144,6 +151,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finish the checkpoint in progress and stop the thread; what takes too long is dropped."""
+        self._hurry.set()
         self._tasks.put(None)
         if self._thread.is_alive():
             self._thread.join(LINK_CLOSE)
@@ -280,7 +288,16 @@ class Checkpoints:
             return
         self._pause = time.monotonic() - began
         written = _Written(path, manifest, self._pause)
+        self._give_way(checkpoint)
         self._tasks.put(lambda: self._finish(written))
+
+    def _give_way(self, checkpoint: CheckpointId) -> None:
+        """End the replica of the checkpoint before, which is stored here."""
+        with self._stored:
+            before, self._sending = self._sending, None
+            self._saved = checkpoint
+        if before is not None:
+            self._settle(before.checkpoint, stored=True)
 
     def _fail(self, checkpoint: CheckpointId, error: Exception) -> None:
         level = logging.INFO if self._failed else logging.WARNING
@@ -367,7 +384,7 @@ class Checkpoints:
     def _settle(self, checkpoint: CheckpointId, *, stored: bool) -> None:
         """Note whether this node has stored a checkpoint."""
         # What runs in the background takes one of the cores on which the stage computes.
-        cost = self._pause + self._background / torch.get_num_threads()
+        cost = self._pause + self._background / torch.get_num_threads() + self._pacer.delayed
         with self._stored:
             report = self._known.settled_here(CheckpointStored(checkpoint, stored, cost))
         self._report(report)
@@ -393,9 +410,11 @@ class Checkpoints:
     def wait_for_next(self, ask: Callable[[], None], timeout: float) -> bool:
         """Call ``ask`` and wait for a checkpoint that outlives this node; return False on a timeout."""
         with self._stored:
-            before = self._safe
+            begun = None if self._decision is None else self._decision.checkpoint
+            before = max(each or BEGINNING for each in (self._saved, self._safe, begun))
             ask()
-            return self._stored.wait_for(lambda: self._safe != before, timeout)
+            self._hurry.set()
+            return self._stored.wait_for(lambda: (self._safe or BEGINNING) > before, timeout)
 
     # The thread
 
@@ -448,22 +467,25 @@ class Checkpoints:
         return manifest
 
     def _replicate(self, folder: CheckpointFolder, manifest: CheckpointManifest) -> None:
-        """Send a copy to a neighbour, one block at a time, so that activations pass in between."""
-        link = self._links.next if self._spec.stage == 0 else self._links.previous
+        """Send a copy to a neighbour, in the pauses of training; a newer checkpoint ends it."""
+        links = self._links
+        link, other = links.previous, links.next
+        if self._spec.stage == 0:
+            link, other = other, link
         reader = BlockReader(folder, manifest, self._acknowledged)
         with self._stored:
-            before, self._sending = self._sending, reader
-        if before is not None and before.checkpoint != manifest.id:
-            # The one at the end of training does not wait for the one before, which is stored here.
-            self._settle(before.checkpoint, stored=True)
+            superseded = self._saved is not None and manifest.id < self._saved
+            self._sending = None if superseded else reader
+        if superseded:
+            self._settle(manifest.id, stored=True)
+            return
         if link is None:
             self._replica_settled(manifest.id)
             return
-        for message in reader.messages(restore=False):
-            link.send(message)
-            if not link.wait_written(BLOCK_WRITTEN) or self._is_refused():
-                return
 
-    def _is_refused(self) -> bool:
-        """Return whether the neighbour has answered already, and more blocks are of no use."""
-        return self._sending is None
+        others = () if other is None else (other,)
+        self._pacer.begin(manifest.size, time.monotonic())
+        sender = ReplicaSender(link, others, self._pacer, self._hurry, lambda: self._sending is reader)
+        for block in reader.messages(restore=False):
+            if not sender.send(block):
+                return

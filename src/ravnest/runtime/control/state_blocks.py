@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,12 +16,12 @@ import xxhash
 
 from ravnest.errors import StageFormatError
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest, name_of
-from ravnest.store.files import convert, sha256_of
+from ravnest.store.files import convert
 from ravnest.types import CheckpointId
 from ravnest.wire.messages import Message, StateBlock
 
 BLOCK = 1 << 20
-"""Bytes of a block: activations of the run wait for one at most."""
+"""Bytes of a block: what did not change since the last replica is found by blocks of this size."""
 BYTES = "bytes"
 _RESERVE = 64 << 20
 """Bytes of the disk that a replica leaves free."""
@@ -85,6 +86,26 @@ class BlockReader:
         return Message(head, {BYTES: data})
 
 
+def data_bytes(message: Message) -> int:
+    """Return the number of bytes of a file in a message."""
+    data = message.values.get(BYTES)
+    return data.nbytes if isinstance(data, torch.Tensor) else 0
+
+
+def part_of(block: Message, start: int, size: int) -> Message:
+    """Return at most ``size`` bytes of a block from ``start`` on, as a message for the receiver."""
+    head, data = block.head, block.values[BYTES]
+    assert isinstance(head, StateBlock)
+    assert isinstance(data, torch.Tensor)
+    part = msgspec.structs.replace(
+        head,
+        offset=head.offset + start,
+        manifest=head.manifest if start == 0 else "",
+        is_last=head.is_last and start + size >= data.nbytes,
+    )
+    return Message(part, {BYTES: data[start : start + size]})
+
+
 @dataclass(frozen=True)
 class ExpectedFile:
     """Properties that a checkpoint from a neighbour must have."""
@@ -111,6 +132,8 @@ class BlockWriter:
         self._manifest: CheckpointManifest | None = None
         self._file: BinaryIO | None = None
         self._path = Path()
+        self._digest = hashlib.sha256()
+        """Digest of what was written: of a large file it would take too long at the end."""
         self._refused: CheckpointId | None = None
         """Checkpoint of which a block was not usable."""
 
@@ -172,6 +195,7 @@ class BlockWriter:
             raise StageFormatError(f"the disk has no place for a checkpoint of {manifest.size} bytes")
         self._path = folder / f".{name_of(manifest.id)}.incoming"
         self._file = self._path.open("wb")
+        self._digest = hashlib.sha256()
         self._manifest = manifest
 
     def _write(self, file: BinaryIO, head: StateBlock, message: Message) -> None:
@@ -180,16 +204,20 @@ class BlockWriter:
                 raise StageFormatError(f"a block of {head.same} bytes is too large")
             with self._folder.tensors_path(head.base).open("rb") as base:
                 base.seek(head.offset)
-                file.write(base.read(head.same))
+                self._append(file, base.read(head.same))
             return
         data = message.values.get(BYTES)
         if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1:
             raise StageFormatError("a block of a checkpoint has no bytes")
-        file.write(data.contiguous().numpy().data)
+        self._append(file, data.contiguous().numpy().data)
+
+    def _append(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        file.write(data)
+        self._digest.update(data)
 
     def _finish(self, manifest: CheckpointManifest) -> CheckpointManifest:
         try:
-            size, digest = self._path.stat().st_size, sha256_of(self._path)
+            size, digest = self._path.stat().st_size, self._digest.hexdigest()
             if (size, digest) != (manifest.size, manifest.sha256):
                 raise StageFormatError(f"the checkpoint of {manifest.id} arrived with another digest")
             self._folder.add(self._path, manifest, self._complete())
