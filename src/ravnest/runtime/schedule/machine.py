@@ -336,7 +336,7 @@ class ScheduleMachine:
     def _step_done(self) -> None:
         update = self._updates.popleft()
         if self._costly is not None:
-            self._costly.update_done(update.microbatches)
+            self._costly.update_done(update.microbatches, update.batches)
         update.phase.finished += update.microbatches
         self.version += 1
         self._users[self.version] = 0
@@ -430,8 +430,10 @@ class ScheduleMachine:
         elif self._weights:
             run = self._weights.popleft()
             if self._costly is not None and self._forwards and not self.in_flight:
-                self._costly.forward_delayed()
+                self._costly.delays_forward()
             self._run(RunWeights(run.microbatch, run.version))
+        elif self._costly is not None:
+            self._costly.waits()
 
     def _start_backward(self) -> None:
         self._forward_next = True
