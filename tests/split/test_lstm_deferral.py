@@ -17,7 +17,7 @@ from ravnest.split.module import StageModule
 from ravnest.split.split_stage import SplitStage
 
 Build = Callable[[], nn.Module]
-WIDTH, ROWS = 256, 8
+WIDTH, ROWS = 256, 16
 
 
 class Encoder(nn.Module):

@@ -9,11 +9,11 @@ another order. So it is used only for micro-batches of which the schedule asks i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, addcmul, addmm, mul, tanh
+from torch import Tensor, addcmul, addmm, fx, mul, tanh
 from torch.autograd.function import once_differentiable
 
 from ravnest.split.deferred import DeferredGradients
@@ -25,9 +25,13 @@ _GATES = 4
 LEAST_WIDTH = 256
 """Width of the hidden state from which on a layer is deferred. In narrow ones element-wise operators,
 which oneDNN computes faster, take a considerable share of the time."""
-LEAST_PRODUCT = 2_000_000
+LEAST_PRODUCT = 4_000_000
 """Multiplications of a step's product with the hidden state from which on a layer is deferred. In
 smaller steps the calls of operators take a considerable share of the time."""
+
+DEFERRED_LSTM_COPIES = 5
+"""Memory that deferred gradients need besides the input, as a multiple of the output: the gradients of
+the gates, and the hidden states."""
 
 
 class LstmRun(NamedTuple):
@@ -259,6 +263,21 @@ def lstm_deferral_of(
     """
     own = [keys[name] for name in _weights(operation) if name in keys]
     return LstmDeferral(function, own) if own and len(own) == len(_weights(operation)) else None
+
+
+def deferrable_lstm_input(node: fx.Node, trained: Collection[str]) -> fx.Node | None:
+    """Return the input of a traced LSTM layer whose weight gradients can be deferred, else ``None``.
+
+    ``trained`` are the names of the placeholders of trained weights.
+    """
+    if node.target is not torch.ops.aten.lstm.input:
+        return None
+    x, _, weights, has_biases, layers, _, _, bidirectional, _ = node.args
+    one = layers == 1 and not bidirectional and len(weights) == (_GATES if has_biases else 2)  # type: ignore[arg-type]
+    if not one or not {str(weight) for weight in weights} <= set(trained):  # type: ignore[union-attr]
+        return None
+    width = weights[1].meta["val"].shape[-1]  # type: ignore[index, union-attr]
+    return x if width >= LEAST_WIDTH else None  # type: ignore[return-value]
 
 
 def has_costly_deferral(graph: StageGraph) -> bool:
