@@ -20,6 +20,7 @@ import torch
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 SECTIONS = {
     "stage_cost": "Cost of a step in stages",
+    "lstm_cost": "Cost of LSTM layers that defer weight gradients",
     "split_time": "Time and memory of splitting",
     "memory": "Planned memory against measured memory",
     "offered_memory": "Training within the offered memory",

@@ -5,7 +5,9 @@ chosen such that a quarter of a batch per stage (1/12 of a batch with 3 stages, 
 at the slowest stage; links have a delay of 20 ms and 100 Mbit/s, for the bytes of the real activations.
 Each micro-batch costs the fixed time that the plan assumes in addition. Batches have 64 samples, so
 that 8 stages can have four micro-batches each. The simulator decides what each stage computes when, and
-each computation is carried out with the weights that the schedule gives it, in one process. Compared are
+each computation is carried out with the weights that the schedule gives it, in one process. LSTM layers
+stand for larger ones that take these times: they defer weight gradients whatever their size, and each
+micro-batch that does costs what `lstm_cost.py` has measured in addition. Compared are
 
 - `auto`: the schedule and window of the plan, and the micro-batches that the Root chooses by the times
   of stages and links during the first batches of a run (`runtime/control/microbatch_tuner.py`); these
@@ -69,6 +71,7 @@ from ravnest.runtime.schedule.simulator import (
 from ravnest.runtime.stage.execution import LossPart, StageExecution
 from ravnest.runtime.stage.observer import MicrobatchReport
 from ravnest.runtime.stage.updates import UpdateRule
+from ravnest.split import lstm_deferral
 from ravnest.split.rows import cut_rows
 from ravnest.store.bundle import load_module
 from ravnest.store.node_spec import read_node
@@ -88,6 +91,8 @@ CHARTED = ("BERT-like classifier", 3, 0)
 CHART = Path(__file__).resolve().parent.parent / "docs" / "images" / "virtual-time.svg"
 TARGET = 0.8
 """Share of the updates after which one process has reached the target loss."""
+LSTM_COST = 1.12
+"""Time of LSTM layers that defer, as a multiple of others: the largest of `lstm_cost.py`, 2026-11-18."""
 FLOAT_ERROR = 1e-4
 """Relative difference at which two losses count as equal: sums are formed in another order."""
 
@@ -140,9 +145,8 @@ class VirtualPipeline:
         """Train with the schedule of the plan and the Root's micro-batches, or with the given ones."""
         chosen = schedule or self.plan.schedule
         executions = self._executions(chosen)
-        defers = [execution.defers for execution in executions]
-        count = parts or self._tuned_parts(chosen, defers)
-        scenario = self._scenario(chosen, count, defers, len(self.batches))
+        count = parts or self._tuned_parts(chosen, executions)
+        scenario = self._scenario(chosen, count, executions, len(self.batches))
         training = _Training(self, executions, count)
         simulation = simulate(scenario, observe=training.perform)
         return VirtualRun(
@@ -151,33 +155,33 @@ class VirtualPipeline:
             training.curve(self._task, self._seed),
             count / simulation.rate,
             least_cycle(
-                [cost for costs in scenario.costs for cost in each_cost(costs)],
+                [_without_extra(cost) for costs in scenario.costs for cost in each_cost(costs)],
                 scenario.links,
                 count,
                 MAX_DELAY[chosen],
             ),
         )
 
-    def _tuned_parts(self, schedule: Schedule, defers: Sequence[bool]) -> int:
+    def _tuned_parts(self, schedule: Schedule, executions: Sequence[StageExecution]) -> int:
         """Return the micro-batches that the Root chooses by the times of the first batches."""
         rows, tuner = self.cluster.microbatch_rows, MicrobatchTuner()
         if rows is None:
             return self.cluster.microbatches
         count, before = tuner.parts(BATCH, BatchSplit(rows, smallest=self.plan.smallest_rows)), 0
         while count != before:
-            scenario = self._scenario(schedule, count, defers, LEAST_BATCHES + 1)
+            scenario = self._scenario(schedule, count, executions, LEAST_BATCHES + 1)
             tuner.pause()
             simulate(scenario, observe=_report_to(tuner, scenario))
             before, count = count, tuner.current
         return count
 
     def _scenario(
-        self, schedule: Schedule, count: int, defers: Sequence[bool], batches: int
+        self, schedule: Schedule, count: int, executions: Sequence[StageExecution], batches: int
     ) -> Scenario:
         stages = self.cluster.stages
         window = max(self.cluster.in_flight, count * (1 + MAX_DELAY[schedule]))
         return Scenario(
-            tuple(_stage_cost(s, count, defers=d) for s, d in zip(stages, defers, strict=True)),
+            tuple(_stage_cost(s, count, e) for s, e in zip(stages, executions, strict=True)),
             tuple(_link_cost(stage, count) for stage in stages[:-1]),
             window=window,
             update_size=count,
@@ -273,8 +277,8 @@ class _Training:
         """Carry out an action of a stage."""
         execution = self._executions[position]
         match action:
-            case RunForward(microbatch, version, _, update):
-                self._forward(execution, microbatch, version, late=update > version)
+            case RunForward():
+                self._forward(execution, action)
             case RunBackward(microbatch):
                 gradients = self._messages.pop((position, microbatch), {})
                 self._messages[position - 1, microbatch] = execution.backward(microbatch, gradients)
@@ -298,16 +302,17 @@ class _Training:
             points.append((self._times[update], task.validation_loss(model, seed)))
         return points
 
-    def _forward(
-        self, execution: StageExecution, microbatch: MicrobatchId, version: int, *, late: bool
-    ) -> None:
-        position = execution.index
+    def _forward(self, execution: StageExecution, run: RunForward) -> None:
+        position, microbatch = execution.index, run.microbatch
         if position == 0:
             self._load(microbatch)
         values = self._messages.pop((position, microbatch))
         last = position == len(self._executions) - 1
         part = self._losses.pop(microbatch) if last else None
-        outputs, _ = execution.forward(microbatch, version, values, part, late=late)
+        late = run.update > run.version
+        outputs, _ = execution.forward(
+            microbatch, run.version, values, part, late=late, costly=run.defers_costly
+        )
         if not last:
             self._messages[position + 1, microbatch] = outputs
 
@@ -371,10 +376,22 @@ def _report_to(tuner: MicrobatchTuner, scenario: Scenario) -> Observe:
     return observe
 
 
-def _stage_cost(stage: StagePlan, count: int, *, defers: bool) -> StageCost:
+def _stage_cost(stage: StagePlan, count: int, execution: StageExecution) -> StageCost:
     seconds = stage.compute_seconds / count + OVERHEAD_SECONDS
     third = (seconds + UNIT_SECONDS * (stage.stop - stage.start)) / 3
-    return StageCost(third, third, weights=third) if defers else StageCost(third, 2 * third)
+    slower = third * (1 + 3 * (LSTM_COST - 1) / 2)
+    deferring = StageCost(slower, slower, weights=third) if execution.may_defer_costly else None
+    if execution.defers:
+        return StageCost(third, third, weights=third, deferring=deferring)
+    return StageCost(third, 2 * third, deferring=deferring)
+
+
+def _without_extra(cost: StageCost) -> StageCost:
+    """Return the cost of a stage whose deferral takes no additional time."""
+    if cost.deferring is None:
+        return cost
+    third = cost.microbatch / 3
+    return StageCost(third, third, weights=third)
 
 
 def _link_cost(stage: StagePlan, count: int) -> LinkCost:
@@ -443,6 +460,7 @@ def _time_ratio(curve: Curve, ideal: Curve) -> float:
 def measure(tasks: Sequence[str] = ()) -> str:
     """Return the report as Markdown; ``tasks`` are first words of names, by default all."""
     torch.set_num_threads(1)
+    lstm_deferral.LEAST_WIDTH = lstm_deferral.LEAST_PRODUCT = 1
     lines = [
         "All times are multiples of those of the ideal pipeline; the time to the target loss is the "
         f"median of {SEEDS} seeds, with its range.",

@@ -22,6 +22,7 @@ from ravnest.split.cuts import CutLayout
 from ravnest.split.deferred import deferrable_input
 from ravnest.split.eval_cuts import crossing_bytes, state_keys
 from ravnest.split.loss_head import match_loss_head
+from ravnest.split.lstm_deferral import DEFERRED_LSTM_COPIES, deferrable_lstm_input
 from ravnest.split.measure import Measurement, OperationCost
 from ravnest.split.recurrent import DEFERRED_COPIES
 from ravnest.split.sample_coupling import row_split
@@ -314,6 +315,10 @@ def _parameter_gradients(prepared: PreparedModel, layout: CutLayout) -> np.ndarr
     return found
 
 
+_COPIES = DEFERRED_COPIES | {torch.ops.aten.lstm.input: DEFERRED_LSTM_COPIES}
+"""Memory of the deferred weight gradients of recurrent layers, as a multiple of their output."""
+
+
 def _deferred_bytes(prepared: PreparedModel, layout: CutLayout, measurement: Measurement) -> np.ndarray:
     """Return the bytes that each operation keeps until its weight gradients are computed.
 
@@ -332,10 +337,10 @@ def _deferred_bytes(prepared: PreparedModel, layout: CutLayout, measurement: Mea
     }
     seen: set[torch.fx.Node] = set()
     for position, node in enumerate(layout.operations):
-        x = deferrable_input(node, trained)
+        x = deferrable_input(node, trained) or deferrable_lstm_input(node, trained)
         if x is None or not measurement.costs[position].differentiated:
             continue
-        copies = DEFERRED_COPIES.get(node.target, 1)  # type: ignore[call-overload]
+        copies = _COPIES.get(node.target, 1)  # type: ignore[call-overload]
         found[position] += copies * measurement.value_bytes.get(node, 0)
         if (root := roots.get(x, x)) not in seen:
             seen.add(root)

@@ -68,14 +68,16 @@ class WeightSteps(WeightUse, Protocol):
 class DeferredGradients:
     """Weight gradients of one micro-batch that are still to be computed."""
 
-    def __init__(self, *, captures: bool = False, sums_only: bool = False) -> None:
+    def __init__(self, *, captures: bool = False, sums_only: bool = False, costly: bool = False) -> None:
         """``captures``: the backward pass calls ``take`` with the gradients of ``edges``.
 
         ``sums_only``: gradients are deferred only if they are products that are better added to ``sums``
-        in ``compute``; autograd computes the others.
+        in ``compute``; autograd computes the others. ``costly``: gradients whose deferral takes
+        additional time, and may round in another way, are deferred too.
         """
         self.captures = captures
         self.sums_only = sums_only
+        self.costly = costly
         self._calls: list[CapturedCall] = []
         self._steps: list[tuple[int, WeightSteps]] = []
         self._pending: list[tuple[int, WeightUse, Any]] = []

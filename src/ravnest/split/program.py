@@ -14,6 +14,7 @@ import torch
 from ravnest.split.casts import cast_keys
 from ravnest.split.deferred import Deferral, DeferredGradients, deferrable_keys, deferral_of
 from ravnest.split.graph import Argument, Operation, Ref, StageDevice, StageGraph, refs_in
+from ravnest.split.lstm_deferral import LstmDeferral, lstm_deferral_of
 from ravnest.split.operator_guards import executable
 from ravnest.split.recurrent_deferral import RecurrentDeferral, recurrent_deferral_of
 from ravnest.split.shared_casts import SharedCast
@@ -49,7 +50,8 @@ class Program:
         self._deferred = len(names)
         """Slot of the weight gradients that are left for later."""
         self._casts = cast_keys(graph)
-        self._keys = {use.name: use.key for use in graph.state} | self._casts
+        self._state_keys = {use.name: use.key for use in graph.state}
+        self._keys = self._state_keys | self._casts
         self._deferrable = deferrable_keys(graph)
         users = (operation for operation in graph.operations if operation.name not in self._casts)
         read = (name for operation in users for name in operation.refs())
@@ -101,9 +103,13 @@ class Program:
 
     def _deferral(
         self, operation: Operation, function: Callable[..., Any]
-    ) -> Deferral | RecurrentDeferral | None:
+    ) -> Deferral | RecurrentDeferral | LstmDeferral | None:
         """Return the call of an operation whose weight gradients can be deferred, else None."""
-        found = deferral_of(operation, function, self._keys, self._casts, self._deferrable, self._uses)
+        found: Deferral | LstmDeferral | None = deferral_of(
+            operation, function, self._keys, self._casts, self._deferrable, self._uses
+        )
+        if found is None:
+            found = lstm_deferral_of(operation, function, self._state_keys)
         return found or recurrent_deferral_of(operation, function, self._keys, self._deferrable)
 
     def _place(self, argument: Argument, no_grad: bool = False) -> int:

@@ -26,7 +26,7 @@ STATES = {
 DEFERRED_COPIES = {aten.gru.input: 7, aten.rnn_tanh.input: 3, aten.rnn_relu.input: 3}
 """Recurrent operators whose weight gradients can be deferred, and the memory that these need besides the
 input, as a multiple of the output: gradients of the gates of inputs and of hidden states, and the hidden
-states. An LSTM is one kernel of oneDNN, which computes all gradients at once."""
+states. An LSTM is one kernel of oneDNN, which computes all gradients at once; see ``lstm_deferral``."""
 DEFERRED_TARGETS = frozenset(f"{op._schema.name}.{op._overloadname}" for op in DEFERRED_COPIES)
 """Names of these operators in stages."""
 

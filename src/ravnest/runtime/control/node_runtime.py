@@ -122,6 +122,7 @@ class NodeRuntime:
             window=window,
             traits=StageTraits(
                 defers=self.execution.defers,
+                may_defer_costly=self.execution.may_defer_costly and config.may_round_otherwise,
                 expects_shared=bool(self.execution.shared_from_next),
                 sends_shared=self.execution.sends_shared,
                 clip=config.rule.clip is not None,

@@ -126,6 +126,14 @@ class RuntimeConfig:
         return self.spec.microbatch_rows is not None if wanted == "auto" else wanted > 1
 
     @property
+    def may_round_otherwise(self) -> bool:
+        """True if results may differ from those of one process by float error.
+
+        A number of micro-batches that the user sets promises equal bits.
+        """
+        return self.schedule == "sync" and self.settings.micro_batches == "auto" and self.may_split
+
+    @property
     def tunes_split(self) -> bool:
         """True if the Root may change the number of micro-batches: whole batches fit the memory."""
         spec, settings = self.spec, self.settings

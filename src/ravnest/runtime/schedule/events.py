@@ -115,6 +115,8 @@ class RunForward:
     trains: bool
     update: int
     """Update that the micro-batch is part of; without training, the next one."""
+    defers_costly: bool = False
+    """Weight gradients whose deferral takes additional time are deferred too."""
 
 
 @dataclass(frozen=True, slots=True)

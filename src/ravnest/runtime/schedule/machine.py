@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from ravnest.runtime.schedule.costly_deferral import CostlyDeferral
 from ravnest.runtime.schedule.events import (
     Action,
     Admit,
@@ -118,6 +119,9 @@ class ScheduleMachine:
         """Forwards sent to the next node and not yet returned."""
         self._backwards: deque[RunForward] = deque()
         """Forwards whose backward is ready to run."""
+        self._costly = CostlyDeferral() if traits.may_defer_costly else None
+        self._deferred: set[MicrobatchId] = set()
+        """Micro-batches in flight whose costly weight gradients are deferred."""
         self._weights: deque[RunBackward] = deque()
         """Backwards whose weight gradients are still to be computed."""
         self._forward_next = False
@@ -317,7 +321,8 @@ class ScheduleMachine:
             self._finished(run.microbatch)
         else:
             self._actions.append(SendBackward(run.microbatch))
-        if self.traits.defers:
+        if self.traits.defers or run.microbatch in self._deferred:
+            self._deferred.discard(run.microbatch)
             self._weights.append(run)
         else:
             self._gradients_done(run.version)
@@ -330,6 +335,8 @@ class ScheduleMachine:
 
     def _step_done(self) -> None:
         update = self._updates.popleft()
+        if self._costly is not None:
+            self._costly.update_done(update.microbatches, update.batches)
         update.phase.finished += update.microbatches
         self.version += 1
         self._users[self.version] = 0
@@ -422,7 +429,11 @@ class ScheduleMachine:
             self._start_forward()
         elif self._weights:
             run = self._weights.popleft()
+            if self._costly is not None and self._forwards and not self.in_flight:
+                self._costly.delays_forward()
             self._run(RunWeights(run.microbatch, run.version))
+        elif self._costly is not None:
+            self._costly.waits()
 
     def _start_backward(self) -> None:
         self._forward_next = True
@@ -450,7 +461,10 @@ class ScheduleMachine:
             self._users[self.version] += 1
         else:
             update = self.version
-        self._run(RunForward(microbatch, self.version, trains, update))
+        costly = trains and self._costly is not None and self._costly.defers_next()
+        if costly:
+            self._deferred.add(microbatch)
+        self._run(RunForward(microbatch, self.version, trains, update, costly))
 
     def _run(self, run: Run) -> None:
         self._running = run

@@ -11,6 +11,8 @@ class StageTraits:
 
     defers: bool = False
     """Weight gradients are computed apart from those of the inputs."""
+    may_defer_costly: bool = False
+    """Layers of the stage can defer weight gradients in a form that takes additional time."""
     expects_shared: bool = False
     """Later stages use weights that this stage holds, and send their gradients."""
     sends_shared: bool = False

@@ -58,6 +58,8 @@ class StageCost:
     """Time until the gradients of the inputs can be sent; without deferral, of the whole backward."""
     step: float = 0.0
     weights: float = 0.0
+    deferring: StageCost | None = None
+    """Cost of a micro-batch that defers costly weight gradients too; None if the stage has none."""
 
     @property
     def microbatch(self) -> float:
@@ -184,10 +186,13 @@ class _Stage:
     versions: int = 1
     peak_versions: int = 1
     peak_in_flight: int = 0
+    deferring: set[int] = field(default_factory=set)
+    """Numbers of the micro-batches whose costly weight gradients are deferred and not yet computed."""
 
     def cost(self, number: int) -> StageCost:
         """Return the cost of the micro-batch or update with this number."""
-        return self.costs[number % len(self.costs)]
+        cost = self.costs[number % len(self.costs)]
+        return cost.deferring or cost if number in self.deferring else cost
 
     def usage(self, makespan: float) -> StageUsage:
         return StageUsage(
@@ -221,6 +226,9 @@ class _Simulator:
                     window=scenario.window,
                     traits=StageTraits(
                         defers=position > 0 and any(c.weights for c in each_cost(cost)),
+                        may_defer_costly=position > 0
+                        and scenario.schedule == "sync"
+                        and any(c.deferring is not None for c in each_cost(cost)),
                         clip=scenario.clip,
                         activation_limit=limits[position] if limits else None,
                     ),
@@ -305,16 +313,20 @@ class _Simulator:
             stage.peak_versions = max(stage.peak_versions, stage.versions)
         match run:
             case RunForward(microbatch):
+                if run.defers_costly:
+                    stage.deferring.add(microbatch.index)
                 seconds = stage.cost(microbatch.index).forward
                 stage.peak_in_flight = max(stage.peak_in_flight, stage.machine.held)
             case RunBackward(microbatch, version):
                 cost = stage.cost(microbatch.index)
-                seconds = cost.backward + (0.0 if stage.machine.traits.defers else cost.weights)
+                later = stage.machine.traits.defers or microbatch.index in stage.deferring
+                seconds = cost.backward + (0.0 if later else cost.weights)
                 stage.stalenesses.append(stage.machine.version - version)
             case RunWeights(microbatch):
                 seconds = stage.cost(microbatch.index).weights
+                stage.deferring.discard(microbatch.index)
             case RunStep(update):
-                seconds = stage.cost(update).step
+                seconds = stage.costs[update % len(stage.costs)].step
                 stage.versions += 1
         stage.busy += seconds
         self._push(seconds, position, DONE)

@@ -19,6 +19,7 @@ from ravnest.runtime.stage.weight_versions import WeightVersions
 from ravnest.split.chain import StagePass
 from ravnest.split.deferred import DeferredGradients, deferrable_keys
 from ravnest.split.gradients import sum_gradients
+from ravnest.split.lstm_deferral import has_costly_deferral
 from ravnest.split.module import StageModule
 from ravnest.split.written_state import written_weights
 from ravnest.types import MicrobatchId
@@ -66,7 +67,9 @@ class StageExecution:
         deferrable = deferrable_keys(spec.graphs["train"])
         self.defers = defer and any(e.trainable and e.key in deferrable for e in spec.state)
         """True if ``weight_gradients`` must be called for each micro-batch."""
-        self._captures = _few_others(module)
+        self.may_defer_costly = defer and has_costly_deferral(spec.graphs["train"])
+        """True if ``forward`` may be called with ``costly``."""
+        self._captures = _few_others(module, deferrable)
         """True if the weight gradients that are not deferred take little memory."""
         self._device = next((t.device for t in module.state_tensors().values()), torch.device("cpu"))
         self.passes = ForwardPasses(module, seed, self._device)
@@ -135,11 +138,13 @@ class StageExecution:
         loss_part: LossPart | None = None,
         *,
         late: bool = False,
+        costly: bool = False,
     ) -> tuple[Values, float | None]:
         """Return the outputs by name or, if ``loss_part`` is given (at the last stage), the loss.
 
         The last stage does not return its outputs: only the loss needs them. ``late``: another update
-        comes before the one that the gradient is part of.
+        comes before the one that the gradient is part of. ``costly``: weight gradients whose deferral
+        takes additional time are deferred too; ``weight_gradients`` must be called.
         """
         parameters = {**self._versions.at(version, late=late), **self._replicas}
         inputs = self._receive(values, gradients=True)
@@ -147,7 +152,7 @@ class StageExecution:
             return self._forward_frozen(
                 microbatch, SavedForward(version, inputs, parameters, None, None)
             )
-        deferred = self._new_deferred()
+        deferred = self._new_deferred(costly=costly)
         saved = SavedForward(version, inputs, parameters, deferred, loss_part)
         if self._make_room():
             outputs, loss = self.passes.run(microbatch, saved, self._accumulated)
@@ -180,13 +185,13 @@ class StageExecution:
         state = {**self.module.state_tensors(), **saved.buffers, **saved.parameters}
         return dict(zip(names, saved.inputs, strict=True)), state
 
-    def _new_deferred(self) -> DeferredGradients | None:
+    def _new_deferred(self, *, costly: bool) -> DeferredGradients | None:
         """Return the place for weight gradients that the backward pass leaves; None if there are none.
 
-        A stage that does not defer leaves those that are added in place, until the end of the pass.
+        Without deferral these are the ones that are added in place at the end of the pass.
         """
-        if self.defers:
-            return DeferredGradients(captures=self._captures)
+        if self.defers or costly:
+            return DeferredGradients(captures=self._captures, costly=costly)
         return None if self._frugal else DeferredGradients(sums_only=True)
 
     def backward(
@@ -223,7 +228,7 @@ class StageExecution:
         else:
             with self._accumulated() as accumulated:
                 of_inputs = stage_pass.accumulate(ends, accumulated, saved.deferred)
-        if self.defers:
+        if self.defers or (saved.deferred is not None and saved.deferred.costly):
             self._defer(microbatch, saved)
         elif saved.deferred:
             self._add_deferred(saved.deferred)
@@ -275,8 +280,7 @@ class StageExecution:
 
     def _defer(self, microbatch: MicrobatchId, saved: SavedForward) -> None:
         """Keep the part of a forward that the deferred weight gradients need."""
-        saved.stage_pass, saved.loss, saved.inputs = None, None, ()
-        saved.head_gradient = None
+        saved.stage_pass, saved.loss, saved.inputs, saved.head_gradient = None, None, (), None
         self._deferred[microbatch] = saved
 
     def _without_loss(self, microbatch: MicrobatchId, saved: SavedForward) -> dict[str, torch.Tensor]:
@@ -488,9 +492,8 @@ class StageExecution:
 _FEW_BYTES = 1 << 20
 
 
-def _few_others(module: StageModule) -> bool:
+def _few_others(module: StageModule, deferrable: frozenset[str]) -> bool:
     """Return whether the gradients that cannot be deferred may exist twice during a backward pass."""
-    deferrable = deferrable_keys(module.spec.graphs["train"])
     sizes = {key: p.nbytes for key, p in module.parameters_by_key().items() if p.requires_grad}
     others = sum(size for key, size in sizes.items() if key not in deferrable)
     return others <= max(_FEW_BYTES, sum(sizes.values()) // 64)

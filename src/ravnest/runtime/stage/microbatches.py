@@ -89,6 +89,8 @@ class Microbatch:
     """Timings of the following stages."""
     version: int = 0
     """Version of the weights that the forward used."""
+    costly: bool = False
+    """Weight gradients whose deferral takes additional time are deferred too."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
 
@@ -211,14 +213,21 @@ class MicrobatchStore:
     # Computations
 
     def forward(
-        self, microbatch_id: MicrobatchId, version: int, *, trains: bool, late: bool = False
+        self,
+        microbatch_id: MicrobatchId,
+        version: int,
+        *,
+        trains: bool,
+        late: bool = False,
+        costly: bool = False,
     ) -> Microbatch:
         """Compute the outputs of a micro-batch; at the Leaf also its loss or result.
 
-        ``late``: another update comes before the one that the gradient is part of.
+        ``late``: another update comes before the one that the gradient is part of. ``costly``: weight
+        gradients whose deferral takes additional time are deferred too.
         """
         microbatch = self._microbatches[microbatch_id]
-        microbatch.version = version
+        microbatch.version, microbatch.costly = version, costly
         kind = self._begins[microbatch_id.phase].kind
         shared = _pop_shared(microbatch.values)
         self.execution.update_replicas(shared)
@@ -226,7 +235,7 @@ class MicrobatchStore:
         if trains:
             part = self._loss_part(item, microbatch)
             outputs, loss = self.execution.forward(
-                microbatch_id, version, microbatch.values, part, late=late
+                microbatch_id, version, microbatch.values, part, late=late, costly=costly
             )
             if loss is not None and part is not None:
                 microbatch.loss = loss * part.weight if part.weight else 0.0

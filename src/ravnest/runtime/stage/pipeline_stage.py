@@ -189,9 +189,11 @@ class PipelineStage:
         run, self._run = self._run, None
         began = now()
         match run:
-            case RunForward(microbatch_id, version, trains, update):
+            case RunForward(microbatch_id, version, trains, update, costly):
                 late = update > version
-                microbatch = self._store.forward(microbatch_id, version, trains=trains, late=late)
+                microbatch = self._store.forward(
+                    microbatch_id, version, trains=trains, late=late, costly=costly
+                )
                 if microbatch.loss is not None:  # at the Leaf
                     epoch = self._store.phase_begin(microbatch_id.phase).epoch
                     self._divergence.check_loss(microbatch.loss, version, epoch)
@@ -312,10 +314,11 @@ class PipelineStage:
             _NO_DELAY if link is None else link.delay()
             for link in (self._links.next, self._links.previous)
         )
+        deferred = self._machine.traits.defers or microbatch.costly
         own = StageTiming(
             microbatch.forward_seconds,
             microbatch.backward_seconds,
-            self._weights_seconds,
+            self._weights_seconds if deferred else 0.0,
             self._step_seconds,
             following.message,
             following.busy,
