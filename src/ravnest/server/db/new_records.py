@@ -129,6 +129,7 @@ def add_records(
 
 def _add_losses(connection: Connection, reports: Sequence[NewRecords]) -> dict[str, int]:
     """Store losses, instead of those of updates that are repeated; return how many there are now."""
+    names = [(report.assignment.id, number) for report in reports for number in report.losses]
     rows = [
         {
             "assignment": report.assignment.id,
@@ -142,7 +143,6 @@ def _add_losses(connection: Connection, reports: Sequence[NewRecords]) -> dict[s
         for report in reports
         for record in report.losses.values()
     ]
-    names = [(row["assignment"], row["update_number"]) for row in rows]
     kept = Counter({report.assignment.id: report.assignment.losses for report in reports})
     if rows:
         kept.subtract(connection.execute(_KNOWN_LOSSES, {"names": _json(names)}).scalars())
