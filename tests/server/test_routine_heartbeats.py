@@ -124,6 +124,26 @@ def test_the_number_of_statements_does_not_grow_with_that_of_heartbeats(case: Ca
             assert len(db.telemetry.newest(own.id, QueueRecord, 1000)) == NEWEST_KEPT["queue"]
 
 
+def test_statements_of_heartbeats_read_only_what_they_need(case: Case) -> None:
+    providers = training(case, COUNT)
+    beats = [beat(case, each, records=losses(1.0, 2.0)) for each in providers]
+    answer, found = case.server.heartbeats._answer_routine, []
+    answer(beats[:1])
+    event.listen(
+        case.server.db._engine, "before_cursor_execute", lambda *args: found.append((args[2], args[3]))
+    )
+    answer(beats[1:])
+    steps: list[str] = []
+    with case.server.db._engine.connect() as connection:
+        for statement, values in [each for each in found if each[0].startswith("SELECT")]:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values)
+            steps += [row[3] for row in plan]
+    scans = [step for step in steps if step.startswith("SCAN")]
+    assert not [step for step in scans if "VIRTUAL TABLE" not in step], steps
+    by_index = [step for step in steps if step.startswith("SEARCH assignments")]
+    assert by_index == ["SEARCH assignments USING INDEX ix_assignments_provider (provider=?)"] * 2
+
+
 def test_a_provider_may_have_several_heartbeats_among_those_that_wait(case: Case) -> None:
     alice, bob = training(case, 2)
     first = beat(case, alice, records=losses(1.0, 2.0))
