@@ -14,11 +14,14 @@ import asyncio
 import hashlib
 import json
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,8 @@ AT_ONCE = 50
 PATIENCE = 300.0
 """Seconds of silence that the server tolerates: on a busy machine, the first providers wait for long
 until the last ones have joined."""
+LOOK = 0.005
+"""Seconds between two looks at the event loop of the server."""
 WARNINGS = 3
 """Warnings of each provider in a run."""
 
@@ -72,7 +77,27 @@ def serve(folder: Path) -> None:
             timeout_keep_alive=30,
         )
         avoid_pauses()
-        asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+        asyncio.run(serve_and_watch(uvicorn.Server(config), listener))
+
+
+async def serve_and_watch(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Run a server; at SIGUSR1, print the longest pause of its event loop since the last one."""
+    loop, longest = asyncio.get_running_loop(), [0.0]
+
+    def tell() -> None:
+        print(longest[0], flush=True)
+        longest[0] = 0.0
+
+    async def watch() -> None:
+        while True:
+            before = loop.time()
+            await asyncio.sleep(LOOK)
+            longest[0] = max(longest[0], loop.time() - before - LOOK)
+
+    loop.add_signal_handler(signal.SIGUSR1, tell)
+    watching = asyncio.ensure_future(watch())
+    await server.serve(sockets=[listener])
+    watching.cancel()
 
 
 class Connection:
@@ -235,6 +260,8 @@ async def measure(
         each.seconds.clear()
     rounds = max(round(seconds / INTERVAL), 1)
     begin = asyncio.get_running_loop().time() + 0.5
+    process.send_signal(signal.SIGUSR1)
+    waited = waited_for_core(process.pid)
     before, started, own = process.cpu_times(), time.perf_counter(), time.process_time()
     await asyncio.gather(
         *(each.run(rounds, begin + INTERVAL * n / count) for n, each in enumerate(providers))
@@ -242,6 +269,7 @@ async def measure(
     after, elapsed = process.cpu_times(), time.perf_counter() - started
     cpu = after.user + after.system - before.user - before.system
     own = time.process_time() - own
+    waited = waited_for_core(process.pid) - waited
     times = sorted(second for each in providers for second in each.seconds)
     expected, found = sum(each.warnings for each in providers), await count_warnings(server)
     training = sum(each.assignment is not None for each in providers)
@@ -250,8 +278,17 @@ async def measure(
         f"| {count} | {jobs} | {training} | {len(times)} | {statistics.median(times) * 1e3:.1f} |"
         f" {p99 * 1e3:.1f} | {times[-1] * 1e3:.0f} | {cpu / len(times) * 1e3:.1f} |"
         f" {100 * cpu / elapsed:.0f} % | {100 * own / elapsed:.0f} % | {expected - found} |"
-        f" {os.getloadavg()[0]:.1f} |"
+        f" {100 * waited / elapsed:.0f} % | {os.getloadavg()[0]:.1f} |"
     )
+
+
+def waited_for_core(pid: int) -> float:
+    """Return the seconds for which the threads of a process were ready, and others had the cores."""
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended
+            found += int((task / "schedstat").read_text().split()[1])
+    return found / 1e9
 
 
 def run(count: int, seconds: float, timings: bool) -> str:
@@ -263,9 +300,11 @@ def run(count: int, seconds: float, timings: bool) -> str:
                 assert process.stdout is not None
                 server = json.loads(process.stdout.readline())
                 row = asyncio.run(measure(server, psutil.Process(process.pid), count, seconds, timings))
+                process.send_signal(signal.SIGUSR1)
+                pause = [float(process.stdout.readline()) for _ in range(2)][1]
             finally:
                 process.terminate()
-    return row
+    return f"{row} {pause * 1e3:.0f} |"
 
 
 def main() -> None:
@@ -282,9 +321,10 @@ def main() -> None:
     raise_file_limit()
     print(
         "| providers | jobs | training | heartbeats | median ms | p99 ms | longest ms | CPU ms each |"
-        " CPU | CPU of the providers | lost events | load average |"
+        " CPU | CPU of the providers | lost events | waited for a core | load average |"
+        " longest pause ms |"
     )
-    print("|---" * 12 + "|")
+    print("|---" * 14 + "|")
     for count in chosen.providers:
         print(run(count, chosen.seconds, chosen.timings), flush=True)
 

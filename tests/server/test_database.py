@@ -18,8 +18,8 @@ from ravnest.schemas.providers import Assignment, DataShare, ProviderState, TlsR
 from ravnest.schemas.reachability import AddressCheck
 from ravnest.server.db.database import Database, Transaction
 from ravnest.server.db.members import FoundMember
+from ravnest.server.db.new_records import NEWEST_KEPT
 from ravnest.server.db.records import AssignmentRecord, MemberRecord
-from ravnest.server.db.telemetry import NEWEST_KEPT
 from ravnest.server.lifecycle import TransitionError
 from ravnest.telemetry import (
     CheckpointRecord,

@@ -9,11 +9,13 @@ from typing import Any
 
 import httpx
 from server_cases import Caller, Case, losses
+from sqlalchemy import event
 
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply
+from ravnest.server.db.new_records import NEWEST_KEPT
 from ravnest.server.heartbeat_queue import HeartbeatQueue
 from ravnest.server.versioned_cache import VersionedCache
-from ravnest.telemetry import WarningRecord
+from ravnest.telemetry import QueueRecord, WarningRecord
 
 LONG = 60.0
 COUNT = 12
@@ -95,6 +97,66 @@ def test_only_routine_heartbeats_are_processed_together(case: Case) -> None:
     again = answer([same])
     assert again[0] is not None
     assert again[0].records_known == 2, "a report that is sent again is stored once"
+
+
+def test_the_number_of_statements_does_not_grow_with_that_of_heartbeats(case: Case) -> None:
+    """At each statement the thread may wait for Python's lock, so that a busy server fell behind."""
+    providers = training(case, COUNT)
+    news = [*losses(1.0, 2.0), *(asdict(QueueRecord(1, 2, 3)) for _ in range(NEWEST_KEPT["queue"] + 5))]
+    beats = [beat(case, each, records=news) for each in providers]
+    answer, statements = case.server.heartbeats._answer_routine, []
+    answer(beats[:1])  # the job is read once
+    event.listen(
+        case.server.db._engine, "before_cursor_execute", lambda *args: statements.append(args[2])
+    )
+    counts = []
+    for some in (beats[1:3], beats[3:]):
+        statements.clear()
+        replies = answer(some)
+        assert [reply.records_known for reply in replies if reply] == [len(news)] * len(some)
+        counts.append(len(statements))
+    assert counts[0] == counts[1], statements
+    with case.server.db.read() as db:
+        for each, _ in beats:
+            own = db.assignments.current(each)
+            assert own is not None
+            assert (own.records, own.losses) == (len(news), 2)
+            assert len(db.telemetry.newest(own.id, QueueRecord, 1000)) == NEWEST_KEPT["queue"]
+
+
+def test_statements_of_heartbeats_read_only_what_they_need(case: Case) -> None:
+    providers = training(case, COUNT)
+    beats = [beat(case, each, records=losses(1.0, 2.0)) for each in providers]
+    answer, found = case.server.heartbeats._answer_routine, []
+    answer(beats[:1])
+    event.listen(
+        case.server.db._engine, "before_cursor_execute", lambda *args: found.append((args[2], args[3]))
+    )
+    answer(beats[1:])
+    steps: list[str] = []
+    with case.server.db._engine.connect() as connection:
+        for statement, values in [each for each in found if each[0].startswith("SELECT")]:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values)
+            steps += [row[3] for row in plan]
+    scans = [step for step in steps if step.startswith("SCAN")]
+    assert not [step for step in scans if "VIRTUAL TABLE" not in step], steps
+    by_index = [step for step in steps if step.startswith("SEARCH assignments")]
+    assert by_index == ["SEARCH assignments USING INDEX ix_assignments_provider (provider=?)"] * 2
+
+
+def test_a_provider_may_have_several_heartbeats_among_those_that_wait(case: Case) -> None:
+    alice, bob = training(case, 2)
+    first = beat(case, alice, records=losses(1.0, 2.0))
+    longer = beat(case, alice, records=losses(1.0, 2.0, 3.0))
+    other = beat(case, bob, records=losses(4.0))
+    again = beat(case, alice, records=losses(2.5, first=1), first_record=3)
+    replies = case.server.heartbeats._answer_routine([first, longer, other, again])
+    assert [reply.records_known for reply in replies if reply] == [2, 3, 1, 4]
+    with case.server.db.read() as db:
+        own = db.assignments.current(alice.id)
+        assert own is not None
+        assert own.losses == 3
+        assert [each.loss for each in db.telemetry.losses(own.id)] == [1.0, 2.5, 3.0]
 
 
 def test_no_event_is_lost_when_many_heartbeats_arrive_at_once(case: Case) -> None:

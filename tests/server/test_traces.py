@@ -9,7 +9,7 @@ from server_cases import Case
 
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.providers import MOST_SPANS
-from ravnest.server.db.telemetry import NEWEST_KEPT
+from ravnest.server.db.new_records import NEWEST_KEPT
 from ravnest.tracing.spans import SpanKind, TraceSpan, flattened
 
 

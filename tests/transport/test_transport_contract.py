@@ -9,6 +9,7 @@ from queue import Empty
 
 import pytest
 import torch
+from msgspec import structs
 from transport_nodes import LOOPBACK, SECONDS, Inbox, Opener, Pair, connect, hello, refuse
 
 from ravnest.errors import AddressInUseError, LinkClosedError, RefusedError, UnreachableError
@@ -150,6 +151,36 @@ def test_links_to_an_excluded_machine_end_as_lost_ones(pair: Pair) -> None:
     pair.far_inbox.loss()
     with pytest.raises(LinkClosedError):
         pair.near.send(numbered(1))
+
+
+def test_a_peer_has_one_link_of_those_that_it_opens(transport: Opener, pair: Pair) -> None:
+    """Only the newest is obeyed, whichever process of the peer opens it; others keep theirs."""
+    other = transport().dial(pair.address, hello(2), Inbox(), deadline=SECONDS)
+    again, inbox = structs.replace(hello(0), incarnation="another start"), Inbox()
+    first = pair.near_transport.dial(pair.address, hello(0), inbox, deadline=SECONDS)
+    assert pair.far_inbox.loss() == "node_0 has opened another link"
+    pair.near_inbox.loss()
+    second = transport().dial(pair.address, again, Inbox(), deadline=SECONDS)
+    assert pair.far_inbox.loss() == "node_0 has opened another link"
+    inbox.loss()
+    for old in (pair.near, first):
+        with pytest.raises(LinkClosedError):
+            old.send(numbered(1))
+    for link, index in ((second, 2), (other, 3)):
+        link.send(numbered(index))
+        assert index_of(pair.far_inbox.next()) == index
+    assert nothing_more(pair.far_inbox)
+
+
+def test_links_that_two_nodes_open_to_each_other_stay(transport: Opener, pair: Pair) -> None:
+    inbox = Inbox()
+    back = pair.near_transport.serve(LOOPBACK, lambda _: hello(0), inbox, lambda _: None)
+    link = pair.far_transport.dial(back, hello(1), Inbox(), deadline=SECONDS)
+    link.send(numbered(1))
+    pair.near.send(numbered(2))
+    assert index_of(inbox.next()) == 1
+    assert index_of(pair.far_inbox.next()) == 2
+    assert nothing_more(pair.far_inbox)
 
 
 def test_closing_flushes_and_notifies_the_other_side(pair: Pair) -> None:

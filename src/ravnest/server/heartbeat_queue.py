@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply
 
-_MOST = 32
+_MOST = 64
 """Heartbeats in one transaction: others that write wait for it."""
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ravnest.schemas.providers import HeartbeatReply
 from ravnest.server.assignments import FETCHING
 from ravnest.server.checkpoint_service import CheckpointService
@@ -36,14 +38,16 @@ class HeartbeatReplies:
         provider: ProviderPresence | None,
         assignment: AssignmentRecord | None,
         changes: int,
+        left: Sequence[AssignmentRecord],
     ) -> HeartbeatReply:
         """Return the reply for a provider and its current assignment.
 
-        ``changes``: those of the snapshots before the transaction began.
+        ``changes``: those of the snapshots before the transaction began. ``left``: finished and lost
+        assignments of the provider, or also of others, in running jobs.
         """
         if provider is None:
             return HeartbeatReply(assignment=None)
-        leaves, keep = provider.id in self.leaving, _kept(db, provider.id)
+        leaves, keep = provider.id in self.leaving, _kept(db, provider.id, left)
         if assignment is None:
             test = self._link_tests.order_for(provider)
             return HeartbeatReply(
@@ -64,13 +68,13 @@ class HeartbeatReplies:
         )
 
 
-def _kept(db: Transaction, provider: str) -> tuple[str, ...]:
+def _kept(db: Transaction, provider: str, left_by_all: Sequence[AssignmentRecord]) -> tuple[str, ...]:
     """Return the ended assignments of a provider whose folders it may need again.
 
     Those of finished nodes are needed until the Root of their cluster has sent the result.
     """
     found = []
-    left = db.assignments.left_by(provider)
+    left = [each for each in left_by_all if each.provider == provider]
     for finished in (each for each in left if each.phase == "finished"):
         job = db.assignments.of_job(finished.job)
         delivered = {root.cluster for root in roots(job) if has_delivered(root)}

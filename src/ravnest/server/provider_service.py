@@ -156,7 +156,8 @@ class ProviderService:
         changes = self._replies.snapshots.changes
         with self._units.db.read() as db:
             found, assignment = db.providers.presence(provider), db.assignments.current(provider)
-            return self._replies.compose(db, found, assignment, changes)
+            left = db.assignments.left_by([provider])
+            return self._replies.compose(db, found, assignment, changes, left)
 
     def leave(self, provider: str, reason: str) -> None:
         """Remove a provider at its own request."""

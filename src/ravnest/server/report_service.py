@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -13,6 +14,7 @@ from ravnest.server.assignments import FETCHING
 from ravnest.server.auth.tokens import AuthService
 from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Transaction
+from ravnest.server.db.new_records import NewRecords
 from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import holders, lineage
@@ -69,23 +71,31 @@ class ReportService:
         if not self._store(provider, report):
             raise self._auth.refused(provider, f"{provider} reported on another provider's assignment")
 
-    def store_records(
+    def adds_records_only(
         self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
-    ) -> AssignmentRecord | None:
-        """Store a report that only adds records; return the assignment with them.
-
-        Return ``None``, and store nothing, if the report tells more: ``store`` takes it.
-        """
+    ) -> bool:
+        """Return whether a report only adds records; ``store`` takes one that tells more."""
         same = (report.phase, report.tls_rejections) == (assignment.phase, assignment.tls_rejections)
         explains = report.phase == "uploading" and report.reason != assignment.reason
         has_gap = bool(report.records) and report.first_record > assignment.records
         has_news = self._has_new_best(uow, report) or not self._spot_checks.knows(report)
-        if not same or explains or has_gap or report.result or has_news:
-            return None
-        assignment = assignment.with_memory(report.memory)
-        self._store_records(uow, assignment, report)
-        known = max(assignment.records, report.first_record + len(report.records))
-        return replace(assignment, records=known) if report.records else assignment
+        return same and not (explains or has_gap or report.result or has_news)
+
+    def store_records(
+        self, uow: UnitOfWork, reports: Sequence[tuple[AssignmentRecord, AssignmentReport]]
+    ) -> list[AssignmentRecord]:
+        """Store reports about different assignments that only add records.
+
+        Return the assignments with them. The memory of a worker is stored with its records.
+        """
+        measured = [(each.with_memory(report.memory), report) for each, report in reports]
+        self._store_records(uow, measured)
+        return [
+            replace(each, records=max(each.records, report.first_record + len(report.records)))
+            if report.records
+            else each
+            for each, report in measured
+        ]
 
     @staticmethod
     def _has_new_best(uow: UnitOfWork, report: AssignmentReport) -> bool:
@@ -107,7 +117,7 @@ class ReportService:
                 self._activity.forget(report.assignment)
                 return True  # the reply names the right one
             before, assignment = assignment, assignment.with_memory(report.memory)
-            self._store_records(uow, assignment, report)
+            self._store_records(uow, [(assignment, report)])
             if assignment != before:
                 uow.db.assignments.set_memory(assignment)
             if report.tls_rejections != assignment.tls_rejections:
@@ -171,9 +181,23 @@ class ReportService:
         return report.model_copy(update=failed)
 
     def _store_records(
-        self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
+        self, uow: UnitOfWork, reports: Sequence[tuple[AssignmentRecord, AssignmentReport]]
     ) -> None:
-        """Store the new records of a report.
+        """Store the new records of reports about different assignments."""
+        taken = [
+            NewRecords(assignment, report.first_record, report.records)
+            for assignment, report in reports
+            if self._is_taken(uow, assignment, report)
+        ]
+        new = zip(taken, uow.db.telemetry.add_all(taken), strict=True)
+        found = [(each.assignment, records) for each, records in new if records]
+        for assignment, records in found:
+            self._tell(uow, assignment, records)
+        if found:
+            uow.db.jobs.touch(*{assignment.job for assignment, _ in found})
+
+    def _is_taken(self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport) -> bool:
+        """Return whether the records of a report are stored.
 
         A report that starts after the known records leaves a gap. The reply tells the provider where
         to start; if its next report leaves the same gap, the provider no longer has these records.
@@ -181,17 +205,17 @@ class ReportService:
         missing = report.first_record - assignment.records if report.records else 0
         if missing > 0 and self._gaps.get(assignment.id) != report.first_record:
             self._gaps[assignment.id] = report.first_record
-            return
+            return False
         self._gaps.pop(assignment.id, None)
         if missing > 0:
             what = f"node_{assignment.node}: {missing} records were lost before they reached the server"
             uow.db.events.add("warning", assignment.provider, what, job=assignment.job)
-        new = uow.db.telemetry.add(assignment, report.first_record, report.records)
-        if not new:
-            return
+        return True
+
+    def _tell(self, uow: UnitOfWork, assignment: AssignmentRecord, new: Sequence[WorkerRecord]) -> None:
+        """Tell the others what the new records of an assignment say."""
         if self._activity.note(assignment, new, self._units.clock.steady()):
             uow.topics.add(("clock", ""))  # less silence of the missing provider is tolerated now
-        uow.db.jobs.touch(assignment.job)
         uow.topics.add(("job", assignment.job))
         notable = [(kind, words) for kind, words in map(_event, new) if words]
         for kind, words in notable[-_MOST_EVENTS:]:

@@ -5,10 +5,12 @@ Nearly all heartbeats are such ones. Many of them are stored in one transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from ravnest.schemas.providers import Heartbeat, HeartbeatReply, ProviderState
 from ravnest.server.checkpoint_service import CheckpointService
+from ravnest.server.db.records import AssignmentRecord, ProviderPresence
 from ravnest.server.heartbeat_replies import HeartbeatReplies
 from ravnest.server.report_service import ReportService
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
@@ -40,27 +42,79 @@ class RoutineHeartbeats:
         changes = self._replies.snapshots.changes
         if all(heartbeat.report is None for _, heartbeat in heartbeats):
             with self._units.db.read() as db:  # nothing is stored, so that they wait for nobody
-                return [self._answer(UnitOfWork(db), *each, changes) for each in heartbeats]
+                return self._answer(UnitOfWork(db), heartbeats, changes)
         with self._units.begin() as uow:
-            return [self._answer(uow, *each, changes) for each in heartbeats]
+            return self._answer(uow, heartbeats, changes)
 
     def _answer(
-        self, uow: UnitOfWork, provider: str, heartbeat: Heartbeat, changes: int
-    ) -> HeartbeatReply | None:
-        if heartbeat.leaving or provider in self._replies.leaving:
-            return None
-        found = uow.db.providers.presence(provider)
-        if found is None or found.left or found.state is ProviderState.LOST:
-            return None
-        assignment, report = uow.db.assignments.current(provider), heartbeat.report
-        if report is not None:
-            if assignment is None or assignment.id != report.assignment:
-                return None
-            job = self._replies.snapshots.read(uow.db, assignment, changes)
-            if not self._checkpoints.knows(report, job):
-                return None
-            assignment = self._reports.store_records(uow, assignment, report)
-            if assignment is None:
-                return None
-        self._see(provider)
-        return self._replies.compose(uow.db, found, assignment, changes)
+        self, uow: UnitOfWork, heartbeats: Sequence[tuple[str, Heartbeat]], changes: int
+    ) -> list[HeartbeatReply | None]:
+        replies: list[HeartbeatReply | None] = [None] * len(heartbeats)
+        for numbers in _rounds([provider for provider, _ in heartbeats]):
+            chosen = {heartbeats[number][0]: heartbeats[number][1] for number in numbers}
+            found = self._answer_each_once(uow, chosen, changes)
+            for number in numbers:
+                replies[number] = found.get(heartbeats[number][0])
+        return replies
+
+    def _answer_each_once(
+        self, uow: UnitOfWork, heartbeats: Mapping[str, Heartbeat], changes: int
+    ) -> dict[str, HeartbeatReply]:
+        """Return the replies to routine heartbeats, by provider."""
+        names = list(heartbeats)
+        present, current = uow.db.providers.presences(names), uow.db.assignments.all_current(names)
+        routine = [
+            name
+            for name, heartbeat in heartbeats.items()
+            if self._is_routine(uow, heartbeat, present.get(name), current.get(name), changes)
+        ]
+        reports = [
+            (current[name], report)
+            for name in routine
+            if (report := heartbeats[name].report) is not None
+        ]
+        current |= {each.provider: each for each in self._reports.store_records(uow, reports)}
+        left = uow.db.assignments.left_by(names)
+        for name in routine:
+            self._see(name)
+        return {
+            name: self._replies.compose(uow.db, present[name], current.get(name), changes, left)
+            for name in routine
+        }
+
+    def _is_routine(
+        self,
+        uow: UnitOfWork,
+        heartbeat: Heartbeat,
+        provider: ProviderPresence | None,
+        assignment: AssignmentRecord | None,
+        changes: int,
+    ) -> bool:
+        if provider is None or provider.left or provider.state is ProviderState.LOST:
+            return False
+        if heartbeat.leaving or provider.id in self._replies.leaving:
+            return False
+        report = heartbeat.report
+        if report is None:
+            return True
+        if assignment is None or assignment.id != report.assignment:
+            return False
+        job = self._replies.snapshots.read(uow.db, assignment, changes)
+        if not self._checkpoints.knows(report, job):
+            return False
+        return self._reports.adds_records_only(uow, assignment, report)
+
+
+def _rounds(providers: Sequence[str]) -> list[list[int]]:
+    """Return the positions of the first heartbeat of each provider, of the second ones, and so on.
+
+    What the first one stores is known when the second one is processed.
+    """
+    found: list[list[int]] = []
+    seen: Counter[str] = Counter()
+    for number, provider in enumerate(providers):
+        if seen[provider] == len(found):
+            found.append([])
+        found[seen[provider]].append(number)
+        seen[provider] += 1
+    return found

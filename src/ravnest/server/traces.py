@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ravnest.schemas.traces import TracedAssignment, TraceSpans
 from ravnest.server.db.database import Transaction
+from ravnest.server.db.new_records import NEWEST_KEPT
 from ravnest.server.db.records import AssignmentRecord
-from ravnest.server.db.telemetry import NEWEST_KEPT
 from ravnest.telemetry import SpansRecord
 
 

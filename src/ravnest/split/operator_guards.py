@@ -18,6 +18,7 @@ import torch
 from ravnest.errors import OperandError
 from ravnest.split.number_bounds import NumberError, bounded
 from ravnest.split.operators import resolve
+from ravnest.split.piece_guards import PIECE_GUARDS
 from ravnest.split.recurrent_guards import cell, packed_recurrent, recurrent
 from ravnest.split.refused_calls import Guard, RefusedCallError, numbers, require, within
 
@@ -405,6 +406,7 @@ GUARDS: dict[str, Guard] = {
     "upsample_bicubic2d": _float_image,
     "upsample_bilinear2d": _float_image,
     "scaled_dot_product_attention": _attention,
+    **PIECE_GUARDS,
     "addbmm_": _sum_of_products,
     "linalg_eigvals": _finite,
     "binomial": _binomial,

@@ -34,10 +34,6 @@ from ravnest.wire.messages import Hello
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _FOLLOWER_PAUSE = 1.0
 """First pause of the side that did not open the link: normally the other one dials."""
-_MOST_LINKS = 4
-"""Links that one process of a peer may open: one is used, and others may be about to end."""
-_MOST_PEER_LINKS = 16
-"""Links that all processes of a peer may have opened: those of processes that ended end later."""
 _REMEMBERED = 64
 """Ended links whose ids are remembered, so that a peer that dials again learns about the end."""
 
@@ -97,7 +93,8 @@ class LinkKeeper:
         """Return a new link; ``dialled`` are the peer's addresses if this side opens it.
 
         ``LinkClosedError`` if this side closes its links: the peer would wait for a node that never
-        answers. ``RefusedError`` if the peer has opened too many links.
+        answers. A peer has one link of those that it opens: a new one ends the one before, which its
+        process has given up, or a process before it had.
         """
         link = FrameLink(
             local,
@@ -114,8 +111,7 @@ class LinkKeeper:
         with self._lock:
             if self._closed.is_set():
                 raise LinkClosedError("this node is closing its links")
-            if not dialled:
-                self._check_count(peer)
+            before = [] if dialled else self._opened_by(peer.node, link.session)
             self._links[link.session] = link
             self._addresses[link.session] = list(dialled) or named
             if self._heartbeat is None and not self._closed.is_set():
@@ -123,16 +119,14 @@ class LinkKeeper:
                     target=self._beat, name="ravnest heartbeat", daemon=True
                 )
                 self._heartbeat.start()
+        for each in before:
+            each.fail(f"node_{peer.node} has opened another link")
         return link
 
-    def _check_count(self, peer: Hello) -> None:
-        """Refuse one more link of a peer, whose links would leave none for others."""
-        opened = [
-            each.peer for each in self._links.values() if each.peer.node == peer.node and not each.leads
-        ]
-        same = sum(each.incarnation == peer.incarnation for each in opened)
-        if same >= _MOST_LINKS or len(opened) >= _MOST_PEER_LINKS:
-            raise RefusedError(f"node_{peer.node} has {len(opened)} links to this node already")
+    def _opened_by(self, node: int, session: str) -> list[FrameLink]:
+        """Return the links that a peer has opened, without that of ``session``; holds the lock."""
+        found = (each for each in self._links.values() if each.peer.node == node and not each.leads)
+        return [each for each in found if each.session != session]
 
     def find(self, session: str) -> FrameLink | None:
         """Return the link with this id; ``RefusedError`` if it has ended."""

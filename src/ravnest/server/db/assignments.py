@@ -44,7 +44,8 @@ _SHIPPED = (JobState.SHIPPING, JobState.TRAINING)
 # Statements of each heartbeat: building one takes as long as executing it.
 _BY_ID = select(*_SHORT).where(assignments.c.id == bindparam("assignment"))
 _CURRENT = select(*_SHORT).where(
-    assignments.c.provider == bindparam("provider"), assignments.c.phase.not_in(ENDED)
+    assignments.c.provider.in_(bindparam("providers", expanding=True)),
+    assignments.c.phase.not_in(ENDED),
 )
 _CURRENT_PLAN = select(jobs.c.attempt).where(jobs.c.id == bindparam("job")).scalar_subquery()
 _OF_JOB = (
@@ -59,10 +60,11 @@ _STAGES_OF_JOB = select(
     func.coalesce(func.json_extract(assignments.c.body, "$.needs.ram"), 0).label("ram"),
 ).where(assignments.c.job == bindparam("job"), assignments.c.attempt == _CURRENT_PLAN)
 _RUNNING = select(jobs.c.id).where(jobs.c.state.in_(_SHIPPED))
+# The plus keeps SQLite from reading all assignments of running jobs, to find those of few providers.
 _LEFT_BY = (
     select(*_SHORT)
-    .where(assignments.c.provider == bindparam("provider"), assignments.c.phase.in_((LOST, "finished")))
-    .where(assignments.c.job.in_(_RUNNING))
+    .where(assignments.c.provider.in_(bindparam("providers", expanding=True)))
+    .where(assignments.c.phase.in_((LOST, "finished")), literal_column("+assignments.job").in_(_RUNNING))
     .order_by("job", "node")
 )
 
@@ -147,8 +149,12 @@ class AssignmentRepository:
 
     def current(self, provider: str) -> AssignmentRecord | None:
         """Return the assignment that a provider should work on."""
-        row = self._connection.execute(_CURRENT, {"provider": provider}).first()
-        return None if row is None else _record(row)
+        return self.all_current([provider]).get(provider)
+
+    def all_current(self, providers: Sequence[str]) -> dict[str, AssignmentRecord]:
+        """Return the assignments that providers should work on, by provider."""
+        found = [_record(row) for row in self._connection.execute(_CURRENT, {"providers": providers})]
+        return {each.provider: each for each in found}
 
     def move(self, assignment: AssignmentRecord, phase: str, reason: str = "") -> None:
         """Set the phase of an assignment."""
@@ -192,9 +198,9 @@ class AssignmentRepository:
         )
         return {row[0]: PartOutcomes(row[1], row[2]) for row in self._connection.execute(query)}
 
-    def left_by(self, provider: str) -> list[AssignmentRecord]:
-        """Return the finished and lost assignments of a provider in running jobs, by job and node."""
-        return [_record(row) for row in self._connection.execute(_LEFT_BY, {"provider": provider})]
+    def left_by(self, providers: Sequence[str]) -> list[AssignmentRecord]:
+        """Return the finished and lost assignments of providers in running jobs, by job and node."""
+        return [_record(row) for row in self._connection.execute(_LEFT_BY, {"providers": providers})]
 
     def unreliable(self, providers: Iterable[str]) -> frozenset[str]:
         """Return those providers that failed in more places than they have finished.

@@ -33,7 +33,7 @@ _ORDER: ColumnElement[int] = literal_column("jobs.rowid")
 
 _TOUCH = (
     update(jobs)
-    .where(jobs.c.id == bindparam("job_id"))
+    .where(jobs.c.id.in_(bindparam("ids", expanding=True)))
     .values(changed=func.max(bindparam("now"), jobs.c.changed + _TICK))
 )
 RUNNING = (JobState.PLANNED, JobState.SHIPPING, JobState.TRAINING)
@@ -83,9 +83,9 @@ class JobRepository:
             self._set(record.id, reason=clipped(reason))
             self._events.add("job", record.id, reason, before=record.state, after=record.state)
 
-    def touch(self, job: str) -> None:
-        """Set the time of a job's last change, for news such as a loss."""
-        self._connection.execute(_TOUCH, {"job_id": job, "now": self._now})
+    def touch(self, *names: str) -> None:
+        """Set the time of the last change of jobs, for news such as a loss."""
+        self._connection.execute(_TOUCH, {"ids": names, "now": self._now})
 
     def set_passed_over(self, job: str, times: int) -> None:
         """Store the number of later jobs that started before this one."""

@@ -19,7 +19,7 @@ from ravnest.server.lifecycle import NEW, check_transition
 
 _CHECKS = TypeAdapter(tuple[AddressCheck, ...])
 _PRESENCE = select(*(providers.c[name] for name in ("id", "state", "reason", "job", "left"))).where(
-    providers.c.id == bindparam("provider")
+    providers.c.id.in_(bindparam("ids", expanding=True))
 )
 _ALL = select(providers, provider_rates.c.rate).join(provider_rates, isouter=True)
 _BY_ID = _ALL.where(providers.c.id == bindparam("provider"))
@@ -89,11 +89,14 @@ class ProviderRepository:
 
     def presence(self, provider: str) -> ProviderPresence | None:
         """Return the state of a provider by id."""
-        row = self._connection.execute(_PRESENCE, {"provider": provider}).first()
-        if row is None:
-            return None
-        name, state, reason, job, left = row
-        return ProviderPresence(name, ProviderState(state), reason, job, left)
+        return self.presences([provider]).get(provider)
+
+    def presences(self, ids: Sequence[str]) -> dict[str, ProviderPresence]:
+        """Return the states of providers by id."""
+        return {
+            name: ProviderPresence(name, ProviderState(state), reason, job, left)
+            for name, state, reason, job, left in self._connection.execute(_PRESENCE, {"ids": ids})
+        }
 
     def chosen(self, ids: Iterable[str]) -> list[ProviderRecord]:
         """Return providers by their ids, in the order of the ids."""

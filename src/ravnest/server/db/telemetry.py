@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 from pydantic import TypeAdapter
-from sqlalchemy import Connection, bindparam, delete, func, select, tuple_, update
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import Connection, delete, func, select, text, tuple_
 
+from ravnest.server.db.new_records import MOST_LOSSES, NEWEST_KEPT, NewRecords, add_records
 from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.db.tables import assignments, losses, records
 from ravnest.telemetry import (
@@ -36,26 +36,6 @@ from ravnest.telemetry import (
     WorkRecord,
 )
 
-MOST_LOSSES = 100_000
-"""Losses that are kept per assignment; half of them remain when older ones are thinned out."""
-NEWEST_KEPT = {
-    "validation": 10_000,
-    "best": 10,
-    "round": 1000,
-    "timing": 4000,
-    "queue": 200,
-    "work": 10,
-    "pace": 2000,
-    "schedule": 10,
-    "warning": 200,
-    "phase": 200,
-    "checkpoint": 200,
-    "recovery": 1000,
-    "check": 200,
-    "spans": 96,
-}
-"""Records that are kept per assignment and kind."""
-
 Stored = TypeVar(
     "Stored",
     ValidationRecord,
@@ -73,7 +53,6 @@ Stored = TypeVar(
     SpansRecord,
 )
 
-_ANY_RECORD: TypeAdapter[WorkerRecord] = TypeAdapter(WorkerRecord)
 _KINDS = {
     ValidationRecord: "validation",
     BestRecord: "best",
@@ -91,31 +70,12 @@ _KINDS = {
     SpansRecord: "spans",
 }
 
-# Statements of each report: building one takes as long as executing it.
-_COUNT_RECORDS = (
-    update(assignments)
-    .where(assignments.c.id == bindparam("assignment"))
-    .values(
-        records=bindparam("received"),
-        losses=bindparam("kept"),
-        used_memory=bindparam("used"),
-        peak_memory=bindparam("peak"),
-    )
+_TIMINGS_BETWEEN = text(
+    "SELECT json_group_array(json_array(time, json(body))) FROM"
+    " (SELECT time, body FROM records WHERE assignment = :assignment AND kind = 'timing'"
+    " AND time >= :first AND time <= :last ORDER BY position)"
 )
-_REMOVE_LOSSES = delete(losses).where(
-    losses.c.assignment == bindparam("assignment_id"),
-    losses.c.update_number.in_(bindparam("numbers", expanding=True)),
-)
-_ADD_LOSSES = insert(losses)
-_ADD_RECORDS = insert(records).on_conflict_do_nothing()
-_SURPLUS = (
-    select(records.c.position)
-    .where(records.c.assignment == bindparam("assignment"), records.c.kind == bindparam("kind"))
-    .order_by(records.c.position.desc())
-    .offset(bindparam("kept"))
-    .limit(1)
-)
-_TIMING = msgspec.json.Decoder(TimingRecord)
+_TIMINGS = msgspec.json.Decoder(list[tuple[float, TimingRecord]])
 """Decoder of timings, which are read by the ten thousand; with Pydantic it takes 1.7 times as long."""
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 
@@ -180,18 +140,12 @@ class TelemetryRepository:
         ``first`` is the position of the first of them among all records of the assignment. A report is
         sent again until it is acknowledged, so that its beginning may be known already.
         """
-        start = max(assignment.records, first)
-        new = reported[start - first :]
-        if not new:
-            return ()
-        kept = self._add_losses(assignment, [each for each in new if isinstance(each, LossRecord)])
-        if kept > most_losses:
-            kept = self._thin_losses(assignment.id, most_losses)
-        self._add_others(assignment.id, start, new)
-        counts = {"received": start + len(new), "kept": kept}
-        memory = {"used": assignment.used_memory, "peak": assignment.peak_memory}
-        self._connection.execute(_COUNT_RECORDS, {"assignment": assignment.id, **counts, **memory})
-        return new
+        report = NewRecords(assignment, first, reported)
+        return add_records(self._connection, self._now, [report], most_losses)[0]
+
+    def add_all(self, reports: Sequence[NewRecords]) -> list[Sequence[WorkerRecord]]:
+        """Do the same for reports about different assignments, with few statements for all of them."""
+        return add_records(self._connection, self._now, reports)
 
     def losses(self, assignment: str, first: int = 0) -> list[LossRecord]:
         """Return the stored losses of update ``first`` and later, in order."""
@@ -322,15 +276,14 @@ class TelemetryRepository:
     def timings_between(
         self, assignment: str, first: float, last: float
     ) -> list[tuple[float, TimingRecord]]:
-        """Return the timings of all stages that were received in a span of time, oldest first."""
-        query = (
-            select(records.c.time, records.c.body)
-            .where(records.c.assignment == assignment, records.c.kind == "timing")
-            .where(records.c.time >= first, records.c.time <= last)
-            .order_by(records.c.position)
-        )
-        found = self._connection.execute(query)
-        return [(time, _TIMING.decode(body)) for time, body in found]
+        """Return the timings of all stages that were received in a span of time, oldest first.
+
+        SQLite returns all of them as one value: at each row, heartbeats and this thread would take
+        Python's lock from each other.
+        """
+        chosen = {"assignment": assignment, "first": first, "last": last}
+        found = self._connection.execute(_TIMINGS_BETWEEN, chosen).scalar_one()
+        return sorted(_TIMINGS.decode(found), key=lambda timed: timed[0])
 
     def first_schedule(self, assignment: str) -> float | None:
         """Return the time at which a Root reported its schedule: training began."""
@@ -377,64 +330,6 @@ class TelemetryRepository:
             chosen = select(*table.primary_key.columns).where(table.c.assignment.in_(own)).limit(limit)
             removed += self._connection.execute(delete(table).where(key.in_(chosen))).rowcount
         return removed
-
-    def _add_losses(self, assignment: AssignmentRecord, new: Sequence[LossRecord]) -> int:
-        """Store losses, instead of those of updates that are repeated; return how many there are."""
-        if not new:
-            return assignment.losses
-        rows = [
-            {
-                "assignment": assignment.id,
-                "update_number": record.update,
-                "value": record.loss,
-                "epoch": record.epoch,
-                "microbatches": record.microbatches,
-                "staleness": record.staleness,
-                "learning_rate": record.learning_rate,
-            }
-            for record in {record.update: record for record in new}.values()
-        ]
-        numbers = [row["update_number"] for row in rows]
-        chosen = {"assignment_id": assignment.id, "numbers": numbers}
-        repeated = self._connection.execute(_REMOVE_LOSSES, chosen).rowcount
-        self._connection.execute(_ADD_LOSSES, rows)
-        return assignment.losses + len(rows) - repeated
-
-    def _thin_losses(self, assignment: str, most: int) -> int:
-        """Keep the losses of every n-th update and the last one; return how many remain."""
-        own = losses.c.assignment == assignment
-        last = self._connection.execute(select(func.max(losses.c.update_number)).where(own)).scalar_one()
-        step = 2
-        while (last + 1) // step > most // 2:
-            step *= 2
-        number = losses.c.update_number
-        self._connection.execute(delete(losses).where(own, number % step != 0, number != last))
-        query = select(func.count()).select_from(losses).where(own)
-        return int(self._connection.execute(query).scalar_one())
-
-    def _add_others(self, assignment: str, start: int, new: Sequence[WorkerRecord]) -> None:
-        rows = [
-            {
-                "assignment": assignment,
-                "kind": record.kind,
-                "position": start + offset,
-                "time": self._now,
-                "body": _ANY_RECORD.dump_json(record).decode(),
-            }
-            for offset, record in enumerate(new)
-            if not isinstance(record, LossRecord)
-        ]
-        if rows:
-            self._connection.execute(_ADD_RECORDS, rows)
-        for kind in {record.kind for record in new} - {"loss"}:
-            self._forget(assignment, kind)
-
-    def _forget(self, assignment: str, kind: str) -> None:
-        chosen = {"assignment": assignment, "kind": kind, "kept": NEWEST_KEPT[kind]}
-        last = self._connection.execute(_SURPLUS, chosen).scalar()
-        if last is not None:
-            own = (records.c.assignment == assignment) & (records.c.kind == kind)
-            self._connection.execute(delete(records).where(own, records.c.position <= last))
 
     @staticmethod
     def _parsed(kind: type[Stored], body: str) -> Stored:
