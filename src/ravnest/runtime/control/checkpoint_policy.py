@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ravnest.deadlines import REPLICA_MOST
+from ravnest.runtime.control.checkpoint_slowdown import CheckpointSlowdown
 
 _LEAST_SECONDS = 2.0
 """Shortest time between the checkpoints of two epochs, if epochs are shorter."""
@@ -32,9 +33,19 @@ class CheckpointPolicy:
     """Checkpoints that the Root has asked for."""
     settled: int = 0
     """Those of them whose outcome is known: all nodes have stored it, or one of them could not."""
+    storing: bool = False
+    """A checkpoint was being stored at the last update."""
+    slowdown: CheckpointSlowdown = field(default_factory=CheckpointSlowdown)
+    """Time that the last checkpoint took from the whole pipeline."""
 
     def due_after_update(self, update: int, now: float) -> bool:
         """Return whether a checkpoint follows an update; ``update`` counts those done with it."""
+        self.slowdown.update(now, storing=self.storing)
+        due = self._is_due(update, now)
+        self.storing = self.taken > self.settled
+        return due
+
+    def _is_due(self, update: int, now: float) -> bool:
         if self._waits(now):
             return False
         if self.wanted:
@@ -47,6 +58,7 @@ class CheckpointPolicy:
 
     def due_after_epoch(self, update: int, now: float) -> bool:
         """Return whether a checkpoint follows the end of an epoch."""
+        self.slowdown.interrupt()
         if self._waits(now):
             return False
         if self.wanted or now - self.last_time >= max(_LEAST_SECONDS, self._pause()):
@@ -64,7 +76,7 @@ class CheckpointPolicy:
 
     def _pause(self) -> float:
         """Return the least time between two checkpoints, by their cost."""
-        return _COST * min(self.cost, _MOST_COST)
+        return _COST * min(max(self.cost, self.slowdown.seconds), _MOST_COST)
 
     def _waits(self, now: float) -> bool:
         """Return whether a checkpoint is still being stored: nodes keep only a few of them.
