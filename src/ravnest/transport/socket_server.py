@@ -92,6 +92,8 @@ class SocketListener:
             with self._lock:
                 self._strangers[stream] = None
                 oldest = next(iter(self._strangers)) if len(self._strangers) > MAX_LINKS else None
+                if oldest is not None:
+                    del self._strangers[oldest]
             if oldest is not None:  # strangers who say nothing must not keep peers out
                 oldest.hang_up()
             threading.Thread(
