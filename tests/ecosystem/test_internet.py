@@ -25,7 +25,7 @@ pytestmark = [
 
 HOME_MEGABITS = 0.25
 """Rate of the homes: an update takes 0.26 s at least, so that the job outlasts the faults."""
-UPDATES = 300
+UPDATES = 220
 RELAY_PORTS = (7201, 7202)
 NODE_PORT = 21_000
 LONG = 1_000_000
