@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from contenders import Racing, Rate, Seat, ravnest
 
+from ravnest.runtime.control.checkpoint_slowdown import CheckpointSlowdown
 from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.state_blocks import BYTES, BlockReader
 from ravnest.store.checkpoint import CheckpointFolder, CheckpointManifest
@@ -51,6 +52,8 @@ class Counted:
     """Seconds in which each replica was sent."""
     delayed: list[float] = field(default_factory=list)
     """Seconds for which training waited for each replica, as the node estimates them."""
+    updates: list[tuple[float, bool]] = field(default_factory=list)
+    """Time of each update at the Root, and whether a checkpoint was being stored before it."""
 
     def emit(self, record: Any) -> None:
         """Count a checkpoint."""
@@ -95,6 +98,16 @@ def _time_replicas() -> None:
     Checkpoints._replicate = timed  # type: ignore[method-assign]
 
 
+def _time_updates() -> None:
+    update = CheckpointSlowdown.update
+
+    def timed(self: CheckpointSlowdown, now: float, *, storing: bool) -> None:
+        COUNTED.updates.append((now, storing))
+        update(self, now, storing=storing)
+
+    CheckpointSlowdown.update = timed  # type: ignore[method-assign]
+
+
 def _half(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
     """Return a parameter group with the first half of a stage's parameters."""
     parameters = [parameter for _, parameter in named]
@@ -106,6 +119,7 @@ def main(seat: Seat) -> None:
     torch.set_num_threads(1)
     _count_blocks()
     _time_replicas()
+    _time_updates()
     settings: dict[str, Any] = {"optimizer_params": _half} if seat.team == FROZEN else {}
     ravnest(seat, _CountingRacing, record_sink=COUNTED, **settings)
     path = Path(seat.folder) / f"stored_{seat.team}_{seat.name}.json"

@@ -12,8 +12,10 @@ stage stops, "memory" the largest resident memory of a node without that of file
 from the same node without checkpoints. The last table shows the bytes that are sent for a replica if the
 optimizer changes only half of the parameters. On slow links, replicas share each machine's link with
 activations and gradients: "longest gap" is the longest time between two updates, "replica" the time in
-which the slowest stage sends one. Run as a script to print the report; arguments choose tables
-(`loopback`, `links`) and models by the beginnings of their names.
+which the slowest stage sends one. In a long run on slow links, the time that a checkpoint costs is that
+by which the updates beside it took longer than as many others just before and after it. Run as a script
+to print the report; arguments choose tables (`loopback`, `links`, `long`) and models by the beginnings
+of their names.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import psutil
@@ -50,6 +53,10 @@ LINK_SECONDS = float(os.environ.get("RAVNEST_BENCH_LINK_SECONDS", "75"))
 """Longer than the time between two checkpoints."""
 LINK_SETTLING = 12.0
 """The same as ``SETTLING`` on slow links."""
+LONG_SECONDS = float(os.environ.get("RAVNEST_BENCH_LONG_SECONDS", "1200"))
+"""Several times as long as the time between two checkpoints on slow links."""
+NEIGHBOURS = 60
+"""Updates before and after a checkpoint with which those beside it are compared."""
 SAMPLED = 0.05
 _NODE = Path(__file__).with_name("checkpoint_nodes.py")
 
@@ -291,6 +298,64 @@ def links(models: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Time that one checkpoint took."""
+
+    began: float
+    """Seconds since the start of the run."""
+    lasted: float
+    """Seconds until all nodes had stored it."""
+    excess: float
+    """Seconds by which the updates beside it took longer than others."""
+
+
+def costs(updates: Sequence[tuple[float, bool]]) -> list[Cost]:
+    """Return what the checkpoints of a run took, from the times of its updates at the Root."""
+    gaps = [(b - a, storing) for (a, _), (b, storing) in pairwise(updates)]
+    found: list[Cost] = []
+    place = 0
+    for storing, group in groupby(gaps, key=lambda gap: gap[1]):
+        beside = [seconds for seconds, _ in group]
+        begin, place = place, place + len(beside)
+        others = [*gaps[max(begin - NEIGHBOURS, 0) : begin], *gaps[place : place + NEIGHBOURS]]
+        quiet = [seconds for seconds, other in others if not other]
+        if storing and quiet:
+            excess = sum(beside) - len(beside) * statistics.fmean(quiet)
+            found.append(Cost(updates[begin][0] - updates[0][0], sum(beside), excess))
+    return found
+
+
+def long(models: Sequence[str] = ()) -> str:
+    """Return the report of one long run with the default settings on slow links as Markdown."""
+    if not possible():
+        return "A long run was not measured: that needs root and iproute2."
+    lines = [
+        f"One run of {LONG_SECONDS:.0f} s with the default settings, links of {MEGABITS} Mbit/s:",
+        "",
+        "| model | samples/s | checkpoints: after, stored in, cost | all of them, of the time |",
+        "|---|--:|---|--:|",
+    ]
+    for work in _chosen(models):
+        run, updates = _train_long(work)
+        found = costs(updates)
+        each = "; ".join(f"{c.began:.0f} s, {c.lasted:.0f} s, {c.excess:.1f} s" for c in found)
+        share = sum(c.excess for c in found) / (updates[-1][0] - updates[0][0])
+        lines.append(f"| {work.name} | {run.rate:.0f} | {each} | **{share:.1%}** |")
+    return "\n".join(lines)
+
+
+def _train_long(work: Workload) -> tuple[Run, list[tuple[float, bool]]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        with Lan(STAGES, MEGABITS) as lan:
+            names = work.form(Path(scratch), [f"{host}:{PORT}" for host in lan.hosts], MEGABITS)
+            seat = Seat(work.name, scratch, checkpoint_minutes=RARE, team="long")
+            seats = [replace(seat, name=node) for node in names]
+            with team(seats, lan) as processes:
+                run = processes.measure(LONG_SECONDS)
+        return run, _counted(Path(scratch), seats)[0].updates
+
+
 def frozen(work: Workload) -> list[str]:
     """Return rows about replicas if the optimizer has half of the parameters."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -339,12 +404,12 @@ def loopback(models: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"loopback": loopback, "links": links}
+TABLES = {"loopback": loopback, "links": links, "long": long}
 
 
 def measure(arguments: Sequence[str] = ()) -> str:
     """Return the report as Markdown; arguments choose tables and models."""
-    tables = [name for name in TABLES if name in arguments] or list(TABLES)
+    tables = [name for name in TABLES if name in arguments] or ["loopback", "links"]
     models = [each for each in arguments if each not in TABLES]
     return "\n\n".join(TABLES[name](models) for name in tables)
 

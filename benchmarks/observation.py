@@ -1,19 +1,21 @@
 """Cost of metrics, logs and traces: training with all of them, relative to training with none.
 
-Two stages in one process train over loopback, with one thread each, so that everything that observes
-them competes with them for Python's lock. "All" is: traces of both nodes written to files, callbacks, a
-`RunLog` (TensorBoard, CSV, JSON), records through a pipe that are checked on its other side, as between
-a worker and its agent, and a page for Prometheus that is read once per second. Runs with and without
-take turns for some minutes; the numbers are medians of the ratios of neighbouring runs, and in brackets
-their range. The main figure is the processor time of the whole process, which depends less on what else
-runs on the machine than the time does. *Noise* is the same ratio of neighbouring runs without anything:
-a cost that is smaller cannot be seen. The digits model is the worst case: its micro-batches take a few
-milliseconds. Run as a script to print the report, in about five minutes.
+Three pipelines of two stages in one process train the same model over loopback, with one thread each, so
+that everything that observes them competes with them for Python's lock. One of them has everything:
+traces of both nodes written to files, callbacks, a `RunLog` (TensorBoard, CSV, JSON), records through a
+pipe that are checked on its other side, as between a worker and its agent, and a page for Prometheus
+that is read once per second. The others have nothing. They take turns of a second or two; a turn ends
+when the process is idle again, so that what is written in the background is counted, too. The main
+figure is the processor time of the whole process in a turn with everything, relative to the mean of the
+turns without just before and after it: the median of these ratios and its 95% interval by resampling.
+*Noise* is the same ratio between the two pipelines without anything. The digits model is the worst case:
+its micro-batches take a few milliseconds. Run as a script to print the report, in about ten minutes.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import tempfile
 import threading
@@ -22,7 +24,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +43,34 @@ from ravnest.tracing.recorder import SpanRecorder, now
 from ravnest.tracing.spans import SpanKind
 from ravnest.types import Address
 
-SECONDS = float(os.environ.get("RAVNEST_BENCH_SECONDS", "270"))
-"""Time in which pairs of runs begin, of all models."""
-SHARES = {DIGITS: 2 / 3, MEDIUM_GPT: 1 / 3}
-"""Models and their shares of this time."""
-LEAST_PAIRS = 2
-UPDATES = {DIGITS.name: 300, MEDIUM_GPT.name: 3}
-"""Updates of a run."""
-WARM_UP = 1
-"""Updates before the clock starts; the share of the micro-batches is settled then."""
+TURNS = {DIGITS: 60, MEDIUM_GPT: 12}
+"""Models and the turns of each of their pipelines."""
+SHARE = float(os.environ.get("RAVNEST_BENCH_SHARE", "1"))
+"""Part of the turns that are taken; less for a quick look."""
+UPDATES = {DIGITS.name: 60, MEDIUM_GPT.name: 2}
+"""Updates of a turn."""
+WARM_UP = 2
+"""Turns before the measurement; the share of the micro-batches is settled then."""
 GOAL = 0.01
 _CALLS = 2000
 _SCRAPE = 1.0
+_SETTLE = 0.6
+"""Least seconds between two turns; by then, what is written in the background is written."""
+_LOOK = 0.1
+_IDLE = 0.1
+"""Share of a core below which the process is idle."""
+_RESAMPLES = 2000
+_PATIENCE = 300.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a run."""
+    """Seconds of a turn."""
 
     time: float
+    """From the start until the last batch was asked for."""
     cpu: float
+    """Processor time of the process until it was idle again."""
 
 
 class _Several:
@@ -75,20 +84,54 @@ class _Several:
             sink.emit(record)
 
 
-class _Batches(list[Any]):
-    """Batches of one run; notes when the warm-up is over."""
+class _Turns:
+    """Turns of one pipeline, each with the same number of updates."""
 
-    def __init__(self, work: Workload) -> None:
-        super().__init__()
-        some = work.loader()
-        self.extend(some[index % len(some)] for index in range(WARM_UP + UPDATES[work.name]))
-        self.began = Cost(0.0, 0.0)
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+        self._begun = 0
+        self._may_begin, self._is_over = threading.Semaphore(0), threading.Semaphore(0)
 
-    def __iter__(self) -> Iterator[Any]:
-        for index in range(len(self)):
-            if index == WARM_UP:
-                self.began = Cost(time.perf_counter(), time.process_time())
-            yield self[index]
+    def enter(self) -> None:
+        """Wait for the turn of the next update; the Root calls it before each."""
+        if self._begun % self._updates == 0:
+            if self._begun:
+                self._is_over.release()
+            assert self._may_begin.acquire(timeout=_PATIENCE)
+        self._begun += 1
+
+    def end(self) -> None:
+        """End the last turn."""
+        self._is_over.release()
+
+    def take(self) -> Cost:
+        """Let the pipeline train for one turn; return its cost."""
+        began, cpu = time.perf_counter(), time.process_time()
+        self._may_begin.release()
+        assert self._is_over.acquire(timeout=_PATIENCE)
+        seconds = time.perf_counter() - began
+        _await_idleness()
+        return Cost(seconds, time.process_time() - cpu)
+
+
+class _NodeInTurns(Node):
+    """Node that waits for its turn before each update."""
+
+    turns: _Turns
+
+    def forward_compute(self, tensors: Any = None, **named: Any) -> Any:
+        """Compute as ``Node`` does."""
+        self.turns.enter()
+        return super().forward_compute(tensors, **named)
+
+
+def _await_idleness() -> None:
+    end = time.monotonic() + _SETTLE
+    while True:
+        before = time.process_time()
+        time.sleep(_LOOK)
+        if time.process_time() - before < _IDLE * _LOOK and time.monotonic() > end:
+            return
 
 
 def measure() -> str:
@@ -98,11 +141,11 @@ def measure() -> str:
         f"The goal is a cost of at most {GOAL:.0%}. Load of the machine before: "
         f"{os.getloadavg()[0]:.1f}.",
         "",
-        "| model | pairs | processor time of an update without | with all, relative to it (above 1 is "
-        "slower) | noise | time with all, relative to that without |",
+        "| model | turns | processor time of an update without | with all, relative to it (above 1 is "
+        "slower; 95% interval) | noise | time with all, relative to that without |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    return "\n".join([*rows, *(_row(*each) for each in SHARES.items()), "", parts()])
+    return "\n".join([*rows, *(_row(*each) for each in TURNS.items()), "", parts()])
 
 
 def parts() -> str:
@@ -146,43 +189,57 @@ def _least(call: Callable[[], object], setup: Callable[[], None] | None = None) 
     return min(found)
 
 
-def _row(work: Workload, share: float) -> str:
-    end = time.monotonic() + share * SECONDS
-    _run(work, observed=True)  # imports, caches
-    pairs: list[tuple[Cost, Cost]] = []
-    while len(pairs) < LEAST_PAIRS or time.monotonic() < end:
-        order = (False, True) if len(pairs) % 2 else (True, False)
-        found = {observed: _run(work, observed=observed) for observed in order}
-        pairs.append((found[False], found[True]))
-    without = statistics.median(off.cpu for off, _ in pairs) / UPDATES[work.name]
-    times = [on.time / off.time for off, on in pairs]
-    processor = [on.cpu / off.cpu for off, on in pairs]
-    noise = [after.cpu / before.cpu for (before, _), (after, _) in pairwise(pairs)]
+def _row(work: Workload, most: int) -> str:
+    turns = max(round(SHARE * most), 2)
+    with ExitStack() as stack:
+        off, on, other = (
+            stack.enter_context(_training(work, WARM_UP + turns, observed=observed))
+            for observed in (False, True, False)
+        )
+        for each in (off, on, other) * WARM_UP:
+            each.take()
+        rounds = [_round(off, on, other, is_reversed=bool(number % 2)) for number in range(turns)]
+    without = statistics.median(each.cpu for found in rounds for each in found[::2])
+    processor = [2 * seen.cpu / (one.cpu + two.cpu) for one, seen, two in rounds]
+    times = [2 * seen.time / (one.time + two.time) for one, seen, two in rounds]
+    noise = [two.cpu / one.cpu for one, _, two in rounds]
     figures = " | ".join(map(_shown, (processor, noise, times)))
-    return f"| {work.name} | {len(pairs)} | {1000 * without:.1f} ms | {figures} |"
+    return f"| {work.name} | {turns} | {1000 * without / UPDATES[work.name]:.1f} ms | {figures} |"
+
+
+def _round(off: _Turns, on: _Turns, other: _Turns, *, is_reversed: bool) -> tuple[Cost, Cost, Cost]:
+    """Let each pipeline take a turn, the observed one in the middle; return their costs."""
+    if is_reversed:
+        last, middle, first = other.take(), on.take(), off.take()
+        return first, middle, last
+    return off.take(), on.take(), other.take()
 
 
 def _shown(ratios: list[float]) -> str:
-    return f"**{statistics.median(ratios):.3f}** ({min(ratios):.3f} to {max(ratios):.3f})"
+    draw = random.Random(1)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
+    low, high = medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
+    return f"**{statistics.median(ratios):.3f}** ({low:.3f} to {high:.3f})"
 
 
-def _run(work: Workload, *, observed: bool) -> Cost:
-    """Return what a run costs after the warm-up."""
+@contextmanager
+def _training(work: Workload, turns: int, *, observed: bool) -> Iterator[_Turns]:
+    """Yield the turns of a pipeline; all of them must be taken."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-")))
         names = work.form(folder, free_addresses(2))
         given: dict[str, Any] = {}
         if observed:
             given = {"trace": folder / "traces", "record_sink": stack.enter_context(_observers(folder))}
-        batches = _Batches(work)
+        of_root, some = _Turns(UPDATES[work.name]), work.loader()
+        batches = [some[index % len(some)] for index in range(turns * UPDATES[work.name])]
 
         def provide(name: str) -> None:
-            own = batches if name == names[0] else list(batches)
-            with Node(
+            with _NodeInTurns(
                 name,
                 optimizer=torch.optim.AdamW,
                 criterion=loss_of,
-                labels=own,
+                labels=batches,
                 schedule="sync",
                 micro_batches=work.micro_batches,
                 checkpoints=False,
@@ -192,14 +249,17 @@ def _run(work: Workload, *, observed: bool) -> Cost:
                 progress=False,
                 **given,
             ) as node:
-                Trainer(node, train_loader=own, batch_size=work.samples).train()
+                node.turns = of_root
+                Trainer(node, train_loader=batches, batch_size=work.samples).train()
+            if name == names[0]:
+                of_root.end()
 
         threads = [threading.Thread(target=provide, args=(name,), daemon=True) for name in names]
         for thread in threads:
             thread.start()
+        yield of_root
         for thread in threads:
             thread.join()
-        return Cost(time.perf_counter() - batches.began.time, time.process_time() - batches.began.cpu)
 
 
 @contextmanager
